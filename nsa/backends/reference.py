@@ -1,0 +1,64 @@
+"""The specification as a backend: forward as it stands, backward by autograd through a second forward.
+
+It serves `backend="reference"` and parity runs. It builds whole score matrices: for short sequences only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import reference
+from nsa.backends.problem import Problem
+
+name = "reference"
+
+combine_forward = reference.combine
+compressed_forward = reference.compressed_attention
+select_blocks = reference.select_blocks
+selected_forward = reference.selected_attention
+sliding_forward = reference.sliding_attention
+
+
+def supports(problem: Problem) -> str | None:
+    """Everything is served, slowly."""
+    return None
+
+
+def gradients(
+    forward: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], *fixed: Tensor, **knobs: Any
+) -> tuple[Tensor, ...]:
+    """`torch.func.vjp`, because the body of a custom op runs below the layer where plain autograd records."""
+    _, pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **knobs), *inputs)
+    return tuple(g.contiguous() for g in pull_back(grads if len(grads) > 1 else grads[0]))
+
+
+def attention_gradients(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def backward(
+        do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **knobs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = gradients(forward, (q, k, v), (do, dlse), **knobs)
+        return dq, dk, dv
+
+    return backward
+
+
+compressed_backward = attention_gradients(reference.compressed_attention)
+sliding_backward = attention_gradients(reference.sliding_attention)
+
+
+def selected_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, **knobs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = gradients(reference.selected_attention, (q, k, v), (do, dlse), indices, **knobs)
+    return dq, dk, dv
+
+
+def combine_backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_cmp, d_sel, d_win, d_gates = gradients(reference.combine, (o_cmp, o_sel, o_win, gates), (do,))
+    return d_cmp, d_sel, d_win, d_gates

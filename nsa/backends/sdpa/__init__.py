@@ -1,0 +1,39 @@
+"""The path that always works: torch alone, any device, forward and backward, memory linear in the sequence.
+
+Queries are taken in chunks whose scores fit a fixed budget. The compressed and the sliding branch are one computation,
+because in both every query sees one contiguous range of keys (`ranged.py`); the selected branch turns the choice round
+and lets each block gather the queries that chose it (`selected.py`). Nothing here reads a value back to the host.
+"""
+
+from nsa.backends.problem import Problem
+from nsa.backends.sdpa.branches import (
+    compressed_backward,
+    compressed_forward,
+    sliding_backward,
+    sliding_forward,
+)
+from nsa.backends.sdpa.mixture import combine_backward, combine_forward
+from nsa.backends.sdpa.selected import selected_backward, selected_forward
+from nsa.backends.sdpa.selection import select_blocks
+
+name = "sdpa"
+
+
+def supports(problem: Problem) -> str | None:
+    """Everything is served; the reasons other backends give start here as `None`."""
+    return None
+
+
+__all__ = [
+    "combine_backward",
+    "combine_forward",
+    "compressed_backward",
+    "compressed_forward",
+    "name",
+    "select_blocks",
+    "selected_backward",
+    "selected_forward",
+    "sliding_backward",
+    "sliding_forward",
+    "supports",
+]

@@ -1,0 +1,64 @@
+"""Group-major copies of the inputs, and products that keep fp32 sums.
+
+A group's heads share its keys, so `q [B,S,Hq,D]` becomes `[B*G, S, h, D]` and one product serves all heads of a group:
+keys are never repeated per head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Score elements alive at once. On a GPU a chunk must be large enough to fill it; on a CPU small enough for its caches.
+SCORE_BUDGET = {"cuda": 1 << 26, "cpu": 1 << 22}
+
+# Fills what a query may not see. Finite, so that a row that sees nothing stays free of NaN until it is set to zero.
+MASKED = -1.0e30
+
+
+def score_budget(device: torch.device) -> int:
+    return SCORE_BUDGET.get(device.type, SCORE_BUDGET["cuda"])
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Half precision is multiplied as it is on a GPU, with fp32 sums; a CPU has no such product and widens it."""
+    if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
+        return torch.float32
+    return x.dtype
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def group_queries(x: Tensor, n_groups: int) -> Tensor:
+    """`[B,S,Hq,D]` to `[B*G, S, h, D]`."""
+    x = x.to(compute_dtype(x)).unflatten(2, (n_groups, -1))
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def group_rows(x: Tensor, n_groups: int) -> Tensor:
+    """`[B,S,Hq]` to `[B*G, S, h]`."""
+    return x.unflatten(2, (n_groups, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def ungroup_queries(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """`[B*G, S, h, D]` (or without `D`) back to `[B,S,Hq,D]`."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3).to(dtype).contiguous()
+
+
+def group_keys(x: Tensor) -> Tensor:
+    """`[B,N,G,D]` to `[B*G, N, D]`."""
+    return x.to(compute_dtype(x)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def ungroup_keys(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """`[B*G, N, D]` back to `[B,N,G,D]`."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2).to(dtype).contiguous()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched `a @ b` whose result is not rounded to half precision."""
+    if a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b)

@@ -1,0 +1,27 @@
+"""The gated sum of the three branches, and its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.backends.sdpa.layout import sum_dtype
+
+
+def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
+    total = sum_dtype(o_cmp)
+    g_cmp, g_sel, g_win = gates.to(total).unsqueeze(-2).unbind(dim=-1)
+    o = torch.addcmul(torch.addcmul(g_cmp * o_cmp.to(total), g_sel, o_sel.to(total)), g_win, o_win.to(total))
+    return o.to(o_cmp.dtype)
+
+
+def combine_backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = sum_dtype(do)
+    do_total = do.to(total)
+    branches = (o_cmp, o_sel, o_win)
+    d_gates = torch.stack([(do_total * o.to(total)).sum(dim=-1) for o in branches], dim=-1).to(gates.dtype)
+    g_cmp, g_sel, g_win = gates.to(total).unsqueeze(-2).unbind(dim=-1)
+    d_cmp, d_sel, d_win = ((do_total * g).to(do.dtype) for g in (g_cmp, g_sel, g_win))
+    return d_cmp, d_sel, d_win, d_gates

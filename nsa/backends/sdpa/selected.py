@@ -1,0 +1,280 @@
+"""The selected branch, turned round: every block gathers the queries that chose it.
+
+Gathering keys for each query would move `n_select * select_block` rows a query; gathering queries for each block moves
+`n_select * h`, an order of magnitude less, and turns tiny products into full ones. The pairs (query, chosen block) of a
+chunk are sorted by block and cut into tiles of `M` queries; each tile attends to its one block, and a query's partial
+results are put together with their log-sum-exp. The number of tiles has a bound that is known without asking the GPU,
+so nothing waits. With `M = 1` this is the plain gather that a single decoding step wants.
+
+The gradients of keys and values are sums over a block's tiles, which lie next to each other: a segment sum in a fixed
+order, so two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.backends.sdpa.layout import (
+    MASKED,
+    group_keys,
+    group_queries,
+    product,
+    score_budget,
+    sum_dtype,
+    ungroup_keys,
+    ungroup_queries,
+)
+from nsa.backends.sdpa.ranged import backward_rows, softmax_with_lse
+from nsa.geometry import documents, exclusive_offsets, query_positions
+
+MAX_TILE = 64
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The selection blocks of one row of keys, numbered one after the other over its documents."""
+
+    offset: Tensor | None  # [S] number of the first block of each query's document; None: one document, number 0
+    first_token: Tensor  # [J] where each block starts among the row's keys
+    first_position: Tensor  # [J] the same, counted in its document
+    n_extra: int  # numbers that can be in use before a chunk's end on top of one per `select_block` tokens
+
+    @classmethod
+    def of(cls, n_queries: int, n_keys: int, select_block: int, cu_seqlens: Tensor | None, device: torch.device) -> Blocks:
+        if cu_seqlens is None:
+            first = torch.arange(-(-n_keys // select_block), device=device) * select_block
+            return cls(None, first, first, 0)
+        packed = documents(cu_seqlens, n_queries)
+        offsets = exclusive_offsets(torch.div(packed.lengths + select_block - 1, select_block, rounding_mode="floor"))
+        number = torch.arange(n_keys // select_block + packed.count, device=device)
+        document = torch.searchsorted(offsets[1:].contiguous(), number, right=True).clamp_max(packed.count - 1)
+        position = (number - offsets[document]) * select_block
+        return cls(offsets[packed.index], packed.cu_seqlens[document] + position, position, packed.count)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A chunk's pairs, sorted by block and cut into tiles of `M`; pairs are numbered `((row * C) + query) * n + slot`."""
+
+    pair: Tensor  # [T * M] pair in each place, 0 where the place is unused
+    used: Tensor  # [T, M]
+    place: Tensor  # [P] where each pair went; T * M, one past the end, for a -1 of the indices
+    row: Tensor  # [T] which row (batch and group) of keys
+    block: Tensor  # [T] which block of it
+    per_block: Tensor  # [rows * J] how many tiles each block has, unused tiles after the last
+
+
+def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
+    """`number [R, C, n]`: the block each pair reads, -1 for none. Shapes depend on shapes alone."""
+    rows = number.shape[0]
+    device = number.device
+    n_keys = rows * n_blocks
+    row = torch.arange(rows, device=device).view(-1, 1, 1)
+    key = torch.where(number >= 0, row * n_blocks + number, n_keys).flatten()
+    n_pairs = key.numel()
+    n_tiles = min(n_pairs, n_pairs // size + n_keys)
+
+    sorted_key, order = key.sort(stable=True)
+    bounds = torch.searchsorted(sorted_key, torch.arange(n_keys + 1, device=device))
+    per_block = torch.div(bounds.diff() + size - 1, size, rounding_mode="floor")
+    first_tile = exclusive_offsets(per_block)
+    rank = torch.arange(n_pairs, device=device) - bounds[sorted_key]
+    place_sorted = torch.where(sorted_key < n_keys, first_tile[sorted_key] * size + rank, n_tiles * size)
+
+    # One place more than there are, for the pairs that read nothing.
+    pair = torch.full((n_tiles * size + 1,), -1, dtype=torch.long, device=device).scatter(0, place_sorted, order)[:-1]
+    place = torch.empty_like(order).scatter(0, order, place_sorted)
+    tile_key = torch.searchsorted(first_tile[1:].contiguous(), torch.arange(n_tiles, device=device), right=True)
+    tile_key = tile_key.clamp_max(n_keys - 1)
+    return Tiles(
+        pair=pair.clamp_min(0),
+        used=(pair >= 0).view(n_tiles, size),
+        place=place,
+        row=torch.div(tile_key, n_blocks, rounding_mode="floor"),
+        block=tile_key % n_blocks,
+        per_block=per_block,
+    )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Queries `[c0, c1)` of every row, cut into tiles, with what forward and backward both gather."""
+
+    c0: int
+    c1: int
+    tiles: Tiles
+    query: Tensor  # [T * M] row * S + query of each place
+    token: Tensor  # [T, L] row * N + key
+    hidden: Tensor  # [T, M, 1, L]
+    n_select: int
+
+    def gather_queries(self, x: Tensor) -> Tensor:
+        """`[R, S, h, D]` to `[T, M*h, D]`."""
+        tiles = self.tiles.used.shape[0]
+        return x.flatten(0, 1).index_select(0, self.query).view(tiles, -1, x.shape[-1])
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """`[R, S, h]` to `[T, M, h]`."""
+        return x.flatten(0, 1).index_select(0, self.query).view(*self.tiles.used.shape, -1)
+
+    def gather_keys(self, x: Tensor) -> Tensor:
+        """`[R, N, D]` to `[T, L, D]`."""
+        return x.flatten(0, 1).index_select(0, self.token.flatten()).view(*self.token.shape, -1)
+
+    def scores(self, q_tiles: Tensor, k_tiles: Tensor, scale: float, fill: float = MASKED) -> Tensor:
+        """`[T, M, h, L]`."""
+        scores = product(q_tiles, k_tiles.transpose(1, 2)).mul_(scale)
+        return scores.view(*self.tiles.used.shape, -1, self.token.shape[1]).masked_fill_(self.hidden, fill)
+
+    def per_pair(self, x: Tensor, missing: float) -> Tensor:
+        """`[T, M, ...]` per place back to `[R, C, n, ...]` per pair; `missing` where the pair reads nothing."""
+        x = x.flatten(0, 1)
+        x = torch.cat([x, x.new_full((1, *x.shape[1:]), missing)])
+        return x.index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
+
+    def add_blocks(self, total: Tensor, x: Tensor, first_token: Tensor) -> None:
+        """Add per-tile key gradients `x [T, L, D]` to `total [R, N, D]`, a block's tiles in their order.
+
+        A document's last block reaches past its end, where it adds exact zeros: no token gets two contributions.
+        """
+        n_rows, n_keys = total.shape[:2]
+        width = self.token.shape[1]
+        lengths = self.tiles.per_block
+        lengths = torch.cat([lengths, (x.shape[0] - lengths.sum())[None]])
+        blocks = torch.segment_reduce(x.flatten(1), "sum", lengths=lengths, axis=0, unsafe=True)[:-1]
+        first = first_token[: blocks.shape[0] // n_rows]
+        token = (first[:, None] + torch.arange(width, device=x.device)).clamp_max(n_keys - 1)
+        token = torch.arange(n_rows, device=x.device).view(-1, 1, 1) * n_keys + token
+        total.view(-1, total.shape[-1]).index_add_(0, token.flatten(), blocks.view(-1, total.shape[-1]))
+
+
+def chunks(
+    indices: Tensor,
+    n_keys: int,
+    heads: int,
+    select_block: int,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    blocks: Blocks,
+) -> Iterator[Chunk]:
+    batch, n_queries, n_groups, n_select = indices.shape
+    device = indices.device
+    rows = batch * n_groups
+    position = query_positions(batch, n_queries, cu_seqlens, q_start, device).expand(batch, -1)
+    position = position.repeat_interleave(n_groups, dim=0)
+    number = indices.long().transpose(1, 2).flatten(0, 1)
+    # A block that starts after its query holds nothing the query may see: the same as no block.
+    reads = (number >= 0) & (number * select_block <= position[..., None])
+    if blocks.offset is not None:
+        number = number + blocks.offset[:, None]
+    number = torch.where(reads, number, -1)
+
+    size = max(1, min(n_queries, score_budget(device) // (rows * heads * n_select * select_block)))
+    for c0 in range(0, n_queries, size):
+        c1 = min(c0 + size, n_queries)
+        n_blocks = blocks.first_token.numel()
+        if q_start is None:
+            n_blocks = min(n_blocks, -(-c1 // select_block) + blocks.n_extra)
+        tiles = cut_tiles(number[:, c0:c1], n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
+
+        query_of_pair = torch.div(tiles.pair, n_select, rounding_mode="floor")
+        row = torch.div(query_of_pair, c1 - c0, rounding_mode="floor")
+        query = row * n_queries + c0 + query_of_pair % (c1 - c0)
+        inner = torch.arange(select_block, device=device)
+        token = blocks.first_token[tiles.block][:, None] + inner
+        key_position = blocks.first_position[tiles.block][:, None] + inner
+        q_position = torch.where(tiles.used, position.flatten()[query].view_as(tiles.used), -1)
+        yield Chunk(
+            c0=c0,
+            c1=c1,
+            tiles=tiles,
+            query=query,
+            token=tiles.row[:, None] * n_keys + token.clamp_max(n_keys - 1),
+            hidden=(key_position[:, None] > q_position[..., None])[:, :, None],
+            n_select=n_select,
+        )
+
+
+def tile_size(pairs_per_row: int, n_blocks: int) -> int:
+    """The largest power of two that keeps unused places below about half of the work; a block wastes half a tile."""
+    size = 1
+    while size < MAX_TILE and 2 * size * n_blocks <= pairs_per_row:
+        size *= 2
+    return size
+
+
+def selected_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    select_block: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    batch, n_queries, n_heads, _ = q.shape
+    n_keys, n_groups = k.shape[1:3]
+    heads = n_heads // n_groups
+    qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
+    o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
+    blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
+    for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
+        scores = chunk.scores(chunk.gather_queries(qg), chunk.gather_keys(kg), scale)
+        p, lse_tile = softmax_with_lse(scores)
+        o_tile = product(p.flatten(1, 2).to(vg.dtype), chunk.gather_keys(vg)).view(*p.shape[:3], -1)
+        # A place that saw nothing has a uniform softmax of `MASKED` scores: its weight must be zero, not tiny.
+        lse_tile = lse_tile.masked_fill_(lse_tile < MASKED / 2, float("-inf"))
+
+        lse_pair = chunk.per_pair(lse_tile, missing=float("-inf"))
+        lse_c = lse_pair.logsumexp(dim=2)
+        weight = (lse_pair - lse_c.masked_fill(lse_c == float("-inf"), 0.0)[:, :, None]).exp_()
+        o_pair = chunk.per_pair(o_tile, missing=0.0)
+        o[:, chunk.c0 : chunk.c1] = torch.einsum("rcnh,rcnhd->rchd", weight, o_pair)
+        lse[:, chunk.c0 : chunk.c1] = lse_c
+    return ungroup_queries(o, batch, q.dtype), ungroup_queries(lse, batch, lse.dtype)
+
+
+def selected_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    select_block: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n_queries, n_heads, _ = q.shape
+    n_keys, n_groups = k.shape[1:3]
+    heads = n_heads // n_groups
+    qg, kg, vg, dog = group_queries(q, n_groups), group_keys(k), group_keys(v), group_queries(do, n_groups)
+    lse_g, delta = backward_rows(do, dlse, o, lse, n_groups)
+    dq = torch.empty(qg.shape, dtype=q.dtype, device=q.device)
+    dk = torch.zeros(kg.shape, dtype=sum_dtype(q), device=q.device)
+    dv = torch.zeros(vg.shape, dtype=sum_dtype(q), device=q.device)
+    blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
+    for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
+        q_tiles, k_tiles = chunk.gather_queries(qg), chunk.gather_keys(kg)
+        do_tiles, v_tiles = chunk.gather_queries(dog), chunk.gather_keys(vg)
+        p = chunk.scores(q_tiles, k_tiles, scale, fill=float("-inf"))
+        p = p.sub_(chunk.gather_rows(lse_g)[..., None]).exp_()
+        ds = product(do_tiles, v_tiles.transpose(1, 2)).view_as(p)
+        ds = ds.sub_(chunk.gather_rows(delta)[..., None]).mul_(p).mul_(scale)
+        p_rows, ds_rows = p.flatten(1, 2).to(vg.dtype), ds.flatten(1, 2).to(kg.dtype)
+        dq_tile = product(ds_rows, k_tiles).view(*p.shape[:3], -1)
+        dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2)
+        chunk.add_blocks(dk, product(ds_rows.transpose(1, 2), q_tiles), blocks.first_token)
+        chunk.add_blocks(dv, product(p_rows.transpose(1, 2), do_tiles), blocks.first_token)
+    return ungroup_queries(dq, batch, q.dtype), ungroup_keys(dk, batch, k.dtype), ungroup_keys(dv, batch, v.dtype)

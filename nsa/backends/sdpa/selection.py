@@ -1,0 +1,81 @@
+"""The choice of blocks: group-summed compressed attention, pooled onto selection blocks, the best `n_select` kept."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.backends.sdpa.branches import compressed_ranges
+from nsa.backends.sdpa.layout import group_keys, group_queries, group_rows
+from nsa.backends.sdpa.ranged import chunk_scores
+from nsa.geometry import query_positions
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+) -> Tensor:
+    batch, length, n_heads, _ = q.shape
+    n_cmp, n_groups = k_cmp.shape[1:3]
+    ranges = compressed_ranges(q, n_cmp, block, stride, cu_seqlens, q_start)
+    position = query_positions(batch, length, cu_seqlens, q_start, q.device)
+    qg, kg = group_queries(q, n_groups), group_keys(k_cmp)
+    lse_g = group_rows(lse.masked_fill(lse == float("-inf"), 0.0), n_groups)
+    indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
+    for c0, c1, k0, k1 in ranges.chunks(length, batch * n_heads, q.device):
+        longest = c1 if q_start is None else n_cmp * stride + block - 1
+        n_blocks = -(-longest // select_block)
+        hidden = ranges.hidden(c0, c1, k0, k1)
+        p = chunk_scores(qg[:, c0:c1], kg[:, k0:k1], hidden, batch, scale, fill=float("-inf"))
+        # [B, G, C, K]: from here on the heads of a group are one.
+        p = p.sub_(lse_g[:, c0:c1, :, None]).exp_().sum(dim=2).unflatten(0, (batch, n_groups))
+        if cu_seqlens is not None:
+            p = shift_to_document_start(p, ranges.lo[:, c0:c1])
+        importance = pool_to_blocks(p, n_blocks, block // stride, select_block // stride)
+        own = torch.div(position[:, None, c0:c1, None], select_block, rounding_mode="floor")
+        chosen = best_blocks(importance, own, n_select, n_init, n_local)
+        indices[:, c0:c1] = chosen.transpose(1, 2)
+    return indices
+
+
+def shift_to_document_start(p: Tensor, lo: Tensor) -> Tensor:
+    """Move each query's `p [B,G,C,K]` so that its document's first block is column 0; past its end there is no mass."""
+    width = p.shape[-1]
+    column = lo[:, None, :, None] + torch.arange(width, device=p.device)
+    inside = column < width
+    return p.gather(-1, column.clamp_max(max(width - 1, 0)).expand_as(p)).where(inside, 0.0)
+
+
+def pool_to_blocks(p: Tensor, n_blocks: int, strides_per_block: int, strides_per_select: int) -> Tensor:
+    """Eq. 9 on stride-wide units: a compressed block gives its mass to each unit it covers, a selection block collects
+    its units. A pair is thus counted once per shared unit, which is the overlap in strides."""
+    n_units = n_blocks * strides_per_select
+    p = F.pad(p, (strides_per_block - 1, max(0, n_units - p.shape[-1])))
+    units = p[..., strides_per_block - 1 :][..., :n_units].clone()
+    for shift in range(1, strides_per_block):
+        units += p[..., strides_per_block - 1 - shift :][..., :n_units]
+    return units.unflatten(-1, (n_blocks, strides_per_select)).sum(dim=-1)
+
+
+def best_blocks(importance: Tensor, own: Tensor, n_select: int, n_init: int, n_local: int) -> Tensor:
+    """`[..., n_select]` int32: forced blocks, then by importance, ties to the lower index; ascending, -1 at the end."""
+    n_blocks = importance.shape[-1]
+    j = torch.arange(n_blocks, device=importance.device)
+    importance = importance.masked_fill((j < n_init) | (j > own - n_local), float("inf"))
+    importance = importance.masked_fill(j > own, float("-inf"))
+    best, chosen = importance.sort(dim=-1, descending=True, stable=True)
+    chosen = chosen[..., :n_select].masked_fill(best[..., :n_select] == float("-inf"), n_blocks).sort(dim=-1).values
+    chosen = F.pad(chosen, (0, n_select - chosen.shape[-1]), value=n_blocks)
+    return chosen.masked_fill(chosen == n_blocks, -1).int()

@@ -1,0 +1,69 @@
+"""Where blocks and documents lie: integer arithmetic on lengths, shared by every path but the reference.
+
+Positions are counted within a document. A packed batch (`B = 1`, `cu_seqlens`) lays its documents, and likewise their
+compressed blocks and their selection blocks, one after the other; nothing here reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def n_compressed(length: int, block: int, stride: int) -> int:
+    """How many whole compression blocks a sequence of `length` tokens has."""
+    return 0 if length < block else (length - block) // stride + 1
+
+
+def n_compressed_of(lengths: Tensor, block: int, stride: int) -> Tensor:
+    return (torch.div(lengths - block, stride, rounding_mode="floor") + 1).clamp_min(0)
+
+
+def exclusive_offsets(counts: Tensor) -> Tensor:
+    """`[n]` counts to `[n + 1]` offsets that start at 0."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+@dataclass(frozen=True)
+class Documents:
+    """For every token of a packed row: which document it is in, where that starts, how far into it the token is."""
+
+    cu_seqlens: Tensor  # [n + 1]
+    index: Tensor  # [S]
+    start: Tensor  # [S]
+    position: Tensor  # [S]
+
+    @property
+    def count(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cu_seqlens.diff()
+
+
+def documents(cu_seqlens: Tensor, length: int) -> Documents:
+    cu_seqlens = cu_seqlens.long()
+    token = torch.arange(length, device=cu_seqlens.device)
+    index = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    # A wrong total is refused where values may be looked at; elsewhere it must at least not read out of bounds.
+    index = index.clamp_max(cu_seqlens.numel() - 2)
+    start = cu_seqlens[index]
+    return Documents(cu_seqlens, index, start, token - start)
+
+
+def compressed_offsets(cu_seqlens: Tensor, block: int, stride: int) -> Tensor:
+    """Where each document's compressed blocks start in the packed `k_cmp`: `[n + 1]`."""
+    return exclusive_offsets(n_compressed_of(cu_seqlens.long().diff(), block, stride))
+
+
+def query_positions(
+    batch: int, length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, device: torch.device
+) -> Tensor:
+    """`[B or 1, S]` position of every query: in its document, or from `q_start` on when keys come from a cache."""
+    if cu_seqlens is not None:
+        return documents(cu_seqlens, length).position[None]
+    position = torch.arange(length, device=device)[None]
+    return position if q_start is None else position + q_start.long()[:, None]

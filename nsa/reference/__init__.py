@@ -1,0 +1,25 @@
+"""NSA as the paper defines it, in plain torch: the specification that every other path is compared with.
+
+Each stage is one function over whole tensors, in the dtype it is given, differentiable by autograd, with nothing
+shared with the fast paths. It builds whole score matrices, so it is for reading and for tests, not for long sequences.
+"""
+
+from nsa.reference.attention import (
+    combine,
+    compressed_attention,
+    nsa_attention,
+    selected_attention,
+    sliding_attention,
+)
+from nsa.reference.selection import overlap_weights, select_blocks, selection_importance
+
+__all__ = [
+    "combine",
+    "compressed_attention",
+    "nsa_attention",
+    "overlap_weights",
+    "select_blocks",
+    "selected_attention",
+    "selection_importance",
+    "sliding_attention",
+]
