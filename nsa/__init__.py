@@ -1,1 +1,24 @@
+"""Native sparse attention: a compressed view of everything, a few blocks in full, a sliding window, a learned gate."""
 
+from nsa import ops, reference
+from nsa.attention import NSAAttention, NSAStats
+from nsa.backends.problem import Problem
+from nsa.backends.routing import explain
+from nsa.cache import NSACache
+from nsa.config import NSAConfig, RopeScaling
+from nsa.functional import nsa_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NSAAttention",
+    "NSACache",
+    "NSAConfig",
+    "NSAStats",
+    "Problem",
+    "RopeScaling",
+    "explain",
+    "nsa_attention",
+    "ops",
+    "reference",
+]

@@ -104,6 +104,11 @@ class NSAConfig:
     def heads_per_group(self) -> int:
         return self.n_heads // self.n_kv_groups
 
+    def reads_per_step(self, length: int) -> int:
+        """Keys one decoding step reads in the three branches of a sequence of `length` tokens."""
+        n_compressed = 0 if length < self.l else (length - self.l) // self.d + 1
+        return n_compressed + min(self.n_sel * self.l_sel, length) + min(self.w, length)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what a checkpoint or a JSON file holds."""
         return asdict(self)

@@ -67,3 +67,16 @@ def query_positions(
         return documents(cu_seqlens, length).position[None]
     position = torch.arange(length, device=device)[None]
     return position if q_start is None else position + q_start.long()[:, None]
+
+
+def compressed_starts(cu_seqlens: Tensor, length: int, block: int, stride: int) -> tuple[Tensor, Tensor]:
+    """First token of each packed compressed block, among all tokens and in its document: each `[length // stride]`.
+
+    That many slots always suffice; those past the last block point at tokens that exist, and nothing ever sees them.
+    """
+    offsets = compressed_offsets(cu_seqlens, block, stride)
+    slot = torch.arange(length // stride, device=cu_seqlens.device)
+    document = torch.searchsorted(offsets[1:].contiguous(), slot, right=True).clamp_max(cu_seqlens.numel() - 2)
+    position = (slot - offsets[document]) * stride
+    token = cu_seqlens.long()[document] + position
+    return token.clamp_max(max(length - block, 0)), position

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from nsa.backends.sdpa.layout import (
     MASKED,
-    group_keys,
+    compute_dtype,
     group_queries,
     product,
     score_budget,
     sum_dtype,
-    ungroup_keys,
     ungroup_queries,
 )
 from nsa.backends.sdpa.ranged import backward_rows, softmax_with_lse
@@ -108,7 +107,7 @@ class Chunk:
     c1: int
     tiles: Tiles
     query: Tensor  # [T * M] row * S + query of each place
-    token: Tensor  # [T, L] row * N + key
+    token: Tensor  # [T, L] (b * N + key) * G + g
     hidden: Tensor  # [T, M, 1, L]
     n_select: int
 
@@ -122,8 +121,9 @@ class Chunk:
         return x.flatten(0, 1).index_select(0, self.query).view(*self.tiles.used.shape, -1)
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """`[R, N, D]` to `[T, L, D]`."""
-        return x.flatten(0, 1).index_select(0, self.token.flatten()).view(*self.token.shape, -1)
+        """`[B, N, G, D]` to `[T, L, D]`; a cache is read here and nowhere else, so only what was chosen is touched."""
+        x = x.flatten(0, 2).index_select(0, self.token.flatten())
+        return x.to(compute_dtype(x)).view(*self.token.shape, -1)
 
     def scores(self, q_tiles: Tensor, k_tiles: Tensor, scale: float, fill: float = MASKED) -> Tensor:
         """`[T, M, h, L]`."""
@@ -137,19 +137,21 @@ class Chunk:
         return x.index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
 
     def add_blocks(self, total: Tensor, x: Tensor, first_token: Tensor) -> None:
-        """Add per-tile key gradients `x [T, L, D]` to `total [R, N, D]`, a block's tiles in their order.
+        """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in their order.
 
         A document's last block reaches past its end, where it adds exact zeros: no token gets two contributions.
         """
-        n_rows, n_keys = total.shape[:2]
-        width = self.token.shape[1]
+        batch, n_keys, n_groups, width = total.shape
+        device = x.device
         lengths = self.tiles.per_block
         lengths = torch.cat([lengths, (x.shape[0] - lengths.sum())[None]])
-        blocks = torch.segment_reduce(x.flatten(1), "sum", lengths=lengths, axis=0, unsafe=True)[:-1]
-        first = first_token[: blocks.shape[0] // n_rows]
-        token = (first[:, None] + torch.arange(width, device=x.device)).clamp_max(n_keys - 1)
-        token = torch.arange(n_rows, device=x.device).view(-1, 1, 1) * n_keys + token
-        total.view(-1, total.shape[-1]).index_add_(0, token.flatten(), blocks.view(-1, total.shape[-1]))
+        sums = torch.segment_reduce(x.flatten(1), "sum", lengths=lengths, axis=0, unsafe=True)[:-1]
+        n_blocks = sums.shape[0] // (batch * n_groups)
+        token = first_token[:n_blocks, None] + torch.arange(self.token.shape[1], device=device)
+        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        g = torch.arange(n_groups, device=device).view(1, -1, 1, 1)
+        row = (b * n_keys + token.clamp_max(n_keys - 1)) * n_groups + g
+        total.view(-1, width).index_add_(0, row.flatten(), sums.view(-1, width))
 
 
 def chunks(
@@ -193,10 +195,15 @@ def chunks(
             c1=c1,
             tiles=tiles,
             query=query,
-            token=tiles.row[:, None] * n_keys + token.clamp_max(n_keys - 1),
+            token=key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups,
             hidden=(key_position[:, None] > q_position[..., None])[:, :, None],
             n_select=n_select,
         )
+
+
+def key_row(row: Tensor, n_groups: int, n_keys: int) -> Tensor:
+    """Where row `b * G + g` starts when `[B, N, G, D]` is read as rows of `D`."""
+    return torch.div(row, n_groups, rounding_mode="floor") * (n_keys * n_groups) + row % n_groups
 
 
 def tile_size(pairs_per_row: int, n_blocks: int) -> int:
@@ -221,14 +228,13 @@ def selected_forward(
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     heads = n_heads // n_groups
-    qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
+    qg = group_queries(q, n_groups)
     o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
     blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
     for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
-        scores = chunk.scores(chunk.gather_queries(qg), chunk.gather_keys(kg), scale)
-        p, lse_tile = softmax_with_lse(scores)
-        o_tile = product(p.flatten(1, 2).to(vg.dtype), chunk.gather_keys(vg)).view(*p.shape[:3], -1)
+        p, lse_tile = softmax_with_lse(chunk.scores(chunk.gather_queries(qg), chunk.gather_keys(k), scale))
+        o_tile = product(p.flatten(1, 2).to(qg.dtype), chunk.gather_keys(v)).view(*p.shape[:3], -1)
         # A place that saw nothing has a uniform softmax of `MASKED` scores: its weight must be zero, not tiny.
         lse_tile = lse_tile.masked_fill_(lse_tile < MASKED / 2, float("-inf"))
 
@@ -259,22 +265,22 @@ def selected_backward(
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     heads = n_heads // n_groups
-    qg, kg, vg, dog = group_queries(q, n_groups), group_keys(k), group_keys(v), group_queries(do, n_groups)
+    qg, dog = group_queries(q, n_groups), group_queries(do, n_groups)
     lse_g, delta = backward_rows(do, dlse, o, lse, n_groups)
     dq = torch.empty(qg.shape, dtype=q.dtype, device=q.device)
-    dk = torch.zeros(kg.shape, dtype=sum_dtype(q), device=q.device)
-    dv = torch.zeros(vg.shape, dtype=sum_dtype(q), device=q.device)
+    dk = torch.zeros(k.shape, dtype=sum_dtype(q), device=q.device)
+    dv = torch.zeros(v.shape, dtype=sum_dtype(q), device=q.device)
     blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
     for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
-        q_tiles, k_tiles = chunk.gather_queries(qg), chunk.gather_keys(kg)
-        do_tiles, v_tiles = chunk.gather_queries(dog), chunk.gather_keys(vg)
+        q_tiles, k_tiles = chunk.gather_queries(qg), chunk.gather_keys(k)
+        do_tiles, v_tiles = chunk.gather_queries(dog), chunk.gather_keys(v)
         p = chunk.scores(q_tiles, k_tiles, scale, fill=float("-inf"))
         p = p.sub_(chunk.gather_rows(lse_g)[..., None]).exp_()
         ds = product(do_tiles, v_tiles.transpose(1, 2)).view_as(p)
         ds = ds.sub_(chunk.gather_rows(delta)[..., None]).mul_(p).mul_(scale)
-        p_rows, ds_rows = p.flatten(1, 2).to(vg.dtype), ds.flatten(1, 2).to(kg.dtype)
+        p_rows, ds_rows = p.flatten(1, 2).to(qg.dtype), ds.flatten(1, 2).to(qg.dtype)
         dq_tile = product(ds_rows, k_tiles).view(*p.shape[:3], -1)
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2)
         chunk.add_blocks(dk, product(ds_rows.transpose(1, 2), q_tiles), blocks.first_token)
         chunk.add_blocks(dv, product(p_rows.transpose(1, 2), do_tiles), blocks.first_token)
-    return ungroup_queries(dq, batch, q.dtype), ungroup_keys(dk, batch, k.dtype), ungroup_keys(dv, batch, v.dtype)
+    return ungroup_queries(dq, batch, q.dtype), dk.to(k.dtype), dv.to(v.dtype)

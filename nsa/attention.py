@@ -1,0 +1,247 @@
+"""NSAAttention: the layer, in the order of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.cache import NSACache, Pair
+from nsa.compression import Compression, blocks_of, packed_blocks_of
+from nsa.config import BRANCHES, NSAConfig, require
+from nsa.functional import attend
+from nsa.geometry import query_positions
+from nsa.ops.checks import check_cu_seqlens_values, check_sequences
+from nsa.rope import Rope
+
+
+class NSAAttention(nn.Module):
+    """Native sparse attention: `[B, S, dim]` to `[B, S, dim]`.
+
+    Each query sees a compressed view of everything before it, a few blocks in full, and a sliding window; a learned
+    gate mixes the three per head.
+
+        attn = NSAAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64))
+        y = attn(x)                                # or attn(x, cu_seqlens=cu) for packed documents, B = 1
+        cache = attn.new_cache(batch_size, max_len)
+        y = attn(x_new, cache=cache)               # prefill, a chunk, or one token
+    """
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        # One K/V for each branch, side by side in one product; a single one when they share it.
+        n_kv = 1 if c.share_kv else len(BRANCHES)
+        self.q_proj = nn.Linear(c.dim, c.n_heads * c.d_k, bias=False)
+        self.k_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_k, bias=False)
+        self.v_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_v, bias=False)
+        self.phi_k = Compression(c.d_k, c.l, kind=c.phi, hidden=c.phi_hidden)
+        self.phi_v = Compression(c.d_v, c.l, kind=c.phi, hidden=c.phi_hidden)
+        self.gate = Gate(config)
+        self.o_proj = nn.Linear(c.n_heads * c.d_v, c.dim, bias=False)
+        self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_rollback: int = 32,
+        static: bool = False,
+    ) -> NSACache:
+        """An empty cache, by default of this layer's dtype and on its device. Under autocast name autocast's dtype."""
+        weight = self.k_proj.weight
+        return NSACache(
+            self.config,
+            batch_size,
+            max_len,
+            dtype=dtype or weight.dtype,
+            device=device or weight.device,
+            max_rollback=max_rollback,
+            static=static,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: NSACache | None = None,
+        position_offset: int | Tensor = 0,
+        return_stats: bool = False,
+    ) -> Tensor | tuple[Tensor, NSAStats]:
+        """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
+        `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
+        self.check(x, cu_seqlens, attention_mask, cache)
+        order, counts = None, None
+        if attention_mask is not None:
+            order, counts = real_tokens_first(attention_mask)
+            x = x.gather(1, order[..., None].expand_as(x))
+
+        start = None if cache is None else cache.lengths
+        positions = query_positions(*x.shape[:2], cu_seqlens, start, x.device)
+        if isinstance(position_offset, Tensor):
+            position_offset = position_offset.view(-1, 1)
+        angles = self.rope.angles(positions + position_offset, x.dtype)
+
+        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
+        raw, selected, window = self.keys_values(x, angles)
+        gates = self.gate(x).to(q.dtype)
+        if cache is None:
+            k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
+            o, indices = attend(
+                q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens
+            )
+        else:
+            past = cache.append(
+                raw=raw,
+                selected=selected,
+                window=window,
+                compress=lambda k, v, start: self.compress(k, v, start + position_offset),
+                counts=counts,
+            )
+            o, indices = attend(
+                q, *past.keys_values, gates, config=self.config, q_start=past.q_start, window_start=past.window_start
+            )
+
+        y = self.o_proj(o.flatten(2))
+        if attention_mask is not None and order is not None:
+            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
+        if not return_stats:
+            return y
+        return y, NSAStats(self.config, gates.detach(), indices, positions)
+
+    def check(
+        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: NSACache | None
+    ) -> None:
+        require(x.dim() == 3, "x.shape", tuple(x.shape), "three dimensions [B, S, dim]")
+        require(x.shape[2] == self.config.dim, "x.shape[2]", x.shape[2], f"dim = {self.config.dim}")
+        require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension")
+        if cu_seqlens is not None:
+            check_sequences(x, cu_seqlens, None)
+            # A traced call has no values to look at; the ops look when they run.
+            if not torch.compiler.is_compiling():
+                check_cu_seqlens_values(cu_seqlens, x.shape[1], self.config.strict)
+            require(attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two")
+            require(cache is None, "cache", "given with cu_seqlens", "one of the two: a cache row is one sequence")
+        if attention_mask is not None:
+            require(attention_mask.dtype == torch.bool, "attention_mask.dtype", attention_mask.dtype, "torch.bool")
+            shape = tuple(attention_mask.shape)
+            require(shape == tuple(x.shape[:2]), "attention_mask.shape", shape, f"x's, {tuple(x.shape[:2])}")
+            require(attention_mask.device == x.device, "attention_mask.device", attention_mask.device, f"{x.device}")
+        if cache is not None:
+            require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
+            require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
+            require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
+
+    def keys_values(self, x: Tensor, angles: Pair) -> tuple[Pair, Pair, Pair]:
+        """Keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
+        c = self.config
+        ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
+        vs = self.v_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_v)).unbind(dim=2)
+        if c.share_kv:
+            rotated = self.rope.rotate(ks[0], angles)
+            k_raw, k_sel, k_win = ks[0], rotated, rotated
+            vs = vs * 3
+        else:
+            k_raw, k_sel, k_win = ks[0], self.rope.rotate(ks[1], angles), self.rope.rotate(ks[2], angles)
+        if c.compress_rope == "before":
+            k_raw = self.rope.rotate(k_raw, angles)
+        return (k_raw, vs[0]), (k_sel, vs[1]), (k_win, vs[2])
+
+    def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
+        """Every complete block of the sequences at hand."""
+        c = self.config
+        if cu_seqlens is None:
+            k_blocks, v_blocks = (blocks_of(x, c.l, c.d) for x in raw)
+            positions = torch.arange(k_blocks.shape[1], device=k_blocks.device)[None] * c.d
+        else:
+            k_blocks, start = packed_blocks_of(raw[0], cu_seqlens, c.l, c.d)
+            v_blocks, _ = packed_blocks_of(raw[1], cu_seqlens, c.l, c.d)
+            positions = start[None]
+        return self.compress(k_blocks, v_blocks, positions + position_offset)
+
+    def compress(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
+        """phi on each block `[B, N, l, G, D]`; the compressed key takes the position its block starts at."""
+        k_cmp, v_cmp = self.phi_k(k_blocks), self.phi_v(v_blocks)
+        if self.config.compress_rope == "after":
+            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
+        return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
+
+
+class Gate(nn.Module):
+    """`g = sigmoid(MLP(x))` for each head and branch, or a softmax over the branches: `[B, S, Hq, 3]`."""
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.gate_hidden or max(1, config.dim // 4)
+        self.inner = nn.Linear(config.dim, hidden)
+        self.outer = nn.Linear(hidden, config.n_heads * len(BRANCHES))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.inner.reset_parameters()
+        # Never zeros: a gate that starts constant has no gradient into its first layer.
+        nn.init.xavier_uniform_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.force_branch is not None:
+            pinned = x.new_zeros(*x.shape[:2], self.config.n_heads, len(BRANCHES))
+            pinned[..., BRANCHES.index(self.config.force_branch)] = 1.0
+            return pinned
+        logits = self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES)))
+        return logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class NSAStats:
+    """What the layer did in one forward. Holds references; each figure is computed when it is asked for."""
+
+    config: NSAConfig
+    gates: Tensor  # [B, S, Hq, 3]
+    indices: Tensor  # [B, S, G, n_sel]
+    positions: Tensor  # [B or 1, S]
+
+    @cached_property
+    def gate_mean(self) -> dict[str, float]:
+        """How open each branch's gate is, on average."""
+        return dict(zip(BRANCHES, self.gates.float().mean(dim=(0, 1, 2)).tolist(), strict=True))
+
+    @cached_property
+    def gate_entropy(self) -> dict[str, float]:
+        """Mean binary entropy of each gate in bits: 1 is undecided, 0 is always fully open or shut."""
+        g = self.gates.float().clamp(1e-7, 1 - 1e-7)
+        bits = -(g * g.log2() + (1 - g) * (1 - g).log2()).mean(dim=(0, 1, 2))
+        return dict(zip(BRANCHES, bits.tolist(), strict=True))
+
+    @cached_property
+    def selected_distance(self) -> Tensor:
+        """`[max + 1]` counts: how many blocks back the chosen blocks lie; 0 is the query's own."""
+        own = torch.div(self.positions, self.config.l_sel, rounding_mode="floor")[..., None, None]
+        distance = (own - self.indices)[self.indices >= 0]
+        return distance.flatten().bincount()
+
+    @cached_property
+    def reads_per_step(self) -> float:
+        """Keys a query reads in the three branches together, on average over the queries."""
+        lengths, counts = (self.positions + 1).flatten().unique(return_counts=True)
+        reads = [self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)]
+        return sum(reads) / self.positions.numel()
+
+
+def real_tokens_first(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The order `[B, S]` that puts each row's real tokens first, and how many there are `[B]`.
+
+    So ordered, a row's positions and blocks are those of its tokens alone, and padding lies after them, where causality
+    keeps it from being seen. Left and right padding are the same thing.
+    """
+    order = attention_mask.int().argsort(dim=1, descending=True, stable=True)
+    return order, attention_mask.sum(dim=1)

@@ -1,0 +1,63 @@
+"""The whole attention from ready keys: compressed keys choose the blocks, three branches attend, the gate mixes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa import ops
+from nsa.config import NSAConfig
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """NSA of `q [B,S,Hq,Dk]` over already compressed, selected and sliding keys; `gates [B,S,Hq,3]`. Returns `o`."""
+    o, _ = attend(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, config=config, cu_seqlens=cu_seqlens)
+    return o
+
+
+def attend(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    q_start: Tensor | None = None,
+    window_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(o, indices)`. From a cache, `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
+    served = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
+    compression = {"block": config.l, "stride": config.d, "q_start": q_start}
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression, **served)
+    indices = ops.select_blocks(
+        q,
+        k_cmp,
+        lse,
+        select_block=config.l_sel,
+        n_select=config.n_sel,
+        n_init=config.n_init,
+        n_local=config.n_local,
+        **compression,
+        **served,
+    )
+    o_sel, _ = ops.selected_attention(
+        q, k_sel, v_sel, indices, select_block=config.l_sel, q_start=q_start, **served
+    )
+    o_win, _ = ops.sliding_attention(q, k_win, v_win, window=config.w, q_start=window_start, **served)
+    return ops.combine(o_cmp, o_sel, o_win, gates, backend=config.backend, strict=config.strict), indices
