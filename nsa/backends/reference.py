@@ -38,9 +38,10 @@ def gradients(
 
 def attention_gradients(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def backward(
-        do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **knobs: Any
+        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **knobs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = gradients(forward, (q, k, v), (do, dlse), **knobs)
+        grads = (do, torch.zeros_like(lse) if dlse is None else dlse)
+        dq, dk, dv = gradients(forward, (q, k, v), grads, **knobs)
         return dq, dk, dv
 
     return backward
@@ -51,9 +52,18 @@ sliding_backward = attention_gradients(reference.sliding_attention)
 
 
 def selected_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, **knobs: Any
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    **knobs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = gradients(reference.selected_attention, (q, k, v), (do, dlse), indices, **knobs)
+    grads = (do, torch.zeros_like(lse) if dlse is None else dlse)
+    dq, dk, dv = gradients(reference.selected_attention, (q, k, v), grads, indices, **knobs)
     return dq, dk, dv
 
 

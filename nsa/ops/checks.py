@@ -156,13 +156,14 @@ def check_q_start_values(q_start: Tensor | None, length: int, capacity: int, nam
     values = q_start.tolist()
     require(min(values) >= 0, "q_start", values, "no negative position")
     require(
-        max(values) + length <= capacity, "q_start", values, f"at most {capacity - length}: {name} holds {capacity} tokens"
+        max(values) + length <= capacity,
+        "q_start",
+        values,
+        f"at most {capacity - length}: {name} holds {capacity} tokens",
     )
 
 
-def check_compressed_values(
-    k_cmp: Tensor, block: int, stride: int, cu_seqlens: Tensor | None, strict: bool
-) -> None:
+def check_compressed_values(k_cmp: Tensor, block: int, stride: int, cu_seqlens: Tensor | None, strict: bool) -> None:
     if cu_seqlens is None or not may_look(cu_seqlens, strict):
         return
     needed = int(compressed_offsets(cu_seqlens, block, stride)[-1])

@@ -96,7 +96,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, Tens
 @custom_op("nsa::compressed_attention_backward", mutates_args=())
 def compressed_attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k_cmp: Tensor,
     v_cmp: Tensor,
@@ -131,7 +131,7 @@ def compressed_attention_backward(
 
 
 @compressed_attention_backward.register_fake
-def _(do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(do: Tensor, dlse: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return empty_gradients(q, k_cmp, v_cmp)
 
 
@@ -234,7 +234,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @custom_op("nsa::selected_attention_backward", mutates_args=())
 def selected_attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -269,7 +269,7 @@ def selected_attention_backward(
 
 
 @selected_attention_backward.register_fake
-def _(do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return empty_gradients(q, k, v)
 
 
@@ -311,7 +311,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @custom_op("nsa::sliding_attention_backward", mutates_args=())
 def sliding_attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -344,7 +344,7 @@ def sliding_attention_backward(
 
 
 @sliding_attention_backward.register_fake
-def _(do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return empty_gradients(q, k, v)
 
 
@@ -354,13 +354,17 @@ def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     # The last two tensors are cu_seqlens and q_start; the outputs go before them.
     ctx.save_for_backward(*tensors[:-2], *output, *tensors[-2:])
     ctx.knobs = inputs[len(tensors) :]
+    # The normaliser is rarely part of a loss; a missing gradient then stays None instead of a tensor of zeros.
+    ctx.set_materialize_grads(False)
 
 
 def differentiate(op: Any, backward_op: Any, n_fixed: int = 0) -> None:
     """Let `backward_op` be the gradient of `op` in q, k and v; `n_fixed` tensors after them have none."""
 
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        grads = backward_op(do.contiguous(), dlse, *ctx.saved_tensors, *ctx.knobs)
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        o = ctx.saved_tensors[3 + n_fixed]
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        grads = backward_op(do, dlse, *ctx.saved_tensors, *ctx.knobs)
         return (*grads, *[None] * (n_fixed + 2 + len(ctx.knobs)))
 
     op.register_autograd(backward, setup_context=save_attention)
@@ -375,9 +379,7 @@ differentiate(sliding_attention, sliding_attention_backward)
 def combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
     checks.check_finite(strict, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates)
     problem = problem_of("combine", o_cmp, o_sel, o_cmp.shape[3])
-    return router().run(
-        problem, "combine_forward", o_cmp, o_sel, o_win, gates, backend=backend, strict=strict
-    )
+    return router().run(problem, "combine_forward", o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
 
 
 @combine.register_fake
@@ -390,9 +392,7 @@ def combine_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem = problem_of("combine", o_cmp, o_sel, o_cmp.shape[3], backward=True)
-    return router().run(
-        problem, "combine_backward", do, o_cmp, o_sel, o_win, gates, backend=backend, strict=strict
-    )
+    return router().run(problem, "combine_backward", do, o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
 
 
 @combine_backward.register_fake

@@ -8,8 +8,10 @@ from torch import Tensor
 from nsa.backends.sdpa.ranged import Ranges, ranged_backward, ranged_forward
 from nsa.geometry import compressed_offsets, documents, n_compressed_of, query_positions
 
-# Longest chunk of queries for branches whose key slice hardly grows with the chunk.
-LONG_CHUNK = 4096
+# Queries a tile. The window's band multiplies `tile * (tile + window)` scores for `tile * window` that count; the
+# compressed branch's slice does not grow with the tile.
+SLIDING_TILE = 256
+COMPRESSED_TILE = 512
 
 
 def compressed_ranges(
@@ -23,28 +25,28 @@ def compressed_ranges(
     else:
         lo = compressed_offsets(cu_seqlens, block, stride)[documents(cu_seqlens, length).index][None]
 
-    def span(c0: int, c1: int) -> tuple[int, int]:
-        # Every block takes a whole stride of tokens before its last one, in a pack too.
-        return 0, n_keys if q_start is not None else min(n_keys, c1 // stride)
+    def width(tile: int, c1: int) -> int:
+        # A block comes with a whole stride of tokens, in a pack too: no more blocks than strides before the last query.
+        return n_keys if q_start is not None else min(n_keys, c1 // stride)
 
-    return Ranges(lo, (lo + complete).clamp_max(n_keys), span, LONG_CHUNK)
+    hi = (lo + complete).clamp_max(n_keys)
+    return Ranges(lo, hi, tile=min(COMPRESSED_TILE, length), along=False, before=0, width=width)
 
 
-def sliding_ranges(
-    q: Tensor, n_keys: int, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
-) -> Ranges:
+def sliding_ranges(q: Tensor, n_keys: int, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Ranges:
     """A query sees its own token and the `window - 1` before it, within its document."""
     batch, length = q.shape[:2]
     hi = query_positions(batch, length, None, q_start, q.device) + 1
     lo = (hi - window).clamp_min(0)
     if cu_seqlens is not None:
         lo = torch.maximum(lo, documents(cu_seqlens, length).start[None])
+    reach = min(window, n_keys) - 1
 
-    def span(c0: int, c1: int) -> tuple[int, int]:
-        return (0, n_keys) if q_start is not None else (max(0, c0 - window + 1), c1)
+    def width(tile: int, c1: int) -> int:
+        # The keys of a cache run ahead of the queries by at most as many as there are more of them.
+        return reach + tile + n_keys - length
 
-    # A chunk of c queries multiplies c * (c + window) scores for c * window that count.
-    return Ranges(lo, hi, span, max_chunk=max(64, min(256, window)))
+    return Ranges(lo, hi, tile=min(SLIDING_TILE, length), along=True, before=reach, width=width)
 
 
 def compressed_forward(
@@ -63,7 +65,7 @@ def compressed_forward(
 
 def compressed_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,7 +97,7 @@ def sliding_forward(
 
 def sliding_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,

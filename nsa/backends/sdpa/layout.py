@@ -1,7 +1,6 @@
-"""Group-major copies of the inputs, and products that keep fp32 sums.
+"""Group-major copies of the inputs: a group's heads share its keys.
 
-A group's heads share its keys, so `q [B,S,Hq,D]` becomes `[B*G, S, h, D]` and one product serves all heads of a group:
-keys are never repeated per head.
+`q [B,S,Hq,D]` becomes `[B*G, S, h, D]`, so that one product serves all heads of a group and keys are never repeated.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Score elements alive at once. On a GPU a chunk must be large enough to fill it; on a CPU small enough for its caches.
+# Score elements alive at once where scores are written out. On a GPU a chunk must be large enough to fill it; on a CPU
+# small enough for its caches. Where they are fused away, what is bounded is the mask and the gathered rows.
 SCORE_BUDGET = {"cuda": 1 << 26, "cpu": 1 << 22}
-
-# Fills what a query may not see. Finite, so that a row that sees nothing stays free of NaN until it is set to zero.
-MASKED = -1.0e30
+FUSED_SCORE_BUDGET = 1 << 28
 
 
-def score_budget(device: torch.device) -> int:
-    return SCORE_BUDGET.get(device.type, SCORE_BUDGET["cuda"])
+def score_budget(x: Tensor, *, fused: bool) -> int:
+    return FUSED_SCORE_BUDGET if fused else SCORE_BUDGET.get(x.device.type, SCORE_BUDGET["cuda"])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -42,6 +40,11 @@ def group_rows(x: Tensor, n_groups: int) -> Tensor:
     return x.unflatten(2, (n_groups, -1)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
+def group_normalisers(lse: Tensor, n_groups: int) -> Tensor:
+    """`lse` for a backward pass: a row that saw nothing gets +inf, which makes its probabilities exactly zero."""
+    return group_rows(lse.masked_fill(lse == float("-inf"), float("inf")), n_groups)
+
+
 def ungroup_queries(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
     """`[B*G, S, h, D]` (or without `D`) back to `[B,S,Hq,D]`."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3).to(dtype).contiguous()
@@ -55,10 +58,3 @@ def group_keys(x: Tensor) -> Tensor:
 def ungroup_keys(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
     """`[B*G, N, D]` back to `[B,N,G,D]`."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).to(dtype).contiguous()
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched `a @ b` whose result is not rounded to half precision."""
-    if a.dtype in (torch.float16, torch.bfloat16):
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b)

@@ -1,8 +1,10 @@
 """Attention in which every query sees one contiguous range `[lo, hi)` of keys.
 
 The compressed branch (complete blocks of one's document) and the sliding branch (the last `w` tokens of it) are both
-of this form, for plain, packed and cached sequences. Each chunk of queries multiplies with the slice of keys that can
-hold its ranges, so memory is bounded by the chunk and the window costs a band, not a square.
+of this form, for plain, packed and cached sequences. Queries are cut into tiles, and every tile attends to a slice of
+keys of one width that holds its ranges: a band along the diagonal for the window, the front of the keys for the
+compressed branch. As many tiles as the budget allows go at once, so memory is bounded and a window costs a band, not a
+square.
 """
 
 from __future__ import annotations
@@ -11,119 +13,203 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.backends.sdpa.layout import (
-    MASKED,
     group_keys,
+    group_normalisers,
     group_queries,
     group_rows,
-    product,
     score_budget,
     sum_dtype,
     ungroup_keys,
     ungroup_queries,
 )
+from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
+
+SHORTEST_TILE = 16
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """`lo`, `hi` `[B or 1, S]`: what each query sees. `span(c0, c1)`: a slice of keys that holds the ranges of a chunk,
-    known without looking at `lo` and `hi`. `max_chunk`: past this many queries a chunk only adds masked work."""
+    """What each query sees, and slices of keys that hold it, the latter known without looking at the former.
 
-    lo: Tensor
+    The slice of the tile that starts at query `c` starts at key `c - before` if `along` (a band), else at key 0;
+    `width(tile, c1)` keys suffice for tiles of that many queries which end before query `c1`.
+    """
+
+    lo: Tensor  # [B or 1, S]
     hi: Tensor
-    span: Callable[[int, int], tuple[int, int]]
-    max_chunk: int
+    tile: int
+    along: bool
+    before: int
+    width: Callable[[int, int], int]
 
-    def chunks(self, n_queries: int, n_heads: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-        """`(c0, c1, k0, k1)`: queries `[c0, c1)` need no key outside `[k0, k1)`."""
-        c0 = 0
-        while c0 < n_queries:
-            size = self.max_chunk
-            while size > 16 and size * n_heads * self.width(c0, min(c0 + size, n_queries)) > score_budget(device):
-                size //= 2
-            c1 = min(c0 + size, n_queries)
-            yield c0, c1, *self.span(c0, c1)
-            c0 = c1
+    @property
+    def n_queries(self) -> int:
+        return self.lo.shape[1]
 
-    def width(self, c0: int, c1: int) -> int:
-        k0, k1 = self.span(c0, c1)
-        return k1 - k0
+    def tile_within(self, rows: int, budget: int) -> int:
+        """Queries a tile: halved until a single tile of every row fits the budget."""
+        size = self.tile
+        while size > SHORTEST_TILE and rows * size * self.width(size, self.n_queries) > budget:
+            size //= 2
+        return size
 
-    def hidden(self, c0: int, c1: int, k0: int, k1: int) -> Tensor:
-        """`[B or 1, 1, C, 1, K]`, to lie over scores `[B, G, C, h, K]`."""
-        key = torch.arange(k0, k1, device=self.lo.device)
-        lo, hi = self.lo[:, c0:c1, None], self.hi[:, c0:c1, None]
-        return ((key < lo) | (key >= hi))[:, None, :, None]
+    def groups(self, rows: int, budget: int) -> Iterator[Group]:
+        size = self.tile_within(rows, budget)
+        n_tiles = -(-self.n_queries // size)
+        first = 0
+        while first < n_tiles:
+            count = n_tiles - first
+            while count > 1 and rows * count * size * self.width(size, (first + count) * size) > budget:
+                count = -(-count // 2)
+            yield Group(self, size, first, count)
+            first += count
 
     def empty(self) -> Tensor:
         """`[B or 1, S]`: queries that see nothing."""
         return self.lo >= self.hi
 
 
-def chunk_scores(q: Tensor, k: Tensor, hidden: Tensor, batch: int, scale: float, fill: float = MASKED) -> Tensor:
-    """`[B*G, C, h, K]` scaled scores of a chunk, `fill` where hidden."""
-    rows, length, heads = q.shape[:3]
-    scores = product(q.flatten(1, 2), k.transpose(1, 2)).mul_(scale)
-    scores.view(batch, rows // batch, length, heads, -1).masked_fill_(hidden, fill)
-    return scores.view(rows, length, heads, -1)
+@dataclass(frozen=True)
+class Group:
+    """`count` tiles of `size` queries from tile `first` on, done at once; the last may reach past the last query."""
+
+    ranges: Ranges
+    size: int
+    first: int
+    count: int
+
+    @property
+    def c0(self) -> int:
+        return self.first * self.size
+
+    @property
+    def c1(self) -> int:
+        return min(self.c0 + self.count * self.size, self.ranges.n_queries)
+
+    @property
+    def width(self) -> int:
+        return self.ranges.width(self.size, self.c1)
+
+    @property
+    def step(self) -> int:
+        """How many keys the slices of neighbouring tiles are apart."""
+        return self.size if self.ranges.along else 0
+
+    def tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """The group's queries of `[R, S, ...]` as tiles `[R * count, size, ...]`, `fill` past the last query."""
+        part = x[:, self.c0 : self.c1]
+        missing = self.count * self.size - part.shape[1]
+        if missing:
+            part = F.pad(part, (0, 0) * (x.dim() - 2) + (0, missing), value=fill)
+        return part.unflatten(1, (self.count, self.size)).flatten(0, 1)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Tiles `[R * count, size, ...]` back to the group's queries `[R, c1 - c0, ...]`."""
+        return x.unflatten(0, (-1, self.count)).flatten(1, 2)[:, : self.c1 - self.c0]
+
+    def key_numbers(self) -> Tensor:
+        """`[count, width]`; outside `[0, N)` where a slice reaches past the keys."""
+        device = self.ranges.lo.device
+        start = (self.first + torch.arange(self.count, device=device)) * self.step
+        if self.ranges.along:
+            start = start - self.ranges.before
+        return start[:, None] + torch.arange(self.width, device=device)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """`[R, N, D]` to the tiles' slices `[R * count, width, D]`."""
+        number = self.key_numbers().clamp(0, x.shape[1] - 1)
+        return x.index_select(1, number.flatten()).unflatten(1, number.shape).flatten(0, 1)
+
+    def hidden(self, rows: int) -> Tensor:
+        """`[rows * count, size, width]`, for `rows` of batch and group."""
+        lo, hi = (self.tiles(x).unflatten(0, (-1, self.count)) for x in (self.ranges.lo, self.ranges.hi))
+        key = self.key_numbers()[:, None]
+        hidden = (key < lo[..., None]) | (key >= hi[..., None])
+        per_batch = rows // hidden.shape[0]
+        return hidden[:, None].expand(-1, per_batch, -1, -1, -1).flatten(0, 2)
+
+    def add_keys(self, total: Tensor, x: Tensor) -> None:
+        """Add the slices' gradients `x [R * count, width, D]` to `total [R, before + N + ..., D]`, in a fixed order."""
+        x = x.unflatten(0, (-1, self.count))
+        if not self.ranges.along:
+            total[:, : self.width] += x.sum(dim=1)
+            return
+        # Slices overlap; cut into pieces one step long, the pieces of the same rank do not.
+        for begin in range(0, self.width, self.step):
+            piece = x[:, :, begin : begin + self.step]
+            place = self.c0 + begin
+            target = total[:, place : place + self.count * self.step].unflatten(1, (self.count, self.step))
+            target[:, :, : piece.shape[2]] += piece
 
 
-def softmax_with_lse(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-normaliser over the last dimension; the largest probability is 1 / sum(exp(s - max))."""
-    p = scores.softmax(dim=-1)
-    return p, scores.amax(dim=-1) - p.amax(dim=-1).log()
+def key_totals(keys: Tensor, group: Group) -> Tensor:
+    """Zeros for the sums of `Group.add_keys`: the keys, with room for what slices reach past them on both sides."""
+    ranges = group.ranges
+    places = keys.shape[1]
+    if ranges.along:
+        n_tiles = -(-ranges.n_queries // group.size)
+        places = n_tiles * group.step + group.width + group.step
+    return torch.zeros(keys.shape[0], places, keys.shape[2], dtype=sum_dtype(keys), device=keys.device)
 
 
 def ranged_forward(q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float) -> tuple[Tensor, Tensor]:
-    batch, n_queries, n_heads, _ = q.shape
+    batch, _, n_heads, _ = q.shape
     n_groups = k.shape[2]
     qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
-    o = torch.zeros(*qg.shape[:3], v.shape[-1], dtype=sum_dtype(q), device=q.device)
+    o = torch.zeros(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full(qg.shape[:3], float("-inf"), dtype=sum_dtype(q), device=q.device)
-    for c0, c1, k0, k1 in ranges.chunks(n_queries, batch * n_heads, q.device):
-        if k1 <= k0:
-            continue
-        scores = chunk_scores(qg[:, c0:c1], kg[:, k0:k1], ranges.hidden(c0, c1, k0, k1), batch, scale)
-        p, lse[:, c0:c1] = softmax_with_lse(scores)
-        o[:, c0:c1] = product(p.flatten(1, 2).to(vg.dtype), vg[:, k0:k1]).view_as(o[:, c0:c1])
+    for group in ranges.groups(batch * n_heads, score_budget(q, fused=is_fused(q, v))):
+        if group.width > 0:
+            hidden = group.hidden(qg.shape[0])
+            o_tiles, lse_tiles = tile_forward(group.tiles(qg), group.keys(kg), group.keys(vg), hidden, scale)
+            o[:, group.c0 : group.c1] = group.queries(o_tiles)
+            lse[:, group.c0 : group.c1] = group.queries(lse_tiles)
     o, lse = ungroup_queries(o, batch, q.dtype), ungroup_queries(lse, batch, lse.dtype)
     empty = ranges.empty()[..., None]
     return o.masked_fill_(empty[..., None], 0.0), lse.masked_fill_(empty, float("-inf"))
 
 
 def ranged_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Ranges, scale: float
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    ranges: Ranges,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n_queries, n_heads, _ = q.shape
-    n_groups = k.shape[2]
-    qg, kg, vg, dog = group_queries(q, n_groups), group_keys(k), group_keys(v), group_queries(do, n_groups)
-    lse_g, delta = backward_rows(do, dlse, o, lse, n_groups)
-    dq = torch.zeros(qg.shape, dtype=sum_dtype(q), device=q.device)
-    dk = torch.zeros(kg.shape, dtype=sum_dtype(q), device=q.device)
-    dv = torch.zeros(vg.shape, dtype=sum_dtype(q), device=q.device)
-    for c0, c1, k0, k1 in ranges.chunks(n_queries, batch * n_heads, q.device):
-        if k1 <= k0:
-            continue
-        q_c, do_c = qg[:, c0:c1], dog[:, c0:c1].flatten(1, 2)
-        hidden = ranges.hidden(c0, c1, k0, k1)
-        p = chunk_scores(q_c, kg[:, k0:k1], hidden, batch, scale, fill=float("-inf"))
-        p = p.sub_(lse_g[:, c0:c1, :, None]).exp_().flatten(1, 2)
-        dv[:, k0:k1] += product(p.to(vg.dtype).transpose(1, 2), do_c)
-        ds = product(do_c, vg[:, k0:k1].transpose(1, 2)).sub_(delta[:, c0:c1].flatten(1, 2)[..., None])
-        ds = ds.mul_(p).mul_(scale).to(kg.dtype)
-        dq[:, c0:c1] = product(ds, kg[:, k0:k1]).view_as(dq[:, c0:c1])
-        dk[:, k0:k1] += product(ds.transpose(1, 2), q_c.flatten(1, 2))
+    batch, _, n_heads, _ = q.shape
+    n_keys, n_groups = k.shape[1:3]
+    qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
+    dog, og, lse_g = group_queries(do, n_groups), group_queries(o, n_groups), group_normalisers(lse, n_groups)
+    dlse_g = None if dlse is None else group_rows(dlse, n_groups)
+    dq = torch.zeros(qg.shape, dtype=q.dtype, device=q.device)
+    dk, dv = torch.zeros_like(kg), torch.zeros_like(vg)
+    groups = list(ranges.groups(batch * n_heads, score_budget(q, fused=dlse is None and is_fused(q, v))))
+    if groups[-1].width > 0:
+        dk, dv = key_totals(kg, groups[0]), key_totals(vg, groups[0])
+    for group in groups:
+        if group.width > 0:
+            dq_tiles, dk_tiles, dv_tiles = tile_backward(
+                group.tiles(dog),
+                None if dlse_g is None else group.tiles(dlse_g),
+                group.tiles(qg),
+                group.keys(kg),
+                group.keys(vg),
+                group.tiles(og),
+                group.tiles(lse_g, fill=float("inf")),
+                group.hidden(qg.shape[0]),
+                scale,
+            )
+            dq[:, group.c0 : group.c1] = group.queries(dq_tiles)
+            group.add_keys(dk, dk_tiles)
+            group.add_keys(dv, dv_tiles)
+    before = ranges.before if ranges.along else 0
+    dk, dv = dk[:, before : before + n_keys], dv[:, before : before + n_keys]
     return ungroup_queries(dq, batch, q.dtype), ungroup_keys(dk, batch, k.dtype), ungroup_keys(dv, batch, v.dtype)
-
-
-def backward_rows(do: Tensor, dlse: Tensor, o: Tensor, lse: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-    """Per query and head, `[B*G, S, h]`: the normaliser, and what `dp` is reduced by in `ds = p * (dp - delta)`.
-
-    A row that sees nothing has `lse = -inf`; any finite value serves it, because its probabilities are zero anyway.
-    """
-    total = sum_dtype(do)
-    delta = (do.to(total) * o.to(total)).sum(dim=-1) - dlse.to(total)
-    finite_lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    return group_rows(finite_lse, n_groups), group_rows(delta, n_groups)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from nsa.backends.sdpa.layout import (
-    MASKED,
     compute_dtype,
+    group_normalisers,
     group_queries,
-    product,
+    group_rows,
     score_budget,
     sum_dtype,
     ungroup_queries,
 )
-from nsa.backends.sdpa.ranged import backward_rows, softmax_with_lse
+from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
 from nsa.geometry import documents, exclusive_offsets, query_positions
 
 MAX_TILE = 64
@@ -43,7 +43,9 @@ class Blocks:
     n_extra: int  # numbers that can be in use before a chunk's end on top of one per `select_block` tokens
 
     @classmethod
-    def of(cls, n_queries: int, n_keys: int, select_block: int, cu_seqlens: Tensor | None, device: torch.device) -> Blocks:
+    def of(
+        cls, n_queries: int, n_keys: int, select_block: int, cu_seqlens: Tensor | None, device: torch.device
+    ) -> Blocks:
         if cu_seqlens is None:
             first = torch.arange(-(-n_keys // select_block), device=device) * select_block
             return cls(None, first, first, 0)
@@ -57,14 +59,14 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A chunk's pairs, sorted by block and cut into tiles of `M`; pairs are numbered `((row * C) + query) * n + slot`."""
+    """A chunk's pairs, sorted by block and cut into tiles of `M`; a pair's number is `(row * C + query) * n + slot`."""
 
     pair: Tensor  # [T * M] pair in each place, 0 where the place is unused
     used: Tensor  # [T, M]
-    place: Tensor  # [P] where each pair went; T * M, one past the end, for a -1 of the indices
+    place: Tensor  # [P] where each pair went; the first place of the last tile for a pair that reads nothing
     row: Tensor  # [T] which row (batch and group) of keys
     block: Tensor  # [T] which block of it
-    per_block: Tensor  # [rows * J] how many tiles each block has, unused tiles after the last
+    per_block: Tensor  # [rows * J] how many tiles each block has; unused tiles follow, the last one always unused
 
 
 def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
@@ -75,17 +77,17 @@ def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
     row = torch.arange(rows, device=device).view(-1, 1, 1)
     key = torch.where(number >= 0, row * n_blocks + number, n_keys).flatten()
     n_pairs = key.numel()
-    n_tiles = min(n_pairs, n_pairs // size + n_keys)
+    n_tiles = min(n_pairs, n_pairs // size + n_keys) + 1
 
     sorted_key, order = key.sort(stable=True)
     bounds = torch.searchsorted(sorted_key, torch.arange(n_keys + 1, device=device))
     per_block = torch.div(bounds.diff() + size - 1, size, rounding_mode="floor")
     first_tile = exclusive_offsets(per_block)
     rank = torch.arange(n_pairs, device=device) - bounds[sorted_key]
-    place_sorted = torch.where(sorted_key < n_keys, first_tile[sorted_key] * size + rank, n_tiles * size)
+    place_sorted = torch.where(sorted_key < n_keys, first_tile[sorted_key] * size + rank, (n_tiles - 1) * size)
 
-    # One place more than there are, for the pairs that read nothing.
-    pair = torch.full((n_tiles * size + 1,), -1, dtype=torch.long, device=device).scatter(0, place_sorted, order)[:-1]
+    pair = torch.full((n_tiles * size,), -1, dtype=torch.long, device=device).scatter(0, place_sorted, order)
+    pair[-size:] = -1
     place = torch.empty_like(order).scatter(0, order, place_sorted)
     tile_key = torch.searchsorted(first_tile[1:].contiguous(), torch.arange(n_tiles, device=device), right=True)
     tile_key = tile_key.clamp_max(n_keys - 1)
@@ -108,33 +110,22 @@ class Chunk:
     tiles: Tiles
     query: Tensor  # [T * M] row * S + query of each place
     token: Tensor  # [T, L] (b * N + key) * G + g
-    hidden: Tensor  # [T, M, 1, L]
+    hidden: Tensor  # [T, M, L]
     n_select: int
 
     def gather_queries(self, x: Tensor) -> Tensor:
-        """`[R, S, h, D]` to `[T, M*h, D]`."""
-        tiles = self.tiles.used.shape[0]
-        return x.flatten(0, 1).index_select(0, self.query).view(tiles, -1, x.shape[-1])
-
-    def gather_rows(self, x: Tensor) -> Tensor:
-        """`[R, S, h]` to `[T, M, h]`."""
-        return x.flatten(0, 1).index_select(0, self.query).view(*self.tiles.used.shape, -1)
+        """`[R, S, h, ...]` to `[T, M, h, ...]`."""
+        return x.flatten(0, 1).index_select(0, self.query).unflatten(0, self.tiles.used.shape)
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """`[B, N, G, D]` to `[T, L, D]`; a cache is read here and nowhere else, so only what was chosen is touched."""
         x = x.flatten(0, 2).index_select(0, self.token.flatten())
         return x.to(compute_dtype(x)).view(*self.token.shape, -1)
 
-    def scores(self, q_tiles: Tensor, k_tiles: Tensor, scale: float, fill: float = MASKED) -> Tensor:
-        """`[T, M, h, L]`."""
-        scores = product(q_tiles, k_tiles.transpose(1, 2)).mul_(scale)
-        return scores.view(*self.tiles.used.shape, -1, self.token.shape[1]).masked_fill_(self.hidden, fill)
-
     def per_pair(self, x: Tensor, missing: float) -> Tensor:
         """`[T, M, ...]` per place back to `[R, C, n, ...]` per pair; `missing` where the pair reads nothing."""
-        x = x.flatten(0, 1)
-        x = torch.cat([x, x.new_full((1, *x.shape[1:]), missing)])
-        return x.index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
+        x[-1] = missing
+        return x.flatten(0, 1).index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
 
     def add_blocks(self, total: Tensor, x: Tensor, first_token: Tensor) -> None:
         """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in their order.
@@ -157,7 +148,7 @@ class Chunk:
 def chunks(
     indices: Tensor,
     n_keys: int,
-    heads: int,
+    pairs_at_once: int,
     select_block: int,
     cu_seqlens: Tensor | None,
     q_start: Tensor | None,
@@ -175,7 +166,7 @@ def chunks(
         number = number + blocks.offset[:, None]
     number = torch.where(reads, number, -1)
 
-    size = max(1, min(n_queries, score_budget(device) // (rows * heads * n_select * select_block)))
+    size = max(1, min(n_queries, pairs_at_once // (rows * n_select)))
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
         n_blocks = blocks.first_token.numel()
@@ -196,7 +187,7 @@ def chunks(
             tiles=tiles,
             query=query,
             token=key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups,
-            hidden=(key_position[:, None] > q_position[..., None])[:, :, None],
+            hidden=key_position[:, None] > q_position[..., None],
             n_select=n_select,
         )
 
@@ -214,6 +205,10 @@ def tile_size(pairs_per_row: int, n_blocks: int) -> int:
     return size
 
 
+def pairs_within_budget(q: Tensor, heads: int, select_block: int, *, fused: bool) -> int:
+    return score_budget(q, fused=fused) // (heads * select_block)
+
+
 def selected_forward(
     q: Tensor,
     k: Tensor,
@@ -227,29 +222,27 @@ def selected_forward(
 ) -> tuple[Tensor, Tensor]:
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
-    heads = n_heads // n_groups
     qg = group_queries(q, n_groups)
     o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
     blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
-    for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
-        p, lse_tile = softmax_with_lse(chunk.scores(chunk.gather_queries(qg), chunk.gather_keys(k), scale))
-        o_tile = product(p.flatten(1, 2).to(qg.dtype), chunk.gather_keys(v)).view(*p.shape[:3], -1)
-        # A place that saw nothing has a uniform softmax of `MASKED` scores: its weight must be zero, not tiny.
-        lse_tile = lse_tile.masked_fill_(lse_tile < MASKED / 2, float("-inf"))
-
+    pairs = pairs_within_budget(q, n_heads // n_groups, select_block, fused=is_fused(q, v))
+    for chunk in chunks(indices, n_keys, pairs, select_block, cu_seqlens, q_start, blocks):
+        o_tile, lse_tile = tile_forward(
+            chunk.gather_queries(qg), chunk.gather_keys(k), chunk.gather_keys(v), chunk.hidden, scale
+        )
         lse_pair = chunk.per_pair(lse_tile, missing=float("-inf"))
         lse_c = lse_pair.logsumexp(dim=2)
         weight = (lse_pair - lse_c.masked_fill(lse_c == float("-inf"), 0.0)[:, :, None]).exp_()
         o_pair = chunk.per_pair(o_tile, missing=0.0)
-        o[:, chunk.c0 : chunk.c1] = torch.einsum("rcnh,rcnhd->rchd", weight, o_pair)
+        o[:, chunk.c0 : chunk.c1] = (weight[..., None] * o_pair).sum(dim=2)
         lse[:, chunk.c0 : chunk.c1] = lse_c
     return ungroup_queries(o, batch, q.dtype), ungroup_queries(lse, batch, lse.dtype)
 
 
 def selected_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -264,23 +257,28 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
-    heads = n_heads // n_groups
-    qg, dog = group_queries(q, n_groups), group_queries(do, n_groups)
-    lse_g, delta = backward_rows(do, dlse, o, lse, n_groups)
+    qg, dog, og = (group_queries(x, n_groups) for x in (q, do, o))
+    lse_g = group_normalisers(lse, n_groups)
+    dlse_g = None if dlse is None else group_rows(dlse, n_groups)
     dq = torch.empty(qg.shape, dtype=q.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=sum_dtype(q), device=q.device)
     dv = torch.zeros(v.shape, dtype=sum_dtype(q), device=q.device)
     blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
-    for chunk in chunks(indices, n_keys, heads, select_block, cu_seqlens, q_start, blocks):
-        q_tiles, k_tiles = chunk.gather_queries(qg), chunk.gather_keys(k)
-        do_tiles, v_tiles = chunk.gather_queries(dog), chunk.gather_keys(v)
-        p = chunk.scores(q_tiles, k_tiles, scale, fill=float("-inf"))
-        p = p.sub_(chunk.gather_rows(lse_g)[..., None]).exp_()
-        ds = product(do_tiles, v_tiles.transpose(1, 2)).view_as(p)
-        ds = ds.sub_(chunk.gather_rows(delta)[..., None]).mul_(p).mul_(scale)
-        p_rows, ds_rows = p.flatten(1, 2).to(qg.dtype), ds.flatten(1, 2).to(qg.dtype)
-        dq_tile = product(ds_rows, k_tiles).view(*p.shape[:3], -1)
-        dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2)
-        chunk.add_blocks(dk, product(ds_rows.transpose(1, 2), q_tiles), blocks.first_token)
-        chunk.add_blocks(dv, product(p_rows.transpose(1, 2), do_tiles), blocks.first_token)
+    fused = dlse is None and is_fused(q, v)
+    pairs = pairs_within_budget(q, n_heads // n_groups, select_block, fused=fused)
+    for chunk in chunks(indices, n_keys, pairs, select_block, cu_seqlens, q_start, blocks):
+        dq_tile, dk_tile, dv_tile = tile_backward(
+            chunk.gather_queries(dog),
+            None if dlse_g is None else chunk.gather_queries(dlse_g),
+            chunk.gather_queries(qg),
+            chunk.gather_keys(k),
+            chunk.gather_keys(v),
+            chunk.gather_queries(og),
+            chunk.gather_queries(lse_g),
+            chunk.hidden,
+            scale,
+        )
+        dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
+        chunk.add_blocks(dk, dk_tile, blocks.first_token)
+        chunk.add_blocks(dv, dv_tile, blocks.first_token)
     return ungroup_queries(dq, batch, q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.backends.sdpa.branches import compressed_ranges
-from nsa.backends.sdpa.layout import group_keys, group_queries, group_rows
-from nsa.backends.sdpa.ranged import chunk_scores
+from nsa.backends.sdpa.layout import group_keys, group_normalisers, group_queries, score_budget
+from nsa.backends.sdpa.ranged import Group
+from nsa.backends.sdpa.tile import plain_scores
 from nsa.geometry import query_positions
 
 
@@ -32,22 +33,27 @@ def select_blocks(
     ranges = compressed_ranges(q, n_cmp, block, stride, cu_seqlens, q_start)
     position = query_positions(batch, length, cu_seqlens, q_start, q.device)
     qg, kg = group_queries(q, n_groups), group_keys(k_cmp)
-    lse_g = group_rows(lse.masked_fill(lse == float("-inf"), 0.0), n_groups)
+    lse_g = group_normalisers(lse, n_groups)
     indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
-    for c0, c1, k0, k1 in ranges.chunks(length, batch * n_heads, q.device):
+    for group in ranges.groups(batch * n_heads, score_budget(q, fused=False)):
+        c0, c1 = group.c0, group.c1
         longest = c1 if q_start is None else n_cmp * stride + block - 1
-        n_blocks = -(-longest // select_block)
-        hidden = ranges.hidden(c0, c1, k0, k1)
-        p = chunk_scores(qg[:, c0:c1], kg[:, k0:k1], hidden, batch, scale, fill=float("-inf"))
-        # [B, G, C, K]: from here on the heads of a group are one.
-        p = p.sub_(lse_g[:, c0:c1, :, None]).exp_().sum(dim=2).unflatten(0, (batch, n_groups))
+        p = group_probabilities(group, qg, kg, lse_g, scale).unflatten(0, (batch, n_groups))
         if cu_seqlens is not None:
             p = shift_to_document_start(p, ranges.lo[:, c0:c1])
-        importance = pool_to_blocks(p, n_blocks, block // stride, select_block // stride)
+        importance = pool_to_blocks(p, -(-longest // select_block), block // stride, select_block // stride)
         own = torch.div(position[:, None, c0:c1, None], select_block, rounding_mode="floor")
-        chosen = best_blocks(importance, own, n_select, n_init, n_local)
-        indices[:, c0:c1] = chosen.transpose(1, 2)
+        indices[:, c0:c1] = best_blocks(importance, own, n_select, n_init, n_local).transpose(1, 2)
     return indices
+
+
+def group_probabilities(group: Group, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """`[B*G, C, K]`: compressed attention summed over the heads of a group, which from here on are one."""
+    if group.width == 0:
+        return lse.new_zeros(q.shape[0], group.c1 - group.c0, 0)
+    scores = plain_scores(group.tiles(q), group.keys(k), group.hidden(q.shape[0]), scale)
+    p = scores.sub_(group.tiles(lse, fill=float("inf"))[..., None]).exp_().sum(dim=2)
+    return group.queries(p)
 
 
 def shift_to_document_start(p: Tensor, lo: Tensor) -> Tensor:
