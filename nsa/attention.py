@@ -85,7 +85,7 @@ class NSAAttention(nn.Module):
             x = x.gather(1, order[..., None].expand_as(x))
 
         start = None if cache is None else cache.lengths
-        positions = query_positions(*x.shape[:2], cu_seqlens, start, x.device)
+        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
         if isinstance(position_offset, Tensor):
             position_offset = position_offset.view(-1, 1)
         angles = self.rope.angles(positions + position_offset, x.dtype)
@@ -95,9 +95,7 @@ class NSAAttention(nn.Module):
         gates = self.gate(x).to(q.dtype)
         if cache is None:
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
-            o, indices = attend(
-                q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens
-            )
+            o, indices = attend(q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens)
         else:
             past = cache.append(
                 raw=raw,
@@ -107,12 +105,20 @@ class NSAAttention(nn.Module):
                 counts=counts,
             )
             o, indices = attend(
-                q, *past.keys_values, gates, config=self.config, q_start=past.q_start, window_start=past.window_start
+                q,
+                *past.compressed,
+                *past.selected,
+                *past.window,
+                gates,
+                config=self.config,
+                q_start=past.q_start,
+                window_start=past.window_start,
             )
 
         y = self.o_proj(o.flatten(2))
         if attention_mask is not None and order is not None:
-            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
+            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
+            y = y.masked_fill(~attention_mask[..., None], 0.0)
         if not return_stats:
             return y
         return y, NSAStats(self.config, gates.detach(), indices, positions)
@@ -233,7 +239,9 @@ class NSAStats:
     def reads_per_step(self) -> float:
         """Keys a query reads in the three branches together, on average over the queries."""
         lengths, counts = (self.positions + 1).flatten().unique(return_counts=True)
-        reads = [self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)]
+        reads = [
+            self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)
+        ]
         return sum(reads) / self.positions.numel()
 
 

@@ -25,7 +25,9 @@ Pair = tuple[Tensor, Tensor]
 class Remembered(NamedTuple):
     """What a step attends to, its own tokens included, and where its first query lies in it."""
 
-    keys_values: tuple[Tensor, ...]  # k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+    compressed: Pair
+    selected: Pair
+    window: Pair
     q_start: Tensor  # [B] in the selected keys, counted from position 0
     window_start: Tensor  # [B] in the sliding keys, which start later
 
@@ -121,7 +123,7 @@ class NSACache:
         keep = (position < end[:, None]) & (position < self.max_len)
 
         write(self.selected, position, selected, keep)
-        k_win, v_win = self.window.recent(start, window)
+        window_keys = self.window.recent(start, window)
         self.window.write(position, end, window, keep)
         self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
         self.tail.write(position, end, raw, keep)
@@ -131,7 +133,9 @@ class NSACache:
         n_blocks = n_compressed(self.max_len if self.static else self.longest, self.config.l, self.config.d)
         k_cmp, v_cmp = (x[:, :n_blocks] for x in self.compressed)
         return Remembered(
-            keys_values=(k_cmp, v_cmp, *self.selected, k_win, v_win),
+            compressed=(k_cmp, v_cmp),
+            selected=self.selected,
+            window=window_keys,
             q_start=start,
             window_start=start.clamp_max(self.window.reach),
         )

@@ -89,9 +89,7 @@ class NSAConfig:
         for name in ("phi", "compress_rope", "gate"):
             choices = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
             require(getattr(self, name) in choices[name], name, getattr(self, name), f"one of {choices[name]}")
-        require(
-            self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}"
-        )
+        require(self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}")
         require(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
         require(
             self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from nsa import ops
@@ -42,8 +44,8 @@ def attend(
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o, indices)`. From a cache, `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
-    served = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
-    compression = {"block": config.l, "stride": config.d, "q_start": q_start}
+    served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
+    compression: dict[str, Any] = {"block": config.l, "stride": config.d, "q_start": q_start}
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression, **served)
     indices = ops.select_blocks(
         q,
@@ -56,8 +58,6 @@ def attend(
         **compression,
         **served,
     )
-    o_sel, _ = ops.selected_attention(
-        q, k_sel, v_sel, indices, select_block=config.l_sel, q_start=q_start, **served
-    )
+    o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=config.l_sel, q_start=q_start, **served)
     o_win, _ = ops.sliding_attention(q, k_win, v_win, window=config.w, q_start=window_start, **served)
     return ops.combine(o_cmp, o_sel, o_win, gates, backend=config.backend, strict=config.strict), indices

@@ -1,36 +1,51 @@
 """The one place that reads environment variables, once.
 
-Every setting has a type, a default and, where users' runbooks already hold one, an environment name. A value is taken
-from the command line, else the environment, else a config file, else the default, and remembers which.
+Every setting has a type, a default, a meaning and the environment name that users' runbooks hold. A value is taken from
+the command line, else the environment, else a config file, else the default, and remembers which.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 Source = Literal["default", "file", "environment", "command line"]
+Value = bool | int | None
+
+ROUTING = "nsa.backends.routing"
+FLASH = "nsa.backends.flash"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
+    """What there is to know about one setting besides its value."""
+
     name: str
     env: str
-    default: bool | int | None
+    default: Value
     meaning: str
     # An integer setting's smallest value; booleans have none.
-    at_least: int = 0
+    at_least: int
+    # The module without which the setting changes nothing.
+    needs: str
 
     @property
     def kind(self) -> type:
         return bool if isinstance(self.default, bool) else int
 
+    @property
+    def accepted(self) -> str:
+        return "true or false" if self.kind is bool else f"an integer of at least {self.at_least}"
+
     def parse(self, text: str, label: str) -> bool | int:
+        """The value that `text` spells; `label` names it in the error."""
         if self.kind is bool:
             lowered = text.strip().lower()
             if lowered in ("1", "true", "yes", "on"):
@@ -41,54 +56,92 @@ class Setting:
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"{label} is {text!r}; accepted: an integer of at least {self.at_least}") from None
+            raise ValueError(f"{label} is {text!r}; accepted: {self.accepted}") from None
         return self.check(value, label)
 
     def check(self, value: Any, label: str) -> bool | int:
+        """A value that already has a type, as a file or a program gives it."""
         if self.kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{label} is {value!r}; accepted: true or false")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < self.at_least:
-            raise ValueError(f"{label} is {value!r}; accepted: an integer of at least {self.at_least}")
+            valid = isinstance(value, bool)
+        else:
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= self.at_least
+        if not valid:
+            raise ValueError(f"{label} is {value!r}; accepted: {self.accepted}")
+        assert isinstance(value, int)
         return value
 
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting("force_parity", "NSA_FORCE_PARITY", False, "the reference computes everything: slow, exact"),
-    Setting("use_fa2", "NSA_USE_FA2", True, "FlashAttention-2 may serve the compressed and sliding branches"),
-    Setting("use_fa2_win", "NSA_USE_FA2_WIN", True, "FlashAttention-2 may serve the sliding branch"),
-    Setting("use_fa2_cmp", "NSA_USE_FA2_CMP", True, "FlashAttention-2 may serve the compressed branch"),
-    Setting("fa2_min_len_win", "NSA_FA2_MIN_LEN_WIN", None, "shortest sequence FA-2's sliding branch takes"),
-    Setting("fa2_min_len_cmp", "NSA_FA2_MIN_LEN_CMP", None, "shortest sequence FA-2's compressed branch takes"),
-    Setting("fa2_prefer_fp16", "NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, and say so"),
-    Setting("sdpa_no_flash", "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not pick its flash kernel"),
-    Setting("sdpa_audit", "NSA_SDPA_AUDIT", False, "log which path served each call, and why"),
-    Setting("debug_timing", "NSA_DEBUG_TIMING", False, "log the milliseconds of each call (waits for the GPU)"),
-    Setting("seq_len", "NSA_SEQ_LEN", None, "training sequence length", at_least=1),
-    Setting("batch_size", "NSA_BATCH_SIZE", None, "training batch size", at_least=1),
-    Setting("accum_batches", "NSA_ACCUM", None, "batches per optimizer step", at_least=1),
-    Setting("no_gc", "NSA_NO_GC", False, "no activation checkpointing"),
-    Setting("fwe_doc_batch", "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", at_least=1),
-    Setting("fwe_prefetch", "NSA_FWE_PREFETCH", True, "the streaming loader works ahead in the background"),
-    Setting("fwe_queue", "NSA_FWE_Q", None, "batches the streaming loader keeps ready", at_least=1),
-    Setting("test_fa2", "NSA_TEST_FA2", False, "run the tests that need the flash_attn package"),
-)
-BY_NAME = {setting.name: setting for setting in SETTINGS}
-BY_ENV = {setting.env: setting for setting in SETTINGS}
+def setting(env: str, default: Value, meaning: str, *, needs: str, at_least: int = 1) -> Any:
+    return field(
+        default=default,
+        metadata={"env": env, "default": default, "meaning": meaning, "needs": needs, "at_least": at_least},
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The effective values, as attributes, and where each came from."""
+    """The effective values, and where each came from. `None`: not set, whoever needs the value decides."""
 
-    values: Mapping[str, bool | int | None]
-    sources: Mapping[str, Source]
+    force_parity: bool = setting(
+        "NSA_FORCE_PARITY", False, "the reference computes everything: slow, exact", needs=ROUTING
+    )
+    use_fa2: bool = setting(
+        "NSA_USE_FA2", True, "FlashAttention-2 may serve the compressed and sliding branches", needs=FLASH
+    )
+    use_fa2_win: bool = setting("NSA_USE_FA2_WIN", True, "FlashAttention-2 may serve the sliding branch", needs=FLASH)
+    use_fa2_cmp: bool = setting(
+        "NSA_USE_FA2_CMP", True, "FlashAttention-2 may serve the compressed branch", needs=FLASH
+    )
+    fa2_min_len_win: int | None = setting(
+        "NSA_FA2_MIN_LEN_WIN",
+        None,
+        "fewest keys for auto to pick FA-2 in the sliding branch; -1: never",
+        needs=FLASH,
+        at_least=-1,
+    )
+    fa2_min_len_cmp: int | None = setting(
+        "NSA_FA2_MIN_LEN_CMP",
+        None,
+        "fewest compressed keys for auto to pick FA-2 in that branch; -1: never",
+        needs=FLASH,
+        at_least=-1,
+    )
+    fa2_prefer_fp16: bool = setting(
+        "NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, and say so", needs=FLASH
+    )
+    sdpa_no_flash: bool = setting(
+        "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not pick its flash kernel", needs="nsa.model"
+    )
+    sdpa_audit: bool = setting(
+        "NSA_SDPA_AUDIT", False, "log which path serves each op and shape, and why, the first time", needs=ROUTING
+    )
+    debug_timing: bool = setting(
+        "NSA_DEBUG_TIMING", False, "log every call with its milliseconds (waits for the GPU)", needs=ROUTING
+    )
+    seq_len: int | None = setting("NSA_SEQ_LEN", None, "training sequence length", needs="nsa.train")
+    batch_size: int | None = setting("NSA_BATCH_SIZE", None, "training batch size", needs="nsa.train")
+    accum_batches: int | None = setting("NSA_ACCUM", None, "batches per optimizer step", needs="nsa.train")
+    no_gc: bool = setting("NSA_NO_GC", False, "no activation checkpointing", needs="nsa.train")
+    fwe_doc_batch: int | None = setting(
+        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", needs="nsa.data.stream"
+    )
+    fwe_prefetch: bool = setting(
+        "NSA_FWE_PREFETCH", True, "the streaming loader works ahead in the background", needs="nsa.data.stream"
+    )
+    fwe_queue: int | None = setting(
+        "NSA_FWE_Q", None, "batches the streaming loader keeps ready", needs="nsa.data.stream"
+    )
+    test_fa2: bool = setting("NSA_TEST_FA2", False, "run the tests that need the flash_attn package", needs=FLASH)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.values[name]
-        except KeyError:
-            raise AttributeError(f"no setting named {name!r}") from None
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def source(self, name: str) -> Source:
+        return self.sources.get(name, "default")
+
+    def describe(self, name: str) -> str:
+        """A setting as a reason: what it is and who said so."""
+        value = getattr(self, name)
+        return f"{BY_NAME[name].env} is {shown(value)} ({self.source(name)})"
 
     @classmethod
     def load(
@@ -100,40 +153,82 @@ class Settings:
     ) -> Settings:
         """Put the sources together; later ones in the order file, environment, command line win."""
         environ = os.environ if environ is None else environ
-        warn_about_unknown(environ)
-        values: dict[str, bool | int | None] = {setting.name: setting.default for setting in SETTINGS}
-        sources: dict[str, Source] = {setting.name: "default" for setting in SETTINGS}
-
-        def take(name: str, value: bool | int, source: Source) -> None:
-            values[name] = value
-            sources[name] = source
-
-        for name, value in checked(file or {}, "the config file"):
-            take(name, value, "file")
-        for setting in SETTINGS:
-            if setting.env in environ:
-                take(setting.name, setting.parse(environ[setting.env], setting.env), "environment")
-        for name, value in checked(command_line or {}, "the command line"):
-            take(name, value, "command line")
-        return cls(values, sources)
+        for name, near in unknown_names(environ).items():
+            warnings.warn(f"{name} is not a setting of nsa; the nearest known name is {near}", stacklevel=2)
+        from_environ = {s.name: s.parse(environ[s.env], s.env) for s in SETTINGS if s.env in environ}
+        values: dict[str, Any] = {}
+        sources: dict[str, Source] = {}
+        layers: tuple[tuple[Source, Mapping[str, Any]], ...] = (
+            ("file", checked(file or {}, "the config file")),
+            ("environment", from_environ),
+            ("command line", checked(command_line or {}, "the command line")),
+        )
+        for source, layer in layers:
+            values.update(layer)
+            sources.update(dict.fromkeys(layer, source))
+        return cls(**values, sources=sources)
 
 
-def checked(given: Mapping[str, Any], where: str) -> list[tuple[str, bool | int]]:
-    unknown = [name for name in given if name not in BY_NAME]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} in {where} is not a setting{nearest(unknown[0], list(BY_NAME))}")
-    return [(name, BY_NAME[name].check(value, f"{name} in {where}")) for name, value in given.items()]
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(name=f.name, **f.metadata) for f in fields(Settings) if "env" in f.metadata
+)
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+BY_ENV = {setting.env: setting for setting in SETTINGS}
 
 
-def warn_about_unknown(environ: Mapping[str, str]) -> None:
-    for name in sorted(environ):
-        if name.startswith("NSA_") and name not in BY_ENV:
-            warnings.warn(f"{name} is not a setting of nsa{nearest(name, list(BY_ENV))}", stacklevel=3)
+def shown(value: Value) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
-def nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; the nearest known name is {close[0]}" if close else ""
+def find(name: str, where: str) -> Setting:
+    if name not in BY_NAME:
+        near = nearest(name, BY_NAME)
+        raise ValueError(f"{name!r} in {where} is not a setting; the nearest known name is {near}")
+    return BY_NAME[name]
+
+
+def checked(given: Mapping[str, Any], where: str) -> dict[str, bool | int]:
+    return {name: find(name, where).check(value, f"{name} in {where}") for name, value in given.items()}
+
+
+def parse_overrides(texts: Iterable[str], where: str = "the command line") -> dict[str, bool | int]:
+    """`["name=value", ...]`, as a command line gives them; the last one of a name wins."""
+    overrides = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r} in {where} has no value; accepted: name=value")
+        overrides[name] = find(name, where).parse(value, f"{name} in {where}")
+    return overrides
+
+
+def read_file(path: Path | str) -> dict[str, Any]:
+    """A JSON object of settings: `{"force_parity": true}`."""
+    try:
+        given = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"settings file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"settings file {path} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"settings file {path} holds a {type(given).__name__}; accepted: an object of name: value")
+    return given
+
+
+def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """Every `NSA_*` name that is not a setting, and the setting it looks most like."""
+    return {name: nearest(name, BY_ENV) for name in sorted(environ) if name.startswith("NSA_") and name not in BY_ENV}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that looks most like `name`, whichever way either is spelled: `NSA_USE_FA` or `use_fa`."""
+    spelled = {candidate.lower().removeprefix("nsa_"): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower().removeprefix("nsa_"), spelled, n=1, cutoff=0.0)
+    return spelled[close[0]]
 
 
 @cache

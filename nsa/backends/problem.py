@@ -39,7 +39,14 @@ class Problem:
 
     @classmethod
     def of_config(
-        cls, config: NSAConfig, *, batch: int, length: int, dtype: torch.dtype, device: str = "cpu", backward: bool = False
+        cls,
+        config: NSAConfig,
+        *,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        backward: bool = False,
     ) -> Problem:
         """The whole attention of `config` on `batch` sequences of `length` tokens."""
         return cls(

@@ -32,7 +32,7 @@ def gradients(
     forward: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], *fixed: Tensor, **knobs: Any
 ) -> tuple[Tensor, ...]:
     """`torch.func.vjp`, because the body of a custom op runs below the layer where plain autograd records."""
-    _, pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **knobs), *inputs)
+    pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **knobs), *inputs)[1]
     return tuple(g.contiguous() for g in pull_back(grads if len(grads) > 1 else grads[0]))
 
 

@@ -2,32 +2,50 @@
 
 A named backend is used or raises. Under `auto` a backend that fails while it runs is logged once, counted, and the next
 one serves; `strict` turns that into an error. What ran is never a guess: `explain` tells it beforehand, the counters
-afterwards.
+afterwards. Only `NSA_FORCE_PARITY` overrules a name: the reference everywhere, and a warning that says so.
+
+A decision is taken once per problem and remembered; a call then costs a look-up.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from nsa import settings
 from nsa.backends.problem import OPS, Problem
+from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-# In the order `auto` tries them. The reference comes last: it is for parity, and builds whole score matrices.
-BACKEND_MODULES = {"sdpa": "nsa.backends.sdpa", "reference": "nsa.backends.reference"}
+# Every backend there is, in the order `auto` tries them; a version may lack some. The reference comes last: it is for
+# parity, and builds whole score matrices.
+BACKEND_MODULES = {
+    "triton": "nsa.backends.triton",
+    "flash": "nsa.backends.flash",
+    "sdpa": "nsa.backends.sdpa",
+    "reference": "nsa.backends.reference",
+}
+
+# The settings that keep FlashAttention-2 from a branch, and the one that keeps `auto` from it below a length.
+FA2_SWITCHES = {"compressed": ("use_fa2", "use_fa2_cmp"), "sliding": ("use_fa2", "use_fa2_win")}
+FA2_MIN_KEYS = {"compressed": "fa2_min_len_cmp", "sliding": "fa2_min_len_win"}
+
+# Decisions remembered at once: sequence lengths may never repeat, and memory must not grow with them.
+MAX_ROUTES = 4096
 
 
 class Backend(Protocol):
@@ -49,12 +67,18 @@ class Route:
 
     problem: Problem
     chosen: str | None
+    why: str  # why the chosen one is; where nothing is chosen, who was asked for
     reasons: Mapping[str, str]  # why each backend that is not chosen is not
+    may_fall_back: bool = False
 
     def __str__(self) -> str:
-        lines = [f"{self.problem.op:<11} {self.chosen or 'nothing serves this'}"]
+        lines = [f"{self.problem.op:<11} {f'{self.chosen}: {self.why}' if self.chosen else 'nothing serves this'}"]
         lines += [f"{'':<11} not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
+
+    def refusal(self) -> str:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return f"no backend serves {self.problem} ({self.why}): {reasons}"
 
 
 @dataclass(frozen=True)
@@ -70,26 +94,59 @@ class Explanation:
 
 @dataclass
 class Counts:
-    """What ran, and what should have: calls by op and backend, failures by op, backend and reason."""
+    """What ran, and what should have: calls by op and backend, failures by op, backend and reason.
+
+    Autograd runs backward passes on threads of its own, so additions take a lock.
+    """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add_call(self, op: str, backend: str) -> None:
+        with self.lock:
+            self.calls[op, backend] += 1
+
+    def add_failure(self, op: str, backend: str, reason: str) -> int:
+        """How often this has now happened."""
+        with self.lock:
+            self.failures[op, backend, reason] += 1
+            return self.failures[op, backend, reason]
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """For logs: `{"calls": {"sliding/sdpa": 12}, "failures": {"sliding/triton: out of shared memory": 1}}`."""
+        with self.lock:
+            return {
+                "calls": {f"{op}/{name}": n for (op, name), n in sorted(self.calls.items())},
+                "failures": {f"{op}/{name}: {why}": n for (op, name, why), n in sorted(self.failures.items())},
+            }
 
     def clear(self) -> None:
-        self.calls.clear()
-        self.failures.clear()
+        with self.lock:
+            self.calls.clear()
+            self.failures.clear()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preference:
     """One measured line of the routing table: on this GPU, op and range of lengths, try these backends first."""
 
-    gpu: str
+    gpu: str  # as torch names it, or "cpu"
     op: str
     order: tuple[str, ...]
     min_length: int = 0
     max_length: int | None = None
     head_widths: tuple[int, ...] | None = None
+    mode: Literal["fwd", "bwd"] | None = None  # None: both
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; accepted: one of {OPS}")
+        if self.mode not in (None, "fwd", "bwd"):
+            raise ValueError(f"mode is {self.mode!r}; accepted: 'fwd', 'bwd' or nothing for both")
+        for name in self.order:
+            if name not in BACKEND_MODULES:
+                raise ValueError(f"order names {name!r}; accepted: {list(BACKEND_MODULES)}")
 
     def covers(self, problem: Problem, gpu: str) -> bool:
         return (
@@ -98,97 +155,141 @@ class Preference:
             and problem.n_queries >= self.min_length
             and (self.max_length is None or problem.n_queries <= self.max_length)
             and (self.head_widths is None or problem.d_k in self.head_widths)
+            and self.mode in (None, "bwd" if problem.backward else "fwd")
         )
 
 
 class Router:
-    """Backends in order of preference, the measured exceptions to that order, and the counts of what ran."""
+    """Backends in order of preference, the measured exceptions to that order, and the counts of what ran.
+
+    `absent`: the known backends that cannot be had, and why. `gpu`: whose measurements hold for CUDA tensors; by
+    default the GPU of this process.
+    """
 
     def __init__(
-        self, backends: Sequence[Backend], config: Settings, preferences: Iterable[Preference] = (), gpu: str = "cpu"
+        self,
+        backends: Sequence[Backend],
+        config: Settings,
+        preferences: Iterable[Preference] = (),
+        gpu: str | None = None,
+        absent: Mapping[str, str] | None = None,
     ) -> None:
         self.backends = {backend.name: backend for backend in backends}
         self.config = config
         self.preferences = tuple(preferences)
         self.gpu = gpu
+        self.absent = dict(absent or {})
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
+        self.said: set[object] = set()
+        self.logs_calls = config.debug_timing or config.sdpa_audit
+        if self.logs_calls:
+            make_visible(log)
 
-    def order(self, problem: Problem) -> list[str]:
+    def order(self, problem: Problem) -> tuple[list[str], str]:
+        """The backends in the order to try them, and whose order that is."""
         names = list(self.backends)
-        for preference in self.preferences:
-            if preference.covers(problem, self.gpu):
-                first = [name for name in preference.order if name in self.backends]
-                return first + [name for name in names if name not in first]
-        return names
+        if self.preferences:
+            device = (self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
+            for preference in self.preferences:
+                if preference.covers(problem, device):
+                    first = [name for name in preference.order if name in self.backends]
+                    return first + [name for name in names if name not in first], f"measured order on {device}"
+        return names, "first that supports it"
 
     def route(self, problem: Problem, backend: str = "auto") -> Route:
         """Which backend serves the problem, without running anything."""
         found = self.routes.get((problem, backend))
         if found is None:
+            if len(self.routes) >= MAX_ROUTES:
+                self.routes.clear()
+                self.said.clear()
             found = self.routes[problem, backend] = self.decide(problem, backend)
         return found
 
     def decide(self, problem: Problem, backend: str) -> Route:
-        if backend != "auto" and backend not in self.backends:
-            raise ValueError(f"backend is {backend!r}; accepted: 'auto' or one of {sorted(self.backends)}")
+        if backend != "auto" and backend not in self.backends and backend not in self.absent:
+            raise ValueError(f"backend is {backend!r}; accepted: 'auto' or one of {list(self.backends)}")
         if self.config.force_parity:
-            reasons = {name: "NSA_FORCE_PARITY is set" for name in self.backends if name != "reference"}
-            return Route(problem, "reference", reasons)
+            why = self.config.describe("force_parity")
+            if backend not in ("auto", "reference"):
+                self.say_once(f"nsa: {why}: the reference serves where backend={backend!r} was asked for")
+            return Route(problem, "reference", why, {name: why for name in self.backends if name != "reference"})
         if backend != "auto":
-            reason = self.backends[backend].supports(problem)
-            return Route(problem, None if reason else backend, {backend: reason} if reason else {})
-        reasons, chosen = {}, None
-        for name in self.order(problem):
-            if chosen is not None:
-                reasons[name] = f"{chosen} comes first"
-                continue
-            reason = self.backends[name].supports(problem)
+            reason = self.reason_against(backend, problem, named=True)
+            why = f"backend={backend!r} was asked for"
+            return Route(problem, None if reason else backend, why, {backend: reason} if reason else {})
+
+        order, why = self.order(problem)
+        reasons, chosen = dict(self.absent), None
+        for name in order:
+            reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
             if reason is None:
                 chosen = name
             else:
                 reasons[name] = reason
-        return Route(problem, chosen, reasons)
+        return Route(problem, chosen, why, reasons, may_fall_back=True)
+
+    def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
+        """None when the backend can serve; settings are asked first. A named backend is not bound by a threshold."""
+        if name in self.absent:
+            return self.absent[name]
+        if name == "flash":
+            for switch in FA2_SWITCHES.get(problem.op, ()):
+                if not getattr(self.config, switch):
+                    return self.config.describe(switch)
+            if not named and problem.op in FA2_MIN_KEYS:
+                threshold = FA2_MIN_KEYS[problem.op]
+                at_least = getattr(self.config, threshold)
+                if at_least is not None and (at_least < 0 or problem.n_keys < at_least):
+                    return f"{self.config.describe(threshold)}, the problem has {problem.n_keys} keys"
+        return self.backends[name].supports(problem)
 
     def run(
         self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False, **kwargs: Any
     ) -> Any:
         """Call `function` of the backend that serves the problem; under `auto`, of the next one if that fails."""
         route = self.route(problem, backend)
-        if route.chosen is None:
-            raise ValueError(f"no backend serves {problem}: {dict(route.reasons)}")
-        if backend != "auto" or self.config.force_parity:
-            return self.call(route.chosen, problem, function, "asked for by name", args, kwargs)
-        order = self.order(problem)
-        for name in order[order.index(route.chosen) :]:
-            if self.backends[name].supports(problem) is not None:
-                continue
+        name, why = route.chosen, route.why
+        if name is None:
+            raise ValueError(route.refusal())
+        if not route.may_fall_back:
+            return self.call(name, problem, function, why, args, kwargs)
+        while True:
             try:
-                return self.call(name, problem, function, "first that supports it", args, kwargs)
+                return self.call(name, problem, function, why, args, kwargs)
             except BackendFailure as failure:
-                self.note_failure(name, problem, failure)
-                if strict:
-                    raise
-        raise BackendFailure(f"every backend failed on {problem}; the log has each reason")
+                following = None if strict else self.next_after(name, problem)
+                self.note_failure(name, problem, function, failure, following)
+                if following is None:
+                    end = "strict forbids another backend" if strict else "no other backend is left"
+                    raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {end}") from failure
+                name, why = following, f"{name} failed: {failure}"
 
-    def note_failure(self, name: str, problem: Problem, failure: BackendFailure) -> None:
-        key = (problem.op, name, str(failure))
-        if self.counts.failures[key] == 0:
-            log.warning("nsa: %s failed on %s: %s; the next backend serves", name, problem, failure)
-        self.counts.failures[key] += 1
+    def next_after(self, name: str, problem: Problem) -> str | None:
+        order, _ = self.order(problem)
+        later = order[order.index(name) + 1 :]
+        return next((other for other in later if self.reason_against(other, problem) is None), None)
+
+    def note_failure(
+        self, name: str, problem: Problem, function: str, failure: BackendFailure, following: str | None
+    ) -> None:
+        if self.counts.add_failure(problem.op, name, str(failure)) == 1:
+            served = f"{following} serves" if following else "nothing else serves"
+            log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, failure, served)
 
     def call(
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         compute: Callable[..., Any] = getattr(self.backends[name], function)
-        if not (self.config.debug_timing or self.config.sdpa_audit):
-            result = compute(*args, **kwargs)
+        if self.logs_calls:
+            result = self.logged_call(compute, name, problem, function, why, args, kwargs)
         else:
-            result = self.timed_call(compute, name, problem, function, why, args, kwargs)
-        self.counts.calls[problem.op, name] += 1
+            result = compute(*args, **kwargs)
+        self.counts.add_call(problem.op, name)
         return result
 
-    def timed_call(
+    def logged_call(
         self,
         compute: Callable[..., Any],
         name: str,
@@ -198,49 +299,144 @@ class Router:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        wait = torch.cuda.synchronize if self.config.debug_timing and problem.device == "cuda" else (lambda: None)
-        wait()
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        timing = self.config.debug_timing
+        waits = timing and problem.device == "cuda"
+        if waits:
+            torch.cuda.synchronize(inputs[0].device)
         begin = time.perf_counter()
         result = compute(*args, **kwargs)
-        wait()
-        elapsed = f"{(time.perf_counter() - begin) * 1e3:.3f} ms" if self.config.debug_timing else "not timed"
-        tensors = [f"{tuple(x.shape)}:{x.dtype}:{x.stride()}" for x in args if isinstance(x, torch.Tensor)]
-        log.info("nsa: %s %s on %s, %s, %s; inputs %s", function, problem, name, elapsed, why, " ".join(tensors))
+        if waits:
+            torch.cuda.synchronize(inputs[0].device)
+        elapsed = f"{(time.perf_counter() - begin) * 1e3:.3f}" if timing else "not timed"
+        shapes = " ".join(f"{tuple(x.shape)}:{str(x.dtype).removeprefix('torch.')}:{x.stride()}" for x in inputs)
+        line = f"nsa: branch={problem.op} path={name}.{function} ms={elapsed} reason={why!r} inputs={shapes}"
+        # An audit wants each path once; timings are wanted call by call.
+        if timing or (function, problem, name) not in self.said:
+            self.said.add((function, problem, name))
+            log.info("%s", line)
         return result
 
-    def explain(self, problem: Problem, backend: str = "auto") -> Explanation:
-        return Explanation(problem, {op: self.route(problem.for_op(op), backend) for op in OPS})
+    def say_once(self, message: str) -> None:
+        if message not in self.said:
+            self.said.add(message)
+            log.warning("%s", message)
+
+    def explain(self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16) -> Explanation:
+        """The routes of the whole attention `problem`; `block` and `stride` tell how many compressed keys it has."""
+        return Explanation(problem, {op: self.route(as_posed(problem, op, block, stride), backend) for op in OPS})
+
+
+def as_posed(problem: Problem, op: str, block: int, stride: int) -> Problem:
+    """One op of the whole `problem`, exactly as `nsa.ops` poses it to the router."""
+    if op in ("compressed", "scores"):
+        problem = replace(problem, n_keys=n_compressed(problem.n_keys, block, stride))
+    if op == "scores":
+        problem = replace(problem, d_v=problem.d_k, backward=False)
+    if op == "combine":
+        # The mixture has no keys: every head is a group of its own, one row wide per query.
+        problem = replace(
+            problem,
+            n_keys=problem.n_queries,
+            n_groups=problem.n_heads,
+            d_k=problem.d_v,
+            packed=False,
+            cached=False,
+        )
+    return problem.for_op(op)
+
+
+def make_visible(logger: logging.Logger) -> None:
+    """Who sets `NSA_SDPA_AUDIT` or `NSA_DEBUG_TIMING` wants to see the lines, also without a logging set-up."""
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
 
 
 def load_preferences(path: Path) -> tuple[Preference, ...]:
     """Read the measured routing table: `{"preferences": [{"gpu": ..., "op": ..., "order": [...]}, ...]}`."""
     if not path.is_file():
         return ()
-    rows = json.loads(path.read_text())["preferences"]
-    return tuple(
-        Preference(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-        for row in rows
-    )
+    try:
+        rows = json.loads(path.read_text())["preferences"]
+        return tuple(read_preference(row) for row in rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a routing table: {type(error).__name__}: {error}") from error
+
+
+def read_preference(row: Mapping[str, Any]) -> Preference:
+    unknown = sorted(set(row) - {f.name for f in fields(Preference)})
+    if unknown:
+        raise ValueError(f"a preference has {unknown[0]!r}; accepted: {[f.name for f in fields(Preference)]}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Preference(**values)
 
 
 def preferences_path() -> Path:
-    """`configs/routes.json`: beside the package in a checkout, inside it when installed from a wheel."""
+    """`configs/routes.json`: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "configs" / "routes.json"
-    return inside if inside.is_file() else package.parent / "configs" / "routes.json"
+    in_checkout = (package.parent / "pyproject.toml").is_file()
+    return package.parent / "configs" / "routes.json" if in_checkout and not inside.is_file() else inside
 
 
 def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def find_backends() -> tuple[list[Any], dict[str, str]]:
+    """The backends of this version that can be imported, and why not the others."""
+    found, absent = [], {}
+    for name, module in BACKEND_MODULES.items():
+        backend = find_backend(module)
+        if isinstance(backend, str):
+            absent[name] = backend
+        else:
+            found.append(backend)
+    return found, absent
+
+
+def find_backend(module: str) -> Any:
+    """The module, or why it cannot be had. A library that is missing is a fact; one that is broken is a warning."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return "not in this version of nsa"
+    try:
+        backend = import_module(module)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "nsa":
+            raise
+        if isinstance(error, ModuleNotFoundError):
+            return f"needs the package {error.name}, which is not installed"
+        log.warning("nsa: %s cannot be imported: %s", module, error)
+        return f"cannot be imported: {error}"
+    return backend if hasattr(backend, "supports") else "not in this version of nsa: it has no supports()"
+
+
+def build_router(config: Settings) -> Router:
+    """A router of its own for `config`, with the backends and measurements of this machine."""
+    backends, absent = find_backends()
+    return Router(backends, config, load_preferences(preferences_path()), absent=absent)
+
+
 @cache
 def router() -> Router:
     """The router of this process."""
-    backends: list[Any] = [import_module(module) for module in BACKEND_MODULES.values()]
-    return Router(backends, settings.current(), load_preferences(preferences_path()), gpu_name())
+    return build_router(settings.current())
 
 
-def explain(problem: Problem, backend: str = "auto") -> Explanation:
-    """Which backend serves each branch of the attention `problem` describes, and why not the others."""
-    return router().explain(problem, backend)
+def counts_so_far() -> Counts:
+    """What the router of this process has run; nothing where no op has been called yet."""
+    return router().counts if router.cache_info().currsize else Counts()
+
+
+def explain(
+    problem: Problem, backend: str = "auto", *, config: Settings | None = None, block: int = 32, stride: int = 16
+) -> Explanation:
+    """Which backend serves each branch of the attention `problem` describes, and why not the others.
+
+    `config`: settings to explain with instead of this process's own.
+    """
+    chosen = router() if config is None else build_router(config)
+    return chosen.explain(problem, backend, block=block, stride=stride)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -106,8 +108,8 @@ def nsa_attention(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The whole: compressed keys choose the blocks, three branches attend, the gate mixes them."""
-    packed = {"cu_seqlens": cu_seqlens}
-    compression = {"block": config.l, "stride": config.d}
+    packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    compression: dict[str, Any] = {"block": config.l, "stride": config.d}
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, **compression, **packed)
     indices = select_blocks(
         q,

@@ -53,9 +53,7 @@ def sees_compressed(
     return complete & (k_document == q_document[..., None])
 
 
-def sees_window(
-    q: Tensor, n_keys: int, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
-) -> Tensor:
+def sees_window(q: Tensor, n_keys: int, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
     """`[B, S, N]`: the `window` positions that end at the query's own."""
     q_document, t = locate_queries(q, cu_seqlens, q_start)
     k_document, position = locate_tokens(n_keys, cu_seqlens, q.device)

@@ -9,6 +9,8 @@ A row that sees no key comes out undefined: the caller knows which rows those ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,11 @@ def is_fused(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
 
 
-def tile_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`q [T,M,h,Dk]`, `k [T,N,Dk]`, `v [T,N,Dv]`, `hidden [T or 1,M,N]`: `o [T,M,h,Dv]` and `lse [T,M,h]`."""
+def tile_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """`q [T,M,h,Dk]`, `k [T,N,Dk]`, `v [T,N,Dv]`, `hidden [T,M,N]`: `o [T,M,h,Dv]`, and `lse [T,M,h]` at least fp32."""
     if not is_fused(q, v):
         return plain_forward(q, k, v, hidden, scale)
-    parts = [fused_forward(*part, scale) for part in split_tiles(q, k, v, hidden)]
+    parts = [fused_forward(*part, scale=scale) for part in split_tiles(q, k, v, hidden)]
     return join(parts)
 
 
@@ -44,14 +46,14 @@ def tile_backward(
     lse: Tensor,
     hidden: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of `q` `[T,M,h,Dk]`, of `k` and `v` `[T,N,D]` summed over heads.
 
     `o` and `lse` are those of the whole row, of which the tile may hold a part only; `lse = +inf` marks an empty row.
     """
     if dlse is not None or not is_fused(q, v):
         return plain_backward(do, dlse, q, k, v, o, lse, hidden, scale)
-    parts = [fused_backward(*part, scale) for part in split_tiles(do, q, k, v, o, lse, hidden)]
+    parts = [fused_backward(*part, scale=scale) for part in split_tiles(do, q, k, v, o, lse, hidden)]
     return join(parts)
 
 
@@ -59,10 +61,10 @@ def split_tiles(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     tiles = tensors[0].shape[0]
     if tiles <= MAX_TILES:
         return [tensors]
-    return list(zip(*(x.expand(tiles, *x.shape[1:]).split(MAX_TILES) for x in tensors), strict=True))
+    return list(zip(*(x.split(MAX_TILES) for x in tensors), strict=True))
 
 
-def join(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def join(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
@@ -81,8 +83,9 @@ def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = plain_scores(q, k, hidden, scale)
     p = scores.softmax(dim=-1)
-    # The largest probability is 1 / sum(exp(s - max)): the normaliser for the price of two maxima.
-    lse = scores.amax(dim=-1) - p.amax(dim=-1).log()
+    # The largest probability is 1 / sum(exp(s - max)): the normaliser for the price of two maxima. It is put together
+    # in fp64, because the backward pass raises e to it: every rounding here is a relative error of each probability.
+    lse = scores.amax(dim=-1).double() - p.amax(dim=-1).double().log()
     o = product(p.flatten(1, 2).to(v.dtype), v)
     return o.view(*q.shape[:3], -1), lse
 
@@ -119,7 +122,7 @@ def fused_bias(q: Tensor, hidden: Tensor) -> Tensor:
     return bias[:, None].expand(q.shape[0], q.shape[2], -1, -1)
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     queries, heads = q.shape[1:3]
     o, lse, *_ = torch.ops.aten._efficient_attention_forward(
         q,
@@ -139,7 +142,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float)
 
 
 def fused_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, hidden: Tensor, scale: float
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, heads = q.shape[1:3]
     n_keys = k.shape[1]

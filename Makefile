@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a new user needs: each sets up its own environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Test workers; one torch thread each.
+WORKERS ?= 2
+
+.PHONY: setup demo test lint types unit kernels clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/nsa train --preset tiny --out runs/demo
+
+test: lint types unit kernels
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/pytest tests --ignore tests/kernels -n $(WORKERS)
+
+# Triton's interpreter runs the kernels without a GPU; it is chosen when Triton is imported, hence a process of its own.
+kernels: setup
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -n $(WORKERS)
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

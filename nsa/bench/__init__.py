@@ -1,0 +1,20 @@
+"""Benchmarks: `nsa bench SUITE`. A suite is a module with `add_arguments` and `run`; its rows go through results.py."""
+
+from __future__ import annotations
+
+import argparse
+
+from nsa.bench import train
+
+SUITES = {"train": (train, "throughput of the training step")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, (module, summary) in SUITES.items():
+        module.add_arguments(suites.add_parser(name, help=summary))
+
+
+def run(args: argparse.Namespace) -> int:
+    module, _ = SUITES[args.suite]
+    return module.run(args)

@@ -1,0 +1,223 @@
+"""Training throughput: the trainer's own step on synthetic tokens.
+
+nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from nsa.backends.routing import router
+from nsa.bench.results import Row, append, environment, quantiles
+from nsa.config import require, require_positive_int
+from nsa.data.corpus import synthetic
+from nsa.model import LM, PRESETS, LMConfig
+from nsa.train.step import TrainStep
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# A learning rate that moves the parameters and cannot blow them up on random tokens.
+LR = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBench:
+    """What is measured."""
+
+    model: LMConfig
+    batch_size: int
+    steps: int = 20
+    warmup: int = 5
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    compile: bool = False
+    gc: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "warmup"):
+            require_positive_int(name, getattr(self, name))
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    row: Row
+    tflops: float
+    params: int
+    calls: dict[str, int]  # how often each backend ran each op in the measured steps
+
+    def __str__(self) -> str:
+        r = self.row
+        peak = "" if r.peak_gib is None else f"   peak {r.peak_gib:.2f} GiB"
+        calls = ", ".join(f"{name} {times}" for name, times in self.calls.items())
+        return "\n".join(
+            [
+                f"{r.impl}, {self.params / 1e6:.1f}M parameters, {r.gpu}",
+                f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}",
+                f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}",
+                f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model arithmetic",
+                f"served by: {calls or 'torch SDPA'}",
+            ]
+        )
+
+
+class Runner:
+    """A model, its train step and tokens for it."""
+
+    def __init__(self, bench: TrainBench) -> None:
+        self.bench = bench
+        self.device = torch.device(bench.device)
+        torch.manual_seed(0)
+        with self.device:
+            self.model = LM(bench.model)
+        self.model.recompute = bench.gc
+        self.step = TrainStep(self.model, dtype=DTYPES[bench.dtype], compile=bench.compile)
+        config = bench.model
+        self.batch = synthetic(bench.batch_size, config.seq_len, config.vocab_size, seed=0, device=self.device)
+
+    def run(self, steps: int) -> list[float]:
+        """Milliseconds of each step, read when all are done: the host runs ahead as it does in training."""
+        on_gpu = self.device.type == "cuda"
+        marks: list[torch.cuda.Event | float] = []
+
+        def mark() -> None:
+            if on_gpu:
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                marks.append(event)
+            else:
+                marks.append(time.perf_counter())
+
+        mark()
+        for _ in range(steps):
+            self.step([self.batch], LR)
+            mark()
+        self.wait()
+        return [elapsed_ms(begin, end) for begin, end in pairwise(marks)]
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self) -> Measurement:
+        self.run(self.bench.warmup)
+        router().counts.calls.clear()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        p20, p50, p80 = quantiles(self.run(self.bench.steps))
+        tokens = self.bench.batch_size * self.bench.model.seq_len
+        rate = tokens / p50 * 1e3
+        attn = self.bench.model.attn
+        row = Row(
+            suite="train",
+            op="train",
+            impl=self.impl(),
+            mode="train",
+            B=self.bench.batch_size,
+            S=self.bench.model.seq_len,
+            Hq=attn.n_heads,
+            G=attn.n_kv_groups,
+            Dk=attn.d_k,
+            Dv=attn.d_v,
+            dtype=self.bench.dtype,
+            p20_ms=p20,
+            p50_ms=p50,
+            p80_ms=p80,
+            peak_gib=self.peak_gib(),
+            tokens_per_s=round(rate, 1),
+            **environment(self.device),
+        )
+        calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}
+        flops = rate * self.model.flops_per_token(self.bench.model.seq_len)
+        return Measurement(row, flops / 1e12, sum(self.model.parameter_counts().values()), calls)
+
+    def impl(self) -> str:
+        """By what ran, not by what was asked for: under auto the ops may have had several backends."""
+        served = sorted({backend for _, backend in router().counts.calls})
+        name = "dense-sdpa" if self.bench.model.attention == "dense" else "nsa-" + "+".join(served)
+        return name + ("-compiled" if self.bench.compile else "")
+
+    def peak_gib(self) -> float | None:
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3) if self.device.type == "cuda" else None
+
+    def check_sync(self, steps: int = 3) -> None:
+        """Run steps in which waiting for the device is an error."""
+        require(
+            self.device.type == "cuda",
+            "--check-sync",
+            f"on {self.device}",
+            "a CUDA device: a CPU has nothing to wait for",
+        )
+        self.run(self.bench.warmup)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(steps):
+                self.step([self.batch], LR)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.wait()
+
+
+def elapsed_ms(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(begin, float) and isinstance(end, float):
+        return (end - begin) * 1e3
+    assert isinstance(begin, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return begin.elapsed_time(end)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
+    parser.epilog = (
+        "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --backend sdpa --steps 20"
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="125m" if on_gpu else "tiny")
+    parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa")
+    parser.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence (default: the preset's)")
+    parser.add_argument("--batch-size", type=int, default=8 if on_gpu else 4)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
+    )
+    parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
+    parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
+    parser.add_argument("--out", type=Path, help="append the row to this CSV file")
+
+
+def run(args: argparse.Namespace) -> int:
+    preset = LMConfig.preset(args.preset)
+    model = replace(preset, attention=args.attention, seq_len=args.seq_len or preset.seq_len)
+    runner = Runner(
+        TrainBench(
+            model=model.with_backend(args.backend),
+            batch_size=args.batch_size,
+            steps=args.steps,
+            warmup=args.warmup,
+            dtype=args.dtype,
+            device=args.device,
+            compile=args.compile,
+            gc=args.gc,
+        )
+    )
+    if args.check_sync:
+        runner.check_sync()
+        print("no host synchronisation in a training step")
+        return 0
+    measurement = runner.measure()
+    print(measurement)
+    if args.out is not None:
+        append(args.out, measurement.row)
+    print(json.dumps(asdict(measurement.row)))
+    return 0

@@ -1,0 +1,53 @@
+"""The `nsa` command: a table of sub-commands, each imported only when it runs.
+
+    nsa doctor --seq-len 8192
+    nsa train --help
+
+A command is a module with `add_arguments(parser)`, which declares its flags and shows an example in `parser.epilog`,
+and `run(args)`, which does the work and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import nsa
+
+# Name: where it is, what it does.
+COMMANDS = {
+    "train": ("nsa.train", "train a language model"),
+    "generate": ("nsa.generate", "continue a prompt with a trained model"),
+    "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and whether every backend is right"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS)) + 2
+    commands = "\n".join(f"  {name:<{width}}{help}" for name, (_, help) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="nsa",
+        description=f"Native sparse attention.\n\ncommands:\n{commands}",
+        epilog="examples:\n  nsa doctor\n  nsa train --preset tiny --steps 50\n  nsa generate --prompt 'import '\n\n"
+        "`nsa COMMAND --help` explains one command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"nsa {nsa.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the above")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Only the first word is read here: the flags after it are the command's own, and known once it is imported.
+    name = make_parser().parse_args(argv[:1]).command
+    command = import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog=f"nsa {name}")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

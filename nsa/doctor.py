@@ -1,0 +1,387 @@
+"""`nsa doctor`: what this machine has, what is set, who would serve a shape, and whether each backend is right here.
+
+    nsa doctor
+    nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --dtype bfloat16 --device cuda
+    NSA_FORCE_PARITY=1 nsa doctor --setting use_fa2=off --json
+
+`diagnose` gathers, `render` writes it out, `run` prints: nothing else touches the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nsa
+from nsa import settings
+from nsa.backends.problem import OPS, Problem
+from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
+from nsa.selftest import Check, self_test
+from nsa.settings import SETTINGS, Settings, Source
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+TRITON_NOTE = (
+    "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come out "
+    "wrong without an error. The kernels of this library avoid that form; other Triton kernels here may not. "
+    "3.7.1 is fixed."
+)
+
+
+@dataclass(frozen=True)
+class Versions:
+    nsa: str
+    python: str
+    torch: str
+    triton: str | None
+    triton_note: str | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: str
+    memory_gib: float
+    driver: str
+
+
+@dataclass(frozen=True)
+class BackendState:
+    name: str
+    available: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class SettingState:
+    name: str
+    env: str
+    value: bool | int | None
+    source: Source
+    meaning: str
+    # The part of nsa without which the setting does nothing, where this version lacks it.
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    versions: Versions
+    gpus: tuple[Gpu, ...]
+    backends: tuple[BackendState, ...]
+    settings: tuple[SettingState, ...]
+    unknown_names: Mapping[str, str]
+    counts: Mapping[str, Mapping[str, int]]
+    forward: Explanation
+    backward: Explanation
+    checks: tuple[Check, ...]
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if not check.agrees]
+
+    @property
+    def healthy(self) -> bool:
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types that JSON knows; an infinite error is null."""
+        routes = {"forward": self.forward, "backward": self.backward}
+        return {
+            "healthy": self.healthy,
+            "versions": asdict(self.versions),
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+            "backends": [asdict(backend) for backend in self.backends],
+            "settings": [asdict(state) for state in self.settings],
+            "unknown_names": dict(self.unknown_names),
+            "counts": {kind: dict(counted) for kind, counted in self.counts.items()},
+            "problem": str(self.forward.problem),
+            "routes": {
+                mode: {
+                    op: {"backend": route.chosen, "why": route.why, "not": dict(route.reasons)}
+                    for op, route in explanation.routes.items()
+                }
+                for mode, explanation in routes.items()
+            },
+            "checks": [
+                asdict(check) | {"agrees": check.agrees, "error": check.error if math.isfinite(check.error) else None}
+                for check in self.checks
+            ],
+        }
+
+
+def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] = os.environ) -> Report:
+    """Everything the doctor can say; `problem` is the attention whose route and head shape are asked about."""
+    return Report(
+        versions=find_versions(),
+        gpus=find_gpus(),
+        backends=backend_states(router),
+        settings=setting_states(router),
+        unknown_names=settings.unknown_names(environ),
+        counts=counts_so_far().as_dict(),
+        forward=router.explain(replace(problem, backward=False)),
+        backward=router.explain(replace(problem, backward=True)),
+        checks=tuple(self_test(list(router.backends.values()), problem)),
+    )
+
+
+def find_versions() -> Versions:
+    triton = triton_version()
+    return Versions(
+        nsa=nsa.__version__,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        triton=triton,
+        triton_note=TRITON_NOTE if triton is not None and miscompiles_on_hopper(triton) else None,
+    )
+
+
+def triton_version() -> str | None:
+    """Without importing Triton, which takes its time; None where there is none."""
+    if find_spec("triton") is None:
+        return None
+    for distribution in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def miscompiles_on_hopper(triton: str) -> bool:
+    release = re.match(r"(\d+)\.(\d+)\.(\d+)", triton)
+    return release is not None and (3, 4, 0) <= tuple(map(int, release.groups())) <= (3, 7, 0)
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    driver = nvidia_driver()
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        Gpu(gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1), driver) for gpu in properties
+    )
+
+
+def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The kernel module says its own version; elsewhere than on Linux nobody is asked."""
+    if not path.is_file():
+        return "unknown"
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
+    return found.group(1) if found else "unknown"
+
+
+def backend_states(router: Router) -> tuple[BackendState, ...]:
+    names = [*BACKEND_MODULES, *(name for name in router.backends if name not in BACKEND_MODULES)]
+    return tuple(
+        BackendState(name, True, "")
+        if name in router.backends
+        else BackendState(name, False, router.absent.get(name, "not in this version of nsa"))
+        for name in names
+    )
+
+
+def setting_states(router: Router) -> tuple[SettingState, ...]:
+    config = router.config
+
+    def missing(module: str) -> str | None:
+        if module == settings.FLASH:
+            return None if "flash" in router.backends else "the flash backend"
+        spec = find_spec(module)
+        return None if spec is not None and spec.origin is not None else module
+
+    return tuple(
+        SettingState(s.name, s.env, getattr(config, s.name), config.source(s.name), s.meaning, missing(s.needs))
+        for s in SETTINGS
+    )
+
+
+def render(report: Report) -> str:
+    sections = {
+        "versions": render_versions(report),
+        "backends": table((b.name, "yes" if b.available else "no", b.note) for b in report.backends),
+        "settings": render_settings(report),
+        "what ran in this process": render_counts(report.counts),
+        "route": render_routes(report),
+        "self-test": render_checks(report.checks),
+        "verdict": render_verdict(report),
+    }
+    return "\n\n".join(f"{title}\n{indent(body)}" for title, body in sections.items())
+
+
+def render_versions(report: Report) -> str:
+    versions = report.versions
+    rows = [("nsa", versions.nsa), ("python", versions.python), ("torch", versions.torch)]
+    rows.append(("triton", versions.triton or "none"))
+    if not report.gpus:
+        rows.append(("gpu", "none"))
+    for gpu in report.gpus:
+        facts = f"capability {gpu.capability}, {gpu.memory_gib} GiB, driver {gpu.driver}"
+        rows.append(("gpu", f"{gpu.name}, {facts}"))
+    return "\n".join([table(rows), *([versions.triton_note] if versions.triton_note else [])])
+
+
+def render_settings(report: Report) -> str:
+    rows = [("setting", "environment", "value", "source", "meaning")]
+    for state in report.settings:
+        note = f" [no effect yet: this version lacks {state.missing}]" if state.missing else ""
+        rows.append((state.name, state.env, settings.shown(state.value), state.source, state.meaning + note))
+    unknown = [
+        f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
+    ]
+    return "\n".join([table(rows), *unknown])
+
+
+def render_counts(counts: Mapping[str, Mapping[str, int]]) -> str:
+    rows = [(kind, what, str(n)) for kind, counted in counts.items() for what, n in counted.items()]
+    return table(rows) if rows else "nothing yet; the self-test below does not count"
+
+
+def render_routes(report: Report) -> str:
+    """One row an op; the reasons against the others once, with the ops they hold for."""
+    rows = [("op", "forward", "backward", "why")]
+    against: dict[tuple[str, str], list[str]] = {}
+    for op in OPS:
+        forward, backward = report.forward.routes[op], report.backward.routes[op]
+        served = "-" if op == "scores" else str(backward.chosen)
+        rows.append((op, str(forward.chosen), served, forward.why))
+        for route, mode in ((forward, ""), (backward, " backward")):
+            for name, reason in route.reasons.items():
+                against.setdefault((name, reason), []).append(op + mode)
+    reasons = [f"not {name}{scope(where)}: {reason}" for (name, reason), where in against.items()]
+    shape = str(report.forward.problem).removeprefix("attention ")
+    return "\n".join([shape, table(rows), *reasons])
+
+
+def scope(where: Sequence[str]) -> str:
+    """The ops a reason holds for: nothing to say when it is all of them; a backward only where its forward differs."""
+    if len(where) == 2 * len(OPS):
+        return ""
+    ops = [op for op in where if not op.endswith(" backward") or op.removesuffix(" backward") not in where]
+    return f" for {', '.join(ops)}"
+
+
+def render_checks(checks: Sequence[Check]) -> str:
+    """One row per backend, op and dtype: the quantity that comes closest to its allowance, or is furthest past it."""
+    rows = [("backend", "op", "dtype", "worst", "error", "allowed", "")]
+    grouped: dict[tuple[str, str, str], list[Check]] = {}
+    for check in checks:
+        grouped.setdefault((check.backend, check.op, check.dtype), []).append(check)
+    for (backend, op, dtype), found in grouped.items():
+        worst = max(found, key=lambda check: check.badness)
+        if worst.note:
+            verdict = worst.note if worst.agrees else f"WRONG: {worst.note}"
+            rows.append((backend, op, dtype, worst.case, "-", "-", verdict))
+            continue
+        verdict = "ok" if worst.agrees else "WRONG"
+        place = f"{worst.quantity}, {worst.case}"
+        rows.append((backend, op, dtype, place, f"{worst.error:.2e}", f"{worst.allowed:.2e}", verdict))
+    return table(rows)
+
+
+def render_verdict(report: Report) -> str:
+    if report.healthy:
+        return "every backend here agrees with the reference"
+    wrong = {check.backend for check in report.failures}
+    right = [b.name for b in reversed(report.backends) if b.available and b.name not in wrong]
+    # sdpa before the reference, which builds whole score matrices.
+    instead = "sdpa" if "sdpa" in right else next(iter(right), None)
+    lines = []
+    for check in report.failures:
+        where = f"{check.backend} is wrong in {check.op} ({check.quantity}, {check.case}, {check.dtype})"
+        found = check.note or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
+        lines.append(f"{where}: {found}")
+    if instead:
+        advice = (
+            f'Until that is mended, pass backend="{instead}" (NSAConfig(backend="{instead}"), or to each of nsa.ops)'
+        )
+    else:
+        advice = "Nothing here is right: suspect torch or the hardware before this library"
+    return "\n".join([*lines, f"{advice}. A report is welcome, with the output of `nsa doctor --json`."])
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns padded to their widest cell, the last one not."""
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def indent(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What this machine has, what is set, who would serve a shape, whether every backend is right."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "examples:\n"
+        "  nsa doctor\n"
+        "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
+        "  nsa doctor --setting force_parity=on --json | tail -1\n\n"
+        "The exit status is 0 only if every backend agrees with the reference."
+    )
+    shape = parser.add_argument_group("the shape to route (by default a 125M model's)")
+    for flag, default in (("batch", 8), ("seq-len", 2048), ("heads", 12), ("groups", 2), ("d-k", 64), ("d-v", 64)):
+        shape.add_argument(f"--{flag}", type=int, default=default, metavar="N", help="default: %(default)s")
+    shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 elsewhere")
+    shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add_setting_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="the whole report as JSON, on the last line")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings (command line, then environment, then file, then default)")
+    group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")
+
+
+def load_settings(args: argparse.Namespace) -> Settings:
+    """The settings that the arguments of `add_setting_arguments` and this process's environment give."""
+    file = settings.read_file(args.settings_file) if args.settings_file else None
+    with warnings.catch_warnings():
+        # The report names unknown variables itself.
+        warnings.simplefilter("ignore")
+        return Settings.load(file=file, command_line=settings.parse_overrides(args.setting))
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda'; accepted: 'cpu', because torch sees no GPU here")
+    config = nsa.NSAConfig(
+        dim=args.heads * args.d_k, n_heads=args.heads, n_kv_groups=args.groups, d_k=args.d_k, d_v=args.d_v
+    )
+    for name in ("batch", "seq_len"):
+        nsa.config.require_positive_int(name, getattr(args, name))
+    dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if device == "cuda" else torch.float32
+    return Problem.of_config(config, batch=args.batch, length=args.seq_len, dtype=dtype, device=device)
+
+
+def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
+    """The command: 0 when every backend agrees with the reference, 1 when one does not, 2 for a wrong argument."""
+    try:
+        problem = problem_of(args)
+        router = make_router(load_settings(args))
+    except ValueError as error:
+        print(f"nsa doctor: {error}", file=sys.stderr)
+        return 2
+    report = diagnose(problem, router)
+    print(render(report))
+    if args.json:
+        print(json.dumps(report.to_dict(), allow_nan=False))
+    return 0 if report.healthy else 1

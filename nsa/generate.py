@@ -1,0 +1,117 @@
+"""Text from a trained model: one pass over the prompts, then a token at a time from the caches.
+
+nsa generate --run runs/tiny-nsa --prompt "def main(" --max-new-tokens 200 --temperature 0.8
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.config import require, require_positive_int
+from nsa.data.corpus import decode, encode
+from nsa.model import LM, load_model
+
+RUNS = Path("runs")
+
+
+@torch.inference_mode()
+def generate(
+    model: LM,
+    prompts: Tensor | Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The `[B, max_new_tokens]` tokens that follow `prompts`: a tensor `[B, S]`, or lists of any lengths.
+
+    `temperature=0` takes the most likely token. `top_k` samples among that many. Nothing is read back on the way, so
+    a GPU never waits.
+    """
+    require_positive_int("max_new_tokens", max_new_tokens)
+    require(temperature >= 0, "temperature", temperature, "0 for the most likely token, or a positive number")
+    require(
+        top_k is None or 1 <= top_k <= model.config.vocab_size,
+        "top_k",
+        top_k,
+        f"None or 1 to {model.config.vocab_size}",
+    )
+    tokens, mask = pad_left(prompts, model.head_weight.device)
+    caches = model.new_cache(len(tokens), tokens.shape[1] + max_new_tokens)
+    # With the padding on the left every prompt ends in the last column.
+    x = model.hidden(tokens, attention_mask=mask, caches=caches)[:, -1:]
+    new = []
+    for _ in range(max_new_tokens - 1):
+        new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
+        x = model.hidden(new[-1], caches=caches)
+    new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
+    return torch.cat(new, dim=1)
+
+
+def pad_left(prompts: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one `[B, S]` tensor, and the mask of what is real in it; None where everything is."""
+    if isinstance(prompts, Tensor):
+        require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
+        return prompts.to(device), None
+    lengths = [len(prompt) for prompt in prompts]
+    require(bool(lengths) and min(lengths) >= 1, "prompts", lengths, "at least one prompt, of at least one token each")
+    width = max(lengths)
+    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    if min(lengths) == width:
+        return tokens, None
+    first = torch.tensor([width - length for length in lengths], device=device)
+    return tokens, torch.arange(width, device=device) >= first[:, None]
+
+
+def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """`[B, V]` logits to `[B, 1]` tokens."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = (logits.float() / temperature).softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
+def newest_run(runs: Path = RUNS) -> Path:
+    found = sorted(runs.glob("*/model.json"), key=lambda path: path.stat().st_mtime)
+    require(bool(found), "--run", f"not given, and {runs}/ has no trained model", "a folder that `nsa train` wrote")
+    return found[-1].parent
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Continue a prompt with a model that `nsa train` wrote."
+    parser.epilog = 'example: nsa generate --run runs/tiny-nsa --prompt "def main(" --temperature 0.8 --top-k 40'
+    parser.add_argument("--run", type=Path, help="the run's folder (default: the newest under runs/)")
+    parser.add_argument(
+        "--prompt", action="append", help="text to continue; may be given several times (default: 'def ')"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    parser.add_argument("--top-k", type=int, help="sample among the k most likely tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(args: argparse.Namespace) -> int:
+    model = load_model(args.run or newest_run(), args.device)
+    prompts = args.prompt or ["def "]
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    new = generate(
+        model,
+        [encode(prompt) for prompt in prompts],
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        generator=generator,
+    )
+    for prompt, tokens in zip(prompts, new.tolist(), strict=True):
+        print(prompt + decode(tokens))
+    return 0

@@ -1,0 +1,173 @@
+"""Dense causal attention with grouped heads: the other side of every A/B, with the interface of NSAAttention."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa import ops, settings
+from nsa.attention import real_tokens_first
+from nsa.cache import Pair, write
+from nsa.config import NSAConfig, require
+from nsa.geometry import query_positions
+from nsa.rope import Rope
+
+WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class DenseAttention(nn.Module):
+    """`[B, S, dim]` to `[B, S, dim]`; of `config` it reads the widths, the heads, RoPE and the backend.
+
+    Whole sequences go to torch's SDPA. Packed documents and cached keys are the sliding branch with a window that
+    holds everything: one op, bounded memory, whichever backend serves it.
+    """
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.q_proj = nn.Linear(c.dim, c.n_heads * c.d_k, bias=False)
+        self.k_proj = nn.Linear(c.dim, c.n_kv_groups * c.d_k, bias=False)
+        self.v_proj = nn.Linear(c.dim, c.n_kv_groups * c.d_v, bias=False)
+        self.o_proj = nn.Linear(c.n_heads * c.d_v, c.dim, bias=False)
+        self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
+        self.no_flash = settings.current().sdpa_no_flash
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> DenseCache:
+        weight = self.k_proj.weight
+        return DenseCache(self.config, batch_size, max_len, dtype=dtype or weight.dtype, device=device or weight.device)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: DenseCache | None = None,
+    ) -> Tensor:
+        """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0."""
+        require(cu_seqlens is None or cache is None, "cache", "given with cu_seqlens", "one of the two")
+        require(
+            cu_seqlens is None or attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two"
+        )
+        order, counts = None, None
+        if attention_mask is not None:
+            order, counts = real_tokens_first(attention_mask)
+            x = x.gather(1, order[..., None].expand_as(x))
+
+        start = None if cache is None else cache.lengths
+        batch, length, _ = x.shape
+        angles = self.rope.angles(query_positions(batch, length, cu_seqlens, start, x.device), x.dtype)
+        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
+        k = self.rope.rotate(self.k_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
+        v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
+        if cache is not None:
+            keys, values, q_start = cache.append((k, v), counts)
+            o = self.attend_within(q, keys, values, q_start=q_start)
+        elif cu_seqlens is not None:
+            o = self.attend_within(q, k, v, cu_seqlens=cu_seqlens)
+        else:
+            o = self.attend_causally(q, k, v)
+
+        y = self.o_proj(o.flatten(2))
+        if attention_mask is not None and order is not None:
+            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
+        return y
+
+    def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # Only the flash kernel reads a group's keys once; the others would fall back to whole score matrices.
+        grouped = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and not self.no_flash
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        kernels: AbstractContextManager[None] = sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()
+        with kernels:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return o.transpose(1, 2)
+
+    def attend_within(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
+    ) -> Tensor:
+        o, _ = ops.sliding_attention(
+            q,
+            k,
+            v,
+            window=k.shape[1],
+            cu_seqlens=cu_seqlens,
+            q_start=q_start,
+            backend=self.config.backend,
+            strict=self.config.strict,
+        )
+        return o
+
+
+class DenseCache:
+    """Every key and value of `batch_size` rows of up to `max_len` tokens, each row with a length of its own."""
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch_size: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.max_len = max_len
+        # One place more than needed: padding is written there, and nothing reads it.
+        shape = (batch_size, max_len + 1, config.n_kv_groups)
+        self.pair: Pair = (
+            torch.zeros(*shape, config.d_k, dtype=dtype, device=device),
+            torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
+        )
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        # No row is longer than this; known without asking the device.
+        self.longest = 0
+
+    @torch.no_grad()
+    def append(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Take in `T` tokens a row, the first `counts [B]` of them real. Returns all keys, all values, and `[B]` where
+        the first query lies in them."""
+        n_new = new[0].shape[1]
+        require(
+            new[0].dtype == self.pair[0].dtype, "the keys' dtype", new[0].dtype, f"{self.pair[0].dtype}, the cache's"
+        )
+        require(
+            self.longest + n_new <= self.max_len,
+            "the cache's length",
+            self.longest + n_new,
+            f"at most max_len = {self.max_len}",
+        )
+        self.longest += n_new
+        start = self.lengths.clone()
+        end = start + n_new if counts is None else start + counts.int()
+        position = start[:, None] + torch.arange(n_new, device=start.device)
+        write(self.pair, position, new, position < end[:, None])
+        self.lengths.copy_(end)
+        keys, values = (x[:, : self.longest] for x in self.pair)
+        return keys, values, start
+
+    def reset(self) -> None:
+        self.lengths.zero_()
+        self.longest = 0
+
+    def bytes_used(self) -> int:
+        """Memory held, all rows."""
+        return sum(x.nbytes for x in (*self.pair, self.lengths))
+
+    def bytes_read_per_step(self, length: int | None = None) -> int:
+        """What one decoding step must read of the keys and values of all rows, each `length` long (default: as now)."""
+        lengths = self.lengths.tolist() if length is None else [length] * self.lengths.numel()
+        a_token = sum(x[0, 0].nbytes for x in self.pair)
+        return sum(lengths) * a_token

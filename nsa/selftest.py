@@ -1,0 +1,319 @@
+"""Does each backend agree with the reference on this machine: every op, forward and each gradient, in two seconds.
+
+Each op runs on a short plain and a short packed batch. An error is a distance from the reference in fp64; the reference
+in the same dtype has one too, and a backend may have twice that and a rounding more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import reference
+from nsa.backends.problem import OPS, Problem
+from nsa.backends.routing import as_posed
+from nsa.geometry import n_compressed_of
+from nsa.reference.visibility import locate_queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One quantity of one op, compared. `note` tells why there is nothing to compare."""
+
+    backend: str
+    op: str
+    dtype: str
+    case: str
+    quantity: str
+    error: float = 0.0
+    allowed: float = 0.0
+    note: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
+    @property
+    def badness(self) -> float:
+        """How much of the allowance is used up; above 1 is wrong."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if self.allowed else math.inf
+
+
+# Blocks as in the paper; a short sequence has four or five of them, so one of the chosen is chosen freely.
+KNOBS: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 64, "window": 100}
+SELECTION: dict[str, Any] = {"n_select": 3, "n_init": 1, "n_local": 1}
+# A document of one token, one too short for a compressed block, and two of odd lengths.
+CASES = {"plain": (259,), "packed": (1, 31, 26, 201)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How an op is called, in the reference and in a backend."""
+
+    op: str
+    spec: Callable[..., Any]
+    forward: str
+    backward: str
+    leaves: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("o", "lse")
+    knobs: tuple[str, ...] = ()
+
+
+STAGES = (
+    Stage(
+        "compressed",
+        reference.compressed_attention,
+        "compressed_forward",
+        "compressed_backward",
+        leaves=("q", "k_cmp", "v_cmp"),
+        knobs=("block", "stride"),
+    ),
+    Stage(
+        "selected",
+        reference.selected_attention,
+        "selected_forward",
+        "selected_backward",
+        leaves=("q", "k", "v"),
+        fixed=("indices",),
+        knobs=("select_block",),
+    ),
+    Stage(
+        "sliding",
+        reference.sliding_attention,
+        "sliding_forward",
+        "sliding_backward",
+        leaves=("q", "k", "v"),
+        knobs=("window",),
+    ),
+    Stage(
+        "combine",
+        reference.combine,
+        "combine_forward",
+        "combine_backward",
+        leaves=("o_cmp", "o_sel", "o_win", "gates"),
+        outputs=("o",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One case in one dtype: the inputs, rounded to it, and what all stages share."""
+
+    case: str
+    dtype: torch.dtype
+    problem: Problem
+    tensors: Mapping[str, Tensor]
+    cu_seqlens: Tensor | None
+    scale: float
+
+    def positional(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        tensors = [self.tensors[name] for name in names]
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+
+    def keywords(self, stage: Stage) -> dict[str, Any]:
+        if stage.op == "combine":
+            return {}
+        return {name: KNOBS[name] for name in stage.knobs} | self.shared
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        return {"scale": self.scale, "cu_seqlens": self.cu_seqlens, "q_start": None}
+
+    def check(self, backend: str, op: str, quantity: str, **found: Any) -> Check:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Check(backend=backend, op=op, dtype=dtype, case=self.case, quantity=quantity, **found)
+
+
+def self_test(backends: Sequence[Any], shape: Problem) -> list[Check]:
+    """Every op of every backend against the reference, with the heads and the device of `shape`."""
+    dtypes = [torch.float32] + ([torch.bfloat16] if shape.device == "cuda" else [])
+    checks = []
+    for dtype in dtypes:
+        for case in CASES:
+            trial = make_trial(case, dtype, shape)
+            for stage in STAGES:
+                checks += check_stage(stage, trial, backends)
+            checks += check_selection(trial, backends)
+    rank = {backend.name: i for i, backend in enumerate(backends)}
+    return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
+
+
+def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
+    lengths = torch.tensor(CASES[case])
+    length = int(lengths.sum())
+    n_cmp = int(n_compressed_of(lengths, KNOBS["block"], KNOBS["stride"]).sum())
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(shape.device, dtype)
+
+    rows, groups = (1, length, shape.n_heads), shape.n_groups
+    tensors = {
+        "q": draw(*rows, shape.d_k),
+        "k_cmp": draw(1, n_cmp, groups, shape.d_k),
+        "v_cmp": draw(1, n_cmp, groups, shape.d_v),
+        "k": draw(1, length, groups, shape.d_k),
+        "v": draw(1, length, groups, shape.d_v),
+        "gates": draw(*rows, 3).sigmoid(),
+        "do": draw(*rows, shape.d_v),
+        "dlse": draw(*rows).float(),
+    } | {name: draw(*rows, shape.d_v) for name in ("o_cmp", "o_sel", "o_win")}
+    packed = case == "packed"
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(shape.device) if packed else None
+    problem = replace(shape, batch=1, n_queries=length, n_keys=length, dtype=dtype, packed=packed, cached=False)
+    trial = Trial(case, dtype, problem, tensors, cu_seqlens, shape.d_k**-0.5)
+
+    # What later stages take from earlier ones comes from the reference, so that each is judged alone.
+    q, k_cmp, v_cmp = trial.positional(("q", "k_cmp", "v_cmp"), torch.float64)
+    compression = {"block": KNOBS["block"], "stride": KNOBS["stride"], **trial.shared}
+    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **compression)
+    indices = reference.select_blocks(q, k_cmp, lse, select_block=KNOBS["select_block"], **SELECTION, **compression)
+    return replace(trial, tensors={**tensors, "lse_cmp": lse.float(), "indices": indices})
+
+
+def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any]) -> list[Check]:
+    quantities = (*stage.outputs, *(f"d{name}" for name in stage.leaves))
+    truth = run_reference(stage, trial, torch.float64)
+    rounded = run_reference(stage, trial, trial.dtype)
+    allowed = [allowance(x, exact) for x, exact in zip(rounded, truth, strict=True)]
+    problem = as_posed(trial.problem, stage.op, KNOBS["block"], KNOBS["stride"])
+
+    checks = []
+    for backend in backends:
+        reason = backend.supports(problem) or backend.supports(replace(problem, backward=True))
+        if reason:
+            checks.append(trial.check(backend.name, stage.op, "-", note=f"declines: {reason}"))
+            continue
+        try:
+            found = run_backend(backend, stage, trial)
+        except Exception as error:  # noqa: BLE001  whatever a backend does is a finding
+            checks.append(raised(trial, backend, stage.op, error))
+            continue
+        for name, x, like, exact, most in zip(quantities, found, rounded, truth, allowed, strict=True):
+            off = distance(x, exact) if x.dtype == like.dtype else math.inf
+            checks.append(trial.check(backend.name, stage.op, name, error=off, allowed=most))
+    return checks
+
+
+def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Outputs and gradients by autograd, in `dtype`."""
+    leaves = [x.clone().requires_grad_() for x in trial.positional(stage.leaves, dtype)]
+    fixed = trial.positional(stage.fixed, dtype)
+    outputs = stage.spec(*leaves, *fixed, **trial.keywords(stage))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [trial.tensors[f"d{name}"].to(x.dtype) for name, x in zip(stage.outputs, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, leaves, grads)
+    return (*(x.detach() for x in outputs), *gradients)
+
+
+def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
+    """Outputs and gradients by the backend's own two functions."""
+    inputs = trial.positional((*stage.leaves, *stage.fixed), trial.dtype)
+    keywords = trial.keywords(stage)
+    outputs = getattr(backend, stage.forward)(*inputs, **keywords)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [trial.tensors[f"d{name}"] for name in stage.outputs]
+    # The mixture's gradients need no output; an attention's need `o` and `lse`.
+    saved = outputs if stage.op != "combine" else ()
+    return (*outputs, *getattr(backend, stage.backward)(*grads, *inputs, *saved, **keywords))
+
+
+def distance(x: Tensor, exact: Tensor) -> float:
+    """Largest absolute error; infinite for another shape, a NaN, or an infinity that is not the same one."""
+    if x.shape != exact.shape:
+        return math.inf
+    error = (x.double() - exact).abs().masked_fill_(x.double() == exact, 0.0)
+    return float(error.nan_to_num(nan=math.inf, posinf=math.inf).max()) if error.numel() else 0.0
+
+
+def allowance(rounded: Tensor, exact: Tensor) -> float:
+    """Twice the reference's error in the same dtype, and a floor in roundings of the largest value.
+
+    A result is rounded once to its dtype; before that, `p * (dp - delta)` has three factors that a fused backward
+    rounds in fp32, and whose errors do not cancel as they do in autograd's softmax.
+    """
+    largest = float(exact.masked_fill(exact.isinf(), 0.0).abs().max())
+    roundings = 3 * torch.finfo(torch.float32).eps + torch.finfo(rounded.dtype).eps
+    own = distance(rounded, exact)
+    # A reference that is itself infinitely wrong allows nothing.
+    return (2 * own if math.isfinite(own) else 0.0) + roundings * largest
+
+
+def check_selection(trial: Trial, backends: Sequence[Any]) -> list[Check]:
+    """A choice of blocks has no rounding error: what counts is how much fp64 importance it misses.
+
+    Importances that are off by `e` swap two blocks only if these differ by less than `2e`: from the reference's own
+    error follows what each freely chosen block may cost.
+    """
+    q64, k64, lse64 = trial.positional(("q", "k_cmp", "lse_cmp"), torch.float64)
+    q, k = trial.positional(("q", "k_cmp"), trial.dtype)
+    lse = trial.tensors["lse_cmp"]
+    keywords = {"block": KNOBS["block"], "stride": KNOBS["stride"], "select_block": KNOBS["select_block"]}
+    keywords |= trial.shared
+    importance = importance_of(q64, k64, lse64, keywords)
+    off = float((importance_of(q, k, lse, keywords) - importance).abs().max())
+    off += torch.finfo(lse.dtype).eps * float(importance.max())
+    n_free = SELECTION["n_select"] - SELECTION["n_init"] - SELECTION["n_local"]
+
+    best = reference.select_blocks(q64, k64, lse64, **SELECTION, **keywords)
+    rounded = reference.select_blocks(q, k, lse, **SELECTION, **keywords)
+    worth = worth_of_blocks(importance, q, trial.cu_seqlens)
+    allowed = 2 * (missed(rounded, best, worth) + n_free * 2 * off)
+
+    problem = as_posed(trial.problem, "scores", KNOBS["block"], KNOBS["stride"])
+    checks = []
+    for backend in backends:
+        reason = backend.supports(problem)
+        if reason:
+            checks.append(trial.check(backend.name, "scores", "-", note=f"declines: {reason}"))
+            continue
+        try:
+            chosen = backend.select_blocks(q, k, lse, **SELECTION, **keywords)
+        except Exception as error:  # noqa: BLE001  whatever a backend does is a finding
+            checks.append(raised(trial, backend, "scores", error))
+            continue
+        loss = missed(chosen, best, worth)
+        checks.append(trial.check(backend.name, "scores", "missed", error=loss, allowed=allowed))
+    return checks
+
+
+def importance_of(q: Tensor, k_cmp: Tensor, lse: Tensor, keywords: Mapping[str, Any]) -> Tensor:
+    return reference.selection_importance(q, k_cmp, lse, **keywords).double()
+
+
+def worth_of_blocks(importance: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """`[B,S,G,J]`: a forced block is worth more than all others together, one not yet begun costs everything."""
+    _, t = locate_queries(q, cu_seqlens, None)
+    own = (t // KNOBS["select_block"])[:, :, None, None]
+    j = torch.arange(importance.shape[-1], device=q.device)
+    forced = (j < SELECTION["n_init"]) | (j > own - SELECTION["n_local"])
+    return importance.masked_fill(forced, 1e3).masked_fill(j > own, -math.inf)
+
+
+def missed(chosen: Tensor, best: Tensor, worth: Tensor) -> float:
+    """The most a query loses by its choice; infinite where that is not a valid list of as many blocks."""
+    if chosen.shape != best.shape or chosen.dtype != best.dtype or bool((chosen >= worth.shape[-1]).any()):
+        return math.inf
+    before, after = chosen[..., :-1], chosen[..., 1:]
+    in_order = (after == -1) | ((before != -1) & (after > before))
+    if bool(((chosen >= 0) != (best >= 0)).any()) or not bool(in_order.all()):
+        return math.inf
+
+    def total(indices: Tensor) -> Tensor:
+        return worth.gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0.0).sum(dim=-1)
+
+    return max(0.0, float((total(best) - total(chosen)).max()))
+
+
+def raised(trial: Trial, backend: Any, op: str, error: Exception) -> Check:
+    first_line = (str(error).splitlines() or [""])[0]
+    return trial.check(backend.name, op, "-", error=math.inf, note=f"{type(error).__name__}: {first_line}")

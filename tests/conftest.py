@@ -1,0 +1,54 @@
+"""One thread, one seed, one hypothesis profile; and a way to set NSA_* variables that the library then really reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from nsa import settings
+from nsa.backends import routing
+
+hypothesis.settings.register_profile(
+    "nsa",
+    deadline=None,
+    max_examples=40,
+    # On CI the same examples every time; at a desk new ones, and failures are remembered in .hypothesis.
+    derandomize="CI" in os.environ,
+)
+hypothesis.settings.load_profile("nsa")
+
+# Workers of pytest-xdist share the cores; small tensors gain nothing from threads.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+    return 0
+
+
+def forget_settings() -> None:
+    settings.current.cache_clear()
+    routing.router.cache_clear()
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`environment(NSA_FORCE_PARITY="1")` sets variables and makes the library read its settings anew."""
+    for name in [name for name in os.environ if name.startswith("NSA_")]:
+        monkeypatch.delenv(name)
+    forget_settings()
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        forget_settings()
+
+    yield set_variables
+    monkeypatch.undo()
+    forget_settings()

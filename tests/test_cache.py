@@ -1,0 +1,664 @@
+"""NSACache: any way of feeding a sequence through it gives what the whole forward gives, and it stays where it is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa import NSAAttention, NSACache, NSAConfig, RopeScaling
+
+FP64 = torch.float64
+TOLERANCE = 1e-10
+# A window of 6 wraps its ring several times in 40 tokens.
+SMALL = {
+    "dim": 10,
+    "n_heads": 4,
+    "n_kv_groups": 2,
+    "d_k": 4,
+    "d_v": 6,
+    "l": 8,
+    "d": 4,
+    "l_sel": 8,
+    "n_sel": 3,
+    "n_init": 1,
+    "n_local": 1,
+    "w": 6,
+}
+VARIANTS = {
+    "paper": {},
+    "share_kv": {"share_kv": True},
+    "phi_mean": {"phi": "mean"},
+    "rope_before": {"compress_rope": "before"},
+    "rope_scaled": {"rope_scaling": RopeScaling(factor=4.0, original_max_len=32)},
+    "gate_softmax": {"gate": "softmax"},
+    "window_of_one": {"w": 1},
+    "wide_window": {"w": 64},
+    "blocks_do_not_overlap": {"l": 4},
+    "stride_of_one": {"l": 3, "d": 1, "l_sel": 5},
+    "long_blocks": {"l": 12, "d": 4, "l_sel": 4},
+    "only_selected": {"force_branch": "sel"},
+    "only_compressed": {"force_branch": "cmp"},
+    "only_window": {"force_branch": "win"},
+}
+variants = st.sampled_from(list(VARIANTS.values()))
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+both_kinds = pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def layer(**changes: Any) -> NSAAttention:
+    torch.manual_seed(0)
+    return NSAAttention(NSAConfig(**{**SMALL, **changes})).double()
+
+
+def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, SMALL["dim"], dtype=FP64, generator=generator)
+
+
+def assert_equal(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def feed(attn: NSAAttention, cache: NSACache, x: Tensor, sizes: list[int]) -> Tensor:
+    assert sum(sizes) == x.shape[1]
+    return torch.cat([attn(part, cache=cache) for part in x.split(sizes, dim=1)], dim=1)
+
+
+@st.composite
+def splits(draw: st.DrawFn, max_length: int = 60) -> list[int]:
+    """A prefill, then chunks and single steps."""
+    sizes = draw(st.lists(st.one_of(st.just(1), st.integers(1, 25)), min_size=1, max_size=15))
+    total = 0
+    kept = []
+    for size in sizes:
+        if total + size > max_length:
+            break
+        kept.append(size)
+        total += size
+    return kept or [1]
+
+
+# The cached layer is the layer.
+
+
+@given(
+    sizes=splits(),
+    variant=variants,
+    static=st.booleans(),
+    spare=st.integers(0, 20),
+    max_rollback=st.integers(0, 9),
+    batch=st.integers(1, 2),
+)
+def test_any_split_equals_the_whole_forward(
+    sizes: list[int], variant: dict[str, Any], static: bool, spare: int, max_rollback: int, batch: int
+) -> None:
+    attn = layer(**variant)
+    x = tokens(sum(sizes), batch)
+    cache = attn.new_cache(batch, sum(sizes) + spare, static=static, max_rollback=max_rollback)
+    assert_equal(feed(attn, cache, x, sizes), attn(x))
+    assert cache.lengths.tolist() == [sum(sizes)] * batch
+
+
+@both_kinds
+@every_variant
+def test_token_by_token_equals_the_whole_forward(variant: dict[str, Any], static: bool) -> None:
+    attn = layer(**variant)
+    x = tokens(41, batch=2)
+    cache = attn.new_cache(2, 41, static=static, max_rollback=0)
+    assert_equal(feed(attn, cache, x, [1] * 41), attn(x))
+
+
+@both_kinds
+def test_the_papers_geometry_decodes_like_the_whole_forward(static: bool) -> None:
+    attn = layer(l=32, d=16, l_sel=64, n_sel=4, n_local=2, w=48)
+    x = tokens(300)
+    cache = attn.new_cache(1, 300, static=static)
+    assert_equal(feed(attn, cache, x, [201, 1, 1, 60, *[1] * 37]), attn(x))
+
+
+@given(data=st.data(), variant=variants, static=st.booleans())
+def test_rows_of_different_lengths_each_equal_their_own_whole_forward(
+    data: st.DataObject, variant: dict[str, Any], static: bool
+) -> None:
+    """Every call brings each row some real tokens, possibly none, and padding on the left, right or between."""
+    attn = layer(**variant)
+    batch = 3
+    sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    cache = attn.new_cache(batch, sum(sizes), static=static, max_rollback=2)
+    x = tokens(sum(sizes), batch)
+    got: list[list[Tensor]] = [[] for _ in range(batch)]
+    real: list[list[Tensor]] = [[] for _ in range(batch)]
+    for part in x.split(sizes, dim=1):
+        flags = st.lists(st.booleans(), min_size=part.shape[1], max_size=part.shape[1])
+        mask = torch.tensor(data.draw(st.lists(flags, min_size=batch, max_size=batch)))
+        y = attn(part, cache=cache, attention_mask=mask)
+        assert (y[~mask] == 0).all()
+        for row in range(batch):
+            got[row].append(y[row, mask[row]])
+            real[row].append(part[row, mask[row]])
+    for row in range(batch):
+        alone = torch.cat(real[row])[None]
+        assert cache.lengths[row] == alone.shape[1]
+        if alone.shape[1]:
+            assert_equal(torch.cat(got[row])[None], attn(alone))
+
+
+@both_kinds
+def test_a_padded_prefill_then_steps_continues_each_row(static: bool) -> None:
+    attn = layer()
+    x = tokens(40, batch=2)
+    lengths = [20, 3]
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    prompt = torch.full((2, 20, SMALL["dim"]), 7.0, dtype=FP64)
+    for row, n in enumerate(lengths):
+        mask[row, 20 - n :] = True
+        prompt[row, 20 - n :] = x[row, :n]
+    cache = attn.new_cache(2, 40, static=static)
+    attn(prompt, cache=cache, attention_mask=mask)
+    for step in range(15):
+        new = torch.stack([x[row, n + step] for row, n in enumerate(lengths)])[:, None]
+        y = attn(new, cache=cache)
+        for row, n in enumerate(lengths):
+            assert_equal(y[row, 0], attn(x[row : row + 1, : n + step + 1])[0, -1])
+
+
+@every_variant
+@both_kinds
+def test_the_reference_backend_gives_the_same_numbers_through_the_cache(
+    variant: dict[str, Any], static: bool
+) -> None:
+    attn = layer(**variant)
+    slow = NSAAttention(dataclasses.replace(attn.config, backend="reference")).double()
+    slow.load_state_dict(attn.state_dict())
+    x = tokens(37, batch=2)
+    sizes = [13, 1, 1, 9, *[1] * 13]
+    got = feed(attn, attn.new_cache(2, 40, static=static), x, sizes)
+    assert_equal(got, feed(slow, slow.new_cache(2, 40, static=static), x, sizes))
+
+
+@pytest.mark.parametrize("offset", [17, torch.tensor([0, 300])], ids=["one", "per_row"])
+def test_a_position_offset_goes_with_a_cache(offset: int | Tensor) -> None:
+    # Not shift invariant, so that an offset that is lost on the way shows.
+    attn = layer(compress_rope="before")
+    x = tokens(30, batch=2)
+    cache = attn.new_cache(2, 30)
+    parts = [attn(part, cache=cache, position_offset=offset) for part in x.split([12, 1, 1, 16], dim=1)]
+    assert_equal(torch.cat(parts, dim=1), attn(x, position_offset=offset))
+    assert (attn(x, position_offset=offset) - attn(x)).abs().max() > 1e-6
+
+
+def test_low_precision_caches_decode_close_to_fp64() -> None:
+    exact = layer(n_sel=8)
+    x = tokens(40)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        attn = copy.deepcopy(exact).to(dtype)
+        cache = attn.new_cache(1, 40)
+        assert cache.dtype == dtype
+        got = feed(attn, cache, x.to(dtype), [20, *[1] * 20])
+        whole_error = (attn(x.to(dtype)).double() - exact(x)).abs().max()
+        assert (got.double() - exact(x)).abs().max() <= 2 * whole_error + 4 * torch.finfo(dtype).eps
+
+
+def test_a_cached_output_has_the_whole_gradient_or_none() -> None:
+    """Keys in the cache carry no graph: part of a gradient would be a wrong one."""
+    attn = layer()
+    x = tokens(20)
+    with torch.enable_grad():
+        y = attn(x, cache=attn.new_cache(1, 20))
+        if y.requires_grad:
+            weights = list(attn.parameters())
+            got = torch.autograd.grad(y.sum(), weights, allow_unused=True, materialize_grads=True)
+            for grad, expected in zip(got, torch.autograd.grad(attn(x).sum(), weights), strict=True):
+                assert_equal(grad, expected)
+
+
+# Reset, reorder, crop.
+
+
+@both_kinds
+def test_a_cache_that_was_reset_is_as_good_as_new(static: bool) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 40, static=static)
+    feed(attn, cache, tokens(40, batch=2, seed=1), [30, 10])
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0]
+    x = tokens(40, batch=2)
+    assert_equal(feed(attn, cache, x, [7, 1, 32]), attn(x))
+
+
+@both_kinds
+@pytest.mark.parametrize("rows", [torch.tensor([1]), torch.tensor([False, True, False])], ids=["indices", "mask"])
+def test_resetting_some_rows_leaves_the_others(rows: Tensor, static: bool) -> None:
+    attn = layer()
+    cache = attn.new_cache(3, 60, static=static)
+    old, new = tokens(25, batch=3, seed=1), tokens(30, batch=3)
+    attn(old, cache=cache)
+    cache.reset(rows)
+    assert cache.lengths.tolist() == [25, 0, 25]
+    y = feed(attn, cache, new, [1, 9, 20])
+    assert_equal(y[1:2], attn(new[1:2]))
+    for row in (0, 2):
+        whole = attn(torch.cat([old, new], dim=1)[row : row + 1])
+        assert_equal(y[row : row + 1], whole[:, 25:])
+
+
+@both_kinds
+@pytest.mark.parametrize("rows", [[0, 0, 0], [2, 0, 1], [1, 1, 2]])
+def test_a_reordered_row_continues_what_its_source_held(rows: list[int], static: bool) -> None:
+    attn = layer()
+    cache = attn.new_cache(3, 50, static=static)
+    x = tokens(23, batch=3)
+    mask = torch.ones(3, 23, dtype=torch.bool)
+    mask[0, 5:] = False
+    mask[2, 17:] = False
+    attn(x, cache=cache, attention_mask=mask)
+    cache.reorder(torch.tensor(rows))
+    held = [x[row, mask[row]] for row in range(3)]
+    new = tokens(11, batch=3, seed=2)
+    y = feed(attn, cache, new, [1, 1, 9])
+    for beam, source in enumerate(rows):
+        whole = attn(torch.cat([held[source], new[beam]])[None])
+        assert_equal(y[beam : beam + 1], whole[:, -11:])
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        (35, [35, 35]),
+        (-5, [35, 35]),
+        (40, [40, 40]),
+        (99, [40, 40]),
+        (0, [0, 0]),
+        (torch.tensor([33, 38]), [33, 38]),
+        (torch.tensor([-1, -7]), [39, 33]),
+        (torch.tensor([0, 36]), [0, 36]),
+        (torch.tensor([40, -8]), [40, 32]),
+    ],
+    ids=str,
+)
+def test_a_cropped_cache_continues_as_if_the_rest_had_never_come(
+    lengths: int | Tensor, kept: list[int], static: bool
+) -> None:
+    """After 40 tokens both rings have wrapped; 8 can be taken back."""
+    attn = layer()
+    cache = attn.new_cache(2, 64, static=static, max_rollback=8)
+    x, new = tokens(40, batch=2), tokens(15, batch=2, seed=1)
+    feed(attn, cache, x, [9, 1, 30])
+    cache.crop(lengths)
+    assert cache.lengths.tolist() == kept
+    y = feed(attn, cache, new, [1, 1, 13])
+    for row, n in enumerate(kept):
+        whole = attn(torch.cat([x[row, :n], new[row]])[None])
+        assert_equal(y[row : row + 1], whole[:, n:])
+
+
+@pytest.mark.parametrize("max_rollback", [0, 1, 5])
+def test_max_rollback_tokens_can_be_taken_back_wherever_a_row_stands(max_rollback: int) -> None:
+    attn = layer()
+    x, new = tokens(50), tokens(50, seed=1)
+    for length in range(max_rollback, 40, 3):
+        cache = attn.new_cache(1, 50, max_rollback=max_rollback)
+        feed(attn, cache, x[:, :length], [1] * length) if length else None
+        cache.crop(-max_rollback)
+        n = length - max_rollback
+        whole = attn(torch.cat([x[:, :n], new[:, :10]], dim=1))
+        assert_equal(feed(attn, cache, new[:, :10], [1, 9]), whole[:, n:])
+
+
+@pytest.mark.parametrize("lengths", [20, -20, torch.tensor([40, 20])], ids=["to", "back", "per_row"])
+def test_a_crop_further_than_the_rings_reach_is_refused_and_changes_nothing(lengths: int | Tensor) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 64, max_rollback=4)
+    x = tokens(50, batch=2)
+    attn(x[:, :40], cache=cache)
+    with pytest.raises(ValueError, match=r"lengths.*max_rollback = 4"):
+        cache.crop(lengths)
+    assert cache.lengths.tolist() == [40, 40]
+    assert_equal(attn(x[:, 40:], cache=cache), attn(x)[:, 40:])
+
+
+def test_taking_back_more_than_there_is_is_refused() -> None:
+    attn = layer()
+    cache = attn.new_cache(1, 20)
+    attn(tokens(5), cache=cache)
+    with pytest.raises(ValueError, match=r"lengths is -6"):
+        cache.crop(-6)
+    assert cache.lengths.tolist() == [5]
+
+
+@pytest.mark.parametrize("lengths", [2.7, torch.tensor([1.5, 2.5]), torch.tensor([1, 2, 3])], ids=str)
+def test_a_crop_that_is_no_length_per_row_is_refused_by_name(lengths: Any) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 20)
+    attn(tokens(5, batch=2), cache=cache)
+    with pytest.raises(ValueError, match="lengths"):
+        cache.crop(lengths)
+    assert cache.lengths.tolist() == [5, 5]
+
+
+def test_a_short_sequence_can_be_cropped_at_will() -> None:
+    """As long as nothing has been overwritten, max_rollback is no limit."""
+    attn = layer(w=30)
+    cache = attn.new_cache(1, 20, max_rollback=12)
+    x = tokens(20)
+    attn(x, cache=cache)
+    cache.crop(3)
+    assert_equal(attn(x[:, 3:], cache=cache), attn(x)[:, 3:])
+
+
+@settings(max_examples=30)
+@given(data=st.data(), variant=variants, static=st.booleans())
+def test_any_course_of_appends_crops_resets_and_reorders_equals_the_whole_forward(
+    data: st.DataObject, variant: dict[str, Any], static: bool
+) -> None:
+    """Three rows are followed as plain lists of tokens; after every append each must see exactly its own list."""
+    attn = layer(**variant)
+    batch, max_len, max_rollback = 3, 60, 6
+    cache = attn.new_cache(batch, max_len, static=static, max_rollback=max_rollback)
+    addresses = [buffer.data_ptr() for buffer in cache.buffers()]
+    held = [tokens(0)[0] for _ in range(batch)]
+    highest = [0] * batch
+    for step in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["append", "append", "append", "step", "crop", "reset", "reorder"]))
+        if what in ("append", "step"):
+            room = max_len - max(len(row) for row in held)
+            size = min(room, 1 if what == "step" else data.draw(st.integers(1, 25)))
+            if size == 0:
+                continue
+            new = tokens(size, batch, seed=step)
+            counts = data.draw(st.lists(st.integers(0, size), min_size=batch, max_size=batch))
+            mask = torch.arange(size) < torch.tensor(counts)[:, None]
+            y = attn(new, cache=cache, attention_mask=mask)
+            for row, count in enumerate(counts):
+                held[row] = torch.cat([held[row], new[row, :count]])
+                highest[row] = max(highest[row], len(held[row]))
+                if count:
+                    assert_equal(y[row, :count], attn(held[row][None])[0, -count:])
+        elif what == "crop":
+            kept = []
+            for row in range(batch):
+                # What is left of max_rollback after earlier crops, or everything.
+                least = max(0, highest[row] - max_rollback)
+                some = st.integers(min(least, len(held[row])), len(held[row]))
+                kept.append(data.draw(st.one_of(some, st.just(0))))
+            cache.crop(torch.tensor(kept))
+            held = [row[:n] for row, n in zip(held, kept, strict=True)]
+            highest = [0 if n == 0 else high for n, high in zip(kept, highest, strict=True)]
+        elif what == "reset":
+            rows = data.draw(st.lists(st.integers(0, batch - 1), unique=True))
+            cache.reset(torch.tensor(rows, dtype=torch.long))
+            for row in rows:
+                held[row], highest[row] = held[row][:0], 0
+        else:
+            rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+            cache.reorder(torch.tensor(rows))
+            held, highest = [held[row] for row in rows], [highest[row] for row in rows]
+        assert cache.lengths.tolist() == [len(row) for row in held]
+    assert [buffer.data_ptr() for buffer in cache.buffers()] == addresses
+
+
+# Memory.
+
+
+@both_kinds
+def test_nothing_ever_moves(static: bool) -> None:
+    """A CUDA graph replays addresses."""
+    attn = layer()
+    cache = attn.new_cache(2, 50, static=static)
+
+    def where() -> list[tuple[int, tuple[int, ...]]]:
+        return [(buffer.data_ptr(), tuple(buffer.shape)) for buffer in cache.buffers()]
+
+    before = where()
+    # Every tensor the cache holds is among its buffers.
+    held = {x.data_ptr() for x in (*cache.selected, *cache.compressed, *cache.window.pair, *cache.tail.pair)}
+    held |= {cache.lengths.data_ptr(), cache.high_water.data_ptr()}
+    assert held == {address for address, _ in before}
+    feed(attn, cache, tokens(30, batch=2), [20, 1, 9])
+    cache.reorder(torch.tensor([1, 1]))
+    cache.crop(-3)
+    cache.crop(torch.tensor([25, 26]))
+    attn(tokens(4, batch=2), cache=cache)
+    cache.reset(torch.tensor([0]))
+    cache.reset()
+    attn(tokens(4, batch=2), cache=cache)
+    assert where() == before
+
+
+@given(
+    batch=st.integers(1, 3),
+    max_len=st.integers(1, 60),
+    max_rollback=st.integers(0, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, FP64]),
+    variant=variants,
+)
+def test_bytes_used_is_what_the_four_stores_need(
+    batch: int, max_len: int, max_rollback: int, dtype: torch.dtype, variant: dict[str, Any]
+) -> None:
+    c = layer(**variant).config
+    cache = NSACache(c, batch, max_len, dtype=dtype, max_rollback=max_rollback)
+    blocks = sum(start + c.l <= max_len for start in range(0, max_len, c.d))
+    window, tail = (min(reach + max_rollback, max_len) for reach in (c.w, c.l))
+    # One spare place a store; two int32 a row.
+    places = (max_len + 1) + (blocks + 1) + (window + 1) + (tail + 1)
+    a_place = c.n_kv_groups * (c.d_k + c.d_v) * dtype.itemsize
+    assert cache.bytes_used() == batch * (places * a_place + 8)
+
+
+@pytest.mark.parametrize("length", [24, 25, 40, 100])
+def test_a_step_reads_the_compressed_the_selected_and_the_window(length: int) -> None:
+    attn = layer()
+    c = attn.config
+    cache = attn.new_cache(2, 100)
+    n_cmp = (length - c.l) // c.d + 1
+    expected = (n_cmp + c.n_sel * c.l_sel + min(c.w, length)) * c.n_kv_groups * (c.d_k + c.d_v) * 8
+    assert cache.bytes_read_per_step(length) == 2 * expected
+    attn(tokens(length, batch=2), cache=cache)
+    assert cache.bytes_read_per_step() == 2 * expected
+
+
+@pytest.mark.parametrize(("length", "keys"), [(0, 0), (1, 2), (5, 10), (7, 13), (8, 15), (23, 33)])
+def test_a_short_sequence_is_read_once_by_each_branch(length: int, keys: int) -> None:
+    c = layer().config
+    cache = NSACache(c, 1, 100, dtype=FP64)
+    assert cache.bytes_read_per_step(length) == keys * c.n_kv_groups * (c.d_k + c.d_v) * 8
+
+
+def test_rows_of_different_lengths_read_each_what_they_need() -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 40)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[1, 4:] = False
+    attn(tokens(30, batch=2), cache=cache, attention_mask=mask)
+    assert cache.bytes_read_per_step() == (cache.bytes_read_per_step(30) + cache.bytes_read_per_step(4)) // 2
+
+
+# What does not fit, and what is not in use.
+
+
+@pytest.mark.parametrize("sizes", [[21], [20, 1], [15, 6], [*[1] * 20, 1]], ids=str)
+def test_overflow_is_a_value_error_that_names_max_len_and_changes_nothing(sizes: list[int]) -> None:
+    attn = layer()
+    cache = attn.new_cache(1, 20)
+    x = tokens(sum(sizes))
+    *fits, last = x.split(sizes, dim=1)
+    for part in fits:
+        attn(part, cache=cache)
+    before = [buffer.clone() for buffer in cache.buffers()]
+    with pytest.raises(ValueError, match=r"max_len = 20"):
+        attn(last, cache=cache)
+    for buffer, old in zip(cache.buffers(), before, strict=True):
+        assert torch.equal(buffer, old)
+
+
+def test_room_given_back_can_be_used_again() -> None:
+    """The host's count of the longest row is only a bound: padding, crops and resets must not exhaust the cache."""
+    attn = layer()
+    cache = attn.new_cache(2, 20)
+    mask = torch.zeros(2, 10, dtype=torch.bool)
+    mask[:, :2] = True
+    x = tokens(10, batch=2)
+    for _ in range(3):
+        attn(x, cache=cache, attention_mask=mask)
+    assert cache.lengths.tolist() == [6, 6]
+    attn(tokens(14, batch=2), cache=cache)
+    cache.reset(torch.tensor([0, 1]))
+    attn(tokens(20, batch=2), cache=cache)
+    assert cache.lengths.tolist() == [20, 20]
+
+
+# Lengths at which the last compressed block ends at max_len, just before it, and as far before it as can be.
+@pytest.mark.parametrize("max_len", [5, 20, 21, 22, 23])
+@pytest.mark.parametrize("sizes", [[1], [1, 1, 1, 1, 1, 1, 1], [3]], ids=str)
+def test_a_full_static_cache_drops_what_does_not_fit_and_keeps_the_rest(max_len: int, sizes: list[int]) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, max_len, static=True, max_rollback=3)
+    x = tokens(max_len, batch=2)
+    attn(x, cache=cache)
+    for size in sizes:
+        attn(tokens(size, batch=2, seed=3), cache=cache)
+    assert cache.lengths.tolist() == [max_len, max_len]
+    cache.crop(-3)
+    assert_equal(attn(x[:, -3:], cache=cache), attn(x)[:, -3:])
+
+
+def test_a_static_row_that_is_full_does_not_disturb_one_that_is_not() -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 20, static=True)
+    x = tokens(30, batch=2)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, 8:] = False
+    attn(x[:, :20], cache=cache, attention_mask=mask)
+    y = torch.cat([attn(x[:, 20 + t : 21 + t], cache=cache) for t in range(10)], dim=1)
+    whole = attn(torch.cat([x[1:, :8], x[1:, 20:]], dim=1))
+    assert_equal(y[1:], whole[:, 8:])
+    assert cache.lengths.tolist() == [20, 18]
+
+
+def test_of_a_chunk_that_overflows_a_static_cache_the_part_that_fits_is_kept() -> None:
+    """What a later crop and step find in the rings is the last tokens that fit, not the last that came."""
+    config = layer().config
+    max_len, max_rollback = 20, 2
+    keys = torch.arange(1.0, 31.0, dtype=FP64).view(1, 30, 1, 1).expand(1, 30, 2, 1)
+    new = (keys.expand(1, 30, 2, config.d_k), keys.expand(1, 30, 2, config.d_v))
+
+    def some(start: int, stop: int) -> dict[str, Any]:
+        pair = tuple(x[:, start:stop] for x in new)
+        return {"raw": pair, "selected": pair, "window": pair, "compress": lambda k, v, at: (k[:, :, 0], v[:, :, 0])}
+
+    cache = NSACache(config, 1, max_len, dtype=FP64, max_rollback=max_rollback, static=True)
+    cache.append(**some(0, 4))
+    cache.append(**some(4, 30))
+    assert cache.lengths.tolist() == [max_len]
+    assert cache.selected[0][0, :max_len, 0, 0].tolist() == [float(t + 1) for t in range(max_len)]
+    cache.crop(-max_rollback)
+    past = cache.append(**some(18, 19))
+    k_win = past.keys_values[4]
+    # Before position 18 lie its w - 1 predecessors, holding position + 1.
+    assert k_win[0, :, 0, 0].tolist() == [float(t + 1) for t in range(18 - (config.w - 1), 19)]
+
+
+@both_kinds
+@pytest.mark.parametrize("content", [1e30, -1e30])
+def test_places_not_in_use_are_never_seen(content: float, static: bool) -> None:
+    """Not a bit changes when everything past a row's length, and what the rings have let go, is overwritten."""
+    attn = layer()
+    c = attn.config
+    lengths = [29, 3]
+    mask = torch.arange(29) < torch.tensor(lengths)[:, None]
+    clean, dirty = (attn.new_cache(2, 50, static=static, max_rollback=5) for _ in range(2))
+    for cache in (clean, dirty):
+        attn(tokens(29, batch=2), cache=cache, attention_mask=mask)
+    for row, n in enumerate(lengths):
+        blocks = max(0, (n - c.l) // c.d + 1)
+        for store in dirty.selected:
+            store[row, n:] = content
+        for store in dirty.compressed:
+            store[row, blocks:] = content
+        for ring, reach in ((dirty.window, c.w - 1), (dirty.tail, c.l - 1)):
+            places = ring.pair[0].shape[1] - 1
+            in_use = {t % places for t in range(max(0, n - reach), n)}
+            for store in ring.pair:
+                for place in set(range(places + 1)) - in_use:
+                    store[row, place] = content
+    for step in range(20):
+        x = tokens(1, batch=2, seed=step + 1)
+        assert torch.equal(attn(x, cache=dirty), attn(x, cache=clean))
+
+
+def test_padding_leaves_no_trace_in_the_cache() -> None:
+    attn = layer()
+    mask = torch.arange(20) < torch.tensor([13, 20])[:, None]
+    x = tokens(20, batch=2)
+    caches = []
+    for content in (0.0, 1e6):
+        cache = attn.new_cache(2, 40)
+        attn(x.masked_fill(~mask[..., None], content), cache=cache, attention_mask=mask)
+        caches.append(cache)
+    for one, other in zip(*(cache.buffers() for cache in caches), strict=True):
+        # All but the spare last place.
+        assert torch.equal(one[:, :-1], other[:, :-1]) if one.dim() > 1 else torch.equal(one, other)
+
+
+# Making one.
+
+
+def test_a_new_cache_takes_the_layers_dtype_and_device_unless_told() -> None:
+    attn = layer()
+    assert attn.new_cache(1, 8).dtype == FP64
+    assert attn.new_cache(1, 8, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert attn.new_cache(1, 8).device == attn.k_proj.weight.device
+    assert attn.new_cache(1, 8, device="meta").device == torch.device("meta")
+
+
+def test_two_caches_share_nothing() -> None:
+    attn = layer()
+    x = tokens(20, batch=2)
+    one, other = attn.new_cache(1, 20), attn.new_cache(1, 20)
+    for t in range(20):
+        attn(x[:1, t : t + 1], cache=one)
+        attn(x[1:, t : t + 1], cache=other)
+    one.crop(-1)
+    other.crop(-1)
+    assert_equal(attn(x[:1, -1:], cache=one), attn(x[:1])[:, -1:])
+    assert_equal(attn(x[1:, -1:], cache=other), attn(x[1:])[:, -1:])
+
+
+def test_a_deep_copy_forks_the_sequence() -> None:
+    attn = layer()
+    x, new = tokens(20), tokens(10, seed=1)
+    cache = attn.new_cache(1, 40)
+    attn(x, cache=cache)
+    fork = copy.deepcopy(cache)
+    attn(tokens(10, seed=2), cache=cache)
+    assert_equal(attn(new, cache=fork), attn(torch.cat([x, new], dim=1))[:, 20:])
+
+
+WRONG: dict[str, tuple[str, Callable[[NSAAttention], Any]]] = {
+    "batch_size": ("batch_size is 0", lambda a: a.new_cache(0, 8)),
+    "max_len": ("max_len is 0", lambda a: a.new_cache(1, 0)),
+    "max_len_fraction": (r"max_len is 8\.5", lambda a: a.new_cache(1, 8.5)),
+    "max_rollback": ("max_rollback is -1", lambda a: a.new_cache(1, 8, max_rollback=-1)),
+    "reorder_rows": (r"rows\.shape is \(3,\)", lambda a: a.new_cache(2, 8).reorder(torch.tensor([0, 1, 0]))),
+    "dtype": ("dtype of raw is torch.float64", lambda a: a(tokens(3), cache=a.new_cache(1, 8, dtype=torch.float32))),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_argument_is_a_value_error_that_names_it(name: str, call: Callable[[NSAAttention], Any]) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*accepted"):
+        call(layer())

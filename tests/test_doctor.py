@@ -1,0 +1,317 @@
+"""`nsa doctor` and the command line around it: every section is there, and a backend that is off is caught."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import cli, doctor, selftest
+from nsa.backends import reference, sdpa
+from nsa.backends.problem import OPS, Problem
+from nsa.backends.routing import BackendFailure, Router
+from nsa.selftest import Check
+from nsa.settings import SETTINGS, Settings
+
+# Small heads: what is looked at here is the doctor, not the patient.
+SMALL = ["--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "4", "--device", "cpu"]
+SHAPE = Problem(batch=1, n_queries=64, n_keys=64, n_heads=2, n_groups=1, d_k=8, d_v=4, dtype=torch.float32)
+
+
+def patient(**changed: Any) -> Any:
+    """The sdpa backend under another name, with some of its functions replaced."""
+    functions = {name: getattr(sdpa, name) for name in sdpa.__all__ if name != "name"}
+    return SimpleNamespace(**{**functions, "name": "triton", **changed})
+
+
+def off_by(function: Callable[..., Any], which: int, by: float) -> Callable[..., Any]:
+    """`function`, with one element of its `which`-th result off."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        results = [x.clone() for x in function(*args, **kwargs)]
+        results[which].view(-1)[-1] += by
+        return tuple(results)
+
+    return wrong
+
+
+def examine(*backends: Any) -> list[Check]:
+    return selftest.self_test(backends, SHAPE)
+
+
+def run_doctor(*flags: str, backends: tuple[Any, ...] = (sdpa, reference)) -> int:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args([*SMALL, *flags]), make_router=lambda config: Router(backends, config))
+
+
+def failing(checks: list[Check]) -> set[tuple[str, str, str]]:
+    return {(check.backend, check.op, check.quantity) for check in checks if not check.agrees}
+
+
+def test_a_healthy_machine_has_every_section_and_status_0(
+    capsys: pytest.CaptureFixture[str], environment: Callable[..., None]
+) -> None:
+    assert run_doctor() == 0
+    text = capsys.readouterr().out
+    for section in ("versions", "backends", "settings", "what ran in this process", "route", "self-test", "verdict"):
+        assert f"\n{section}\n" in f"\n{text}"
+    assert "nothing yet" in text
+    assert "every backend here agrees with the reference" in text
+    for setting in SETTINGS:
+        assert setting.env in text
+        assert setting.meaning in text
+    for op in OPS:
+        assert f"sdpa       {op}" in text
+    assert "flash      no   not in this version of nsa" in text
+
+
+def test_every_op_and_gradient_is_looked_at_plain_and_packed() -> None:
+    checks = examine(sdpa)
+    looked_at = {(check.op, check.quantity, check.case) for check in checks}
+    quantities = {
+        "compressed": ["o", "lse", "dq", "dk_cmp", "dv_cmp"],
+        "scores": ["missed"],
+        "selected": ["o", "lse", "dq", "dk", "dv"],
+        "sliding": ["o", "lse", "dq", "dk", "dv"],
+        "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates"],
+    }
+    assert looked_at == {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
+    assert not failing(checks)
+    assert all(0 < check.allowed < 1e-3 for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("function", "which", "op", "quantity"),
+    [
+        ("compressed_forward", 0, "compressed", "o"),
+        ("compressed_backward", 1, "compressed", "dk_cmp"),
+        ("selected_forward", 1, "selected", "lse"),
+        ("selected_backward", 2, "selected", "dv"),
+        ("sliding_backward", 0, "sliding", "dq"),
+        ("combine_backward", 3, "combine", "dgates"),
+    ],
+)
+@pytest.mark.parametrize("by", [1e-3, float("nan")])
+def test_one_wrong_element_is_caught(function: str, which: int, op: str, quantity: str, by: float) -> None:
+    wrong = patient(**{function: off_by(getattr(sdpa, function), which, by)})
+    found = failing(examine(wrong, sdpa))
+    assert ("triton", op, quantity) in found
+    assert {(backend, op) for backend, op, _ in found} == {("triton", op)}
+
+
+def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: change(sdpa.select_blocks(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x.flip(-1), id="not ascending"),
+        pytest.param(lambda x: x.long(), id="another dtype"),
+        pytest.param(lambda x: x[..., :-1], id="too few"),
+        pytest.param(lambda x: x.where(x != 0, -1), id="without the first block"),
+        pytest.param(lambda x: x.where(x < 0, x + 1), id="blocks that have not begun"),
+    ],
+)
+def test_a_wrong_choice_of_blocks_is_caught(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert failing(examine(patient(select_blocks=choose(change)))) == {("triton", "scores", "missed")}
+
+
+def test_a_worse_choice_of_blocks_is_caught() -> None:
+    def by_the_opposite(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return sdpa.select_blocks(-q, *args, **kwargs)
+
+    checks = examine(patient(select_blocks=by_the_opposite))
+    assert failing(checks) == {("triton", "scores", "missed")}
+    assert all(check.error < 100 for check in checks)
+
+
+def test_a_wrong_backend_is_named_with_its_error_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = patient(sliding_backward=off_by(sdpa.sliding_backward, 0, 0.25))
+    assert run_doctor("--json", backends=(wrong, sdpa, reference)) == 1
+    text = capsys.readouterr().out
+    assert "triton is wrong in sliding (dq, plain, float32): error 2.50e-01, allowed " in text
+    assert 'pass backend="sdpa"' in text
+    assert "WRONG" in text
+    report = json.loads(text.splitlines()[-1])
+    assert report["healthy"] is False
+    assert {c["backend"] for c in report["checks"] if not c["agrees"]} == {"triton"}
+
+
+@pytest.mark.parametrize("error", [BackendFailure("out of shared memory"), TypeError("a bug")])
+def test_a_backend_that_raises_is_a_finding_not_a_crash(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    assert run_doctor("--json", backends=(patient(selected_forward=raises, select_blocks=raises), sdpa)) == 1
+    text = capsys.readouterr().out
+    for op in ("selected", "scores"):
+        assert f"triton is wrong in {op} (-, plain, float32): {type(error).__name__}: {error}" in text
+    assert [c["error"] for c in json.loads(text.splitlines()[-1])["checks"] if not c["agrees"]] == [None] * 4
+
+
+def test_a_backend_that_declines_is_not_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor(backends=(patient(supports=lambda problem: "no GPU"), sdpa)) == 0
+    text = capsys.readouterr().out
+    assert text.count("declines: no GPU") == len(OPS)
+    assert "not triton: no GPU" in text
+
+
+def test_when_sdpa_is_wrong_the_reference_is_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = patient(name="sdpa", combine_backward=off_by(sdpa.combine_backward, 0, 1.0))
+    assert run_doctor(backends=(wrong, reference)) == 1
+    assert 'pass backend="reference"' in capsys.readouterr().out
+
+
+def test_a_route_that_differs_by_op_and_direction_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    def supports(problem: Problem) -> str | None:
+        if problem.op == "sliding" and problem.backward:
+            return "no backward"
+        return "only sliding" if problem.op != "sliding" else None
+
+    assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
+    text = capsys.readouterr().out
+    assert "sliding     triton   sdpa" in text
+    assert "not triton for compressed, scores, selected, combine: only sliding" in text
+    assert "not triton for sliding backward: no backward" in text
+
+
+def test_settings_show_value_source_and_whether_they_have_an_effect(
+    capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
+) -> None:
+    environment(NSA_FORCE_PARITY="0", NSA_SEQ_LEN="512", NSA_SEQ_LENS="1")
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"seq_len": 1, "batch_size": 4}))
+    assert run_doctor("--settings-file", str(file), "--setting", "force_parity=on", "--json") == 0
+    text = capsys.readouterr().out
+    states = {state["name"]: state for state in json.loads(text.splitlines()[-1])["settings"]}
+    expected = {
+        "force_parity": (True, "command line"),
+        "seq_len": (512, "environment"),
+        "batch_size": (4, "file"),
+        "no_gc": (False, "default"),
+    }
+    assert {name: (states[name]["value"], states[name]["source"]) for name in expected} == expected
+    assert "NSA_SEQ_LENS is not a setting; the nearest known name is NSA_SEQ_LEN" in text
+    assert "not sdpa: NSA_FORCE_PARITY is on (command line)" in text
+    # No flash backend in this router, so its settings say that they do nothing.
+    assert states["use_fa2"]["missing"] == "the flash backend"
+    assert states["sdpa_audit"]["missing"] is None
+    assert "[no effect yet: this version lacks the flash backend]" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--setting", "use_fa=1"], "'use_fa' in the command line is not a setting; the nearest known name is use_fa2"),
+        (["--setting", "seq_len=x"], "seq_len in the command line is 'x'"),
+        (["--settings-file", "/nowhere.json"], "settings file /nowhere.json cannot be read"),
+        (["--heads", "3", "--groups", "2"], "n_heads is 3; accepted: a multiple of"),
+        (["--seq-len", "0"], "seq_len is 0; accepted"),
+    ],
+)
+def test_a_wrong_argument_is_status_2_and_a_sentence(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_doctor(*flags) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor("--device", "cuda") == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "affected"),
+    [("3.3.1", False), ("3.4.0", True), ("3.6.0+git1234", True), ("3.7.0", True), ("3.7.1", False), ("4.0.0", False),
+     ("of unknown version", False)],
+)  # fmt: skip
+def test_the_triton_versions_that_miscompile_are_known(version: str, affected: bool) -> None:
+    assert doctor.miscompiles_on_hopper(version) is affected
+
+
+def test_an_affected_triton_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "triton_version", lambda: "3.6.0")
+    assert "transposed accumulator" in (doctor.find_versions().triton_note or "")
+    monkeypatch.setattr(doctor, "triton_version", lambda: None)
+    assert doctor.find_versions().triton_note is None
+
+
+def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    assert doctor.nvidia_driver(path) == "unknown"
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12"
+    )
+    assert doctor.nvidia_driver(path) == "570.133.20"
+
+
+def test_a_gpu_is_named_with_capability_and_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    report = doctor.diagnose(SHAPE, Router([sdpa, reference], Settings()), environ={})
+    report = replace(report, gpus=(doctor.Gpu("NVIDIA H200", "9.0", 139.8, "570.1"),), checks=())
+    assert "gpu     NVIDIA H200, capability 9.0, 139.8 GiB, driver 570.1" in doctor.render(report)
+
+
+def test_counters_of_this_process_are_shown(environment: Callable[..., None]) -> None:
+    from nsa import ops
+
+    q = torch.randn(1, 8, 2, 4)
+    ops.sliding_attention(q, q, q, window=4)
+    report = doctor.diagnose(SHAPE, Router([sdpa], Settings()), environ={})
+    assert report.counts["calls"] == {"sliding/sdpa": 1}
+    assert "calls  sliding/sdpa  1" in doctor.render(report)
+
+
+def test_the_command_line_shows_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, expected in ((["--version"], "nsa 0."), (["--help"], "examples:")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(flags)
+        assert end.value.code == 0
+        assert expected in capsys.readouterr().out
+    for flags in ([], ["docter"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(flags)
+        assert end.value.code == 2
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: nsa {name}")
+    assert f"  nsa {name}" in text or f"example: nsa {name}" in text
+
+
+def test_the_installed_command_reads_the_environment() -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    root = Path(cli.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa.cli", "doctor", *SMALL, "--json"],
+        env=clean | {"NSA_FORCE_PARITY": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith("force_parity")]
+    assert line.split()[:4] == ["force_parity", "NSA_FORCE_PARITY", "on", "environment"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert {route["backend"] for route in report["routes"]["forward"].values()} == {"reference"}
+    assert report["healthy"] is True

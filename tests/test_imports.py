@@ -1,0 +1,215 @@
+"""What `import nsa` needs, how long it takes, and which part may import which."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nsa
+
+PACKAGE = Path(nsa.__file__).parent
+OPTIONAL = (
+    "triton",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "flash_attn",
+    "numpy",
+    "rich",
+    "yaml",
+    "safetensors",
+    "tensorboard",
+    "matplotlib",
+    "hypothesis",
+    "pytest",
+)
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**environment, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+BLOCK = """
+import sys, warnings
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"{name} is blocked for this test", name=name)
+
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_import_needs_torch_alone() -> None:
+    code = BLOCK + "import nsa; print(*sorted(set(sys.argv[1:]) & set(sys.modules)))"
+    assert run_python(code, *OPTIONAL) == "", "none of the blocked packages was loaded"
+
+
+def test_the_blocked_packages_are_really_blocked() -> None:
+    code = BLOCK + "\ntry:\n    import hypothesis\nexcept ModuleNotFoundError as error:\n    print(error.name)"
+    assert run_python(code, *OPTIONAL) == "hypothesis"
+
+
+def test_attention_trains_and_decodes_with_torch_alone() -> None:
+    code = """
+import torch, nsa
+config = nsa.NSAConfig(dim=32, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=16)
+attn = nsa.NSAAttention(config)
+x = torch.randn(1, 40, 32)
+attn(x).square().sum().backward()
+with torch.no_grad():
+    cache = attn.new_cache(1, 40)
+    attn(x[:, :39], cache=cache)
+    torch.testing.assert_close(attn(x[:, 39:], cache=cache), attn(x)[:, 39:], atol=1e-5, rtol=1e-5)
+print(all(p.grad is not None and p.grad.isfinite().all() for p in attn.parameters()))
+"""
+    assert run_python(BLOCK + code, *OPTIONAL) == "True"
+
+
+def test_the_names_that_others_rely_on_are_there() -> None:
+    for name in ("NSAConfig", "NSAAttention", "NSACache", "nsa_attention", "explain", "Problem", "ops", "reference"):
+        assert hasattr(nsa, name), name
+        assert name in nsa.__all__
+
+
+def test_import_takes_little_longer_than_torch_does() -> None:
+    """The best of a few tries, because the machine may be busy; torch is loaded first and not counted."""
+    code = """
+import time
+import torch
+begin = time.perf_counter()
+import nsa
+print(time.perf_counter() - begin)
+"""
+    allowed, tries = 0.3, []
+    while len(tries) < 3 or (min(tries) > allowed and len(tries) < 6):
+        tries.append(float(run_python(code)))
+    assert min(tries) <= allowed, f"import nsa took {min(tries):.2f} s on top of torch"
+
+
+# Who imports whom. Lower layers know nothing of higher ones.
+
+LAYERS = (
+    ("config", "geometry", "settings", "reference"),
+    ("backends",),
+    ("ops",),
+    ("attention", "cache", "compression", "functional", "rope"),
+    ("model",),
+    ("bench", "data", "evals", "generate", "inspect", "train"),
+    ("doctor", "cli"),
+)
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that `path` imports anywhere, functions included; `from nsa import ops` counts as `nsa.ops`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: a relative import hides where it goes"
+            module = node.module or ""
+            for alias in node.names:
+                child = PACKAGE.parent.joinpath(*module.split("."), alias.name)
+                is_module = child.is_dir() or child.with_suffix(".py").is_file()
+                found.add(f"{module}.{alias.name}" if is_module else module)
+    return found
+
+
+def own_imports(path: Path) -> set[str]:
+    return {name for name in imports_of(path) if name.split(".")[0] == "nsa"}
+
+
+def part(name: str) -> str:
+    """`nsa.backends.sdpa` is in the part `backends`; the package itself is the part ``."""
+    return ".".join(name.split(".")[1:2])
+
+
+def test_the_import_finder_sees_what_is_there() -> None:
+    assert "nsa.reference" in own_imports(PACKAGE / "backends" / "reference.py")
+    assert "nsa.backends.routing" in own_imports(PACKAGE / "ops" / "library.py")
+    assert "torch" in imports_of(PACKAGE / "geometry.py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_no_part_imports_from_a_layer_above_its_own(path: Path) -> None:
+    own = part(dotted(path))
+    if own not in LAYER_OF:
+        pytest.skip(f"nsa.{own} has no layer of its own" if own else "the package itself gathers all parts")
+    above = {name for name in own_imports(path) if LAYER_OF.get(part(name), LAYER_OF[own]) > LAYER_OF[own]}
+    assert not above
+    assert "nsa" not in own_imports(path), "the package imports its parts, not they the package"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "reference").glob("*.py")), ids=dotted)
+def test_the_reference_stands_on_torch_and_the_config_alone(path: Path) -> None:
+    allowed = {"__future__", "torch", *sys.stdlib_module_names}
+    for name in imports_of(path):
+        inside = name == "nsa.config" or name.startswith("nsa.reference")
+        assert inside or name.split(".")[0] in allowed, name
+
+
+def test_only_the_reference_backend_computes_with_the_reference() -> None:
+    users = {dotted(path) for path in (PACKAGE / "backends").rglob("*.py") if "nsa.reference" in str(own_imports(path))}
+    assert users == {"nsa.backends.reference"}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "triton", "reference"])
+def test_a_backend_imports_no_other_backend(backend: str) -> None:
+    folder = PACKAGE / "backends"
+    paths = [*(folder / backend).rglob("*.py"), *folder.glob(f"{backend}.py")]
+    if not paths:
+        pytest.skip(f"there is no {backend} backend")
+    others = {f"nsa.backends.{name}" for name in ("sdpa", "flash", "triton", "reference") if name != backend}
+    for path in paths:
+        assert not {name for name in own_imports(path) if ".".join(name.split(".")[:3]) in others}, dotted(path)
+
+
+def test_only_the_triton_backend_imports_triton_and_only_the_flash_backend_imports_flash_attn() -> None:
+    for path in modules():
+        for name in imports_of(path):
+            if name.split(".")[0] in ("triton", "flash_attn"):
+                home = {"triton": "nsa.backends.triton", "flash_attn": "nsa.backends.flash"}[name.split(".")[0]]
+                assert dotted(path).startswith(home), f"{dotted(path)} imports {name}"
+
+
+def test_environment_variables_are_read_in_settings_alone() -> None:
+    readers = {dotted(path) for path in modules() if {"os.environ", "os.getenv"} & attributes_of(path)}
+    assert "nsa.settings" in readers
+    library = {name for name in readers if LAYER_OF.get(part(name), 0) <= LAYER_OF["model"]}
+    assert library <= {"nsa.settings"}
+
+
+def attributes_of(path: Path) -> set[str]:
+    """`a.b` for every attribute `b` of a plain name `a`."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return {f"{node.value.id}.{node.attr}" for node in nodes if isinstance(node.value, ast.Name)}

@@ -1,0 +1,84 @@
+"""Peak memory is linear in the sequence: measured in processes of their own, because a peak never goes down again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nsa
+
+MEBIBYTE = 1 << 20
+
+# Forward and backward of the whole attention: 12 heads in 2 groups, width 64, fp32, the paper's knobs.
+MEASURE = """
+import json, resource, sys, time
+import torch
+import nsa.ops as ops
+
+torch.set_num_threads(int(sys.argv[2]))
+length = int(sys.argv[1])
+knobs = {"block": 32, "stride": 16}
+n_compressed = (length - 32) // 16 + 1
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def attention(length, n_compressed):
+    def leaf(n, heads, width=64):
+        return torch.randn(1, n, heads, width, requires_grad=True)
+
+    q, gates = leaf(length, 12), leaf(length, 12, 3)
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (leaf(n, 2) for n in [n_compressed] * 2 + [length] * 4)
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **knobs)
+    indices = ops.select_blocks(q, k_cmp, lse, **knobs, select_block=64, n_select=16, n_init=1, n_local=2)
+    o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=64)
+    o_win, _ = ops.sliding_attention(q, k_win, v_win, window=512)
+    ops.combine(o_cmp, o_sel, o_win, gates).square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
+
+
+# Libraries load and allocate on first use: a short sequence first, so that the difference is the long one's own.
+attention(64, 3)
+baseline = peak_bytes()
+begin = time.perf_counter()
+attention(length, n_compressed)
+print(json.dumps({"peak": peak_bytes() - baseline, "total": peak_bytes(), "seconds": time.perf_counter() - begin}))
+"""
+
+
+def measure(length: int, threads: int = 1) -> dict[str, float]:
+    """`peak` above what the process held before, `total` with it, both in bytes, and `seconds`."""
+    root = str(Path(nsa.__file__).parent.parent)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(length), str(threads)],
+        env={**environment, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_twice_the_length_takes_at_most_little_more_than_twice_the_memory() -> None:
+    short, long = measure(4096), measure(8192)
+    assert long["peak"] <= 2.2 * short["peak"], f"{short['peak'] / MEBIBYTE:.0f} to {long['peak'] / MEBIBYTE:.0f} MiB"
+    # A fixed workspace hides a quadratic part from the ratio; a single [S, S] matrix of fp32 would add 192 MiB.
+    added_per_token = (long["peak"] - short["peak"]) / 4096
+    input_and_gradient_bytes = 2 * 4 * (12 * 64 + 12 * 3 + 4 * 2 * 64 + 2 * 2 * 64 // 16)
+    assert added_per_token <= 12 * input_and_gradient_bytes
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_tokens_train_in_less_than_four_gibibytes() -> None:
+    measured = measure(16_384, threads=2)
+    print(f"S=16384: {measured['total'] / MEBIBYTE:.0f} MiB, {measured['seconds']:.1f} s")
+    assert measured["total"] < 4096 * MEBIBYTE

@@ -1,0 +1,325 @@
+"""The ops as torch sees them: schemas, fakes, autograd, compilation, autocast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import BRANCHES, Case, Inputs, assert_close, attend, mean_compress, random_inputs, results
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from nsa import ops, reference
+from nsa.backends import routing
+from nsa.ops import library
+
+PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
+PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
+CACHED = PLAIN.but(seed=3)
+CASES = {"plain": PLAIN, "packed": PACKED, "cached": CACHED}
+NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
+
+
+def where_queries_lie(case: Case) -> tuple[Tensor | None, Tensor | None]:
+    """`cu_seqlens, q_start` of a case."""
+    return case.cu_seqlens, torch.tensor([12, 9], dtype=torch.int32) if case is CACHED else None
+
+
+def knobs(branch: str, case: Case) -> tuple[Any, ...]:
+    own = {
+        "compressed": (case.block, case.stride),
+        "selected": (case.select_block,),
+        "sliding": (case.window,),
+    }[branch]
+    return (*own, case.d_k**-0.5)
+
+
+def branch_arguments(branch: str, case: Case, backend: str) -> tuple[Any, ...]:
+    """The arguments of a branch's forward op, in the schema's order."""
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of(branch)
+    indices = inputs.indices
+    if case is CACHED:
+        q, indices = q[:, :17].contiguous(), indices[:, :17].contiguous()
+    chosen = (indices,) if branch == "selected" else ()
+    tensors = tuple(x.requires_grad_() for x in (q, k, v))
+    return (*tensors, *chosen, *where_queries_lie(case), *knobs(branch, case), backend, False)
+
+
+def branch_backward_arguments(branch: str, case: Case, backend: str, *, with_lse: bool = True) -> tuple[Any, ...]:
+    """The arguments of a branch's backward op: gradients, then inputs, outputs, places and knobs."""
+    forward = [x.detach() if isinstance(x, Tensor) else x for x in branch_arguments(branch, case, backend)]
+    n_tensors = 4 if branch == "selected" else 3
+    o, lse = getattr(library, NAMES[branch])(*forward)
+    dlse = torch.randn_like(lse) if with_lse else None
+    return (torch.randn_like(o), dlse, *forward[:n_tensors], o, lse, *forward[n_tensors:])
+
+
+def choice_arguments(case: Case, backend: str) -> tuple[Any, ...]:
+    inputs = random_inputs(case, torch.float32)
+    places = where_queries_lie(case)
+    q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
+    where = dict(zip(("cu_seqlens", "q_start"), places, strict=True))
+    _, lse = attend(reference, "compressed", inputs, case, (q, inputs.k_cmp, inputs.v_cmp), **where)
+    return (q, inputs.k_cmp, lse, *places, *case.selection.values(), case.d_k**-0.5, backend, False)
+
+
+def mixture_arguments() -> tuple[Tensor, ...]:
+    return (*(torch.randn(2, 5, 6, 4) for _ in range(3)), torch.rand(2, 5, 6, 3))
+
+
+# What torch itself checks of an op.
+
+# The reference differentiates itself with `torch.func` inside the op, where opcheck's schema test cannot look.
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+BACKWARD_CHECKS = {"sdpa": ALL_CHECKS, "reference": ALL_CHECKS[1:]}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> None:
+    op = getattr(library, NAMES[branch])
+    torch.library.opcheck(op, branch_arguments(branch, CASES[kind], backend))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str, backend: str) -> None:
+    op = getattr(library, f"{NAMES[branch]}_backward")
+    for with_lse in (True, False):
+        arguments = branch_backward_arguments(branch, CASES[kind], backend, with_lse=with_lse)
+        torch.library.opcheck(op, arguments, test_utils=BACKWARD_CHECKS[backend])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", CASES)
+def test_the_choice_op_passes_opcheck(kind: str, backend: str) -> None:
+    torch.library.opcheck(library.select_blocks, choice_arguments(CASES[kind], backend))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_the_mixture_ops_pass_opcheck(backend: str) -> None:
+    tensors = mixture_arguments()
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    torch.library.opcheck(library.combine, (*leaves, backend, False))
+    backward = (torch.randn(2, 5, 6, 4), *tensors, backend, False)
+    torch.library.opcheck(library.combine_backward, backward, test_utils=BACKWARD_CHECKS[backend])
+
+
+# What a compiler believes about an op must be what it does.
+
+
+def described(outputs: Tensor | tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in outputs]
+
+
+def imagined(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    with FakeTensorMode() as mode:
+        return described(op(*[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]))
+
+
+def head_major(x: Any) -> Any:
+    """The same values with the head dimension outside the sequence: strides as a projection may leave them."""
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        return x
+    return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_op_returns_the_strides_its_fake_promises(branch: str, backend: str) -> None:
+    for case in CASES.values():
+        forward = tuple(map(head_major, branch_arguments(branch, case, backend)))
+        op = getattr(library, NAMES[branch])
+        assert described(op(*forward)) == imagined(op, forward)
+        backward = tuple(map(head_major, branch_backward_arguments(branch, case, backend)))
+        op = getattr(library, f"{NAMES[branch]}_backward")
+        assert described(op(*backward)) == imagined(op, backward)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_the_mixture_ops_return_the_strides_their_fakes_promise(backend: str) -> None:
+    tensors = tuple(map(head_major, mixture_arguments()))
+    forward = (*tensors, backend, False)
+    assert described(library.combine(*forward)) == imagined(library.combine, forward)
+    backward = (torch.randn(2, 5, 6, 4), *forward)
+    assert described(library.combine_backward(*backward)) == imagined(library.combine_backward, backward)
+
+
+# Compilation.
+
+
+def five_ops(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    packed = {"cu_seqlens": cu_seqlens}
+    k_cmp, v_cmp = mean_compress(k, case), mean_compress(v, case)
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **packed)
+    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **packed)
+    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **packed)
+    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **packed)
+    return ops.combine(o_cmp, o_sel, o_win, gates)
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Inputs, case: Case) -> dict[str, Tensor]:
+    q, k, v = inputs.of("sliding")
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, inputs.gates)]
+    o = function(case, *leaves, case.cu_seqlens)
+    grads = torch.autograd.grad(o.square().sum(), leaves)
+    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))}
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+def test_all_five_ops_compile_into_one_graph_that_computes_what_eager_does(kind: str) -> None:
+    case = CASES[kind]
+    inputs = random_inputs(case, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(five_ops, fullgraph=True, backend="aot_eager")
+    assert_close(with_gradients(compiled, inputs, case), with_gradients(five_ops, inputs, case), 1e-6)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_compiled_op_serves_another_length_without_being_compiled_again(branch: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def compiled(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        if branch == "compressed":
+            return ops.compressed_attention(q, k, v, block=8, stride=4)[0]
+        if branch == "selected":
+            return ops.selected_attention(q, k, v, indices, select_block=8)[0]
+        return ops.sliding_attention(q, k, v, window=16)[0]
+
+    for length in (20, 33, 47):
+        case = PLAIN.but(length=length)
+        inputs = random_inputs(case, torch.float32)
+        got = compiled(*inputs.of(branch), inputs.indices)
+        torch.testing.assert_close(got, attend(ops, branch, inputs, case)[0])
+    assert counter.frame_count == 1
+
+
+def test_a_wrong_shape_is_refused_under_compilation_too() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: ops.sliding_attention(q, k, v, window=7), backend="aot_eager")
+    q, k, v = random_inputs(PLAIN, torch.float32).of("sliding")
+    with pytest.raises(ValueError, match=r"^k\.shape\[1\]"):
+        compiled(q, k[:, :-1], v[:, :-1])
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
+    case = PLAIN
+    inputs = random_inputs(case)
+    leaves = tuple(x.requires_grad_() for x in inputs.of(branch))
+    o, _ = attend(ops, branch, inputs, case, leaves)
+    (dq,) = torch.autograd.grad(o.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"{NAMES[branch]}_backward.*no autograd formula"):
+        dq.sum().backward()
+
+
+def test_a_gradient_of_the_mixtures_gradient_is_refused_by_name() -> None:
+    leaves = [x.requires_grad_() for x in mixture_arguments()]
+    (d_cmp,) = torch.autograd.grad(ops.combine(*leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"combine_backward.*no autograd formula"):
+        d_cmp.sum().backward()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_loss_may_use_the_output_or_the_normaliser_alone(branch: str) -> None:
+    inputs = random_inputs(PLAIN)
+    for place in (0, 1):
+        grads = []
+        for module in (ops, reference):
+            leaves = tuple(x.clone().requires_grad_() for x in inputs.of(branch))
+            out = attend(module, branch, inputs, PLAIN, leaves)[place]
+            loss = out.masked_fill(out.isinf(), 0.0).square().sum()
+            grads.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+        for got, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is(branch: str) -> None:
+    inputs = random_inputs(PLAIN)
+    leaves = tuple(x.requires_grad_() for x in inputs.of(branch))
+    o, _ = attend(ops, branch, inputs, PLAIN, leaves)
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    # The gradient of a sum is one number seen through strides of zero.
+    strided = do.transpose(1, 3).contiguous().transpose(1, 3)
+    for got, wanted in zip(torch.autograd.grad(o, leaves, strided, retain_graph=True), expected, strict=True):
+        assert torch.equal(got, wanted)
+    ones = torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=True)
+    for got, wanted in zip(torch.autograd.grad(o.sum(), leaves), ones, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    inputs = random_inputs(PLAIN, torch.float32)
+    kept = copy.deepcopy(inputs)
+    for branch in BRANCHES:
+        results(ops, branch, inputs, PLAIN)
+    for x, y in zip((*inputs.for_attention, inputs.indices), (*kept.for_attention, kept.indices), strict=True):
+        assert torch.equal(x, y)
+
+
+# Autocast.
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_autocast_changes_neither_dtype_nor_value_of_a_branch(branch: str, backend: str) -> None:
+    inputs = random_inputs(PLAIN, torch.float32)
+    expected = results(ops, branch, inputs, PLAIN, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = results(ops, branch, inputs, PLAIN, backend=backend)
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype, name
+    assert_close(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
+    arguments = choice_arguments(Case(length=150, groups=2, heads=2, select_block=4), backend)
+    expected = library.select_blocks(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(library.select_blocks(*arguments), expected)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_autocast_changes_neither_dtype_nor_value_of_the_mixture(backend: str) -> None:
+    tensors = mixture_arguments()
+    expected = ops.combine(*tensors, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ops.combine(*tensors, backend=backend)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+
+
+# Who serves.
+
+
+def test_auto_on_a_cpu_is_served_by_sdpa(environment: Callable[..., None]) -> None:
+    environment()
+    inputs = random_inputs(PLAIN, torch.float32)
+    for branch in BRANCHES:
+        attend(ops, branch, inputs, PLAIN)
+    calls = routing.router().counts.calls
+    assert {name for _, name in calls} == {"sdpa"}
+    assert {op for op, _ in calls} == set(BRANCHES)
+
+
+def test_parity_mode_serves_even_a_named_backend_by_the_reference(environment: Callable[..., None]) -> None:
+    environment(NSA_FORCE_PARITY="1")
+    inputs = random_inputs(PLAIN, torch.float32)
+    for branch in BRANCHES:
+        attend(ops, branch, inputs, PLAIN, backend="sdpa")
+    assert {name for _, name in routing.router().counts.calls} == {"reference"}

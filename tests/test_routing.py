@@ -1,0 +1,402 @@
+"""Routing: who serves, who is asked next, what is refused, and that what ran is counted and said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import ops
+from nsa.backends import reference, routing, sdpa
+from nsa.backends.problem import OPS, Problem
+from nsa.backends.routing import BackendFailure, Preference, Router
+from nsa.ops import library
+from nsa.settings import Settings
+
+PROBLEM = Problem(
+    op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=16, d_v=16, dtype=torch.float32
+)
+
+
+class Fake:
+    """A backend that answers with its own name, or as told."""
+
+    def __init__(self, name: str, *, declines: str | None = None, raises: Exception | None = None) -> None:
+        self.name = name
+        self.declines = declines
+        self.raises = raises
+        self.asked = 0
+
+    def supports(self, problem: Problem) -> str | None:
+        self.asked += 1
+        return self.declines
+
+    def sliding_forward(self, *args: Any, **kwargs: Any) -> str:
+        if self.raises is not None:
+            raise self.raises
+        return self.name
+
+
+def router_of(*backends: Fake, config: Settings | None = None, **rest: Any) -> Router:
+    return Router(backends, config or Settings(), **rest)
+
+
+def run(router: Router, problem: Problem = PROBLEM, **kwargs: Any) -> Any:
+    return router.run(problem, "sliding_forward", torch.zeros(2, 3), **kwargs)
+
+
+def test_auto_takes_the_first_that_supports_the_problem() -> None:
+    router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), Fake("reference"))
+    assert run(router) == "sdpa"
+    route = router.route(PROBLEM)
+    assert dict(route.reasons) == {"triton": "no GPU", "reference": "sdpa comes before it"}
+    assert dict(router.counts.calls) == {("sliding", "sdpa"): 1}
+
+
+def test_a_decision_is_taken_once() -> None:
+    first, second = Fake("triton", declines="no GPU"), Fake("sdpa")
+    router = router_of(first, second)
+    for _ in range(5):
+        run(router)
+    assert (first.asked, second.asked) == (1, 1)
+
+
+def test_remembered_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_ROUTES", 8)
+    router = router_of(Fake("sdpa"))
+    for length in range(1, 100):
+        run(router, replace(PROBLEM, n_queries=length))
+    assert len(router.routes) <= 8
+
+
+def test_auto_goes_on_after_a_failure_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(
+        Fake("triton", raises=BackendFailure("out of shared memory")),
+        Fake("flash", declines="head width 16"),
+        Fake("sdpa"),
+        Fake("reference"),
+    )
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert [run(router) for _ in range(3)] == ["sdpa"] * 3
+    assert dict(router.counts.calls) == {("sliding", "sdpa"): 3}
+    assert dict(router.counts.failures) == {("sliding", "triton", "out of shared memory"): 3}
+    (record,) = caplog.records
+    for part in ("triton", "sliding_forward", "S=64", "float32", "out of shared memory", "sdpa serves"):
+        assert part in record.message
+
+
+def test_strict_turns_a_fallback_into_an_error() -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
+    with pytest.raises(
+        BackendFailure, match=r"triton failed in sliding_forward on sliding .*out of shared memory; strict"
+    ):
+        run(router, strict=True)
+    assert not router.counts.calls
+    assert router.counts.failures.total() == 1
+
+
+def test_when_every_backend_fails_the_last_reason_is_raised() -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("one")), Fake("sdpa", raises=BackendFailure("two")))
+    with pytest.raises(BackendFailure, match=r"sdpa failed .* two; no other backend is left"):
+        run(router)
+    assert router.counts.failures.total() == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), torch.OutOfMemoryError("a bug")])
+def test_any_other_error_is_a_bug_and_propagates(error: Exception) -> None:
+    router = router_of(Fake("triton", raises=error), Fake("sdpa"))
+    with pytest.raises(type(error), match="a bug"):
+        run(router)
+    assert not router.counts.calls
+    assert not router.counts.failures
+
+
+def test_a_named_backend_serves_whatever_comes_before_it() -> None:
+    assert run(router_of(Fake("triton"), Fake("sdpa")), backend="sdpa") == "sdpa"
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"))
+    with pytest.raises(ValueError, match=r"no backend serves sliding .*'triton' was asked for.*triton: no GPU"):
+        run(router, backend="triton")
+    failing = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
+    with pytest.raises(BackendFailure, match="out of shared memory"):
+        run(failing, backend="triton")
+    assert not failing.counts.calls
+
+
+def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
+    router = router_of(Fake("sdpa"), absent={"flash": "not in this version of nsa"})
+    with pytest.raises(ValueError, match="flash: not in this version of nsa"):
+        run(router, backend="flash")
+    assert router.route(PROBLEM).reasons["flash"] == "not in this version of nsa"
+    with pytest.raises(ValueError, match=r"backend is 'cudnn'; accepted: 'auto' or one of \['sdpa'\]"):
+        run(router, backend="cudnn")
+
+
+def test_nothing_serving_is_an_error_with_every_reason() -> None:
+    with pytest.raises(ValueError, match="triton: no GPU; sdpa: no torch"):
+        run(router_of(Fake("triton", declines="no GPU"), Fake("sdpa", declines="no torch")))
+
+
+def test_force_parity_is_the_reference_everywhere_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = Settings.load(environ={"NSA_FORCE_PARITY": "1"})
+    router = router_of(Fake("triton"), Fake("reference"), config=config)
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert run(router) == "reference"
+        assert not caplog.records
+        assert [run(router, replace(PROBLEM, batch=n), backend="triton") for n in (1, 2)] == ["reference"] * 2
+    (record,) = caplog.records
+    assert "NSA_FORCE_PARITY is on (environment)" in record.message
+    assert "backend='triton'" in record.message
+    assert router.route(PROBLEM).reasons == {"triton": "NSA_FORCE_PARITY is on (environment)"}
+
+
+@pytest.mark.parametrize(
+    ("op", "variables", "expected"),
+    [
+        ("sliding", {}, "flash"),
+        ("sliding", {"NSA_USE_FA2": "0"}, "sdpa"),
+        ("sliding", {"NSA_USE_FA2_WIN": "0"}, "sdpa"),
+        ("sliding", {"NSA_USE_FA2_CMP": "0"}, "flash"),
+        ("compressed", {"NSA_USE_FA2_CMP": "0"}, "sdpa"),
+        ("compressed", {"NSA_USE_FA2_WIN": "0"}, "flash"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "64"}, "flash"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65"}, "sdpa"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "-1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_CMP": "-1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_WIN": "-1"}, "flash"),
+    ],
+)
+def test_the_fa2_settings_keep_auto_from_flash(op: str, variables: dict[str, str], expected: str) -> None:
+    router = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ=variables))
+    route = router.route(PROBLEM.for_op(op))
+    assert route.chosen == expected
+    if expected == "sdpa":
+        assert next(iter(variables)) in route.reasons["flash"]
+
+
+def test_a_switch_binds_a_named_flash_too_but_a_threshold_does_not() -> None:
+    off = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ={"NSA_USE_FA2": "0"}))
+    with pytest.raises(ValueError, match=r"flash: NSA_USE_FA2 is off \(environment\)"):
+        run(off, backend="flash")
+    short = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ={"NSA_FA2_MIN_LEN_WIN": "9999"}))
+    assert run(short, backend="flash") == "flash"
+
+
+def test_measured_preferences_reorder_where_they_were_measured() -> None:
+    preference = Preference(
+        gpu="H200", op="sliding", order=("sdpa", "flash"), min_length=32, max_length=128, head_widths=(16,)
+    )
+    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="H200")
+    on_gpu = replace(PROBLEM, device="cuda")
+    assert router.route(on_gpu).chosen == "sdpa"
+    assert router.route(on_gpu).why == "measured order on H200"
+    elsewhere = [
+        PROBLEM,  # a CPU tensor on the GPU's machine
+        on_gpu.for_op("compressed"),
+        replace(on_gpu, n_queries=31),
+        replace(on_gpu, n_queries=129),
+        replace(on_gpu, d_k=32),
+    ]
+    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 5
+    other_gpu = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="A100")
+    assert other_gpu.route(on_gpu).chosen == "triton"
+
+
+def test_a_preference_may_hold_for_one_direction() -> None:
+    preference = Preference(gpu="cpu", op="sliding", order=("sdpa",), mode="bwd")
+    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference])
+    assert router.route(PROBLEM).chosen == "triton"
+    assert router.route(replace(PROBLEM, backward=True)).chosen == "sdpa"
+
+
+def test_after_a_preferred_backend_fails_the_others_still_serve() -> None:
+    preference = Preference(gpu="cpu", op="sliding", order=("sdpa",))
+    backends = Fake("triton"), Fake("sdpa", raises=BackendFailure("no"))
+    assert run(router_of(*backends, preferences=[preference])) == "triton"
+
+
+def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "routes.json"
+    assert routing.load_preferences(path) == ()
+    row = {"gpu": "NVIDIA H200", "op": "sliding", "order": ["flash", "triton"], "min_length": 4096}
+    path.write_text(json.dumps({"measured": "by a benchmark", "preferences": [row]}))
+    (preference,) = routing.load_preferences(path)
+    assert preference == Preference(gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096)
+    wrong = [
+        ([], "routing table"),
+        ({"preferences": [row | {"min_len": 1}]}, "'min_len'; accepted"),
+        ({"preferences": [row | {"op": "attend"}]}, "op is 'attend'"),
+        ({"preferences": [row | {"order": ["tritno"]}]}, "order names 'tritno'"),
+        ({"preferences": [{"gpu": "x"}]}, "missing"),
+        ({"preferences": [row | {"mode": "both"}]}, "mode is 'both'"),
+    ]
+    for content, message in wrong:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message) as error:
+            routing.load_preferences(path)
+        assert str(path) in str(error.value)
+
+
+def test_the_table_that_ships_loads() -> None:
+    routing.load_preferences(routing.preferences_path())
+
+
+def test_explain_tells_each_op_with_its_reasons() -> None:
+    router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), absent={"flash": "not in this version of nsa"})
+    text = str(router.explain(PROBLEM.for_op("attention")))
+    assert text.startswith("routes for attention B=1 S=64")
+    for op in OPS:
+        assert f"{op:<11} sdpa: first that supports it" in text
+    assert text.count("not triton: no GPU") == text.count("not flash: not in this version") == len(OPS)
+
+
+def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None:
+    problem = PROBLEM.for_op("attention")
+    parity = Settings.load(environ={}, command_line={"force_parity": True})
+    assert {route.chosen for route in routing.explain(problem, config=parity).routes.values()} == {"reference"}
+    default = routing.explain(problem, config=Settings()).routes.values()
+    assert {route.chosen for route in default} == {"sdpa"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = Router([sdpa], Settings())
+    monkeypatch.setattr(library, "router", lambda: router)
+    leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
+    length, n_cmp = 100, 5
+    q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
+    k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
+    documents = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
+    choice = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
+    indices = ops.select_blocks(q, k_cmp, lse, **choice, **documents)
+    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=32, **documents)
+    o_win, _ = ops.sliding_attention(q, k, v, window=16, **documents)
+    ops.combine(o_cmp, o_sel, o_win, gates).sum().backward()
+
+    posed = {problem for problem, _ in router.routes}
+    whole = replace(PROBLEM.for_op("attention"), n_queries=length, n_keys=length, d_v=8, packed=packed)
+    explained = {
+        route.problem
+        for backward in (False, True)
+        for route in router.explain(replace(whole, backward=backward)).routes.values()
+    }
+    assert posed == explained
+
+
+def test_counters_tell_what_ran_and_can_be_cleared() -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("no")), Fake("sdpa"))
+    run(router)
+    assert router.counts.as_dict() == {"calls": {"sliding/sdpa": 1}, "failures": {"sliding/triton: no": 1}}
+    router.counts.clear()
+    assert router.counts.as_dict() == {"calls": {}, "failures": {}}
+
+
+def test_no_call_is_lost_when_threads_count_at_once() -> None:
+    router = router_of(Fake("sdpa"))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [run(router) for _ in range(500)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert router.counts.calls["sliding", "sdpa"] == 2000
+
+
+@pytest.fixture
+def quiet_logger() -> Any:
+    """The `nsa` logger as an application without any logging set-up has it."""
+    before = routing.log.level, routing.log.handlers[:]
+    routing.log.setLevel(logging.NOTSET)
+    yield routing.log
+    routing.log.setLevel(before[0])
+    routing.log.handlers[:] = before[1]
+
+
+def test_an_audit_says_each_path_once(quiet_logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(Fake("triton", declines="no"), Fake("sdpa"), config=Settings(sdpa_audit=True))
+    for batch in (1, 1, 2, 1):
+        run(router, replace(PROBLEM, batch=batch))
+    assert len(caplog.messages) == 2
+    for part in ("branch=sliding", "path=sdpa.sliding_forward", "ms=not timed", "(2, 3):float32:(3, 1)"):
+        assert part in caplog.messages[0]
+    assert "reason='first that supports it'" in caplog.messages[0]
+
+
+def test_timing_says_every_call_with_its_milliseconds(
+    quiet_logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    backends = Fake("triton", raises=BackendFailure("no")), Fake("sdpa")
+    router = router_of(*backends, config=Settings(debug_timing=True))
+    run(router, cu_seqlens=torch.tensor([0, 2], dtype=torch.int32))
+    run(router, backend="sdpa")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(lines) == 2
+    assert "(2,):int32:(1,)" in lines[0]
+    assert "reason='triton failed: no'" in lines[0]
+    assert "was asked for" in lines[1]
+    assert float(lines[0].split("ms=")[1].split()[0]) >= 0
+
+
+def test_the_log_is_shown_even_where_logging_was_never_set_up(quiet_logger: logging.Logger) -> None:
+    alone = logging.getLogger("nsa-test-alone")
+    alone.propagate = False
+    routing.make_visible(alone)
+    assert alone.isEnabledFor(logging.INFO)
+    assert alone.handlers
+
+
+def test_backends_are_found_or_said_to_be_missing() -> None:
+    found, absent = routing.find_backends()
+    names = {backend.name for backend in found}
+    assert {"sdpa", "reference"} <= names
+    assert names | set(absent) == set(routing.BACKEND_MODULES)
+    assert [b.name for b in found] == [name for name in routing.BACKEND_MODULES if name in names]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import no_such_library", "needs the package no_such_library, which is not installed"),
+        ("raise ImportError('undefined symbol: x')", "cannot be imported: undefined symbol: x"),
+        ("name = 'x'", "not in this version of nsa: it has no supports()"),
+        (None, "not in this version of nsa"),
+    ],
+)
+def test_a_backend_that_cannot_be_imported_says_why(
+    source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"backend_{abs(hash(source))}"
+    if source is not None:
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert routing.find_backend(name) == expected
+
+
+def test_a_mistake_in_our_own_imports_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "backend_own.py").write_text("from nsa.backends.problem import NoSuchThing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="NoSuchThing"):
+        routing.find_backend("backend_own")
+
+
+def test_the_process_router_takes_the_settings_of_the_process(environment: Callable[..., None]) -> None:
+    environment(NSA_FORCE_PARITY="1")
+    assert not routing.counts_so_far().calls
+    q = torch.randn(1, 8, 2, 4)
+    ops.sliding_attention(q, q, q, window=4)
+    assert dict(routing.counts_so_far().calls) == {("sliding", reference.name): 1}

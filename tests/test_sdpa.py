@@ -1,0 +1,547 @@
+"""The path that runs everywhere, `backend="sdpa"`, against the specification."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from helpers import (
+    BRANCHES,
+    ROUNDINGS,
+    TOLERANCE_FACTOR,
+    Case,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    assert_within_derived_tolerance,
+    attend,
+    cases,
+    mean_compress,
+    random_inputs,
+    results,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa import ops, reference
+from nsa.backends.sdpa import layout
+
+TIGHT = 1e-10
+LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
+any_case = st.one_of(cases(), cases(packed=True))
+short_case = st.one_of(cases(max_length=70), cases(max_length=70, packed=True))
+
+sdpa_results = partial(results, ops, backend="sdpa")
+sdpa_attend = partial(attend, ops, backend="sdpa")
+reference_results = partial(results, reference)
+
+
+def name_of(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+# Equal to the reference.
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases())
+def test_a_branch_is_the_reference_in_fp64(branch: str, case: Case) -> None:
+    inputs = random_inputs(case)
+    assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases(packed=True))
+def test_a_packed_branch_is_the_reference_in_fp64(branch: str, case: Case) -> None:
+    inputs = random_inputs(case)
+    assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=name_of)
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=any_case)
+def test_a_branch_is_as_exact_as_plain_torch_in_its_dtype(branch: str, dtype: torch.dtype, case: Case) -> None:
+    inputs = random_inputs(case, dtype)
+    assert_within_derived_tolerance(
+        sdpa_results(branch, inputs, case),
+        reference_results(branch, inputs.to(torch.float64), case),
+        reference_results(branch, inputs, case),
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_any_number_of_heads_per_group_is_served(branch: str, heads: int) -> None:
+    case = Case(length=67, batch=2, groups=2, heads=heads, d_k=6, d_v=3)
+    inputs = random_inputs(case)
+    assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_sequence_shorter_than_every_block_is_served(branch: str, length: int) -> None:
+    case = Case(length=length, groups=2, heads=3, d_k=4, d_v=3, block=32, stride=16, select_block=64, window=512)
+    inputs = random_inputs(case)
+    assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
+
+
+def test_the_papers_knobs_and_widths_are_served() -> None:
+    case = Case(length=700, groups=1, heads=2, d_k=24, d_v=16, block=32, stride=16, select_block=64, n_select=8)
+    case = case.but(window=512)
+    inputs = random_inputs(case)
+    for branch in BRANCHES:
+        assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_given_scale_is_used(branch: str) -> None:
+    case = Case(length=40, groups=2, heads=2)
+    inputs = random_inputs(case)
+    got = sdpa_results(branch, inputs, case, scale=0.11)
+    assert_close(got, reference_results(branch, inputs, case, scale=0.11), TIGHT)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_inputs_need_not_be_contiguous_beyond_their_last_dimension(branch: str) -> None:
+    case = Case(length=40, batch=2, groups=2, heads=2)
+    inputs = random_inputs(case)
+    head_major = inputs.map(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not head_major.q.is_contiguous()
+    # `results` clones its leaves, which keeps their strides.
+    assert_close(sdpa_results(branch, head_major, case), reference_results(branch, inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@given(case=cases(max_length=40))
+def test_the_mixture_is_as_exact_as_plain_torch_in_its_dtype(dtype: torch.dtype, case: Case) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.batch, case.length, case.n_heads)
+    tensors = [torch.randn(*shape, case.d_v, generator=generator).to(dtype) for _ in range(3)]
+    tensors.append(torch.randn(*shape, 3, generator=generator).to(dtype))
+    do = torch.randn(*shape, case.d_v, generator=generator).to(dtype)
+
+    def mixed(module: object, dtype: torch.dtype, **options: str) -> dict[str, Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+        o = module.combine(*leaves, **options)  # type: ignore[attr-defined]
+        grads = torch.autograd.grad(o, leaves, do.to(dtype))
+        return {"o": o, **dict(zip(("d_cmp", "d_sel", "d_win", "d_gates"), grads, strict=True))}
+
+    actual = mixed(ops, dtype, backend="sdpa")
+    assert_within_derived_tolerance(actual, mixed(reference, torch.float64), mixed(reference, dtype))
+
+
+# The choice of blocks.
+
+
+def normaliser(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
+    return attend(reference, "compressed", inputs, case, **options)[1]
+
+
+def importance_of(inputs: Inputs, case: Case) -> Tensor:
+    knobs = {**case.compression, "select_block": case.select_block, "cu_seqlens": case.cu_seqlens}
+    return reference.selection_importance(inputs.q, inputs.k_cmp, normaliser(inputs, case), **knobs)
+
+
+def choose(inputs: Inputs, case: Case, **options: object) -> Tensor:
+    options.setdefault("cu_seqlens", case.cu_seqlens)
+    lse = normaliser(inputs, case, **{k: v for k, v in options.items() if isinstance(v, Tensor)})
+    return ops.select_blocks(inputs.q, inputs.k_cmp, lse, **case.selection, backend="sdpa", **options)
+
+
+def reference_choice(inputs: Inputs, case: Case) -> Tensor:
+    lse = normaliser(inputs, case)
+    return reference.select_blocks(inputs.q, inputs.k_cmp, lse, **case.selection, cu_seqlens=case.cu_seqlens)
+
+
+def query_positions(case: Case) -> Tensor:
+    return torch.tensor([t for length in case.documents or (case.length,) for t in range(length)])
+
+
+def importance_at_the_cut(importance: Tensor, chosen: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    """`[B,S,G]` each: the least importance that was taken for its own sake, and the greatest that was left out."""
+    j = torch.arange(importance.shape[-1])
+    own = (query_positions(case) // case.select_block)[:, None, None]
+    candidate = (j <= own).expand_as(importance)
+    forced = candidate & ((j < case.n_init) | (j > own - case.n_local))
+    taken = (chosen.long()[..., None] == j).any(dim=-2)
+    least = importance.masked_fill(~taken | forced, math.inf).amin(dim=-1)
+    greatest = importance.masked_fill(taken | ~candidate, -math.inf).amax(dim=-1)
+    return least, greatest
+
+
+@given(case=any_case)
+def test_the_choice_is_the_reference_choice_where_importances_are_apart(case: Case) -> None:
+    inputs = random_inputs(case)
+    chosen, expected = choose(inputs, case), reference_choice(inputs, case)
+    importance = importance_of(inputs, case)
+    least, greatest = importance_at_the_cut(importance, expected, case)
+    apart = least - greatest > TIGHT
+    assert torch.equal(chosen[apart], expected[apart])
+    # Elsewhere two orders of summation may see different ties; what is taken is worth the same.
+    least, greatest = importance_at_the_cut(importance, chosen, case)
+    assert (least >= greatest - TIGHT).all()
+
+
+@given(case=any_case)
+def test_a_choice_is_ascending_padded_and_holds_the_forced_blocks(case: Case) -> None:
+    chosen = choose(random_inputs(case), case)
+    own = (query_positions(case) // case.select_block)[:, None].expand(chosen.shape[:3])
+    used = chosen >= 0
+    assert chosen.dtype == torch.int32
+    assert torch.equal(used.sum(dim=-1), (own + 1).clamp_max(case.n_select))
+    assert (chosen <= own[..., None]).all()
+    follows = (chosen[..., 1:] > chosen[..., :-1]) | ~used[..., 1:]
+    assert follows.all()
+    assert (used[..., :-1] | ~used[..., 1:]).all(), "-1 only at the end"
+    for j in range(case.n_init):
+        assert ((chosen == j).any(dim=-1) | (own < j)).all()
+    for back in range(case.n_local):
+        assert ((chosen == (own - back)[..., None]).any(dim=-1) | (own < back)).all()
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=name_of)
+@given(case=any_case)
+def test_a_choice_in_low_precision_errs_no_more_than_plain_torch_would(dtype: torch.dtype, case: Case) -> None:
+    inputs = random_inputs(case, dtype)
+    exact = importance_of(inputs.to(torch.float64), case)
+    # Scores and normaliser come from the same op, as in the attention.
+    _, lse = sdpa_attend("compressed", inputs, case)
+    chosen = ops.select_blocks(
+        inputs.q, inputs.k_cmp, lse, **case.selection, backend="sdpa", cu_seqlens=case.cu_seqlens
+    )
+    plain_error = float((importance_of(inputs, case).double() - exact).abs().max())
+    error = TOLERANCE_FACTOR * plain_error + ROUNDINGS * torch.finfo(torch.float32).eps * float(exact.max())
+    least, greatest = importance_at_the_cut(exact, chosen, case)
+    # Two blocks may change places when both are off by the error, towards each other.
+    assert (least >= greatest - 2 * error).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@pytest.mark.parametrize("documents", [None, (33, 0, 1, 62)], ids=["plain", "packed"])
+def test_equal_importance_goes_to_the_lower_index(dtype: torch.dtype, documents: tuple[int, ...] | None) -> None:
+    case = Case(length=96, documents=documents, groups=2, heads=3, block=4, stride=4, select_block=4)
+    case = case.but(n_select=4, n_init=0, n_local=1)
+    inputs = random_inputs(case, dtype)
+    inputs = inputs.but(q=torch.zeros_like(inputs.q))
+    chosen = choose(inputs, case)
+    assert torch.equal(chosen, reference_choice(inputs, case))
+    assert chosen[0, -1].tolist() == [[0, 1, 2, 23 if documents is None else 15]] * 2
+
+
+@given(case=any_case)
+def test_with_all_scores_equal_the_choice_is_worth_what_the_reference_choice_is(case: Case) -> None:
+    inputs = random_inputs(case)
+    inputs = inputs.but(q=torch.zeros_like(inputs.q))
+    importance = importance_of(inputs, case)
+    least, greatest = importance_at_the_cut(importance, choose(inputs, case), case)
+    assert (least >= greatest - TIGHT).all()
+
+
+# Queries that continue a cached sequence.
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases(), data=st.data())
+def test_cached_queries_get_what_the_whole_forward_gives(branch: str, case: Case, data: st.DataObject) -> None:
+    """Every row has a start of its own; all rows have the same number of new tokens."""
+    n_new = data.draw(st.integers(1, case.length), label="new tokens")
+    starts = data.draw(
+        st.lists(st.integers(0, case.length - n_new), min_size=case.batch, max_size=case.batch), label="starts"
+    )
+    inputs = random_inputs(case)
+    q, k, v = inputs.of(branch)
+    o, lse = attend(reference, branch, inputs, case)
+
+    def new_rows(x: Tensor) -> Tensor:
+        return torch.stack([row[start : start + n_new] for row, start in zip(x, starts, strict=True)])
+
+    tail = inputs.but(indices=new_rows(inputs.indices))
+    got = sdpa_attend(branch, tail, case, (new_rows(q), k, v), q_start=torch.tensor(starts, dtype=torch.int32))
+    torch.testing.assert_close(got[0], new_rows(o), atol=TIGHT, rtol=TIGHT)
+    torch.testing.assert_close(got[1], new_rows(lse), atol=TIGHT, rtol=TIGHT)
+
+
+@given(case=cases(), data=st.data())
+def test_cached_queries_choose_what_the_whole_forward_chooses(case: Case, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, case.length - 1), label="start")
+    inputs = random_inputs(case)
+    q_start = torch.full((case.batch,), start, dtype=torch.int32)
+    chosen = choose(inputs.but(q=inputs.q[:, start:]), case, q_start=q_start)
+    expected = choose(inputs, case)[:, start:]
+    least, greatest = importance_at_the_cut(importance_of(inputs, case), choose(inputs, case), case)
+    apart = (least - greatest > TIGHT)[:, start:]
+    assert torch.equal(chosen[apart], expected[apart])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases(max_length=60), data=st.data())
+def test_gradients_of_cached_queries_are_the_references(branch: str, case: Case, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, case.length - 1), label="start")
+    inputs = random_inputs(case)
+    tail = inputs.but(q=inputs.q[:, start:], indices=inputs.indices[:, start:])
+    q_start = torch.full((case.batch,), start, dtype=torch.int32)
+    got = sdpa_results(branch, tail, case, q_start=q_start)
+    assert_close(got, reference_results(branch, tail, case, q_start=q_start), TIGHT)
+
+
+@pytest.mark.parametrize("branch", ["selected", "sliding"])
+def test_what_lies_after_the_last_query_in_a_cache_is_not_read(branch: str) -> None:
+    case = Case(length=30, groups=2, heads=2)
+    inputs = random_inputs(case)
+    q, k, v = inputs.of(branch)
+    space = torch.full((1, 13, 2, 4), 1e9, dtype=torch.float64)
+    q_start = torch.tensor([20], dtype=torch.int32)
+    tail = inputs.but(indices=inputs.indices[:, 20:])
+    exact = sdpa_attend(branch, tail, case, (q[:, 20:], k, v), q_start=q_start)
+    keys = torch.cat([k, space], dim=1), torch.cat([v, space], dim=1)
+    spacious = sdpa_attend(branch, tail, case, (q[:, 20:], *keys), q_start=q_start)
+    for x, y in zip(exact, spacious, strict=True):
+        torch.testing.assert_close(x, y, atol=TIGHT, rtol=TIGHT)
+
+
+def test_unused_space_after_packed_compressed_blocks_is_not_read() -> None:
+    case = Case(length=60, documents=(17, 1, 0, 42), groups=2, heads=2)
+    inputs = random_inputs(case)
+    n = case.n_compressed
+    space = torch.full((1, 60 // case.stride - n, 2, 4), 1e9, dtype=torch.float64)
+    roomy = inputs.but(k_cmp=torch.cat([inputs.k_cmp, space], 1), v_cmp=torch.cat([inputs.v_cmp, space], 1))
+    exact, spacious = (sdpa_results("compressed", x, case) for x in (inputs, roomy))
+    for name in ("dk", "dv"):
+        assert not spacious[name][:, n:].any()
+        spacious[name] = spacious[name][:, :n]
+    assert_close(spacious, exact, TIGHT)
+    assert torch.equal(choose(roomy, case), choose(inputs, case))
+
+
+# Chunks.
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=short_case, budget=st.sampled_from([1, 97, 1000, 20_000]))
+def test_a_small_score_budget_changes_nothing(branch: str, case: Case, budget: int) -> None:
+    inputs = random_inputs(case)
+    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+        got = sdpa_results(branch, inputs, case)
+    assert_close(got, reference_results(branch, inputs, case), TIGHT)
+
+
+@given(case=short_case, budget=st.sampled_from([1, 97, 1000, 20_000]))
+def test_a_small_score_budget_does_not_change_the_choice(case: Case, budget: int) -> None:
+    inputs = random_inputs(case)
+    expected = reference_choice(inputs, case)
+    least, greatest = importance_at_the_cut(importance_of(inputs, case), expected, case)
+    apart = least - greatest > TIGHT
+    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+        assert torch.equal(choose(inputs, case)[apart], expected[apart])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_budget_of_one_still_serves_a_cache(branch: str) -> None:
+    case = Case(length=90, batch=2, groups=2, heads=2)
+    inputs = random_inputs(case)
+    tail = inputs.but(q=inputs.q[:, 40:], indices=inputs.indices[:, 40:])
+    options = {"q_start": torch.tensor([40, 40], dtype=torch.int32)}
+    with mock.patch.dict(layout.SCORE_BUDGET, cpu=1):
+        got = sdpa_results(branch, tail, case, **options)
+    assert_close(got, reference_results(branch, tail, case, **options), TIGHT)
+
+
+# Causality, determinism, values that must not be hidden.
+
+
+def shake(x: Tensor, first: int) -> Tensor:
+    """Other values from row `first` on, large ones."""
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(x[:, first:].shape, generator=generator, dtype=torch.float64).to(x.dtype)
+    return torch.cat([x[:, :first], 50 * noise], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases(), data=st.data())
+def test_later_tokens_do_not_change_an_output_by_one_bit(
+    branch: str, dtype: torch.dtype, case: Case, data: st.DataObject
+) -> None:
+    t = data.draw(st.integers(0, case.length - 1), label="t")
+    inputs = random_inputs(case, dtype)
+    q, k, v = inputs.of(branch)
+    first = case.count_compressed(t + 1) if branch == "compressed" else t + 1
+    before = sdpa_attend(branch, inputs, case)
+    after = sdpa_attend(branch, inputs, case, (shake(q, t + 1), shake(k, first), shake(v, first)))
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x[:, : t + 1], y[:, : t + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=cases(), data=st.data())
+def test_earlier_outputs_give_later_tokens_no_gradient(
+    branch: str, dtype: torch.dtype, case: Case, data: st.DataObject
+) -> None:
+    t = data.draw(st.integers(0, case.length - 1), label="t")
+    inputs = random_inputs(case, dtype)
+    leaves = [x.clone().requires_grad_() for x in inputs.of(branch)]
+    first = case.count_compressed(t + 1) if branch == "compressed" else t + 1
+    o, lse = sdpa_attend(branch, inputs, case, tuple(leaves))
+    do, dlse = torch.zeros_like(o), torch.zeros_like(lse)
+    do[:, : t + 1], dlse[:, : t + 1] = 1.0, 1.0
+    dq, dk, dv = torch.autograd.grad((o, lse), leaves, (do, dlse))
+    assert not dq[:, t + 1 :].any()
+    assert not dk[:, first:].any()
+    assert not dv[:, first:].any()
+
+
+@given(case=cases(), data=st.data())
+def test_later_tokens_do_not_change_a_choice_of_blocks(case: Case, data: st.DataObject) -> None:
+    t = data.draw(st.integers(0, case.length - 1), label="t")
+    inputs = random_inputs(case, torch.float32)
+    shaken = inputs.but(q=shake(inputs.q, t + 1), k_cmp=shake(inputs.k_cmp, case.count_compressed(t + 1)))
+    assert torch.equal(choose(inputs, case)[:, : t + 1], choose(shaken, case)[:, : t + 1])
+
+
+def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """All five ops on raw keys shared by the branches, compressed by their mean."""
+    k_cmp, v_cmp = mean_compress(k, case), mean_compress(v, case)
+    served = {"backend": "sdpa", "cu_seqlens": case.cu_seqlens}
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **served)
+    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **served)
+    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **served)
+    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **served)
+    return ops.combine(o_cmp, o_sel, o_win, gates, backend="sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@pytest.mark.parametrize("t", [1, 20, 64, 98])
+def test_whole_attention_from_raw_tokens_is_causal_to_the_bit(t: int, dtype: torch.dtype) -> None:
+    case = Case(length=100, groups=2, heads=3, n_select=4)
+    inputs = random_inputs(case, dtype)
+    q, k, v = inputs.of("sliding")
+    before = whole_attention(case, q, k, v, inputs.gates)
+    after = whole_attention(case, shake(q, t + 1), shake(k, t + 1), shake(v, t + 1), inputs.gates)
+    assert torch.equal(before[:, : t + 1], after[:, : t + 1])
+    assert not torch.equal(before[:, t + 1 :], after[:, t + 1 :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@given(case=short_case)
+def test_two_runs_of_forward_and_backward_give_the_same_bits(dtype: torch.dtype, case: Case) -> None:
+    inputs = random_inputs(case, dtype)
+    for branch in BRANCHES:
+        assert_same_bits(sdpa_results(branch, inputs, case), sdpa_results(branch, inputs, case))
+    assert torch.equal(choose(inputs, case), choose(inputs, case))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_nan_in_a_visible_key_reaches_every_row_that_sees_it_and_no_other(branch: str) -> None:
+    case = Case(length=64, groups=2, heads=2)
+    inputs = random_inputs(case, torch.float32)
+    inputs.indices[:] = torch.tensor([0, 1, 2, -1])
+    q, k, v = inputs.of(branch)
+    k = k.clone()
+    k[0, 3, 1, 2] = math.nan
+    # Block 3 of 8 tokens at stride 4 is complete at 19; token 3 is in block 0, and 16 tokens are a window.
+    sees = {"compressed": slice(19, 64), "selected": slice(3, 64), "sliding": slice(3, 19)}[branch]
+    for x in sdpa_attend(branch, inputs, case, (q, k, v)):
+        tainted = x.isnan()
+        expected = torch.zeros_like(tainted)
+        expected[:, sees, 2:] = True
+        assert torch.equal(tainted, expected)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_nan_in_a_visible_value_reaches_every_row_that_sees_it(branch: str) -> None:
+    case = Case(length=64, groups=2, heads=2)
+    inputs = random_inputs(case, torch.float32)
+    inputs.indices[:] = torch.tensor([0, 1, 2, -1])
+    q, k, v = inputs.of(branch)
+    v = v.clone()
+    v[0, 3, 1, 2] = math.nan
+    sees = {"compressed": slice(19, 64), "selected": slice(3, 64), "sliding": slice(3, 19)}[branch]
+    o, _ = sdpa_attend(branch, inputs, case, (q, k, v))
+    assert o[:, sees, 2:, 2].isnan().all()
+    assert o[:, :, :2].isfinite().all(), "the other group does not read it"
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_an_infinite_score_is_not_hidden(branch: str) -> None:
+    case = Case(length=24, heads=2)
+    inputs = random_inputs(case, torch.float32)
+    inputs.indices[:] = torch.tensor([0, 1, 2, -1])
+    q, k, v = inputs.of(branch)
+    k, q = k.clone(), q.abs()
+    k[0, 0] = math.inf
+    o, _ = sdpa_attend(branch, inputs, case, (q, k, v))
+    assert not o[:, 7:9].isfinite().any()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_huge_negative_scores_do_not_let_a_query_see_the_future(branch: str) -> None:
+    """A finite score may be lower than any finite number that could mark a hidden key."""
+    case = Case(length=24, heads=2)
+    inputs = random_inputs(case, torch.float32)
+    inputs.indices[:] = torch.tensor([0, 1, 2, -1])
+    q, k, v = inputs.of(branch)
+    q, k, t = torch.full_like(q, 1e16), torch.full_like(k, -1e16), 12
+    first = case.count_compressed(t + 1) if branch == "compressed" else t + 1
+    o, lse = sdpa_attend(branch, inputs, case, (q, k, v))
+    shaken, _ = sdpa_attend(branch, inputs, case, (q, k, shake(v, first)))
+    assert torch.equal(o[:, : t + 1], shaken[:, : t + 1])
+    torch.testing.assert_close(lse, attend(reference, branch, inputs, case, (q, k, v))[1])
+
+
+@pytest.mark.parametrize("score", [0.0, 1e2, 1e4, -1e4])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_an_output_is_an_average_of_values_however_large_the_scores(branch: str, score: float) -> None:
+    """Keys that are all alike share the weight evenly: of values that are all one, the average is one."""
+    case = Case(length=40, heads=2, d_k=1, d_v=3)
+    inputs = random_inputs(case, torch.float32)
+    inputs.indices[:] = torch.tensor([0, 1, 2, 4])
+    q, k, v = (torch.ones_like(x) for x in inputs.of(branch))
+    o, lse = sdpa_attend(branch, inputs, case, (q * score, k, v))
+    expected = (~lse.isinf()).float()[..., None].expand_as(o)
+    torch.testing.assert_close(o, expected, atol=4 * torch.finfo(torch.float32).eps, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(branch: str, dtype: torch.dtype) -> None:
+    documents = (5, 24, 0, 1)
+    case = Case(length=30, documents=documents, groups=2, heads=2)
+    inputs = random_inputs(case, dtype)
+    inputs.indices[:, 10:20] = -1
+    # The first document has no whole block, the second its first at its eighth token.
+    empty = {"compressed": [*range(12), 29], "selected": list(range(10, 20)), "sliding": []}[branch]
+    got = sdpa_results(branch, inputs, case)
+    assert not got["o"][:, empty].any()
+    assert got["lse"][:, empty].eq(-math.inf).all()
+    assert not got["dq"][:, empty].any()
+    for name in ("o", "dq", "dk", "dv"):
+        assert got[name].isfinite().all(), f"{name} has an infinity or a NaN"
+    if branch != "selected":
+        assert got["lse"].isinf().sum() == len(empty) * case.n_heads
+
+
+def test_the_normaliser_of_a_sequence_without_blocks_can_be_differentiated() -> None:
+    case = Case(length=5, block=8)
+    inputs = random_inputs(case)
+    _, lse = sdpa_attend("compressed", inputs.but(q=inputs.q.requires_grad_()), case)
+    lse.backward(torch.ones_like(lse))
+    assert inputs.q.grad is not None
+    assert not inputs.q.grad.any()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = Case(length=40, groups=2, heads=2)
+    inputs = random_inputs(case, torch.float32)
+    for branch in BRANCHES:
+        q, k, v = inputs.of(branch)
+        got = sdpa_attend(branch, inputs, case, (q * 1000, k, v))
+        expected = attend(
+            reference, branch, inputs.to(torch.float64), case, tuple(map(Tensor.double, (q * 1000, k, v)))
+        )
+        torch.testing.assert_close(got[0].double(), expected[0], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(got[1].double(), expected[1], atol=1e-3, rtol=1e-5)
