@@ -12,7 +12,7 @@ from nsa.geometry import compressed_starts, n_compressed
 
 
 class Compression(nn.Module):
-    """`mean`, or `mlp`: a learned embedding of the place in the block is added, the block flattened, two layers applied.
+    """`mean`, or `mlp`: a learned embedding of the place in the block is added, the block flattened, two layers follow.
 
     All groups share the weights.
     """

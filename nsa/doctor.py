@@ -13,7 +13,6 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 import sys
@@ -123,7 +122,7 @@ class Report:
         }
 
 
-def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] = os.environ) -> Report:
+def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None = None) -> Report:
     """Everything the doctor can say; `problem` is the attention whose route and head shape are asked about."""
     return Report(
         versions=find_versions(),

@@ -43,7 +43,7 @@ def attend(
     q_start: Tensor | None = None,
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(o, indices)`. From a cache, `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
+    """`(o, indices)`. With a cache `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
     served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d, "q_start": q_start}
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression, **served)

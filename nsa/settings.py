@@ -219,8 +219,9 @@ def read_file(path: Path | str) -> dict[str, Any]:
     return given
 
 
-def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """Every `NSA_*` name that is not a setting, and the setting it looks most like."""
+def unknown_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every `NSA_*` name of the environment that is not a setting, and the setting it looks most like."""
+    environ = os.environ if environ is None else environ
     return {name: nearest(name, BY_ENV) for name in sorted(environ) if name.startswith("NSA_") and name not in BY_ENV}
 
 

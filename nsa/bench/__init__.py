@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.bench import train
+from nsa.bench import attention, plot, train
 
-SUITES = {"train": (train, "throughput of the training step")}
+SUITES = {
+    "train": (train, "throughput of the training step"),
+    "attention": (attention, "attention alone, whole and by branch, beside dense"),
+    "plot": (plot, "draw what the others measured"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

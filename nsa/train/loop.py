@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,8 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # How long and how fast each preset trains when nobody says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {"steps": 160, "batch_size": 4, "lr": 3e-3},
-    "125m": {"steps": 1000, "batch_size": 8, "lr": 6e-4},
+    "tiny": {"steps": 120, "batch_size": 4, "lr": 3e-3, "warmup": 20},
+    "125m": {"steps": 1000, "batch_size": 8, "lr": 6e-4, "warmup": 100},
 }
 
 SAMPLE_PROMPT = "def "
@@ -57,7 +58,7 @@ class TrainConfig:
     accum: int = 1
     # Activation checkpointing: less memory, a third more work.
     gc: bool = False
-    warmup: int = 20
+    warmup: int = 0
     # The learning rate at the end, as a part of `lr`.
     lr_floor: float = 0.1
     weight_decay: float = 0.1
@@ -211,7 +212,7 @@ class Metrics:
         self.file.write(json.dumps({"kind": kind, **values}) + "\n")
         self.file.flush()
 
-    def write_steps(self, waiting: list[tuple[int, StepResult]], lr: Any) -> float:
+    def write_steps(self, waiting: list[tuple[int, StepResult]], lr: Callable[[int], float]) -> float:
         """Read back the steps that wait, the only time the device is waited for; returns the last loss."""
         values = torch.stack([torch.stack([result.loss, result.grad_norm]) for _, result in waiting]).tolist()
         for (step, _), (loss, grad_norm) in zip(waiting, values, strict=True):
@@ -291,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--batch-size", type=int, help="sequences in a batch (default: the preset's)")
     run.add_argument("--accum", type=int, help="batches in a step (default: 1)")
     run.add_argument("--lr", type=float, help="peak learning rate (default: the preset's)")
-    run.add_argument("--warmup", type=int, default=20, help="steps up to the peak (default: %(default)s)")
+    run.add_argument("--warmup", type=int, help="steps up to the peak (default: the preset's)")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-every", type=int, default=20, help="steps between two looks at the loss")
     run.add_argument("--eval-batches", type=int, default=4, help="validation batches (default: %(default)s)")
@@ -333,7 +334,7 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
         compile=first(args.compile, on_gpu),
         accum=first(args.accum, env.accum_batches, 1),
         gc=first(args.gc, False if env.no_gc else None, False),
-        warmup=args.warmup,
+        warmup=first(args.warmup, default["warmup"]),
         seed=args.seed,
         log_every=args.log_every,
         eval_batches=args.eval_batches,

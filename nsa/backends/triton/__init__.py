@@ -1,0 +1,70 @@
+"""Our kernels, for training and prefill on CUDA GPUs. Triton is imported when the first of them runs.
+
+`compressed` and `sliding` share one kernel family (`ranged_*`): a tile of queries and heads over a range of keys.
+`scores` makes the choice of blocks without per-head probabilities in memory. `selected_*` reads the chosen blocks, by
+query where groups are large and by block where they are small. `combine` mixes the branches; `compress` pools keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from nsa.backends.problem import Problem
+from nsa.backends.routing import BackendFailure
+
+name = "triton"
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST_HEAD = 256
+MOST_HEADS_PER_GROUP = 64
+OLDEST_CAPABILITY = (8, 0)
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.device != "cuda":
+        return f"the kernels run on CUDA GPUs, the tensors are on {problem.device}"
+    if find_spec("triton") is None:
+        return "the triton package is not installed"
+    if torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
+    if problem.cached:
+        return "the queries of a cache start in the middle of their keys; the kernels take whole sequences"
+    if problem.dtype not in DTYPES:
+        return f"the kernels take fp16, bf16 and fp32, not {problem.dtype}"
+    if max(problem.d_k, problem.d_v) > WIDEST_HEAD:
+        return f"head widths are {problem.d_k} and {problem.d_v}, at most {WIDEST_HEAD} is served"
+    if problem.heads_per_group > MOST_HEADS_PER_GROUP:
+        return f"{problem.heads_per_group} heads share a group, at most {MOST_HEADS_PER_GROUP} is served"
+    return None
+
+
+def launcher(module: str, function: str) -> Callable[..., Any]:
+    """The launcher of that name; what a GPU cannot take at run time becomes a reason for the next backend."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        from triton.runtime.errors import OutOfResources
+
+        run = getattr(import_module(f"nsa.backends.triton.{module}"), function)
+        try:
+            return run(*args, **kwargs)
+        except OutOfResources as error:
+            raise BackendFailure(f"{function}: {error}") from error
+
+    launch.__name__ = launch.__qualname__ = function
+    return launch
+
+
+compressed_forward = launcher("compressed", "compressed_forward")
+compressed_backward = launcher("compressed", "compressed_backward")
+select_blocks = launcher("scores", "select_blocks")
+selected_forward = launcher("selected", "selected_forward")
+selected_backward = launcher("selected", "selected_backward")
+sliding_forward = launcher("sliding", "sliding_forward")
+sliding_backward = launcher("sliding", "sliding_backward")
+combine_forward = launcher("combine", "combine_forward")
+combine_backward = launcher("combine", "combine_backward")

@@ -1,0 +1,166 @@
+"""Forward of attention in which every query sees one contiguous range of keys.
+
+    o[t] = sum_n p[t, n] v[n],   p[t, n] = exp(scale * q[t].k[n] - lse[t])   over   lo[t] <= n < hi[t]
+
+Grid: one program per (tile of BLOCK_M rows, batch and group); the last rows, which see most keys, start first. A
+program owns its rows and writes their `o` and `lse` once. `lo` and `hi` never decrease along a row of tokens, so the
+first and the last query of a tile bound what it reads, and what lies between is seen by every row and needs no mask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.backends.triton.primitives import (
+    FLOOR,
+    LN_2,
+    LOG2_E,
+    load_keys,
+    load_rows,
+    online_softmax,
+    split_rows,
+    store_rows,
+    visible_keys,
+)
+from nsa.backends.triton.tiles import Ranges, Tile, block_width, key_sources, pick_forward, row_source, strides
+
+
+@triton.jit
+def attend(
+    b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, DESC: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys `[i_start, i_stop)` into the running softmax, a tile at a time."""
+    for i_n in tl.range(i_start, i_stop, BLOCK_N):
+        b_k = load_keys(k, i_b, i_g, i_n, n_keys, stride_kb, stride_kn, stride_kg, D_K, BLOCK_N, BLOCK_DK, MASKED, DESC)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if MASKED:
+            o_n = i_n + tl.arange(0, BLOCK_N)
+            m_s = (o_n[None, :] >= b_lo[:, None]) & (o_n[None, :] < b_hi[:, None])
+            b_s = tl.where(m_s, b_s, float("-inf"))
+        b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
+        b_v = load_keys(v, i_b, i_g, i_n, n_keys, stride_vb, stride_vn, stride_vg, D_V, BLOCK_N, BLOCK_DV, MASKED, DESC)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+    return b_m, b_l, b_o
+
+
+@triton.jit
+def ranged_forward_kernel(
+    q, k, v, p_o, p_lse, p_lo, p_hi, scale_log2, n_queries, n_keys, n_groups,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_ob, stride_ot, stride_oh,
+    H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows against all the keys they see."""
+    n_rows = n_queries * H
+    n_tiles = tl.cdiv(n_rows, BLOCK_M)
+    n_bg = tl.num_programs(0) // n_tiles
+    i_bg = tl.program_id(0) % n_bg
+    i_b = i_bg // n_groups
+    i_g = i_bg % n_groups
+    i_row = (n_tiles - 1 - tl.program_id(0) // n_bg) * BLOCK_M
+
+    i_t, o_t, o_h = split_rows(i_row, H, BLOCK_M)
+    o_t = i_t + o_t
+    # Rows past the end look like the last query; they are computed and not stored.
+    b_lo, b_hi = visible_keys(tl.minimum(o_t, n_queries - 1), p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
+    first_lo, first_hi = visible_keys(i_t, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    last_lo, last_hi = visible_keys(i_last // H, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+
+    # [BLOCK_M, BLOCK_DK]
+    b_q = load_rows(q, i_b, i_g, i_row, n_queries, stride_qb, stride_qt, stride_qh, H, D_K, BLOCK_M, BLOCK_DK, DESC_Q)
+    b_m = tl.full([BLOCK_M], FLOOR, dtype=tl.float32)
+    b_l = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+
+    # Keys [first_lo, last_hi): those before last_lo or from first_hi on are hidden from some row of the tile.
+    i_full = first_lo
+    if MASK_ALL:
+        i_edge = first_lo
+    else:
+        if SLIDING or PACKED:
+            i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
+            b_m, b_l, b_o = attend(
+                b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
+                scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+                D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
+            )  # fmt: skip
+        i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
+        b_m, b_l, b_o = attend(
+            b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
+            scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, False, DESC_KV,
+        )  # fmt: skip
+    b_m, b_l, b_o = attend(
+        b_q, b_m, b_l, b_o, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g, n_keys,
+        scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
+    )  # fmt: skip
+
+    m_empty = b_l == 0.0
+    b_l = tl.where(m_empty, 1.0, b_l)
+    b_o = b_o / b_l[:, None]
+    b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.math.log2(b_l)) * LN_2)
+    store_rows(p_o, b_o, i_b, i_g, i_row, n_queries, stride_ob, stride_ot, stride_oh, H, D_V, BLOCK_M, BLOCK_DV)
+    p_lse += i_b.to(tl.int64) * n_queries * n_groups * H + o_t.to(tl.int64) * n_groups * H + i_g * H + o_h
+    tl.store(p_lse, b_lse, mask=o_t < n_queries)
+
+
+def ranged_forward(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32."""
+    assert scale > 0, "the running maximum is taken before the scale is applied"
+    batch, n_queries, n_heads, d_k = q.shape
+    n_keys, n_groups, d_v = k.shape[1], k.shape[2], v.shape[-1]
+    heads = n_heads // n_groups
+    tile = tile or pick_forward(q, v)
+    o = torch.empty(batch, n_queries, n_heads, d_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, n_queries, n_heads, dtype=torch.float32, device=q.device)
+
+    q_src = row_source(q, heads, tile)
+    k_src, v_src = key_sources(k, v, tile)
+    ranged_forward_kernel[(triton.cdiv(n_queries * heads, tile.block_m) * batch * n_groups,)](
+        q=q_src,
+        k=k_src,
+        v=v_src,
+        p_o=o,
+        p_lse=lse,
+        p_lo=ranges.lo,
+        p_hi=ranges.hi,
+        scale_log2=scale * LOG2_E,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        n_groups=n_groups,
+        **strides("q", q),
+        **strides("k", k, "n", "g"),
+        **strides("v", v, "n", "g"),
+        **strides("o", o),
+        H=heads,
+        D_K=d_k,
+        D_V=d_v,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_DK=block_width(d_k),
+        BLOCK_DV=block_width(d_v),
+        SLIDING=ranges.sliding,
+        SPAN=ranges.span,
+        STRIDE=ranges.stride,
+        PACKED=ranges.lo is not None,
+        MASK_ALL=tile.mask_all,
+        DESC_Q=q_src is not q,
+        DESC_KV=k_src is not k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
+    )
+    return o, lse

@@ -1,0 +1,426 @@
+"""The choice of blocks: how much of a group's compressed attention falls on each selection block, and the best of them.
+
+    importance[t, j] = sum_head sum_i overlap(i, j) * exp(scale * q[t, head] . k_cmp[i] - lse[t, head])
+
+A compressed block `i = j*R + u` (`R = l_sel/d`, `L = l/d`) reaches from selection block `j` into `j + c` with weight
+`|[u, u + L) ∩ [c*R, (c + 1)*R)|`. `score_kernel` writes one plane per `c`, shifted by `c` columns, so that
+
+    importance[t, j] = sum_c plane_c[t, j]
+
+and no tile ever needs a block of its neighbour. Queries go through in chunks: the planes `[C, B*G, chunk, J]` are the
+only memory, and are bounded.
+
+`score_kernel`, grid (tiles of queries, B*G, spans of blocks). One program owns `BLOCK_M` columns, `Q` queries times the
+heads of one group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The product is `k q^T`, with columns
+ordered `head * Q + query`: the sum over heads is then over registers of one thread, and what is masked, pooled and
+written is `h` times smaller than the scores. Every plane element is written at most once, by one program.
+
+`choose_kernel`, grid (runs of queries, B*G). One program owns whole rows. Importance is never negative, so its bits,
+read as an integer, are in the same order: the value of the last block that is taken is found by bisection with counts,
+and a prefix sum over the taken blocks puts them out in ascending order. Nothing is sorted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.geometry import compressed_offsets, documents, n_compressed
+
+LOG2_E = 1.4426950408889634
+
+# Floats in the planes of one chunk: 256 MiB, large enough that a chunk fills a GPU several times over.
+SCORE_BUDGET = 1 << 26
+
+# More selection blocks than one program can hold in registers, and more compressed blocks in one of them than a tile.
+MAX_SELECT_BLOCKS = 1 << 15
+MAX_RATIO = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`block_m`: queries times (padded) heads. `block_n`: compressed blocks a step. `span`: steps of one program.
+    `rows`: queries for which one program of the choice works, one after the other."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    span: int = 64
+    rows: int = 4
+
+
+def default_tile(dim: int, heads: int, dtype: torch.dtype) -> Tile:
+    """Many columns halve how often the blocks come through L2; few blocks let two programs share an SM, so that one
+    takes exponentials while the other multiplies. Past D = 128 the columns fill shared memory, and with few heads
+    what is kept per query fills the registers."""
+    if dtype == torch.float32:
+        return Tile(block_m=64, block_n=32, num_warps=4, num_stages=1)
+    if dim <= 128 and heads > 4:
+        return Tile(block_m=256, block_n=64, num_warps=4, num_stages=2)
+    return Tile(block_m=128, block_n=64, num_warps=4, num_stages=2)
+
+
+def candidates() -> list[Tile]:
+    """Tiles worth measuring."""
+    return [
+        Tile(block_m=256, block_n=64, num_warps=4, num_stages=2),
+        Tile(block_m=256, block_n=64, num_warps=4, num_stages=3),
+        Tile(block_m=128, block_n=64, num_warps=4, num_stages=2),
+        Tile(block_m=128, block_n=64, num_warps=4, num_stages=3),
+        Tile(block_m=128, block_n=128, num_warps=4, num_stages=2),
+        Tile(block_m=128, block_n=128, num_warps=8, num_stages=3),
+        Tile(block_m=256, block_n=128, num_warps=8, num_stages=2),
+        Tile(block_m=256, block_n=128, num_warps=8, num_stages=3),
+    ]
+
+
+@triton.jit
+def complete_blocks(o_pos, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """How many compressed blocks a query at position `o_pos` sees; the dividend is kept from being negative."""
+    return tl.maximum(o_pos + 1 - BLOCK + STRIDE, 0) // STRIDE
+
+
+@triton.jit
+def score_document(
+    q0, q1, b_lse, k, planes, o_row, o_seen, m_t, n_seen, n_keys, stride_kn, stride_plane, n_columns, j_lo, j_hi,
+    scale_log2,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, PLANES: tl.constexpr,
+    H_PAD: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Planes of one tile of queries over selection blocks `[j_lo, j_hi)` of one document, whose blocks start at `k`."""
+    BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
+    REPEATS: tl.constexpr = BLOCK_N // (16 * ROW_WARPS)
+    # A thread holds rows 8 apart, and those a round of warps apart: it shall hold neighbours in memory, because
+    # neighbours are summed. So the row at (repeat, warp, half, lane) is number (warp, lane, repeat, half).
+    o_m = tl.arange(0, BLOCK_N)
+    o_n = (o_m // 16 % ROW_WARPS) * (16 * REPEATS) + (o_m % 8) * (2 * REPEATS)
+    o_n += (o_m // (16 * ROW_WARPS)) * 2 + o_m // 8 % 2
+    o_j = tl.arange(0, BLOCK_J)
+    o_d = tl.arange(0, BLOCK_D)
+    o_unit = tl.arange(0, R_PAD)
+    j_end = tl.minimum(j_hi, tl.cdiv(n_seen, R))
+    for j in range(j_lo, j_end, BLOCK_J):
+        # [BLOCK_N], rows past the last block repeat it and are masked below
+        o_i = (j + o_n // R_PAD) * R + o_n % R_PAD
+        p_k = k + tl.minimum(o_i, n_keys - 1).to(tl.int64)[:, None] * stride_kn
+        if BLOCK_E > 0:
+            o_e = BLOCK_D + tl.arange(0, BLOCK_E)
+            b_s = tl.dot(tl.load(p_k + o_d[None, :]), q0, input_precision=PRECISION)
+            b_ke = tl.load(p_k + o_e[None, :], mask=(o_e < D)[None, :], other=0.0)
+            b_s = tl.dot(b_ke, q1, b_s, input_precision=PRECISION)
+        elif BLOCK_D > D:
+            b_s = tl.dot(tl.load(p_k + o_d[None, :], mask=(o_d < D)[None, :], other=0.0), q0, input_precision=PRECISION)
+        else:
+            b_s = tl.dot(tl.load(p_k + o_d[None, :]), q0, input_precision=PRECISION)
+        # [BLOCK_N, H_PAD * Q] to [BLOCK_N, Q]
+        b_p = tl.math.exp2(b_s * scale_log2 - b_lse[None, :])
+        b_p = tl.sum(tl.reshape(b_p, [BLOCK_N, H_PAD, Q]), 1)
+        m_p = o_i[:, None] < o_seen[None, :]
+        if R_PAD > R:
+            m_p = m_p & (o_n % R_PAD < R)[:, None]
+        b_p = tl.reshape(tl.where(m_p, b_p, 0.0), [REPEATS, ROW_WARPS, 2, 8, Q])
+        b_p = tl.reshape(tl.permute(b_p, (1, 3, 0, 2, 4)), [BLOCK_J, R_PAD, Q])
+        for c in tl.static_range(PLANES):
+            shared = tl.minimum(o_unit + OVERLAP, (c + 1) * R) - tl.maximum(o_unit, c * R)
+            b_w = tl.maximum(shared, 0).to(tl.float32)
+            # [BLOCK_J, Q]
+            b_i = tl.sum(b_p * b_w[None, :, None], 1)
+            o_column = j + o_j + c
+            p_plane = planes + c * stride_plane + o_row[None, :] + o_column[:, None]
+            tl.store(p_plane, b_i, mask=(o_column < n_columns)[:, None] & m_t[None, :])
+
+
+@triton.jit
+def load_columns(
+    q, o_t, o_head, m_column, stride_qt, stride_qh,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`[WIDTH, BLOCK_M]` of `q [S, h, D]`: a column per query and head, features `FIRST` on; zeros where masked."""
+    o_d = FIRST + tl.arange(0, WIDTH)
+    p_q = q + (o_t.to(tl.int64) * stride_qt + o_head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_column[:, None] & (o_d < D)[None, :], other=0.0)
+    return tl.trans(b_q)
+
+
+@triton.jit
+def score_kernel(
+    q, k_cmp, lse, planes, document, cu_seqlens, k_offset,
+    t_lo, t_hi, n_keys, n_columns, scale_log2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_lt, stride_lh, stride_plane,
+    G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, PLANES: tl.constexpr, PACKED: tl.constexpr,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SPAN: tl.constexpr,
+    ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Planes of queries `[t_lo, t_hi)`: one tile of `Q` queries, one group, `SPAN` steps of blocks."""
+    # The longest rows first: they are what the last wave would wait for.
+    i_q = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_b = tl.program_id(1) // G
+    i_g = tl.program_id(1) % G
+    BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
+    j_lo = tl.program_id(2) * (SPAN * BLOCK_J)
+    j_hi = j_lo + SPAN * BLOCK_J
+    t_first = t_lo + i_q * Q
+    t_last = tl.minimum(t_first + Q, t_hi) - 1
+
+    q += i_b.to(tl.int64) * stride_qb + (i_g * H).to(tl.int64) * stride_qh
+    lse += i_b.to(tl.int64) * stride_lb + (i_g * H).to(tl.int64) * stride_lh
+    k_cmp += i_b.to(tl.int64) * stride_kb + i_g.to(tl.int64) * stride_kg
+    o_c = tl.arange(0, H_PAD * Q)
+    o_head = o_c // Q
+    o_ct = t_first + o_c % Q
+    m_column = (o_ct < t_hi) & (o_head < H)
+    b_q0 = load_columns(q, o_ct, o_head, m_column, stride_qt, stride_qh, FIRST=0, WIDTH=BLOCK_D, D=D)
+    if BLOCK_E > 0:
+        b_q1 = load_columns(q, o_ct, o_head, m_column, stride_qt, stride_qh, FIRST=BLOCK_D, WIDTH=BLOCK_E, D=D)
+    else:
+        b_q1 = b_q0
+    # A column that is not there, or sees nothing, must add nothing: exp2(s - inf) = 0.
+    p_lse = lse + o_ct.to(tl.int64) * stride_lt + o_head.to(tl.int64) * stride_lh
+    b_lse = tl.load(p_lse, mask=m_column, other=float("inf")) * 1.4426950408889634
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+
+    # [Q], from here on the heads of a group are one
+    o_t = t_first + tl.arange(0, Q)
+    m_t = o_t < t_hi
+    planes += (tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + i_q * Q) * n_columns
+    o_row = tl.arange(0, Q) * n_columns
+    if PACKED:
+        for i_d in range(tl.load(document + t_first), tl.load(document + t_last) + 1):
+            start = tl.load(cu_seqlens + i_d)
+            end = tl.load(cu_seqlens + i_d + 1)
+            i_k = tl.load(k_offset + i_d)
+            o_seen = complete_blocks(o_t - start, BLOCK, STRIDE)
+            n_seen = complete_blocks(tl.minimum(t_last, end - 1) - start, BLOCK, STRIDE)
+            n_seen = tl.minimum(n_seen, n_keys - i_k)
+            score_document(
+                b_q0, b_q1, b_lse, k_cmp + i_k.to(tl.int64) * stride_kn, planes, o_row, tl.minimum(o_seen, n_seen),
+                m_t & (o_t >= start) & (o_t < end), n_seen, n_keys - i_k, stride_kn, stride_plane, n_columns,
+                j_lo, j_hi, scale_log2,
+                R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, PLANES=PLANES, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
+                BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
+            )  # fmt: skip
+    else:
+        n_seen = tl.minimum(complete_blocks(t_last, BLOCK, STRIDE), n_keys)
+        o_seen = tl.minimum(complete_blocks(o_t, BLOCK, STRIDE), n_keys)
+        score_document(
+            b_q0, b_q1, b_lse, k_cmp, planes, o_row, o_seen, m_t, n_seen, n_keys, stride_kn, stride_plane, n_columns,
+            j_lo, j_hi, scale_log2,
+            R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, PLANES=PLANES, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
+            BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr):
+    """A key `lo` with `count(key >= lo) >= N_FREE > count(key > lo)`, or any with exactly `N_FREE` keys at or above it;
+    and whether it was found as one of the second kind. At least `N_FREE` keys must be 0 or more."""
+    lo = 0
+    # Few segments, each the greatest of some keys: their N_FREE-th greatest is a lower bound, and cheap to come near.
+    b_top = tl.max(tl.max(tl.reshape(b_key, [BLOCK_J // (4 * SEGMENTS), SEGMENTS, 4]), 2), 0)
+    hi = tl.max(b_top, 0) + 1
+    if SEGMENTS >= N_FREE:
+        upper = hi
+        for _ in range(12):
+            middle = lo + (upper - lo) // 2
+            enough = tl.sum((b_top >= middle).to(tl.int32), 0) >= N_FREE
+            lo = tl.where(enough, middle, lo)
+            upper = tl.where(enough, upper, middle)
+    exact = False
+    while (hi - lo > 1) & (exact == False):  # noqa: E712  a tensor
+        middle = lo + (hi - lo) // 2
+        count = tl.sum((b_key >= middle).to(tl.int32), 0)
+        exact = count == N_FREE
+        lo = tl.where(count >= N_FREE, middle, lo)
+        hi = tl.where(count >= N_FREE, hi, middle)
+    return lo, exact
+
+
+@triton.jit
+def choose_row(
+    planes, indices, own, n_seen, stride_plane,
+    R: tl.constexpr, PLANES: tl.constexpr, N_SELECT: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The `N_SELECT` of the blocks `0 .. own` to read, for a query with more candidates than that."""
+    N_FREE: tl.constexpr = N_SELECT - N_INIT - N_LOCAL
+    o_j = tl.arange(0, BLOCK_J)
+    m_forced = (o_j < N_INIT) | ((o_j > own - N_LOCAL) & (o_j <= own))
+    m_taken = m_forced
+    if N_FREE > 0:
+        b_i = tl.zeros([BLOCK_J], dtype=tl.float32)
+        for c in tl.static_range(PLANES):
+            # Loads in fours: what else comes along, or was never written, is dropped.
+            b_plane = tl.load(planes + c * stride_plane + o_j, mask=o_j // 4 <= own // 4, other=0.0)
+            b_i += tl.where((o_j >= c) & ((o_j - c) * R < n_seen), b_plane, 0.0)
+        b_key = tl.maximum(b_i.to(tl.int32, bitcast=True), 0)
+        b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
+        key, exact = last_taken(b_key, N_FREE=N_FREE, SEGMENTS=SEGMENTS, BLOCK_J=BLOCK_J)
+        m_free = b_key >= key
+        if exact == False:  # noqa: E712  a tensor
+            # More blocks share the last value than there is room for: the lower ones.
+            m_tie = b_key == key
+            room = N_FREE - tl.sum((b_key > key).to(tl.int32), 0)
+            m_free = m_free & ((m_tie == False) | (tl.cumsum(m_tie.to(tl.int32), 0) <= room))  # noqa: E712
+        m_taken = m_forced | m_free
+    o_out = tl.cumsum(m_taken.to(tl.int32), 0) - 1
+    tl.store(indices + o_out, o_j, mask=m_taken)
+
+
+@triton.jit
+def choose_kernel(
+    planes, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_plane, stride_ib, stride_it,
+    G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,
+    PLANES: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    N_LOCAL: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Indices of up to `ROWS` queries from `t_lo` on, one group."""
+    i_b = tl.program_id(1) // G
+    i_g = tl.program_id(1) % G
+    t_first = t_lo + tl.program_id(0) * ROWS
+    for i in range(tl.minimum(ROWS, t_hi - t_first)):
+        i_t = t_first + i
+        position = i_t
+        n_here = n_keys
+        if PACKED:
+            i_d = tl.load(document + i_t)
+            position = i_t - tl.load(cu_seqlens + i_d)
+            n_here = n_keys - tl.load(k_offset + i_d)
+        own = position // SELECT_BLOCK
+        p_index = indices + i_b.to(tl.int64) * stride_ib + i_t.to(tl.int64) * stride_it + i_g * N_SELECT
+        if own < N_SELECT:
+            o_n = tl.arange(0, N_PAD)
+            tl.store(p_index + o_n, tl.where(o_n <= own, o_n, -1), mask=o_n < N_SELECT)
+        else:
+            n_seen = tl.minimum(complete_blocks(position, BLOCK, STRIDE), n_here)
+            i_row = tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + (i_t - t_lo)
+            choose_row(
+                planes + i_row * n_columns, p_index, own, n_seen, stride_plane,
+                R=R, PLANES=PLANES, N_SELECT=N_SELECT, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SEGMENTS=SEGMENTS,
+                BLOCK_J=BLOCK_J,
+            )  # fmt: skip
+
+
+def split_width(dim: int) -> tuple[int, int]:
+    """A width as one power of two, or as two of them where that wastes less: 192 is 128 + 64, not 256."""
+    low = 1 << (dim.bit_length() - 1)
+    if dim == low or dim < 16:
+        return max(16, low if dim == low else 2 * low), 0
+    rest = max(16, triton.next_power_of_2(dim - low))
+    return (low, rest) if low + rest < 2 * low else (2 * low, 0)
+
+
+def choose_shape(n_columns: int) -> tuple[int, int, int, int]:
+    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 2048 keys, four neighbours a lane. Left alone, the
+    compiler takes all registers there are, and too few programs would share an SM to hide each other's waiting."""
+    block_j = max(16, triton.next_power_of_2(n_columns))
+    warps = min(16, max(1, block_j // 2048))
+    per_lane = block_j // (32 * warps)
+    return block_j, min(32 * warps, block_j // 4), warps, 96 if per_lane <= 32 else 168
+
+
+def query_chunks(length: int, floats_per_column: int, select_block: int, multiple: int) -> list[tuple[int, int]]:
+    """Runs of queries whose planes stay within the budget; early ones have fewer columns and so longer runs."""
+    chunks, lo = [], 0
+    while lo < length:
+        hi = length
+        while hi - lo > multiple and (hi - lo) * floats_per_column * columns(hi, select_block) > SCORE_BUDGET:
+            hi = lo + max(multiple, (hi - lo) // 2 // multiple * multiple)
+        chunks.append((lo, hi))
+        lo = hi
+    return chunks
+
+
+def columns(length: int, select_block: int) -> int:
+    """Selection blocks of the first `length` positions, rounded up to what Triton takes as aligned."""
+    return -(-length // (16 * select_block)) * 16
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`[B,S,G,n_select]` int32, ascending, -1 where there are fewer."""
+    if q_start is not None:
+        raise ValueError("q_start: cached queries are not served by this kernel")
+    batch, length, n_heads, dim = q.shape
+    n_keys, n_groups = k_cmp.shape[1:3]
+    heads = n_heads // n_groups
+    ratio, overlap = select_block // stride, block // stride
+    if ratio > MAX_RATIO:
+        raise ValueError(f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks a selection block")
+    if columns(length, select_block) > MAX_SELECT_BLOCKS:
+        raise ValueError(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks are served")
+
+    tile = tile or default_tile(dim, heads, q.dtype)
+    h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
+    queries = max(1, tile.block_m // h_pad)
+    block_n = max(tile.block_n, r_pad, 16)
+    block_d, block_e = split_width(dim)
+    n_planes = (ratio + overlap - 2) // ratio + 1
+    if cu_seqlens is None:
+        document = cu = k_offset = None
+    else:
+        document = documents(cu_seqlens, length).index.int()
+        cu = cu_seqlens.int()
+        k_offset = compressed_offsets(cu_seqlens, block, stride).int()
+
+    indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
+    rows = batch * n_groups
+    chunks = query_chunks(length, n_planes * rows, select_block, queries)
+    planes = torch.empty(
+        max(n_planes * rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks),
+        dtype=torch.float32,
+        device=q.device,
+    )
+    shared = {
+        "G": n_groups,
+        "BLOCK": block,
+        "STRIDE": stride,
+        "R": ratio,
+        "PLANES": n_planes,
+        "PACKED": cu_seqlens is not None,
+    }
+    for lo, hi in chunks:
+        n_columns = columns(hi, select_block)
+        stride_plane = rows * (hi - lo) * n_columns
+        steps = -(-min(n_keys, n_compressed(hi, block, stride)) // (block_n // r_pad * ratio))
+        if steps > 0:
+            score_kernel[(triton.cdiv(hi - lo, queries), rows, triton.cdiv(steps, tile.span))](
+                q=q, k_cmp=k_cmp, lse=lse, planes=planes, document=document, cu_seqlens=cu, k_offset=k_offset,
+                t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns, scale_log2=scale * LOG2_E,
+                stride_qb=q.stride(0), stride_qt=q.stride(1), stride_qh=q.stride(2),
+                stride_kb=k_cmp.stride(0), stride_kn=k_cmp.stride(1), stride_kg=k_cmp.stride(2),
+                stride_lb=lse.stride(0), stride_lt=lse.stride(1), stride_lh=lse.stride(2), stride_plane=stride_plane,
+                H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, OVERLAP=overlap, Q=queries, BLOCK_N=block_n, BLOCK_D=block_d,
+                BLOCK_E=block_e, SPAN=tile.span, ROW_WARPS=min(tile.num_warps, block_n // 16), PRECISION="ieee",
+                **shared, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+        block_j, segments, warps, registers = choose_shape(n_columns)
+        choose_kernel[(triton.cdiv(hi - lo, tile.rows), rows)](
+            planes=planes, indices=indices, document=document, cu_seqlens=cu, k_offset=k_offset,
+            t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns, stride_plane=stride_plane,
+            stride_ib=indices.stride(0), stride_it=indices.stride(1),
+            SELECT_BLOCK=select_block, N_SELECT=n_select, N_PAD=triton.next_power_of_2(n_select), N_INIT=n_init,
+            N_LOCAL=n_local, SEGMENTS=segments, BLOCK_J=block_j, ROWS=tile.rows, **shared,
+            num_warps=warps, num_stages=1, maxnreg=registers,
+        )  # fmt: skip
+    return indices

@@ -1,0 +1,516 @@
+"""Forward of the selected branch, in two ways that differ in what is read more than once.
+
+    o[t] = sum_n p[t, n] v[n],   p[t, n] = exp(scale * q[t].k[n] - lse[t])   over the tokens n <= t of t's blocks
+
+`query`: a program per (query, group) walks the query's blocks; its keys and values, `n_sel * l_sel` rows of each, come
+through the L2 for every query. A program owns the `h` rows of its query and writes `o` and `lse` once.
+
+`block`: a program per segment (at most `segment` of the queries that chose one block) holds the block's keys and values
+and streams the queries' rows past them. Each (query, slot) gets a partial output and a base-2 log-sum-exp, written
+once; then a program per tile of rows puts a query's partials together. Per pair that moves `3 * h * D_v` elements,
+where `query` moves `2 * l_sel * D`: it wins when groups are small.
+
+Either starts from what runs of neighbouring queries have in common, `selected_common.py`, and treats the rest.
+
+Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to the group size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.backends.triton.primitives import FLOOR, LN_2, LOG2_E
+from nsa.backends.triton.selected_common import common_forward
+from nsa.backends.triton.selected_index import Blocks, Launch, chosen_block, launches
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """`method`: which kernel. `block_m`: rows a tile (`block`). `blocks`: blocks an iteration (`query`).
+
+    `segment`: rows a program streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
+    run whose common blocks are attended to first, 0 for none.
+    """
+
+    method: str = "block"
+    block_m: int = 64
+    blocks: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    segment: int = 2048
+    scratch: int = 1 << 30
+    merge_warps: int = 1
+    common_m: int = 128
+    common_warps: int = 8
+    common_stages: int = 3
+
+
+@triton.jit
+def locate_block(i_block, n_tokens, p_first_token, p_end_token, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a block, and one past the last token of its document."""
+    if PACKED:
+        i_first = tl.load(p_first_token + i_block)
+        i_end = tl.load(p_end_token + i_block)
+    else:
+        i_first = i_block * SELECT_BLOCK
+        i_end = n_tokens
+    return i_first, i_end
+
+
+@triton.jit
+def load_block(
+    p_x,
+    i_first,
+    i_end,
+    stride_n,
+    SELECT_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`[BLOCK_N, BLOCK_D]` rows of one block; zeros past the document, whose values must not reach a product."""
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
+    p_x += i_first.to(tl.int64) * stride_n + (o_n * stride_n)[:, None] + o_d[None, :]
+    return tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def own_segment(i_segment, i_item, p_low, p_high, p_last_segment, SEGMENT: tl.constexpr):
+    """Range of pairs of a segment; each item's segments are numbered one after the other."""
+    i_low = tl.load(p_low + i_item)
+    i_high = tl.load(p_high + i_item)
+    n_segments = (i_high - i_low + SEGMENT - 1) // SEGMENT
+    i_low += (i_segment - tl.load(p_last_segment + i_item) + n_segments) * SEGMENT
+    return i_low, tl.minimum(i_high, i_low + SEGMENT)
+
+
+@triton.jit
+def masked_rows(
+    p_pair, i_low, i_high, i_first,
+    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rows, up to a whole tile, of the queries inside the block itself: they come first, and alone need a mask."""
+    o_pair = i_low + tl.arange(0, BLOCK_N)
+    b_pair = tl.load(p_pair + o_pair, mask=o_pair < i_high, other=2147483647)
+    n_inside = tl.sum((b_pair // N_SELECT < i_first + SELECT_BLOCK - 1).to(tl.int32))
+    n_rows = (n_inside * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    return tl.minimum(n_rows, (i_high - i_low) * H)
+
+
+@triton.jit
+def offset(b_x, WIDE: tl.constexpr):
+    """An index about to meet a stride: 64 bits wide only where tensors are that large, for it costs registers."""
+    return b_x.to(tl.int64) if WIDE else b_x
+
+
+@triton.jit
+def load_pairs(p_pair, i_low, i_row, n_rows, i_other, H: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The pair of each of a tile's rows, `i_other` for rows past the end."""
+    o_row = i_row + tl.arange(0, BLOCK_M)
+    return tl.load(p_pair + i_low + o_row // H, mask=o_row < n_rows, other=i_other)
+
+
+@triton.jit
+def attend_segment(
+    p_q, p_o, p_lse, p_pair, b_k, b_v, i_start, i_stop, i_low, n_rows, i_first, i_pair_0, scale_log2,
+    stride_qt, stride_qh,
+    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows `[i_start, i_stop)` of a segment against its block: one softmax over the block a row, nothing to carry."""
+    o_n = tl.arange(0, BLOCK_N)
+    o_dk = tl.arange(0, BLOCK_DK)
+    o_dv = tl.arange(0, BLOCK_DV)
+    b_next = load_pairs(p_pair, i_low, i_start, n_rows, i_pair_0, H, BLOCK_M)
+    for i_row in tl.range(i_start, i_stop, BLOCK_M, num_stages=NUM_STAGES):
+        # Read one tile ahead: an address that waited for a load of the same iteration would halve the pipeline.
+        b_pair = b_next
+        b_next = load_pairs(p_pair, i_low, i_row + BLOCK_M, n_rows, i_pair_0, H, BLOCK_M)
+        o_row = i_row + tl.arange(0, BLOCK_M)
+        m_row = o_row < n_rows
+        o_head = o_row % H
+        b_t = b_pair // N_SELECT
+        o_q = offset(b_t, WIDE) * stride_qt + o_head * stride_qh
+        # Rows past the end read the launch's first query and are not written.
+        if D_K == BLOCK_DK:
+            b_q = tl.load(p_q + o_q[:, None] + o_dk[None, :])
+        else:
+            b_q = tl.load(p_q + o_q[:, None] + o_dk[None, :], mask=(o_dk < D_K)[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if MASKED:
+            b_s = tl.where((i_first + o_n)[None, :] <= b_t[:, None], b_s, FLOOR)
+        if SELECT_BLOCK < BLOCK_N:
+            b_s = tl.where((o_n < SELECT_BLOCK)[None, :], b_s, FLOOR)
+        b_m = tl.max(b_s, 1) * scale_log2
+        b_p = tl.math.exp2(b_s * scale_log2 - b_m[:, None])
+        b_l = tl.sum(b_p, 1)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee") * (1.0 / b_l)[:, None]
+        o_out = offset(b_pair - i_pair_0, WIDE) * H + o_head
+        m_o = m_row[:, None] if D_V == BLOCK_DV else m_row[:, None] & (o_dv < D_V)[None, :]
+        tl.store(p_o + (o_out * D_V)[:, None] + o_dv[None, :], b_o.to(p_o.dtype.element_ty), mask=m_o)
+        tl.store(p_lse + o_out, b_m + tl.math.log2(b_l), mask=m_row)
+
+
+@triton.jit
+def block_kernel(
+    p_q, p_k, p_v, p_o, p_lse, p_pair, p_order, p_item, p_low, p_high, p_last_segment,
+    p_first_token, p_end_token, scale_log2, n_items, n_blocks, n_tokens, n_groups, row_0, query_0, n_queries,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A segment of the queries that chose one block: writes their partial outputs `[rows, queries, n, h, D_v]`."""
+    i_segment = tl.load(p_order + tl.program_id(0))
+    i_item = tl.load(p_item + i_segment)
+    if i_item >= n_items:
+        return
+    i_low, i_high = own_segment(i_segment, i_item, p_low, p_high, p_last_segment, SEGMENT)
+    i_block = i_item % n_blocks
+    i_local = i_item // n_blocks
+    i_row = row_0 + i_local
+    i_b = (i_row // n_groups).to(tl.int64)
+    i_g = (i_row % n_groups).to(tl.int64)
+    i_first, i_end = locate_block(i_block, n_tokens, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    b_k = load_block(
+        p_k + i_b * stride_kb + i_g * stride_kg, i_first, i_end, stride_kn, SELECT_BLOCK, D_K, BLOCK_N, BLOCK_DK
+    )
+    b_v = load_block(
+        p_v + i_b * stride_vb + i_g * stride_vg, i_first, i_end, stride_vn, SELECT_BLOCK, D_V, BLOCK_N, BLOCK_DV
+    )
+    p_q += i_b * stride_qb + i_g * H * stride_qh
+    i_pair_0 = query_0 * N_SELECT
+    p_o += i_local.to(tl.int64) * n_queries * N_SELECT * H * D_V
+    p_lse += i_local.to(tl.int64) * n_queries * N_SELECT * H
+    n_rows = (i_high - i_low) * H
+    n_masked = masked_rows(p_pair, i_low, i_high, i_first, H, N_SELECT, SELECT_BLOCK, BLOCK_N, BLOCK_M)
+    attend_segment(
+        p_q, p_o, p_lse, p_pair, b_k, b_v, 0, n_masked, i_low, n_rows, i_first, i_pair_0, scale_log2,
+        stride_qt, stride_qh, H, N_SELECT, SELECT_BLOCK, D_K, D_V, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        True, WIDE, NUM_STAGES,
+    )  # fmt: skip
+    attend_segment(
+        p_q, p_o, p_lse, p_pair, b_k, b_v, n_masked, n_rows, i_low, n_rows, i_first, i_pair_0, scale_log2,
+        stride_qt, stride_qh, H, N_SELECT, SELECT_BLOCK, D_K, D_V, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+        False, WIDE, NUM_STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    p_part, p_part_lse, p_o, p_lse, p_indices, p_doc_start, p_block_offset,
+    n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
+    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, COMMON: tl.constexpr,
+):  # fmt: skip
+    """The partials of BLOCK_R rows, weighed by their log-sum-exp: writes `o` and the natural `lse`.
+
+    With COMMON `o` and `lse` hold one more partial, and are replaced.
+    """
+    i_local = tl.program_id(1)
+    i_row = row_0 + i_local
+    i_b = (i_row // n_groups).to(tl.int64)
+    i_g = (i_row % n_groups).to(tl.int64)
+    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_t = o_row // H
+    o_head = o_row % H
+    m_row = o_t < n_queries
+    o_slot = tl.arange(0, BLOCK_S)
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_row = p_indices + i_b * stride_ib + i_g * stride_ig
+    b_block = chosen_block(
+        p_row, (query_0 + o_t)[:, None], o_slot[None, :], m_row[:, None] & (o_slot < N_SELECT)[None, :],
+        stride_it, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED,
+    )  # fmt: skip
+    o_part = (((i_local.to(tl.int64) * n_queries + o_t) * N_SELECT) * H + o_head)[:, None] + (o_slot * H)[None, :]
+    # [BLOCK_R, BLOCK_S, BLOCK_DV]: all partials are asked for at once.
+    m_x = (b_block >= 0)[:, :, None] & (o_dv < D_V)[None, None, :]
+    b_x = tl.load(p_part + (o_part * D_V)[:, :, None] + o_dv[None, None, :], mask=m_x, other=0.0)
+    b_lse = tl.load(p_part_lse + o_part, mask=b_block >= 0, other=float("-inf"))
+    o_out = ((i_b * n_tokens + query_0 + o_t) * n_groups + i_g) * H + o_head
+    p_out = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
+    m_out = m_row[:, None] & (o_dv < D_V)[None, :]
+    b_m = tl.maximum(tl.max(b_lse, 1), FLOOR)
+    if COMMON:
+        b_own = tl.load(p_lse + o_out, mask=m_row, other=float("-inf"))
+        b_m = tl.maximum(b_m, b_own)
+    b_l = tl.sum(tl.math.exp2(b_lse - b_m[:, None]), 1)
+    if COMMON:
+        b_l += tl.math.exp2(b_own - b_m)
+    # A finite total, also for a row that sees nothing: its weights are zero.
+    b_total = tl.where(b_l > 0, b_m + tl.math.log2(tl.where(b_l > 0, b_l, 1.0)), 0.0)
+    b_w = tl.math.exp2(b_lse - b_total[:, None])
+    b_o = tl.sum(b_x.to(tl.float32) * b_w[:, :, None], 1)
+    if COMMON:
+        b_o += tl.load(p_out, mask=m_out, other=0.0).to(tl.float32) * tl.math.exp2(b_own - b_total)[:, None]
+    tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_out)
+    tl.store(p_lse + o_out, tl.where(b_l > 0, b_total * LN_2, float("-inf")), mask=m_row)
+
+
+@triton.jit
+def query_kernel(
+    p_q, p_k, p_v, p_o, p_lse, p_indices, p_doc_start,
+    scale_log2, n_tokens, n_groups,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_ib, stride_it, stride_ig,
+    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCKS: tl.constexpr, PACKED: tl.constexpr, COMMON: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query and group: its `h` rows walk its blocks, BLOCKS of them at a time.
+
+    With COMMON `o` and `lse` hold what to start from, and are replaced.
+    """
+    i_t = tl.program_id(0)
+    i_row = tl.program_id(1)
+    i_b = (i_row // n_groups).to(tl.int64)
+    i_g = (i_row % n_groups).to(tl.int64)
+    o_head = tl.arange(0, BLOCK_H)
+    o_dk = tl.arange(0, BLOCK_DK)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_head = o_head < H
+    p_q += i_b * stride_qb + i_t.to(tl.int64) * stride_qt + i_g * H * stride_qh
+    m_q = m_head[:, None] & (o_dk < D_K)[None, :]
+    b_q = tl.load(p_q + (o_head * stride_qh)[:, None] + o_dk[None, :], mask=m_q, other=0.0)
+    p_k += i_b * stride_kb + i_g * stride_kg
+    p_v += i_b * stride_vb + i_g * stride_vg
+    p_row = p_indices + i_b * stride_ib + i_g * stride_ig + i_t.to(tl.int64) * stride_it
+    i_start = tl.load(p_doc_start + i_t) if PACKED else 0
+
+    o_slot = tl.arange(0, BLOCK_S)
+    b_index = tl.load(p_row + o_slot, mask=o_slot < N_SELECT, other=-1)
+    m_reads = (b_index >= 0) & (b_index <= (i_t - i_start) // SELECT_BLOCK)
+    b_index = tl.where(m_reads, b_index, -1)
+    n_slots = tl.max(tl.where(m_reads, o_slot + 1, 0))
+
+    o_n = tl.arange(0, BLOCKS * BLOCK_N)
+    o_in = o_n % BLOCK_N
+    o_out = ((i_b * n_tokens + i_t) * n_groups + i_g) * H + o_head
+    p_out = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
+    m_out = m_head[:, None] & (o_dv < D_V)[None, :]
+    if COMMON:
+        b_m = tl.load(p_lse + o_out, mask=m_head, other=float("-inf"))
+        b_l = tl.where(b_m > FLOOR, 1.0, 0.0)
+        b_m = tl.maximum(b_m, FLOOR)
+        b_o = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+    else:
+        b_m = tl.full([BLOCK_H], FLOOR, tl.float32)
+        b_l = tl.zeros([BLOCK_H], tl.float32)
+        b_o = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    for i_slot in tl.range(0, n_slots, BLOCKS, num_stages=NUM_STAGES):
+        # Taken from registers: a block number read here would cost the loads of its keys a stage of the pipeline.
+        b_at = tl.zeros([BLOCKS * BLOCK_N], tl.int32)
+        for j in tl.static_range(BLOCKS):
+            i_at = tl.max(tl.where(o_slot == i_slot + j, b_index, -1))
+            b_at = tl.where(o_n // BLOCK_N == j, i_at, b_at)
+        o_token = i_start + b_at * SELECT_BLOCK + o_in
+        m_n = (b_at >= 0) & (o_token <= i_t)
+        if SELECT_BLOCK < BLOCK_N:
+            m_n = m_n & (o_in < SELECT_BLOCK)
+        m_k = m_n[:, None] if D_K == BLOCK_DK else m_n[:, None] & (o_dk < D_K)[None, :]
+        m_v = m_n[:, None] if D_V == BLOCK_DV else m_n[:, None] & (o_dv < D_V)[None, :]
+        b_k = tl.load(p_k + (o_token.to(tl.int64) * stride_kn)[:, None] + o_dk[None, :], mask=m_k, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
+        b_p = tl.math.exp2(b_s * scale_log2 - b_m_new[:, None])
+        b_alpha = tl.math.exp2(b_m - b_m_new)
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_alpha[:, None], input_precision="ieee")
+        b_m = b_m_new
+    b_o = b_o * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
+    b_lse = tl.where(b_l > 0, (b_m + tl.math.log2(tl.where(b_l > 0, b_l, 1.0))) * LN_2, float("-inf"))
+    tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_out)
+    tl.store(p_lse + o_out, b_lse, mask=m_head)
+
+
+def widths(d_k: int, d_v: int, select_block: int) -> dict[str, int]:
+    """Tile sizes a product accepts; what exceeds the tensor is masked."""
+    return {
+        "BLOCK_N": max(16, triton.next_power_of_2(select_block)),
+        "BLOCK_DK": max(16, triton.next_power_of_2(d_k)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(d_v)),
+    }
+
+
+def rows_to_merge(n_select: int, width: int, num_warps: int) -> int:
+    """Rows whose `n_select` parts are put together at once: about 128 elements a thread in flight."""
+    return max(1, 4096 * num_warps // (triton.next_power_of_2(n_select) * width))
+
+
+def is_wide(part: Tensor, *inputs: Tensor) -> bool:
+    """Whether an offset into `part` or into one batch entry of the inputs may not fit 32 bits."""
+    spans = [x.shape[1] * x.stride(1) for x in inputs]
+    return max(part.numel(), *spans) >= 2**31
+
+
+def at_least(
+    buffer: Tensor | None, count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`buffer` if it holds `count` entries, else a new one: launches share theirs."""
+    if buffer is not None and buffer.shape[0] >= count:
+        return buffer
+    return torch.empty(count, *shape, dtype=dtype, device=device)
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """`stride_<name><dim>` of every tensor but the last, contiguous, dimension; the name's letters give the dims."""
+    out = {}
+    for label, x in tensors.items():
+        name, dims = label.split("_")
+        out.update({f"stride_{name}{dim}": x.stride(i) for i, dim in enumerate(dims)})
+    return out
+
+
+def without_common(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    blocks: Blocks,
+    scale: float,
+    tile: ForwardTile,
+) -> Tensor:
+    """What is left of the choice once runs of queries have attended to what they have in common."""
+    if tile.common_m == 0:
+        return indices
+    return common_forward(
+        q, k, v, indices, o, lse, blocks, scale * LOG2_E,
+        block_m=tile.common_m, num_warps=tile.common_warps, num_stages=tile.common_stages,
+        sizes=widths(q.shape[3], v.shape[3], blocks.select_block),
+    )  # fmt: skip
+
+
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    blocks: Blocks,
+    scale: float,
+    tile: ForwardTile,
+) -> None:
+    n_tokens, n_groups = k.shape[1:3]
+    heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
+    shape = {"H": heads, "N_SELECT": n_select, "SELECT_BLOCK": blocks.select_block, "D_V": d_v, "PACKED": blocks.packed}
+    size = widths(q.shape[3], d_v, blocks.select_block)
+    indices = without_common(q, k, v, indices, o, lse, blocks, scale, tile)
+    bytes_per_query = n_select * heads * (d_v * q.element_size() + 4)
+    segment = max(1, tile.segment // heads)
+    rows = rows_to_merge(n_select, size["BLOCK_DV"], tile.merge_warps)
+    part = part_lse = None
+    for launch in launches(indices, blocks, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment):
+        n_parts = launch.n_rows * launch.n_queries * n_select * heads
+        part = at_least(part, n_parts, (d_v,), q.dtype, q.device)
+        part_lse = at_least(part_lse, n_parts, (), torch.float32, q.device)
+        where = {"n_tokens": n_tokens, "n_groups": n_groups, "row_0": launch.row_0}
+        chunk = {"query_0": launch.query_0, "n_queries": launch.n_queries}
+        block_kernel[(launch.n_segments,)](
+            p_q=q,
+            p_k=k,
+            p_v=v,
+            p_o=part,
+            p_lse=part_lse,
+            **segment_arguments(launch, blocks),
+            scale_log2=scale * LOG2_E,
+            **where,
+            **chunk,
+            **strides(q_bth=q, k_bng=k, v_bng=v),
+            **shape,
+            D_K=q.shape[3],
+            **size,
+            BLOCK_M=tile.block_m,
+            SEGMENT=segment,
+            WIDE=is_wide(part, q),
+            NUM_STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+        merge_kernel[(triton.cdiv(launch.n_queries * heads, rows), launch.n_rows)](
+            p_part=part,
+            p_part_lse=part_lse,
+            p_o=o,
+            p_lse=lse,
+            p_indices=indices,
+            p_doc_start=blocks.doc_start,
+            p_block_offset=blocks.offset,
+            **where,
+            **chunk,
+            **strides(i_btg=indices),
+            **shape,
+            BLOCK_R=rows,
+            BLOCK_S=triton.next_power_of_2(n_select),
+            BLOCK_DV=size["BLOCK_DV"],
+            COMMON=tile.common_m > 0,
+            num_warps=tile.merge_warps,
+        )
+
+
+def segment_arguments(launch: Launch, blocks: Blocks) -> dict[str, object]:
+    return {
+        "p_pair": launch.pair,
+        "p_order": launch.order,
+        "p_item": launch.item,
+        "p_low": launch.low,
+        "p_high": launch.high,
+        "p_last_segment": launch.last_segment,
+        "p_first_token": blocks.first_token,
+        "p_end_token": blocks.end_token,
+        "n_items": launch.n_items,
+        "n_blocks": blocks.count,
+    }
+
+
+def query_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    blocks: Blocks,
+    scale: float,
+    tile: ForwardTile,
+) -> None:
+    batch, n_tokens, n_heads, d_k = q.shape
+    n_groups, d_v = v.shape[2:]
+    heads, n_select = n_heads // n_groups, indices.shape[3]
+    indices = without_common(q, k, v, indices, o, lse, blocks, scale, tile)
+    query_kernel[(n_tokens, batch * n_groups)](
+        p_q=q,
+        p_k=k,
+        p_v=v,
+        p_o=o,
+        p_lse=lse,
+        p_indices=indices,
+        p_doc_start=blocks.doc_start,
+        scale_log2=scale * LOG2_E,
+        n_tokens=n_tokens,
+        n_groups=n_groups,
+        **strides(q_bth=q, k_bng=k, v_bng=v, i_btg=indices),
+        H=heads,
+        N_SELECT=n_select,
+        SELECT_BLOCK=blocks.select_block,
+        D_K=d_k,
+        D_V=d_v,
+        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        **widths(d_k, d_v, blocks.select_block),
+        BLOCK_S=triton.next_power_of_2(n_select),
+        BLOCKS=tile.blocks,
+        PACKED=blocks.packed,
+        COMMON=tile.common_m > 0,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )

@@ -1,0 +1,74 @@
+"""Plots of benchmark files: `nsa bench plot`. Reads rows, measures nothing.
+
+nsa bench plot --rows benchmarks/results/h200/train.csv --out docs/train.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from nsa.bench.results import Row, read
+from nsa.config import require
+
+# Ours in one colour family, dense in greys: the eye finds the comparison without the legend.
+COLOURS = {"nsa": ("#0b6e4f", "#3fa796", "#a1d6b2"), "dense": ("#333333", "#8a8a8a", "#c0c0c0")}
+
+
+def draw(rows: list[Row], out: Path) -> None:
+    """One line an implementation over the sequence length: tokens a second for training, else milliseconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        panels[row.op, row.mode, f"{row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), squeeze=False)
+    for axis, ((op, mode, heads), lines) in zip(axes[0], sorted(panels.items()), strict=True):
+        rate = mode == "train"
+        used = dict.fromkeys(COLOURS, 0)
+        for impl, points in sorted(lines.items()):
+            family = "dense" if impl.startswith("dense") else "nsa"
+            colour = COLOURS[family][min(used[family], 2)]
+            used[family] += 1
+            points = sorted(points, key=lambda row: row.S)
+            values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
+            axis.plot([row.S for row in points], values, marker="o", label=impl, color=colour)
+        axis.set(
+            title=f"{op} {mode}, {heads}",
+            xlabel="sequence length",
+            ylabel="thousand tokens a second" if rate else "milliseconds",
+            xscale="log",
+            yscale="linear" if rate else "log",
+        )
+        lengths = sorted({row.S for points in lines.values() for row in points})
+        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False)
+        if rate:
+            axis.set_ylim(bottom=0)
+    gpus = sorted({row.gpu for row in rows})
+    figure.suptitle(", ".join(gpus), fontsize=9, color="#666666")
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+    pyplot.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Draw benchmark rows: one panel an op, mode and head shape, one line an implementation."
+    parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/train.csv --out docs/train.png"
+    parser.add_argument("--rows", type=Path, nargs="+", required=True, help="CSV files written by nsa bench")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, PNG or SVG by its ending")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = [row for path in args.rows for row in read(path)]
+    require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
+    draw(rows, args.out)
+    print(f"wrote {args.out}")
+    return 0

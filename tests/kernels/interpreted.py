@@ -1,0 +1,32 @@
+"""Where kernel tests run: Triton's interpreter on the CPU (`TRITON_INTERPRET=1`), or a GPU; else they skip."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("kernel tests need TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    # numpy 2.4 no longer turns an array of one element into an int, which loops over kernel arguments rely on (triton
+    # issue 9171): mended here until every Triton that is tested has the fix.
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_index
+    # Checking every integer operation for overflow takes most of the time, and the shapes here are tiny.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -1,0 +1,138 @@
+"""Block means and gathered blocks with their gradients, in Triton's interpreter, against plain torch in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+# First: it skips this file where kernels cannot run.
+from interpreted import DEVICE  # isort: skip
+
+from nsa.backends.triton import compress
+
+SMALL = compress.Tile(elements=128, num_warps=4)
+PACKS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
+
+
+def blocks_of(x: Tensor, block: int, stride: int, lengths: list[int] | None) -> tuple[Tensor, Tensor]:
+    """`[B,N,G,l,D]` blocks and `[N]` which slots hold one; straight from the definition."""
+    packed = lengths is not None
+    batch, length, groups, dim = x.shape
+    starts, start = [], 0
+    for n in lengths or [length]:
+        starts += [start + i * stride for i in range(0 if n < block else (n - block) // stride + 1)]
+        start += n
+    n_slots = length // stride if packed else len(starts)
+    used = torch.tensor([True] * len(starts) + [False] * (n_slots - len(starts)), device=x.device)
+    # Zeros that autograd can follow back to `x`, for a pack in which no document has a block.
+    empty = torch.zeros(batch, block, groups, dim, dtype=x.dtype, device=x.device) + 0 * x.sum()
+    slots = [x[:, s : s + block] for s in starts] + [empty] * (n_slots - len(starts))
+    if not slots:
+        return x.new_zeros(batch, 0, groups, block, dim), used.bool()
+    return torch.stack(slots, dim=1).transpose(2, 3), used
+
+
+def plain_mean(x: Tensor, block: int, stride: int, lengths: list[int] | None) -> Tensor:
+    return blocks_of(x, block, stride, lengths)[0].mean(dim=3)
+
+
+def plain_gather(x: Tensor, pos: Tensor, block: int, stride: int, lengths: list[int] | None) -> Tensor:
+    blocks, used = blocks_of(x, block, stride, lengths)
+    return (blocks + pos * used[:, None, None, None]).flatten(3)
+
+
+def offsets(lengths: list[int] | None) -> Tensor | None:
+    return None if lengths is None else torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def close(got: Tensor, exact: Tensor, plain: Tensor) -> None:
+    assert got.shape == exact.shape
+    if exact.numel() == 0:
+        return
+    bound = 2 * (plain.double() - exact).abs().max() + 1e-6 * exact.abs().max()
+    assert (got.double() - exact).abs().max() <= bound
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize(("block", "stride"), [(4, 2), (4, 4), (6, 2)])
+def test_mean(block: int, stride: int, lengths: list[int] | None, dtype: torch.dtype) -> None:
+    length = 33 if lengths is None else sum(lengths)
+    x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)
+    cu = offsets(lengths)
+    got = compress.compress_mean_forward(x, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    dout = torch.randn_like(got)
+    dx = compress.compress_mean_backward(dout, length=length, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = x.to(kind).requires_grad_()
+        out = plain_mean(leaf, block, stride, lengths)
+        results.append((out, *torch.autograd.grad(out, leaf, dout.to(kind))))
+    for value, exact, plain in zip((got, dx), *results, strict=True):
+        close(value, exact, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize(("block", "stride"), [(4, 2), (4, 4), (6, 2)])
+def test_gather(block: int, stride: int, lengths: list[int] | None, dtype: torch.dtype) -> None:
+    length = 33 if lengths is None else sum(lengths)
+    x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)
+    pos = torch.randn(block, 20, device=DEVICE).to(dtype)
+    cu = offsets(lengths)
+    got = compress.gather_blocks_forward(x, pos, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    assert got.is_contiguous()
+    dout = torch.randn_like(got)
+    dx, dpos = compress.gather_blocks_backward(
+        dout, length=length, block=block, stride=stride, pos_dtype=dtype, cu_seqlens=cu, tile=SMALL
+    )
+    assert dpos.dtype == dtype
+    results = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.to(kind).requires_grad_(), pos.to(kind).requires_grad_()]
+        out = plain_gather(*leaves, block, stride, lengths)
+        results.append((out, *torch.autograd.grad(out, leaves, dout.to(kind))))
+    for value, exact, plain in zip((got, dx, dpos), *results, strict=True):
+        close(value, exact, plain)
+
+
+def test_any_strides_and_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "POSITION_RUNS", 3)
+    x = torch.randn(2, 19, 2, 16, device=DEVICE)
+    pos = torch.randn(4, 16, device=DEVICE)
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    knobs = {"block": 4, "stride": 2}
+    got = compress.gather_blocks_forward(strided, torch.cat([pos, pos], -1)[:, :16], **knobs)
+    assert torch.equal(got, compress.gather_blocks_forward(x, pos, **knobs))
+    assert torch.equal(compress.compress_mean_forward(strided, **knobs), compress.compress_mean_forward(x, **knobs))
+    dout = torch.randn_like(got)
+    spread = torch.cat([dout, dout], -1)[..., : dout.shape[-1]]
+    backward = {**knobs, "length": 19, "pos_dtype": torch.float32}
+    for a, b in zip(
+        compress.gather_blocks_backward(spread, **backward),
+        compress.gather_blocks_backward(dout, **backward),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(
+        compress.gather_blocks_backward(dout, **backward)[1], dout.sum((0, 1, 2)).view(4, 16), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_shorter_than_a_block() -> None:
+    x = torch.randn(1, 3, 2, 16, device=DEVICE)
+    knobs = {"block": 4, "stride": 2}
+    assert compress.compress_mean_forward(x, **knobs).shape == (1, 0, 2, 16)
+    out = compress.gather_blocks_forward(x, torch.zeros(4, 16, device=DEVICE), **knobs)
+    dx, dpos = compress.gather_blocks_backward(out, **knobs, length=3, pos_dtype=torch.float32)
+    assert dx.shape == x.shape
+    assert (dx == 0).all()
+    assert (dpos == 0).all()

@@ -1,0 +1,187 @@
+"""The choice of blocks, in Triton's interpreter, against the reference in fp64.
+
+Rounding may swap two blocks of nearly the same importance, so a choice is checked in two ways: what must hold
+exactly (forced blocks, order, padding, no block twice), and that nothing left out was clearly better than what was
+taken.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+# First: it skips this file where kernels cannot run.
+from interpreted import DEVICE  # isort: skip
+
+from nsa import reference
+from nsa.backends.triton import scores
+
+SMALL = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
+# Every query costs the interpreter milliseconds: blocks are small so that few queries have a choice to make.
+KNOBS = {"block": 4, "stride": 2, "select_block": 8, "n_select": 5, "n_init": 1, "n_local": 2}
+
+
+def inputs(length: int, heads: int, groups: int, dim: int, knobs: dict, dtype: torch.dtype, batch: int = 1, cu=None):
+    n_blocks = max(0, (length - knobs["block"]) // knobs["stride"] + 1) if cu is None else length // knobs["stride"]
+    q = torch.randn(batch, length, groups * heads, dim, device=DEVICE).to(dtype)
+    k = torch.randn(batch, n_blocks, groups, dim, device=DEVICE).to(dtype)
+    _, lse = reference.compressed_attention(
+        q.double(), k.double(), k.double(), block=knobs["block"], stride=knobs["stride"], cu_seqlens=cu
+    )
+    return q, k, lse.float()
+
+
+def kernel(q: Tensor, k: Tensor, lse: Tensor, knobs: dict, cu=None, tile=SMALL, scale=None) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return scores.select_blocks(q, k, lse, **knobs, scale=scale, cu_seqlens=cu, q_start=None, tile=tile)
+
+
+def check(chosen: Tensor, q: Tensor, k: Tensor, lse: Tensor, knobs: dict, cu=None) -> None:
+    exact = {name: knobs[name] for name in ("block", "stride", "select_block")}
+    importance = reference.selection_importance(q.double(), k.double(), lse.double(), **exact, cu_seqlens=cu)
+    want = reference.select_blocks(q.double(), k.double(), lse.double(), **knobs, cu_seqlens=cu)
+    assert chosen.dtype == torch.int32
+    assert chosen.shape == want.shape
+    # Padding and forced blocks do not depend on importance.
+    assert torch.equal(chosen < 0, want < 0)
+    followed = chosen[..., 1:]
+    assert ((followed < 0) | (followed > chosen[..., :-1])).all()
+    position = (
+        torch.arange(q.shape[1]) if cu is None else torch.cat([torch.arange(n) for n in cu.cpu().diff().tolist()])
+    )
+    own = (position.to(q.device) // knobs["select_block"])[None, :, None]
+    assert (chosen <= own[..., None]).all()
+    for back in range(knobs["n_local"]):
+        assert ((chosen == (own - back)[..., None]).any(-1) | (own - back < 0)).all()
+    for first in range(knobs["n_init"]):
+        assert ((chosen == first).any(-1) | (own < first)).all()
+
+    n = importance.shape[-1]
+    taken = torch.zeros(*chosen.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+    taken = taken.scatter(-1, chosen.long().where(chosen >= 0, n), True)[..., :n]
+    j = torch.arange(n, device=q.device)
+    free = (j <= own[..., None]) & (j >= knobs["n_init"]) & (j <= own[..., None] - knobs["n_local"])
+    worst = importance.where(taken & free, float("inf")).amin(-1)
+    best_left = importance.where(~taken & free, float("-inf")).amax(-1)
+    # The scores of a half-precision product and its exponential carry roundings of fp32 only.
+    assert (best_left <= worst * (1 + 1e-5) + 1e-12).all()
+    # Swaps are for near ties alone.
+    assert (chosen != want).any(-1).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 16])
+@pytest.mark.parametrize("length", [61, 90])
+def test_chooses_what_the_reference_chooses(heads: int, length: int) -> None:
+    q, k, lse = inputs(length, heads, 2, 32, KNOBS, torch.float16)
+    check(kernel(q, k, lse, KNOBS), q, k, lse, KNOBS)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 192])
+def test_every_width(dim: int) -> None:
+    q, k, lse = inputs(60, 4, 1, dim, KNOBS, torch.float16)
+    check(kernel(q, k, lse, KNOBS), q, k, lse, KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("block", "stride", "select_block"),
+    [(4, 4, 8), (4, 2, 16), (8, 2, 4), (6, 2, 4), (4, 2, 6), (4, 4, 4), (16, 2, 4)],
+    ids=lambda value: str(value),
+)
+def test_every_ratio_of_block_stride_and_selection_block(block: int, stride: int, select_block: int) -> None:
+    knobs = {**KNOBS, "block": block, "stride": stride, "select_block": select_block}
+    q, k, lse = inputs(7 * select_block + 3, 2, 1, 16, knobs, torch.float32)
+    check(kernel(q, k, lse, knobs), q, k, lse, knobs)
+
+
+@pytest.mark.parametrize(
+    ("n_select", "n_init", "n_local"),
+    [(3, 1, 2), (4, 0, 0), (1, 0, 1), (8, 2, 3), (7, 0, 2), (16, 1, 2)],
+)
+def test_every_number_of_forced_and_free_blocks(n_select: int, n_init: int, n_local: int) -> None:
+    knobs = {**KNOBS, "n_select": n_select, "n_init": n_init, "n_local": n_local}
+    q, k, lse = inputs(90, 2, 1, 16, knobs, torch.float32)
+    check(kernel(q, k, lse, knobs), q, k, lse, knobs)
+
+
+@pytest.mark.parametrize("lengths", [[1, 3, 70, 5, 0, 51], [3, 4, 5, 6], [17, 58]], ids=str)
+def test_packed_documents(lengths: list[int]) -> None:
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, k, lse = inputs(sum(lengths), 3, 2, 16, KNOBS, torch.float32, cu=cu)
+    # What lies behind the last document's blocks must never count.
+    k[:, sum(max(0, (n - 4) // 2 + 1) for n in lengths) :] = float("nan")
+    safe = torch.nan_to_num(k)
+    check(kernel(q, k, lse, KNOBS, cu=cu), q, safe, lse, KNOBS, cu=cu)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 9])
+def test_short_sequences(length: int) -> None:
+    q, k, lse = inputs(length, 3, 1, 16, KNOBS, torch.float32, batch=2)
+    check(kernel(q, k, lse, KNOBS), q, k, lse, KNOBS)
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
+    q, k, _ = inputs(80, 4, 1, 16, KNOBS, torch.float32)
+    q, k = torch.full_like(q, fill), torch.ones_like(k)
+    _, lse = reference.compressed_attention(q, k, k, block=4, stride=2)
+    want = reference.select_blocks(q, k, lse, **KNOBS)
+    assert torch.equal(kernel(q, k, lse, KNOBS), want)
+
+
+def test_vanishing_importance_goes_to_the_lower_index() -> None:
+    q, k, _ = inputs(80, 2, 1, 16, KNOBS, torch.float32)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    # One block takes everything; the rest underflow to an exact zero.
+    k[:, 20] = 100.0
+    _, lse = reference.compressed_attention(q, k, k, block=4, stride=2)
+    want = reference.select_blocks(q, k, lse, **KNOBS)
+    assert torch.equal(kernel(q, k, lse, KNOBS), want)
+
+
+def test_strides_and_batch() -> None:
+    q, k, lse = inputs(50, 3, 2, 16, KNOBS, torch.float32, batch=2)
+    want = kernel(q, k, lse, KNOBS)
+    check(want, q, k, lse, KNOBS)
+    strided = kernel(
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.cat([k, k], dim=-1)[..., :16],
+        lse.transpose(1, 2).contiguous().transpose(1, 2),
+        KNOBS,
+    )
+    assert torch.equal(strided, want)
+
+
+def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, lse = inputs(80, 3, 2, 16, KNOBS, torch.float32)
+    want = kernel(q, k, lse, KNOBS)
+    monkeypatch.setattr(scores, "SCORE_BUDGET", 1024)
+    assert len(scores.query_chunks(80, 4, 8, 8)) > 3
+    assert torch.equal(kernel(q, k, lse, KNOBS), want)
+    spans = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, span=2, rows=3)
+    assert torch.equal(kernel(q, k, lse, KNOBS, tile=spans), want)
+
+
+def test_unwritten_scores_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, lse = inputs(70, 2, 1, 16, KNOBS, torch.float32)
+    want = kernel(q, k, lse, KNOBS)
+    empty = torch.empty
+
+    def poisoned(*args, dtype: torch.dtype, **kwargs) -> Tensor:
+        return empty(*args, dtype=dtype, **kwargs).fill_(float("nan") if dtype.is_floating_point else -7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert torch.equal(kernel(q, k, lse, KNOBS), want)
+
+
+def test_a_future_key_changes_no_earlier_choice() -> None:
+    q, k, lse = inputs(80, 2, 1, 16, KNOBS, torch.float32)
+    want = kernel(q, k, lse, KNOBS)
+    k[:, 20:] = float("nan")
+    assert torch.equal(kernel(q, k, lse, KNOBS)[:, : 20 * 2 + 3], want[:, : 20 * 2 + 3])
+
+
+def test_cached_queries_are_declined() -> None:
+    q, k, lse = inputs(20, 2, 1, 16, KNOBS, torch.float32)
+    with pytest.raises(ValueError, match="q_start"):
+        scores.select_blocks(q, k, lse, **KNOBS, scale=1.0, cu_seqlens=None, q_start=torch.zeros(1, dtype=torch.int32))

@@ -1,0 +1,226 @@
+"""The selected branch's kernels, in Triton's interpreter or on a GPU, against the reference in fp64.
+
+Tiles, segments and scratch are made tiny, so that small problems have several of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+# First: it skips this file where kernels cannot run.
+from interpreted import DEVICE, INTERPRETED  # isort: skip
+
+from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolerance, random_inputs, results
+
+from nsa import reference
+from nsa.backends.triton import selected, selected_index
+from nsa.backends.triton.selected_backward import BackwardTile
+from nsa.backends.triton.selected_forward import ForwardTile
+from nsa.backends.triton.selected_index import Blocks, build_index, launches
+
+FORWARD = {
+    "query": ForwardTile("query", common_m=0),
+    "query-pairs": ForwardTile("query", blocks=2, common_m=16),
+    "block": ForwardTile("block", block_m=16, segment=64, common_m=0),
+    "block-chunked": ForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
+}
+BACKWARD = {
+    "whole": BackwardTile(block_m=16, segment=64),
+    "chunked": BackwardTile(block_m=32, segment=48, scratch=1),
+}
+BASE = Case(length=45, groups=2, heads=3, d_k=16, d_v=16, select_block=16, n_select=3)
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    return inputs.map(lambda x: x.to(DEVICE))
+
+
+def options(case: Case) -> dict:
+    cu = case.cu_seqlens
+    return {
+        "select_block": case.select_block,
+        "scale": case.d_k**-0.5,
+        "cu_seqlens": None if cu is None else cu.to(DEVICE),
+        "q_start": None,
+    }
+
+
+def upstream(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients that `helpers.results` draws."""
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(o.shape, generator=generator).bfloat16().to(o.dtype)
+    dlse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse.dtype)
+    return do.to(DEVICE), dlse.to(DEVICE)
+
+
+def kernel(inputs: Inputs, case: Case, forward: ForwardTile, backward: BackwardTile | None) -> dict[str, Tensor]:
+    given = on_device(inputs)
+    q, k, v = given.of("selected")
+    o, lse = selected.selected_forward(q, k, v, given.indices, **options(case), tile=forward)
+    out = {"o": o, "lse": lse}
+    if backward is not None:
+        gradients = selected.selected_backward(
+            *upstream(o, lse), q, k, v, given.indices, o, lse, **options(case), tile=backward
+        )
+        out.update(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return {name: x.cpu() for name, x in out.items()}
+
+
+def check(case: Case, forward: ForwardTile, backward: BackwardTile | None, dtype: torch.dtype = torch.float32) -> None:
+    inputs = random_inputs(case, dtype)
+    exact = results(reference, "selected", inputs.to(torch.float64), case)
+    plain = results(reference, "selected", inputs, case)
+    names = ("o", "lse") if backward is None else ("o", "lse", "dq", "dk", "dv")
+    assert_within_derived_tolerance(
+        kernel(inputs, case, forward, backward), {n: exact[n] for n in names}, {n: plain[n] for n in names}
+    )
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated and not written stays NaN, and shows."""
+
+    def empty(*shape, **kwargs):
+        return fill(torch.zeros(*shape, **kwargs))
+
+    def fill(x: Tensor) -> Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else -(2**30))
+
+    plain_new_empty = Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *a, **k: fill(plain_new_empty(self, *a, **k)))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 16])
+@pytest.mark.parametrize("tile", FORWARD)
+def test_forward_at_every_group_size(tile: str, heads: int) -> None:
+    check(BASE.but(heads=heads, groups=1, seed=heads), FORWARD[tile], None)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 16])
+@pytest.mark.parametrize("tile", BACKWARD)
+def test_gradients_at_every_group_size(tile: str, heads: int) -> None:
+    check(BASE.but(heads=heads, groups=1, seed=heads), FORWARD["block"], BACKWARD[tile])
+
+
+@pytest.mark.parametrize("tile", ["query", "block-chunked"])
+def test_half_precision(tile: str) -> None:
+    check(BASE.but(heads=4), FORWARD[tile], BACKWARD["whole"], torch.float16)
+
+
+@pytest.mark.parametrize("tile", ["query-pairs", "block-chunked"])
+@pytest.mark.parametrize("documents", [(1, 33, 1, 30), (7, 0, 40), (16, 32, 1)], ids=lambda d: "-".join(map(str, d)))
+def test_documents_do_not_see_each_other(documents: tuple[int, ...], tile: str) -> None:
+    case = BASE.but(documents=documents, length=sum(documents), groups=1)
+    check(case, FORWARD[tile], BACKWARD["chunked"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE.but(d_k=32, d_v=16),
+        BASE.but(d_k=12, d_v=20),
+        BASE.but(length=5),
+        BASE.but(length=1, groups=1),
+        BASE.but(batch=2, length=35),
+        BASE.but(select_block=12),
+        BASE.but(n_select=1),
+    ],
+    ids=["wide-keys", "odd-widths", "shorter-than-a-block", "one-token", "batch", "odd-block", "one-slot"],
+)
+@pytest.mark.parametrize("tile", ["query-pairs", "block"])
+def test_odd_shapes(case: Case, tile: str) -> None:
+    check(case, FORWARD[tile], BACKWARD["whole"])
+
+
+def test_several_launches_give_the_same_as_one() -> None:
+    case = BASE.but(length=100, heads=1)
+    inputs = random_inputs(case, torch.float32)
+    one = kernel(inputs, case, FORWARD["block"], None)
+    many = kernel(inputs, case, replace(FORWARD["block"], scratch=1), None)
+    assert_same_bits(many, one)
+
+
+def test_an_index_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected_index, "MAX_WORDS", 1)
+    check(BASE.but(length=70), FORWARD["block"], BACKWARD["whole"])
+
+
+def test_strided_inputs() -> None:
+    case = BASE.but(groups=1)
+    inputs = random_inputs(case, torch.float32)
+    strided = inputs.map(lambda x: torch.stack([x, x], dim=2)[:, :, 0] if x.is_floating_point() else x)
+    expected = kernel(inputs, case, FORWARD["query"], BACKWARD["whole"])
+    assert_same_bits(kernel(strided, case, FORWARD["query"], BACKWARD["whole"]), expected)
+
+
+def test_a_query_that_chose_nothing_gets_nothing() -> None:
+    case = BASE.but(groups=1)
+    inputs = random_inputs(case, torch.float32)
+    inputs = inputs.but(indices=torch.full_like(inputs.indices, -1))
+    for tile in ("query", "block"):
+        out = kernel(inputs, case, FORWARD[tile], BACKWARD["whole"])
+        assert (out.pop("lse") == float("-inf")).all()
+        assert all((x == 0).all() for x in out.values())
+
+
+@pytest.mark.parametrize("documents", [None, (3, 40, 0, 57)], ids=["plain", "packed"])
+def test_index_lists_every_pair_once_in_order(
+    documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = BASE.but(length=100, documents=documents)
+    given = on_device(random_inputs(case))
+    cu = options(case)["cu_seqlens"]
+    blocks = Blocks.of(case.length, case.select_block, cu)
+    index = build_index(given.indices, blocks, 0, case.length)
+
+    start = [0] * case.length if documents is None else [s for s, n in enclosing(documents) for _ in range(n)]
+    lists: dict[tuple[int, int], list[int]] = {}
+    for t in range(case.length):
+        first_block = 0 if blocks.offset is None else int(blocks.offset[t])
+        for group in range(case.groups):
+            for slot, block in enumerate(given.indices[0, t, group].tolist()):
+                if 0 <= block * case.select_block <= t - start[t]:
+                    lists.setdefault((group, first_block + block), []).append(t * case.n_select + slot)
+    expected = [pair for key in sorted(lists) for pair in lists[key]]
+    assert index.pair[: len(expected)].tolist() == expected
+    assert int(index.total.flatten()[-1]) == len(expected)
+
+    # Launches and segments hold every pair once, whatever they are cut into.
+    found = []
+    monkeypatch.setattr(selected_index, "SORT_FROM_QUERIES", 0)
+    for launch in launches(given.indices, blocks, bytes_per_query=1, budget=1, segment=5):
+        assert sorted(launch.order.tolist()) == list(range(launch.n_segments))
+        firsts = []
+        for i in launch.order.tolist():
+            item = int(launch.item[i])
+            if item == launch.n_items:
+                firsts.append(case.length)
+                continue
+            low, high = int(launch.low[item]), int(launch.high[item])
+            low += (i - int(launch.last_segment[item]) + -(-(high - low) // 5)) * 5
+            pairs = index.pair[low : min(high, low + 5)].tolist()
+            assert all(launch.query_0 <= pair // case.n_select < launch.query_1 for pair in pairs)
+            firsts.append(pairs[0] // case.n_select)
+            found += [(launch.row_0 + item // blocks.count, item % blocks.count, pair) for pair in pairs]
+        assert firsts == sorted(firsts)
+    assert sorted(found) == [(*key, pair) for key in sorted(lists) for pair in lists[key]]
+
+
+def enclosing(documents: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(sum(documents[:i]), n) for i, n in enumerate(documents)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tiles differ in how they are compiled: a GPU's business")
+@pytest.mark.parametrize("tile", selected.candidates(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_candidate_tile(tile: ForwardTile | BackwardTile, dtype: torch.dtype) -> None:
+    case = Case(length=1000, groups=2, heads=16, d_k=128, d_v=128, select_block=64, n_select=8)
+    if isinstance(tile, ForwardTile):
+        check(case, tile, None, dtype)
+    else:
+        check(case, ForwardTile("block"), tile, dtype)
