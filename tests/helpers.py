@@ -19,7 +19,7 @@ BRANCHES = ("compressed", "selected", "sliding")
 
 # A kernel may be off by this many times what plain torch in the same dtype is off by, both against fp64.
 TOLERANCE_FACTOR = 2
-# And by this many roundings of the largest value: where plain torch happens to be exact, nothing else could pass.
+# And by this many roundings of what is summed: where plain torch happens to be exact, nothing else could pass.
 ROUNDINGS = 4
 
 
@@ -195,20 +195,53 @@ def attend(
     return module.sliding_attention(q, k, v, window=case.window, **options)
 
 
-def results(
-    module: ModuleType, branch: str, inputs: Inputs, case: Case, *, grads_seed: int = 1, **options: Any
-) -> dict[str, Tensor]:
+def output_gradients(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Random `do, dlse`, drawn in half precision so that every dtype is given the same numbers."""
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in (o, lse))
+    return do, dlse
+
+
+def results(module: ModuleType, branch: str, inputs: Inputs, case: Case, **options: Any) -> dict[str, Tensor]:
     """Forward and backward of one branch: `o`, `lse`, `dq`, `dk`, `dv`, for fixed random gradients of `o` and `lse`."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs.of(branch))
     o, lse = attend(module, branch, inputs, case, leaves, **options)
-    generator = torch.Generator().manual_seed(grads_seed)
-    # Drawn in half precision, so that every dtype is given the same numbers.
-    do = torch.randn(o.shape, generator=generator).bfloat16().to(o.dtype)
-    dlse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse.dtype)
     # The reference's normaliser over no key at all is a constant.
-    pairs = [(x, grad) for x, grad in ((o, do), (lse, dlse)) if x.requires_grad]
+    pairs = [pair for pair in zip((o, lse), output_gradients(o, lse), strict=True) if pair[0].requires_grad]
     dq, dk, dv = torch.autograd.grad([x for x, _ in pairs], leaves, [grad for _, grad in pairs])
     return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def term_sizes(module: ModuleType, branch: str, inputs: Inputs, case: Case) -> dict[str, float]:
+    """How large the sums behind each of `results` get when every term counts with its absolute value.
+
+    A sum may cancel: a row with a single key has `dp = delta` and so `ds = p * (dp - delta) = 0`, of two numbers that
+    were rounded. What a sum of rounded terms may be off by goes with this size, not with what is left of it.
+    """
+    q, k, v = (x.double() for x in inputs.of(branch))
+    n_keys, groups = k.shape[1:3]
+    # Attention over the rows of the identity hands out its probabilities.
+    identity = torch.eye(n_keys, dtype=torch.float64)[None, :, None].expand(case.batch, -1, groups, -1).contiguous()
+    p, lse = attend(module, branch, inputs, case, (q, k, identity))
+    do, dlse = output_gradients(p.new_empty(*p.shape[:3], v.shape[3]), lse)
+
+    p, q, do, dlse = (x.abs().unflatten(2, (groups, -1)) for x in (p, q, do, dlse))
+    k, v = k.abs(), v.abs()
+    o = torch.einsum("bsghn,bngd->bsghd", p, v)
+    dp = torch.einsum("bsghd,bngd->bsghn", do, v)
+    delta = (do * o).sum(dim=-1) + dlse
+    ds = p * (dp + delta[..., None]) * case.d_k**-0.5
+    scores = torch.einsum("bsghd,bngd->bsghn", q, k) * (p > 0) * case.d_k**-0.5
+    sums = {
+        "o": o,
+        "lse": scores.sum(dim=-1)
+        if n_keys == 0
+        else scores.amax(dim=-1) + finite(lse).abs().unflatten(2, (groups, -1)),
+        "dq": torch.einsum("bsghn,bngd->bsghd", ds, k),
+        "dk": torch.einsum("bsghn,bsghd->bngd", ds, q),
+        "dv": torch.einsum("bsghn,bsghd->bngd", p, do),
+    }
+    return {name: float(x.max()) if x.numel() else 0.0 for name, x in sums.items()}
 
 
 def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
@@ -230,10 +263,12 @@ def assert_within_derived_tolerance(
     actual: Mapping[str, Tensor],
     reference_fp64: Mapping[str, Tensor],
     same_computation_low_precision: Mapping[str, Tensor],
+    sizes: Mapping[str, float] | None = None,
 ) -> None:
     """The error against fp64 is at most twice that of plain torch in the same dtype, plus a few roundings.
 
-    Each argument maps a name (`o`, `lse`, `dq`, ...) to its tensor, so forward and gradients are judged alike.
+    Each argument maps a name (`o`, `lse`, `dq`, ...) to its tensor, so forward and gradients are judged alike. `sizes`
+    says how large the rounded sums are (`term_sizes`); without it, as large as the results.
     """
     assert actual.keys() == reference_fp64.keys() == same_computation_low_precision.keys()
     for name in reference_fp64:
@@ -244,9 +279,10 @@ def assert_within_derived_tolerance(
         assert torch.equal(got.isinf(), reference.isinf()), f"{name} is infinite in other places than the reference"
         if reference.numel() == 0:
             continue
+        size = float(finite(reference).abs().max()) if sizes is None else sizes[name]
         error = largest_difference(got, reference)
         allowed = TOLERANCE_FACTOR * largest_difference(plain, reference)
-        allowed += ROUNDINGS * torch.finfo(got.dtype).eps * float(finite(reference).abs().max())
+        allowed += ROUNDINGS * torch.finfo(got.dtype).eps * size
         assert error <= allowed, f"{name} is off by {error:.3e}; plain torch in {got.dtype} allows {allowed:.3e}"
 
 

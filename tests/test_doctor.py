@@ -79,11 +79,13 @@ def test_a_healthy_machine_has_every_section_and_status_0(
 def test_every_op_and_gradient_is_looked_at_plain_and_packed() -> None:
     checks = examine(sdpa)
     looked_at = {(check.op, check.quantity, check.case) for check in checks}
+    attention = {
+        op: ["o", "lse", *(f"d{x}{suffix}" for x in leaves for suffix in ("", " with dlse"))]
+        for op, leaves in (("compressed", ("q", "k_cmp", "v_cmp")), ("selected", "qkv"), ("sliding", "qkv"))
+    }
     quantities = {
-        "compressed": ["o", "lse", "dq", "dk_cmp", "dv_cmp"],
+        **attention,
         "scores": ["missed"],
-        "selected": ["o", "lse", "dq", "dk", "dv"],
-        "sliding": ["o", "lse", "dq", "dk", "dv"],
         "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates"],
     }
     assert looked_at == {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
@@ -108,6 +110,16 @@ def test_one_wrong_element_is_caught(function: str, which: int, op: str, quantit
     found = failing(examine(wrong, sdpa))
     assert ("triton", op, quantity) in found
     assert {(backend, op) for backend, op, _ in found} == {("triton", op)}
+
+
+def test_a_path_of_its_own_for_training_is_looked_at_too() -> None:
+    """Nobody asks for the gradient of `lse` in training, and a backend may then compute the others differently."""
+
+    def backward(do: torch.Tensor, dlse: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return sdpa.sliding_backward(do * 1.001 if dlse is None else do, dlse, *args, **kwargs)
+
+    found = failing(examine(patient(sliding_backward=backward)))
+    assert found == {("triton", "sliding", quantity) for quantity in ("dq", "dk", "dv")}
 
 
 def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -73,10 +73,6 @@ def mixture_arguments() -> tuple[Tensor, ...]:
 
 # What torch itself checks of an op.
 
-# The reference differentiates itself with `torch.func` inside the op, where opcheck's schema test cannot look.
-ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-BACKWARD_CHECKS = {"sdpa": ALL_CHECKS, "reference": ALL_CHECKS[1:]}
-
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", CASES)
@@ -86,14 +82,14 @@ def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> Non
     torch.library.opcheck(op, branch_arguments(branch, CASES[kind], backend))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+# Backward ops are checked with sdpa: the reference differentiates itself by `torch.func` inside the op, where opcheck's
+# dispatch modes cannot follow. What its backward returns is compared with the fakes further down.
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str, backend: str) -> None:
+def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
     op = getattr(library, f"{NAMES[branch]}_backward")
     for with_lse in (True, False):
-        arguments = branch_backward_arguments(branch, CASES[kind], backend, with_lse=with_lse)
-        torch.library.opcheck(op, arguments, test_utils=BACKWARD_CHECKS[backend])
+        torch.library.opcheck(op, branch_backward_arguments(branch, CASES[kind], "sdpa", with_lse=with_lse))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
@@ -103,12 +99,14 @@ def test_the_choice_op_passes_opcheck(kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_the_mixture_ops_pass_opcheck(backend: str) -> None:
-    tensors = mixture_arguments()
-    leaves = [x.clone().requires_grad_() for x in tensors]
+def test_the_mixture_op_passes_opcheck(backend: str) -> None:
+    leaves = [x.requires_grad_() for x in mixture_arguments()]
     torch.library.opcheck(library.combine, (*leaves, backend, False))
-    backward = (torch.randn(2, 5, 6, 4), *tensors, backend, False)
-    torch.library.opcheck(library.combine_backward, backward, test_utils=BACKWARD_CHECKS[backend])
+
+
+def test_the_mixture_backward_op_passes_opcheck() -> None:
+    arguments = (torch.randn(2, 5, 6, 4), *mixture_arguments(), "sdpa", False)
+    torch.library.opcheck(library.combine_backward, arguments)
 
 
 # What a compiler believes about an op must be what it does.
@@ -185,9 +183,13 @@ def test_all_five_ops_compile_into_one_graph_that_computes_what_eager_does(kind:
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_compiled_op_serves_another_length_without_being_compiled_again(branch: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = []
 
-    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=keep, dynamic=True)
     def compiled(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
         if branch == "compressed":
             return ops.compressed_attention(q, k, v, block=8, stride=4)[0]
@@ -195,12 +197,13 @@ def test_a_compiled_op_serves_another_length_without_being_compiled_again(branch
             return ops.selected_attention(q, k, v, indices, select_block=8)[0]
         return ops.sliding_attention(q, k, v, window=16)[0]
 
-    for length in (20, 33, 47):
+    # No length or number of blocks equals another size: torch would take equal sizes for one and the same.
+    for length in (24, 33, 47):
         case = PLAIN.but(length=length)
         inputs = random_inputs(case, torch.float32)
         got = compiled(*inputs.of(branch), inputs.indices)
         torch.testing.assert_close(got, attend(ops, branch, inputs, case)[0])
-    assert counter.frame_count == 1
+    assert len(graphs) == 1
 
 
 def test_a_wrong_shape_is_refused_under_compilation_too() -> None:

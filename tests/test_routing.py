@@ -276,9 +276,9 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     length, n_cmp = 100, 5
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
-    documents = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
+    documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
-    choice = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
+    choice: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
     indices = ops.select_blocks(q, k_cmp, lse, **choice, **documents)
     o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=32, **documents)
     o_win, _ = ops.sliding_attention(q, k, v, window=16, **documents)

@@ -1,0 +1,249 @@
+"""Every backend on a GPU: the reference's numbers, the same bits twice, and no waiting for the device."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import (
+    BRANCHES,
+    ROUNDINGS,
+    TOLERANCE_FACTOR,
+    Case,
+    Inputs,
+    assert_same_bits,
+    finite,
+    largest_difference,
+    random_inputs,
+)
+from torch import Tensor
+
+from nsa import NSAAttention, NSAConfig, ops, reference
+
+BACKENDS = ("sdpa", "triton")
+CONFIGS = {name: NSAConfig(dim=128, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, backend=name) for name in BACKENDS}
+RANDOM_SHAPES = 200
+PAPER = {"block": 32, "stride": 16, "select_block": 64, "n_select": 16, "n_init": 1, "n_local": 2, "window": 512}
+CASES = {
+    "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
+    "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
+    "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
+    "unaligned-width": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
+    "one-token": Case(length=1, batch=2, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
+    "few-blocks": Case(length=700, groups=2, heads=16, d_k=128, d_v=128, **{**PAPER, "n_select": 4, "window": 100}),
+}
+
+
+def outputs_and_gradients(module, branch: str, inputs: Inputs, case: Case, *, with_lse: bool, **options):
+    """Like the CPU tests' `results`, on the GPU, and with or without a gradient of the normaliser."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs.of(branch))
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
+    if branch == "compressed":
+        o, lse = module.compressed_attention(*leaves, **case.compression, cu_seqlens=cu_seqlens, **options)
+    elif branch == "selected":
+        o, lse = module.selected_attention(
+            *leaves, inputs.indices, select_block=case.select_block, cu_seqlens=cu_seqlens, **options
+        )
+    else:
+        o, lse = module.sliding_attention(*leaves, window=case.window, cu_seqlens=cu_seqlens, **options)
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(o.shape, generator=generator).bfloat16().to(o)
+    dlse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse)
+    heads = [(o, do), (lse, dlse)] if with_lse else [(o, do)]
+    heads = [(x, grad) for x, grad in heads if x.requires_grad]
+    dq, dk, dv = torch.autograd.grad([x for x, _ in heads], leaves, [grad for _, grad in heads])
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_close_to_fp64(
+    ours: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], case: Case
+) -> None:
+    """The derived tolerance, plus the rounding of what cancels: `ds = p * (dp - delta)` is what two sums of the size
+    `|do| |v|`, both kept in fp32, leave of each other; in a row with one key that is nothing but their rounding."""
+    # Normal inputs stay below 4 deviations: |dp| below 4 sqrt(Dv), |k| and |q| below 4.
+    cancelled = ROUNDINGS * torch.finfo(torch.float32).eps * 4 * case.d_v**0.5 * 4 * case.d_k**-0.5
+    for name, reference_value in exact.items():
+        assert ours[name].dtype == plain[name].dtype
+        assert torch.equal(ours[name].isinf(), reference_value.isinf()), f"{name} is infinite in other places"
+        if reference_value.numel() == 0:
+            continue
+        allowed = TOLERANCE_FACTOR * largest_difference(plain[name], reference_value)
+        allowed += ROUNDINGS * torch.finfo(ours[name].dtype).eps * float(finite(reference_value).abs().max())
+        allowed += cancelled if name in ("dq", "dk") else 0.0
+        error = largest_difference(ours[name], reference_value)
+        assert error <= allowed, f"{name} is off by {error:.3e}, allowed {allowed:.3e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_branch_matches_the_fp64_reference_twice_with_the_same_bits(
+    backend: str, branch: str, case: Case, dtype: torch.dtype, with_lse: bool
+) -> None:
+    inputs = random_inputs(case, dtype).map(Tensor.cuda)
+    wide = inputs.to(torch.float64)
+    ours = outputs_and_gradients(ops, branch, inputs, case, with_lse=with_lse, backend=backend)
+    again = outputs_and_gradients(ops, branch, inputs, case, with_lse=with_lse, backend=backend)
+    exact = outputs_and_gradients(reference, branch, wide, case, with_lse=with_lse)
+    plain = outputs_and_gradients(reference, branch, inputs, case, with_lse=with_lse)
+    assert_close_to_fp64(ours, exact, plain, case)
+    assert_same_bits(ours, again)
+
+
+@pytest.mark.parametrize("case", [CASES["plain"], CASES["packed"]], ids=["plain", "packed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_choice_of_blocks_is_the_reference_s(backend: str, case: Case) -> None:
+    inputs = random_inputs(case, torch.float32).map(Tensor.cuda)
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
+    q, k_cmp, v_cmp = inputs.of("compressed")
+    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **case.compression, cu_seqlens=cu_seqlens)
+    ours = ops.select_blocks(q, k_cmp, lse, **case.selection, cu_seqlens=cu_seqlens, backend=backend)
+    exact = reference.select_blocks(q.double(), k_cmp.double(), lse.double(), **case.selection, cu_seqlens=cu_seqlens)
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_mixture_matches_the_fp64_reference(backend: str, dtype: torch.dtype) -> None:
+    case = CASES["batch"]
+    leaves = [torch.randn(3, 333, 3, 32, device="cuda").to(dtype) for _ in range(3)]
+    leaves.append(torch.rand(3, 333, 3, 3, device="cuda").to(dtype))
+    do = torch.randn(3, 333, 3, 32, device="cuda").to(dtype)
+
+    def run(module, tensors: list[Tensor], **options) -> dict[str, Tensor]:
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        o = module.combine(*tensors, **options)
+        grads = torch.autograd.grad(o, tensors, do.to(o.dtype))
+        return {"o": o.detach(), "d_cmp": grads[0], "d_sel": grads[1], "d_win": grads[2], "d_gates": grads[3]}
+
+    exact, plain = run(reference, [x.double() for x in leaves]), run(reference, leaves)
+    assert_close_to_fp64(run(ops, leaves, backend=backend), exact, plain, case)
+
+
+def random_case(seed: int) -> tuple[Case, torch.dtype]:
+    """A shape that the kernels claim to take, of any kind."""
+    pick = random.Random(seed).choice
+    length = pick([1, 2, 15, 31, 32, 33, 63, 64, 65, 127, 200, 257, 400, 511, 513, 640])
+    documents = None
+    if pick([True, False, False]):
+        cuts = sorted(random.Random(seed + 1).choices(range(length + 1), k=pick([1, 2, 5])))
+        documents = tuple(b - a for a, b in pairwise([0, *cuts, length]))
+    stride = pick([8, 16])
+    n_init, n_local = pick([0, 1, 2]), pick([0, 1, 2])
+    width = pick([64, 80, 96, 128, 192, 256])
+    case = Case(
+        length=length,
+        documents=documents,
+        batch=1 if documents else pick([1, 2]),
+        groups=pick([1, 2, 3]),
+        heads=pick([1, 2, 3, 4, 6, 8, 12, 16, 32, 64]),
+        d_k=width,
+        d_v=128 if width == 192 else width,
+        stride=stride,
+        block=stride * pick([1, 2, 4]),
+        select_block=pick([32, 64, 128]),
+        n_init=n_init,
+        n_local=n_local,
+        n_select=max(1, n_init + n_local + pick([0, 1, 5, 13])),
+        window=pick([1, 16, 100, 512]),
+        seed=seed,
+    )
+    return case, pick([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
+def test_a_random_shape_matches_the_fp64_reference(seed: int) -> None:
+    case, dtype = random_case(seed)
+    inputs = random_inputs(case, dtype).map(Tensor.cuda)
+    wide = inputs.to(torch.float64)
+    for branch in BRANCHES:
+        ours = outputs_and_gradients(ops, branch, inputs, case, with_lse=True, backend="triton")
+        exact = outputs_and_gradients(reference, branch, wide, case, with_lse=True)
+        plain = outputs_and_gradients(reference, branch, inputs, case, with_lse=True)
+        assert_close_to_fp64(ours, exact, plain, case)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_training_step_never_waits_for_the_device(config: NSAConfig) -> None:
+    attn = NSAAttention(config).cuda()
+    x = torch.randn(2, 700, config.dim, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor([0, 1, 300, 700], dtype=torch.int32, device="cuda")
+    mask = torch.ones(2, 700, dtype=torch.bool, device="cuda")
+    mask[0, :100] = False
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = attn(x).sum() + attn(x[:1], cu_seqlens=cu_seqlens).sum() + attn(x, attention_mask=mask).sum()
+        loss.backward()
+
+    step()
+    with waiting_is_an_error():
+        step()
+
+
+def test_decoding_never_waits_and_replays_as_a_cuda_graph() -> None:
+    attn = NSAAttention(CONFIGS["sdpa"]).cuda().bfloat16().eval()
+    x = torch.randn(3, 200, attn.config.dim, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        whole = attn(x)
+        cache = attn.new_cache(3, 256, static=True)
+        attn(x[:, :150], cache=cache)
+        token = x[:, :1].clone()
+        # Warm up on a copy, on a side stream, as capture asks for.
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            attn(token, cache=copy.deepcopy(cache))
+        torch.cuda.current_stream().wait_stream(stream)
+
+        graph = torch.cuda.CUDAGraph()
+        lengths = cache.lengths.clone()
+        with torch.cuda.graph(graph):
+            y = attn(token, cache=cache)
+        cache.lengths.copy_(lengths)
+        cache.high_water.copy_(lengths)
+        for t in range(150, 200):
+            token.copy_(x[:, t : t + 1])
+            graph.replay()
+            torch.testing.assert_close(y, whole[:, t : t + 1], atol=2e-2, rtol=2e-2)
+        assert cache.lengths.tolist() == [200, 200, 200]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_peak_memory_is_linear_in_the_length(config: NSAConfig) -> None:
+    def peak(length: int) -> int:
+        attn = NSAAttention(config).cuda().bfloat16()
+        x = torch.randn(1, length, config.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attn(x).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    # Long enough that every chunk is at its budget.
+    assert peak(65_536) <= 2.2 * peak(32_768)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_compiled_with_inductor_equals_eager(config: NSAConfig) -> None:
+    attn = NSAAttention(config).cuda()
+    x = torch.randn(2, 500, config.dim, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        eager = attn(x)
+        compiled = torch.compile(attn, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, eager, atol=2e-2, rtol=2e-2)

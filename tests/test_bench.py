@@ -1,0 +1,115 @@
+"""Benchmark rows survive their file, and the training benchmark measures the trainer's own step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa import bench
+from nsa.bench.results import COLUMNS, Row, append, environment, quantiles, read
+from nsa.bench.train import Runner, TrainBench
+from nsa.model import PRESETS
+
+ROW = Row(
+    suite="train",
+    op="train",
+    impl="nsa-sdpa",
+    mode="train",
+    B=8,
+    S=2048,
+    Hq=12,
+    G=2,
+    Dk=64,
+    Dv=64,
+    dtype="bfloat16",
+    p20_ms=81.5,
+    p50_ms=82.25,
+    p80_ms=83.125,
+    peak_gib=12.5,
+    tokens_per_s=199_201.8,
+    gpu="NVIDIA H200",
+    torch="2.11.0",
+    triton="3.6.0",
+    commit="abc1234",
+    date="2026-11-15",
+)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(["train", "--preset", "tiny", "--device", "cpu", "--dtype", "float32", *words])
+
+
+def test_columns_are_the_agreed_ones() -> None:
+    shape, times = "B S Hq G Dk Dv dtype", "p20_ms p50_ms p80_ms peak_gib tokens_per_s"
+    agreed = f"suite op impl mode {shape} {times} gpu torch triton commit date"
+    assert " ".join(COLUMNS) == agreed
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "h200" / "train.csv"
+    odd = replace(ROW, peak_gib=None, tokens_per_s=None, triton=None, commit=None, gpu='a "name", with a comma')
+    append(path, ROW)
+    append(path, odd)
+    assert read(path) == [ROW, odd]
+    assert path.read_text().count("suite,op") == 1
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="the columns suite,op"):
+        append(path, ROW)
+
+
+def test_quantiles_are_of_the_times() -> None:
+    assert quantiles([float(x) for x in range(11)]) == (2.0, 5.0, 8.0)
+
+
+def test_environment_says_where_a_row_comes_from() -> None:
+    found = environment(torch.device("cpu"))
+    assert found["gpu"] == "cpu"
+    assert found["torch"] == torch.__version__
+    assert set(found) == {"gpu", "torch", "triton", "commit", "date"}
+
+
+@pytest.mark.parametrize(("words", "impl"), [((), "nsa-sdpa"), (("--attention", "dense"), "dense-sdpa")])
+def test_the_command_measures_and_appends(
+    words: tuple[str, ...], impl: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.csv"
+    shape = ["--seq-len", "32", "--batch-size", "2", "--steps", "2", "--warmup", "1", "--out", str(path)]
+    assert bench.run(parse(*shape, *words)) == 0
+    (row,) = read(path)
+    assert (row.suite, row.op, row.mode, row.impl) == ("train", "train", "train", impl)
+    assert (row.B, row.S, row.Hq, row.G) == (2, 32, 4, 1)
+    assert row.p20_ms <= row.p50_ms <= row.p80_ms
+    assert row.tokens_per_s == pytest.approx(2 * 32 / row.p50_ms * 1e3, rel=1e-3)
+    assert row.peak_gib is None
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == asdict(row)
+
+
+def test_what_is_measured_trains() -> None:
+    model = replace(PRESETS["tiny"], attention="dense", seq_len=32)
+    runner = Runner(TrainBench(model=model, batch_size=2, steps=2, warmup=1, dtype="float32", device="cpu"))
+    before = [p.detach().clone() for p in runner.model.parameters()]
+    assert len(runner.run(2)) == 2
+    assert not any(torch.equal(old, new) for old, new in zip(before, runner.model.parameters(), strict=True))
+
+
+def test_a_sync_can_only_be_looked_for_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="a CUDA device"):
+        bench.run(parse("--check-sync", "--seq-len", "32", "--batch-size", "1", "--warmup", "1"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_no_step_waits_for_the_gpu(attention: str) -> None:
+    model = replace(PRESETS["tiny"], attention=attention)
+    Runner(TrainBench(model=model, batch_size=2, warmup=2)).check_sync()

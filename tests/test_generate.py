@@ -1,0 +1,102 @@
+"""Generation from caches equals generation without them, for one prompt and for many of different lengths."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, generate
+from nsa.generate import newest_run, pick
+from nsa.model import LM, LMConfig, save_model
+
+KINDS = ("nsa", "dense")
+
+
+def small_model(kind: str, vocab_size: int = 64) -> LM:
+    torch.manual_seed(0)
+    attn = NSAConfig(dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=8)
+    config = LMConfig(vocab_size=vocab_size, n_layers=2, hidden=64, seq_len=64, attn=attn, attention=kind)
+    model = LM(replace(config, tie_embeddings=False))
+    # Fresh layers add little to the residual stream: with larger weights the next token depends on the whole past.
+    for parameter in model.parameters():
+        parameter.data.mul_(8)
+    return model.double().eval()
+
+
+def greedy_without_cache(model: LM, tokens: Tensor, n_new: int) -> Tensor:
+    for _ in range(n_new):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(dim=-1)], dim=1)
+    return tokens[:, -n_new:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_from_caches_equals_greedy_without(kind: str) -> None:
+    model = small_model(kind)
+    prompt = torch.randint(64, (2, 19))
+    expected = greedy_without_cache(model, prompt, 20)
+    assert torch.equal(generate.generate(model, prompt, 20, temperature=0), expected)
+    assert len(expected.unique()) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_different_lengths_do_not_disturb_each_other(kind: str) -> None:
+    model = small_model(kind)
+    prompts = [torch.randint(64, (length,)).tolist() for length in (3, 17, 1, 30)]
+    together = generate.generate(model, prompts, 12, temperature=0)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(row[None], greedy_without_cache(model, torch.tensor([prompt]), 12))
+
+
+def test_sampling_repeats_with_its_seed() -> None:
+    model = small_model("dense")
+    prompt = torch.randint(64, (2, 5))
+
+    def sample(seed: int) -> Tensor:
+        return generate.generate(model, prompt, 16, temperature=2.0, generator=torch.Generator().manual_seed(seed))
+
+    assert torch.equal(sample(1), sample(1))
+    assert not torch.equal(sample(1), sample(2))
+
+
+def test_top_k_samples_among_the_most_likely() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]]).repeat(200, 1)
+    assert set(pick(logits, 5.0, 2, None).flatten().tolist()) == {1, 2}
+    assert set(pick(logits, 5.0, None, None).flatten().tolist()) == {0, 1, 2, 3}
+    assert set(pick(logits, 5.0, 1, None).flatten().tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": 65}, "top_k is 65"),
+        ({"prompts": [[1], []]}, "prompts is"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
+    arguments = {"prompts": [[1, 2]], "max_new_tokens": 2, **changes}
+    with pytest.raises(ValueError, match=message):
+        generate.generate(small_model("dense"), **arguments)
+
+
+def test_the_command_continues_every_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(small_model("nsa", vocab_size=256).float(), tmp_path / "run")
+    assert newest_run(tmp_path) == tmp_path / "run"
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    words = ["--run", str(tmp_path / "run"), "--prompt", "def f(", "--prompt", "import", "--max-new-tokens", "4"]
+    assert generate.run(parser.parse_args([*words, "--device", "cpu"])) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("def f(")
+    assert "\nimport" in printed
+
+
+def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no trained model"):
+        newest_run(tmp_path)

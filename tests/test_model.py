@@ -1,0 +1,240 @@
+"""The language model: it learns, it does not leak between documents, and it knows what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa import NSAConfig
+from nsa.model import LM, PRESETS, LMConfig, chunked_cross_entropy, load_model, save_model
+from nsa.train.step import TrainStep
+
+KINDS = ("nsa", "dense")
+
+
+def small_config(kind: str, **changes: object) -> LMConfig:
+    attn = NSAConfig(dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=8)
+    config = LMConfig(vocab_size=16, n_layers=2, hidden=64, seq_len=64, attn=attn)
+    return replace(config, attention=kind, **changes)
+
+
+def small_model(kind: str, **changes: object) -> LM:
+    torch.manual_seed(0)
+    return LM(small_config(kind, **changes)).eval()
+
+
+def repeating(batch: int, length: int, period: int) -> tuple[Tensor, Tensor]:
+    """Random tokens that repeat: what comes next is what stood there a period ago. The first period does not count."""
+    rows = torch.randint(16, (batch, period)).repeat(1, length // period + 1)[:, : length + 1]
+    targets = rows[:, 1:].clone()
+    targets[:, : period - 1] = -100
+    return rows[:, :-1], targets
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("nsa", 50), ("dense", 110)])
+def test_learns_to_recall(kind: str, steps: int) -> None:
+    model = small_model(kind)
+    step = TrainStep(model.train(), dtype=torch.float32, compile=False)
+    losses = [step([repeating(16, 64, period=8)], lr=1e-2).loss for _ in range(steps)]
+    # Guessing costs ln 16 = 2.77.
+    assert losses[0] > 2.5
+    assert losses[-1] < 1.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_is_the_cross_entropy_of_the_logits(kind: str, tied: bool) -> None:
+    model = small_model(kind, tie_embeddings=tied).double()
+    tokens, targets = repeating(2, 40, period=8)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 64])
+@pytest.mark.parametrize("vocabulary", [64, 50])
+def test_chunked_loss_equals_cross_entropy_with_its_gradients(rows: int, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocabulary, 12, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(vocabulary, (2, 7))
+    targets[0, :3] = -100
+    expected = F.cross_entropy((x @ weight.T).flatten(0, 1), targets.flatten())
+    actual = chunked_cross_entropy(x, weight, targets, rows=rows)
+    torch.testing.assert_close(actual, expected)
+    # A factor other than one: the backward must scale what the forward has kept.
+    torch.testing.assert_close(
+        torch.autograd.grad(actual * 3.0, (x, weight)), torch.autograd.grad(expected * 3.0, (x, weight))
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_cross_entropy(x, weight, targets, rows=rows), expected)
+
+
+def test_chunked_loss_of_ignored_targets_is_zero() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = chunked_cross_entropy(x, torch.randn(10, 8), torch.full((4,), -100))
+    loss.backward()
+    assert loss == 0
+    assert x.grad is not None
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_keeps_the_residual_in_fp32_and_the_loss_close(kind: str) -> None:
+    model = small_model(kind).train()
+    tokens, targets = repeating(2, 40, period=8)
+    expected = model(tokens, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = model(tokens, targets)
+        assert model.hidden(tokens).dtype == torch.bfloat16
+    actual.backward()
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.0)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_equal_each_alone(kind: str) -> None:
+    model = small_model(kind).double()
+    lengths = [5, 1, 37, 21]
+    tokens = torch.randint(16, (1, sum(lengths)))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = model(tokens, cu_seqlens=cu_seqlens)
+    alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_crosses_a_document_border(kind: str) -> None:
+    model = small_model(kind)
+    embedded = torch.randn(1, 40, 32, requires_grad=True)
+    layer = model.layers[0]
+    layer(embedded, cu_seqlens=torch.tensor([0, 17, 40], dtype=torch.int32))[:, 17:].sum().backward()
+    assert embedded.grad is not None
+    assert (embedded.grad[:, :17] == 0).all()
+    assert (embedded.grad[:, 17:] != 0).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_split_through_the_caches_equals_the_whole(kind: str) -> None:
+    model = small_model(kind).double()
+    tokens = torch.randint(16, (2, 45))
+    caches = model.new_cache(2, 45)
+    parts = [model(part, caches=caches) for part in tokens.split([20, 1, 9, 1, 14], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing(kind: str) -> None:
+    model = small_model(kind).double()
+    tokens = torch.randint(16, (2, 30))
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, :11] = False
+    padded = model(tokens, attention_mask=mask)
+    torch.testing.assert_close(padded[:1, 11:], model(tokens[:1, 11:]))
+    torch.testing.assert_close(padded[1:], model(tokens[1:]))
+
+
+def test_a_full_dense_cache_is_an_error() -> None:
+    model = small_model("dense")
+    caches = model.new_cache(1, 8)
+    with pytest.raises(ValueError, match="max_len = 8"):
+        model(torch.zeros(1, 9, dtype=torch.long), caches=caches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_activations_gives_the_same_gradients(kind: str) -> None:
+    tokens, targets = repeating(2, 24, period=8)
+    gradients = []
+    for recompute in (False, True):
+        model = small_model(kind).train()
+        model.recompute = recompute
+        model(tokens, targets).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_counts_are_those_of_the_model(kind: str, tied: bool) -> None:
+    model = small_model(kind, tie_embeddings=tied)
+    counts = model.parameter_counts()
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+    assert counts["embedding"] == 16 * 32
+    assert counts["head"] == (0 if tied else 16 * 32)
+    assert counts["mlp"] == 2 * 3 * 32 * 64
+    assert counts["norm"] == 5 * 32
+
+
+def test_presets_have_the_size_of_their_name() -> None:
+    with torch.device("meta"):
+        sizes = {name: sum(LM(config).parameter_counts().values()) for name, config in PRESETS.items()}
+    assert 200_000 < sizes["tiny"] < 800_000
+    assert 120_000_000 < sizes["125m"] < 130_000_000
+
+
+def test_flops_of_a_dense_model_are_its_products() -> None:
+    model, length = small_model("dense"), 64
+    per_layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + (length + 1) / 2 * 2 * (16 + 16)
+    forward = 2 * (2 * per_layer + 16 * 32)
+    assert model.flops_per_token(length, backward=False) == pytest.approx(forward)
+    assert model.flops_per_token(length) == pytest.approx(3 * forward)
+
+
+def test_sparse_attention_costs_less_than_dense_on_long_sequences() -> None:
+    with torch.device("meta"):
+        nsa, dense = (LM(replace(PRESETS["125m"], attention=kind)) for kind in KINDS)
+    assert nsa.flops_per_token(65536) < 0.5 * dense.flops_per_token(65536)
+    assert nsa.kv_bytes_read(1, 65536, torch.bfloat16) < 0.1 * dense.kv_bytes_read(1, 65536, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_bytes_are_those_of_a_real_cache(kind: str) -> None:
+    model = small_model(kind)
+    held = sum(cache.bytes_used() for cache in model.new_cache(3, 50, dtype=torch.bfloat16))
+    assert model.kv_bytes(3, 50, torch.bfloat16) == held
+
+
+def test_config_survives_plain_types() -> None:
+    config = replace(PRESETS["tiny"], attention="dense", tie_embeddings=False)
+    assert LMConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"attention": "linear"}, "attention is 'linear'"), ({"n_layers": 0}, "n_layers is 0")],
+)
+def test_wrong_config_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PRESETS["tiny"], **changes)
+
+
+def test_dense_attention_refuses_a_backend_that_it_does_not_use() -> None:
+    with pytest.raises(ValueError, match="backend is 'triton'"):
+        replace(PRESETS["tiny"], attention="dense").with_backend("triton")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_comes_back(kind: str, tied: bool, tmp_path) -> None:
+    model = small_model(kind, tie_embeddings=tied)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.config == model.config
+    tokens = torch.randint(16, (1, 20))
+    torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_without_a_graph_break(kind: str) -> None:
+    model = small_model(kind, n_layers=1).train()
+    tokens, targets = repeating(2, 40, period=8)
+    expected = model(tokens, targets)
+    # Inductor is the GPU's business; what is checked here is that one graph holds the forward and one the backward.
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    actual = compiled(tokens, targets)
+    actual.backward()
+    torch.testing.assert_close(actual, expected)
