@@ -78,11 +78,25 @@ class NSAAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, NSAStats]:
         """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
         `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
-        self.check(x, cu_seqlens, attention_mask, cache)
+        self.check(x, cu_seqlens, attention_mask, cache, position_offset)
+        # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            return self.compute(x, cu_seqlens, attention_mask, cache, position_offset, return_stats)
+
+    def compute(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: NSACache | None,
+        position_offset: int | Tensor,
+        return_stats: bool,
+    ) -> Tensor | tuple[Tensor, NSAStats]:
         order, counts = None, None
         if attention_mask is not None:
             order, counts = real_tokens_first(attention_mask)
-            x = x.gather(1, order[..., None].expand_as(x))
+            # Zeros in place of padding: what it held may overflow, and 0 * inf is NaN in the gradients.
+            x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
 
         start = None if cache is None else cache.lengths
         positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
@@ -121,15 +135,24 @@ class NSAAttention(nn.Module):
             y = y.masked_fill(~attention_mask[..., None], 0.0)
         if not return_stats:
             return y
-        return y, NSAStats(self.config, gates.detach(), indices, positions)
+        return y, NSAStats(self.config, gates.detach(), indices, positions, counts)
 
     def check(
-        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: NSACache | None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: NSACache | None,
+        position_offset: int | Tensor,
     ) -> None:
         require(x.dim() == 3, "x.shape", tuple(x.shape), "three dimensions [B, S, dim]")
         require(x.shape[2] == self.config.dim, "x.shape[2]", x.shape[2], f"dim = {self.config.dim}")
         require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension")
+        if isinstance(position_offset, Tensor):
+            shape = tuple(position_offset.shape)
+            require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, f"one number or {x.shape[0]}")
         if cu_seqlens is not None:
+            require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1, a packed batch is a single row")
             check_sequences(x, cu_seqlens, None)
             # A traced call has no values to look at; the ops look when they run.
             if not torch.compiler.is_compiling():
@@ -215,34 +238,42 @@ class NSAStats:
     gates: Tensor  # [B, S, Hq, 3]
     indices: Tensor  # [B, S, G, n_sel]
     positions: Tensor  # [B or 1, S]
+    counts: Tensor | None = None  # [B] real tokens, the first ones of each row; None: all
+
+    @cached_property
+    def real(self) -> Tensor:
+        """`[B, S]`: which queries are no padding."""
+        place = torch.arange(self.gates.shape[1], device=self.gates.device).expand(self.gates.shape[:2])
+        return place >= 0 if self.counts is None else place < self.counts[:, None]
 
     @cached_property
     def gate_mean(self) -> dict[str, float]:
         """How open each branch's gate is, on average."""
-        return dict(zip(BRANCHES, self.gates.float().mean(dim=(0, 1, 2)).tolist(), strict=True))
+        return dict(zip(BRANCHES, self.gates[self.real].float().mean(dim=(0, 1)).tolist(), strict=True))
 
     @cached_property
     def gate_entropy(self) -> dict[str, float]:
         """Mean binary entropy of each gate in bits: 1 is undecided, 0 is always fully open or shut."""
-        g = self.gates.float().clamp(1e-7, 1 - 1e-7)
-        bits = -(g * g.log2() + (1 - g) * (1 - g).log2()).mean(dim=(0, 1, 2))
+        g = self.gates[self.real].float().clamp(1e-7, 1 - 1e-7)
+        bits = -(g * g.log2() + (1 - g) * (1 - g).log2()).mean(dim=(0, 1))
         return dict(zip(BRANCHES, bits.tolist(), strict=True))
 
     @cached_property
     def selected_distance(self) -> Tensor:
         """`[max + 1]` counts: how many blocks back the chosen blocks lie; 0 is the query's own."""
         own = torch.div(self.positions, self.config.l_sel, rounding_mode="floor")[..., None, None]
-        distance = (own - self.indices)[self.indices >= 0]
+        distance = (own - self.indices)[(self.indices >= 0) & self.real[..., None, None]]
         return distance.flatten().bincount()
 
     @cached_property
     def reads_per_step(self) -> float:
         """Keys a query reads in the three branches together, on average over the queries."""
-        lengths, counts = (self.positions + 1).flatten().unique(return_counts=True)
+        positions = self.positions.expand(self.real.shape)[self.real]
+        lengths, counts = (positions + 1).unique(return_counts=True)
         reads = [
             self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)
         ]
-        return sum(reads) / self.positions.numel()
+        return sum(reads) / positions.numel()
 
 
 def real_tokens_first(attention_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,8 @@ class NSACache:
     """The cache of one layer for `batch_size` rows of up to `max_len` tokens, each row with a length of its own.
 
     `max_rollback` is how many tokens `crop` can always take back; it costs that many extra places in the two rings.
-    `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. A full row then drops what
-    does not fit instead of raising, because no length is known to the host.
+    `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. No length is then known to
+    the host, so a full row drops the token of a further step instead of raising, and what it returns means nothing.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class NSACache:
         n_new = selected[0].shape[1]
         self.reserve(n_new)
         start = self.lengths.clone()
-        end = start + n_new if counts is None else start + counts.int()
+        end = (start + n_new if counts is None else start + counts.int()).clamp_max(self.max_len)
         position = start[:, None] + torch.arange(n_new, device=self.device)
-        keep = (position < end[:, None]) & (position < self.max_len)
+        keep = position < end[:, None]
 
         write(self.selected, position, selected, keep)
         window_keys = self.window.recent(start, window)
         self.window.write(position, end, window, keep)
         self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
         self.tail.write(position, end, raw, keep)
-        self.lengths.copy_(end.clamp_max(self.max_len))
+        self.lengths.copy_(end)
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
 
         n_blocks = n_compressed(self.max_len if self.static else self.longest, self.config.l, self.config.d)
@@ -136,7 +136,8 @@ class NSACache:
             compressed=(k_cmp, v_cmp),
             selected=self.selected,
             window=window_keys,
-            q_start=start,
+            # What a full row asks is not kept: any place that the keys reach will do.
+            q_start=torch.where(start >= self.max_len, max(self.max_len - n_new, 0), start),
             window_start=start.clamp_max(self.window.reach),
         )
 
@@ -161,7 +162,7 @@ class NSACache:
         block, stride = self.config.l, self.config.d
         n_new = recent[0].shape[1] - self.tail.reach
         index = n_compressed_of(start, block, stride)[:, None] + torch.arange(-(-n_new // stride), device=self.device)
-        complete = index < n_compressed_of(end.clamp_max(self.max_len), block, stride)[:, None]
+        complete = index < n_compressed_of(end, block, stride)[:, None]
         first = index * stride - self.tail.first_position(start)[:, None]
         token = (first[..., None] + torch.arange(block, device=self.device)).clamp_max(recent[0].shape[1] - 1)
         k_blocks, v_blocks = (take(x, token.flatten(1)).unflatten(1, token.shape[1:]) for x in recent)
@@ -188,7 +189,12 @@ class NSACache:
 
         Up to `max_rollback` tokens can always be taken back. Further is an error, unless the rings still reach.
         """
-        wanted = torch.as_tensor(lengths, dtype=torch.int32, device=self.device)
+        wanted = torch.as_tensor(lengths, device=self.device)
+        whole = not wanted.is_floating_point() and wanted.dtype != torch.bool
+        require(whole, "lengths", lengths, "an integer, or a tensor of them")
+        per_row = tuple(wanted.shape) in ((), (self.batch_size,))
+        require(per_row, "lengths.shape", tuple(wanted.shape), f"one number, or ({self.batch_size},)")
+        wanted = wanted.int()
         wanted = torch.where(wanted < 0, self.lengths + wanted, wanted)
         require(bool((wanted >= 0).all()), "lengths", lengths, "no more tokens taken back than there are")
         kept = torch.minimum(self.lengths, wanted)

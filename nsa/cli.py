@@ -20,6 +20,7 @@ import nsa
 COMMANDS = {
     "train": ("nsa.train", "train a language model"),
     "generate": ("nsa.generate", "continue a prompt with a trained model"),
+    "bench": ("nsa.bench", "measure training and attention on this machine, and plot it"),
     "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and whether every backend is right"),
 }
 

@@ -549,16 +549,12 @@ def test_a_full_static_cache_drops_what_does_not_fit_and_keeps_the_rest(max_len:
     assert_equal(attn(x[:, -3:], cache=cache), attn(x)[:, -3:])
 
 
-def test_a_static_chunk_that_fits_in_part_is_right_as_far_as_it_fits() -> None:
+def test_a_static_chunk_that_fits_in_part_is_refused_where_lengths_can_be_seen() -> None:
     attn = layer()
     x = tokens(32)
-    cache = attn.new_cache(1, 20, static=True, max_rollback=2)
-    y = feed(attn, cache, x, [14, 18])
-    whole = attn(x[:, :20])
-    assert_equal(y[:, :20], whole)
-    assert cache.lengths.tolist() == [20]
-    cache.crop(-2)
-    assert_equal(attn(x[:, 18:20], cache=cache), whole[:, 18:])
+    cache = attn.new_cache(1, 20, static=True)
+    with pytest.raises(ValueError, match="q_start"):
+        feed(attn, cache, x, [14, 18])
 
 
 def test_a_static_row_that_is_full_does_not_disturb_one_that_is_not() -> None:

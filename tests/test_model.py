@@ -224,6 +224,7 @@ def test_a_saved_model_comes_back(kind: str, tied: bool, tmp_path) -> None:
     save_model(model, tmp_path)
     loaded = load_model(tmp_path)
     assert loaded.config == model.config
+    assert load_model(tmp_path, backend="sdpa").config == model.config.with_backend("sdpa")
     tokens = torch.randint(16, (1, 20))
     torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
 

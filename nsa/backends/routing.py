@@ -282,10 +282,12 @@ class Router:
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         compute: Callable[..., Any] = getattr(self.backends[name], function)
-        if self.logs_calls:
-            result = self.logged_call(compute, name, problem, function, why, args, kwargs)
-        else:
-            result = compute(*args, **kwargs)
+        # A custom op's body still runs under the caller's autocast, which would round the fp32 sums in it.
+        with torch.autocast(problem.device, enabled=False):
+            if self.logs_calls:
+                result = self.logged_call(compute, name, problem, function, why, args, kwargs)
+            else:
+                result = compute(*args, **kwargs)
         self.counts.add_call(problem.op, name)
         return result
 

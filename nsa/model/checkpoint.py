@@ -35,10 +35,10 @@ def save_model(model: LM, folder: Path) -> Path:
     return path
 
 
-def load_model(folder: Path, device: torch.device | str = "cpu") -> LM:
-    """The model of `folder`, ready to generate."""
+def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
+    """The model of `folder`, ready to generate. Who computes it is decided here: it was trained on another machine."""
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
-    config = LMConfig.from_dict(json.loads((folder / CONFIG).read_text()))
+    config = LMConfig.from_dict(json.loads((folder / CONFIG).read_text())).with_backend(backend)
     with torch.device("meta"):
         model = LM(config)
     model.load_state_dict(read_parameters(folder), assign=True)

@@ -362,9 +362,10 @@ def differentiate(op: Any, backward_op: Any, n_fixed: int = 0) -> None:
     """Let `backward_op` be the gradient of `op` in q, k and v; `n_fixed` tensors after them have none."""
 
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        o = ctx.saved_tensors[3 + n_fixed]
-        do = torch.zeros_like(o) if do is None else do.contiguous()
-        grads = backward_op(do, dlse, *ctx.saved_tensors, *ctx.knobs)
+        # Read once: activation checkpointing recomputes them, and refuses to a second time.
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[3 + n_fixed]) if do is None else do.contiguous()
+        grads = backward_op(do, dlse, *saved, *ctx.knobs)
         return (*grads, *[None] * (n_fixed + 2 + len(ctx.knobs)))
 
     op.register_autograd(backward, setup_context=save_attention)
@@ -379,7 +380,8 @@ differentiate(sliding_attention, sliding_attention_backward)
 def combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
     checks.check_finite(strict, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates)
     problem = problem_of("combine", o_cmp, o_sel, o_cmp.shape[3])
-    return router().run(problem, "combine_forward", o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
+    o = router().run(problem, "combine_forward", o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
+    return o.contiguous()
 
 
 @combine.register_fake
@@ -392,7 +394,9 @@ def combine_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem = problem_of("combine", o_cmp, o_sel, o_cmp.shape[3], backward=True)
-    return router().run(problem, "combine_backward", do, o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
+    grads = router().run(problem, "combine_backward", do, o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
+    d_cmp, d_sel, d_win, d_gates = (x.contiguous() for x in grads)
+    return d_cmp, d_sel, d_win, d_gates
 
 
 @combine_backward.register_fake

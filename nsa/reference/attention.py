@@ -29,7 +29,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     # An all-masked row would give NaN gradients: let it be a row of zeros and discard what comes of it.
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(empty, 0.0)
     if k.shape[1] == 0:
-        lse = scores.new_full(scores.shape[:-1], float("-inf"))
+        # The sum over nothing, which is still part of the graph.
+        lse = scores.sum(dim=-1).masked_fill(empty[..., 0], float("-inf"))
     else:
         lse = scores.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))
     p = scores.softmax(dim=-1).masked_fill(empty, 0.0).to(v.dtype)

@@ -26,7 +26,7 @@ from nsa.backends.routing import explain, router
 from nsa.config import require, require_int, require_positive_int
 from nsa.data.corpus import Batch, Corpus, decode, encode, standard_library
 from nsa.generate import RUNS, generate
-from nsa.model import LM, PRESETS, LMConfig, save_model
+from nsa.model import LM, PRESETS, LMConfig, load_model, save_model
 from nsa.train.progress import progress
 from nsa.train.step import StepResult, TrainStep, autocast, learning_rate
 
@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # How long and how fast each preset trains when nobody says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {"steps": 120, "batch_size": 4, "lr": 3e-3, "warmup": 20},
+    "tiny": {"steps": 180, "batch_size": 4, "lr": 3e-3, "warmup": 20},
     "125m": {"steps": 1000, "batch_size": 8, "lr": 6e-4, "warmup": 100},
 }
 
@@ -167,10 +167,10 @@ class Trainer:
         return loss
 
     def sample(self) -> str:
-        self.model.eval()
+        """A few lines from the model that was saved: what speaks is what others will load."""
+        model = load_model(self.config.out, self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        new = generate(self.model, [encode(SAMPLE_PROMPT)], SAMPLE_LENGTH, temperature=0.8, generator=generator)
-        self.model.train()
+        new = generate(model, [encode(SAMPLE_PROMPT)], SAMPLE_LENGTH, temperature=0.8, generator=generator)
         return SAMPLE_PROMPT + decode(new[0].tolist())
 
 

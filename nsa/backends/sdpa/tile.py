@@ -70,7 +70,10 @@ def join(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Batched `a @ b` whose result is not rounded to half precision."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype in HALF else torch.bmm(a, b)
+    if a.dtype in HALF:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    # Torch's batched product on a CPU can be many times slower on a transposed operand than on a copy of it.
+    return torch.bmm(a, b) if b.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
 
 
 def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nsa.backends.triton.selected_backward import BackwardTile, block_backward
-from nsa.backends.triton.selected_forward import ForwardTile, block_forward, query_forward
+from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
+from nsa.backends.triton.selected_attend import ForwardTile, block_forward, query_forward
 from nsa.backends.triton.selected_index import Blocks
 
 # Heads per group from which on a query's blocks are cheaper to read than its partial outputs are to write.

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.selected_forward import (
+from nsa.backends.triton.selected_attend import (
     at_least,
     is_wide,
     load_block,
