@@ -16,8 +16,8 @@ from triton.testing import do_bench
 
 from nsa import reference
 from nsa.backends.triton import selected
-from nsa.backends.triton.selected_gradient import BackwardTile
 from nsa.backends.triton.selected_attend import ForwardTile
+from nsa.backends.triton.selected_gradient import BackwardTile
 
 SHAPES = [(64, 4, 128), (32, 8, 128), (12, 2, 64)]
 N_SELECT, N_INIT, N_LOCAL, L_SEL = 16, 1, 2, 64

@@ -14,6 +14,8 @@ SUITES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure, and draw what was measured. `nsa bench SUITE --help` explains one suite."
+    parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8"
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     for name, (module, summary) in SUITES.items():
         module.add_arguments(suites.add_parser(name, help=summary))

@@ -97,6 +97,8 @@ def assert_close_to_fp64(
 def test_a_branch_matches_the_fp64_reference_twice_with_the_same_bits(
     backend: str, branch: str, case: Case, dtype: torch.dtype, with_lse: bool
 ) -> None:
+    if backend == "triton" and case.d_k % 16:
+        pytest.skip("the kernels decline widths that are not multiples of 16")
     inputs = random_inputs(case, dtype).map(Tensor.cuda)
     wide = inputs.to(torch.float64)
     ours = outputs_and_gradients(ops, branch, inputs, case, with_lse=with_lse, backend=backend)

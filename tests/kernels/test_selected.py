@@ -18,8 +18,8 @@ from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolera
 
 from nsa import reference
 from nsa.backends.triton import selected, selected_index
-from nsa.backends.triton.selected_gradient import BackwardTile
 from nsa.backends.triton.selected_attend import ForwardTile
+from nsa.backends.triton.selected_gradient import BackwardTile
 from nsa.backends.triton.selected_index import Blocks, build_index, launches
 
 FORWARD = {

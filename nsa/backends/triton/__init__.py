@@ -21,6 +21,7 @@ name = "triton"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256
+WIDTH_STEP = 16
 MOST_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
 
@@ -36,6 +37,8 @@ def supports(problem: Problem) -> str | None:
         return "the queries of a cache start in the middle of their keys; the kernels take whole sequences"
     if problem.dtype not in DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {problem.dtype}"
+    if problem.d_k % WIDTH_STEP or problem.d_v % WIDTH_STEP:
+        return f"head widths are {problem.d_k} and {problem.d_v}, multiples of {WIDTH_STEP} are served"
     if max(problem.d_k, problem.d_v) > WIDEST_HEAD:
         return f"head widths are {problem.d_k} and {problem.d_v}, at most {WIDEST_HEAD} is served"
     if problem.heads_per_group > MOST_HEADS_PER_GROUP:

@@ -1,7 +1,7 @@
 """The selected branch by our kernels: which of the two forward methods, which tiles, and the launches.
 
-Per (query, block) `query` reads `2 * l_sel * D` elements through the L2, `block` moves `3 * h * D` through memory, about
-half as fast. On an H200 at 65,536 tokens `block` is faster at 4, 6 and 16 heads a group (docs/kernels.md); past that
+Per (query, block) `query` reads `2 * l_sel * D` elements through the L2, `block` moves `3 * h * D` through memory, half
+as fast. On an H200 at 65,536 tokens `block` is faster at 4, 6 and 16 heads a group (docs/kernels.md); past that
 `query` reads less than `block` moves.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
 from nsa.backends.triton.selected_attend import ForwardTile, block_forward, query_forward
+from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
 from nsa.backends.triton.selected_index import Blocks
 
 # Heads per group from which on a query's blocks are cheaper to read than its partial outputs are to write.
