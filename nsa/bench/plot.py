@@ -12,8 +12,18 @@ from pathlib import Path
 from nsa.bench.results import Row, read
 from nsa.config import require
 
-# Ours in one colour family, dense in greys: the eye finds the comparison without the legend.
-COLOURS = {"nsa": ("#0b6e4f", "#3fa796", "#a1d6b2"), "dense": ("#333333", "#8a8a8a", "#c0c0c0")}
+# Ours in greens, the kernels darkest, dense in greys: the eye finds the comparison without the legend.
+COLOURS = {
+    "nsa-triton": "#0b6e4f",
+    "nsa-triton-compiled": "#064e38",
+    "nsa-sdpa": "#9fd3b4",
+    "nsa-sdpa-compiled": "#4fae8c",
+    "dense-fa2": "#9a9a9a",
+    "dense-cudnn": "#333333",
+    "dense-sdpa": "#9a9a9a",
+    "dense-sdpa-compiled": "#333333",
+}
+OTHER_COLOUR = "#b0722f"
 
 
 def draw(rows: list[Row], out: Path) -> None:
@@ -29,16 +39,12 @@ def draw(rows: list[Row], out: Path) -> None:
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), squeeze=False)
     for axis, ((op, mode, heads), lines) in zip(axes[0], sorted(panels.items()), strict=True):
         rate = mode == "train"
-        used = dict.fromkeys(COLOURS, 0)
         for impl, points in sorted(lines.items()):
-            family = "dense" if impl.startswith("dense") else "nsa"
-            colour = COLOURS[family][min(used[family], 2)]
-            used[family] += 1
             points = sorted(points, key=lambda row: row.S)
             values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
-            axis.plot([row.S for row in points], values, marker="o", label=impl, color=colour)
+            axis.plot([row.S for row in points], values, marker="o", label=impl, color=COLOURS.get(impl, OTHER_COLOUR))
         axis.set(
-            title=f"{op} {mode}, {heads}",
+            title=f"training, heads {heads}" if rate else f"{op} {mode}, heads {heads}",
             xlabel="sequence length",
             ylabel="thousand tokens a second" if rate else "milliseconds",
             xscale="log",
