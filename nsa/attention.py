@@ -11,10 +11,18 @@ from torch import Tensor, nn
 
 from nsa.cache import NSACache, Pair
 from nsa.compression import Compression, blocks_of, packed_blocks_of
-from nsa.config import BRANCHES, NSAConfig, require
+from nsa.config import BRANCHES, NSAConfig, require, require_int
 from nsa.functional import attend
 from nsa.geometry import query_positions
-from nsa.ops.checks import check_cu_seqlens_values, check_sequences
+from nsa.ops.checks import (
+    FLOAT_NAMES,
+    FLOATS,
+    check_cu_seqlens_values,
+    check_finite,
+    check_same,
+    check_sequences,
+    check_tensor,
+)
 from nsa.rope import Rope
 
 
@@ -32,6 +40,7 @@ class NSAAttention(nn.Module):
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
+        require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         self.config = c = config
         # One K/V for each branch, side by side in one product; a single one when they share it.
         n_kv = 1 if c.share_kv else len(BRANCHES)
@@ -111,7 +120,7 @@ class NSAAttention(nn.Module):
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
             o, indices = attend(q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens)
         else:
-            past = cache.append(
+            past = cache.stage(
                 raw=raw,
                 selected=selected,
                 window=window,
@@ -128,6 +137,7 @@ class NSAAttention(nn.Module):
                 q_start=past.q_start,
                 window_start=past.window_start,
             )
+            cache.commit(past)
 
         y = self.o_proj(o.flatten(2))
         if attention_mask is not None and order is not None:
@@ -145,12 +155,15 @@ class NSAAttention(nn.Module):
         cache: NSACache | None,
         position_offset: int | Tensor,
     ) -> None:
-        require(x.dim() == 3, "x.shape", tuple(x.shape), "three dimensions [B, S, dim]")
+        check_tensor("x", x, "B S dim", FLOATS, FLOAT_NAMES)
         require(x.shape[2] == self.config.dim, "x.shape[2]", x.shape[2], f"dim = {self.config.dim}")
         require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension")
-        if isinstance(position_offset, Tensor):
-            shape = tuple(position_offset.shape)
-            require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, f"one number or {x.shape[0]}")
+        weight = self.q_proj.weight
+        check_same("x", "device", x.device, "the layer", weight.device)
+        if not torch.is_autocast_enabled(x.device.type):
+            check_same("x", "dtype", x.dtype, "the layer", weight.dtype)
+        check_finite(self.config.strict, x=x)
+        check_position_offset(position_offset, x)
         if cu_seqlens is not None:
             require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1, a packed batch is a single row")
             check_sequences(x, cu_seqlens, None)
@@ -160,11 +173,12 @@ class NSAAttention(nn.Module):
             require(attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two")
             require(cache is None, "cache", "given with cu_seqlens", "one of the two: a cache row is one sequence")
         if attention_mask is not None:
-            require(attention_mask.dtype == torch.bool, "attention_mask.dtype", attention_mask.dtype, "torch.bool")
+            check_tensor("attention_mask", attention_mask, "B S", (torch.bool,), "torch.bool")
             shape = tuple(attention_mask.shape)
             require(shape == tuple(x.shape[:2]), "attention_mask.shape", shape, f"x's, {tuple(x.shape[:2])}")
             require(attention_mask.device == x.device, "attention_mask.device", attention_mask.device, f"{x.device}")
         if cache is not None:
+            require(isinstance(cache, NSACache), "cache", cache, "an NSACache")
             require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
@@ -202,6 +216,18 @@ class NSAAttention(nn.Module):
         if self.config.compress_rope == "after":
             k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
         return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
+
+
+def check_position_offset(position_offset: int | Tensor, x: Tensor) -> None:
+    if not isinstance(position_offset, Tensor):
+        require_int("position_offset", position_offset, at_least=0)
+        return
+    accepted = f"one integer, or {x.shape[0]} of them, on {x.device}"
+    integer = not position_offset.is_floating_point() and position_offset.dtype != torch.bool
+    require(integer, "position_offset.dtype", position_offset.dtype, accepted)
+    shape = tuple(position_offset.shape)
+    require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, accepted)
+    require(position_offset.device == x.device, "position_offset.device", position_offset.device, accepted)
 
 
 class Gate(nn.Module):
@@ -273,7 +299,7 @@ class NSAStats:
         reads = [
             self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)
         ]
-        return sum(reads) / positions.numel()
+        return sum(reads) / max(1, positions.numel())
 
 
 def real_tokens_first(attention_mask: Tensor) -> tuple[Tensor, Tensor]:

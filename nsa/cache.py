@@ -16,20 +16,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig, require, require_int, require_positive_int
+from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 from nsa.geometry import n_compressed, n_compressed_of
+from nsa.ops.checks import FLOAT_NAMES, FLOATS, check_tensor
 
 Pair = tuple[Tensor, Tensor]
 
 
-class Remembered(NamedTuple):
-    """What a step attends to, its own tokens included, and where its first query lies in it."""
+class Step(NamedTuple):
+    """What a step attends to, its own tokens included, where its first query lies in it, and what `commit` takes in."""
 
     compressed: Pair
     selected: Pair
     window: Pair
     q_start: Tensor  # [B] in the selected keys, counted from position 0
     window_start: Tensor  # [B] in the sliding keys, which start later
+    new_raw: Pair
+    new_window: Pair
+    position: Tensor  # [B, T] of the new tokens
+    end: Tensor  # [B] the new lengths
+    keep: Tensor  # [B, T] which of the new tokens are real and fit
+    longest: int
 
 
 class NSACache:
@@ -54,6 +61,8 @@ class NSACache:
         require_positive_int("batch_size", batch_size)
         require_positive_int("max_len", max_len)
         require_int("max_rollback", max_rollback, at_least=0)
+        require_bool("static", static)
+        require(dtype in FLOATS, "dtype", dtype, FLOAT_NAMES)
         self.config = config
         self.batch_size = batch_size
         self.max_len = max_len
@@ -97,7 +106,7 @@ class NSACache:
         )
 
     @torch.no_grad()
-    def append(
+    def stage(
         self,
         *,
         raw: Pair,
@@ -105,55 +114,68 @@ class NSACache:
         window: Pair,
         compress: Callable[[Tensor, Tensor, Tensor], Pair],
         counts: Tensor | None = None,
-    ) -> Remembered:
-        """Take in the keys and values of `T` new tokens a row, and hand out what these tokens attend to.
+    ) -> Step:
+        """Lay in the keys and values of `T` new tokens a row, and hand out what these tokens attend to.
 
         `raw` is what blocks are compressed from. `compress(k_blocks, v_blocks, positions)` turns blocks `[B,E,l,G,D]`
         that start at `positions [B,E]` into one key and one value each. `counts [B]`: how many of the `T` are real, the
-        first ones; the rest is padding.
+        first ones; the rest is padding. Nothing that a later step would miss is touched before `commit`: a step that is
+        refused half way leaves the cache as it was.
         """
-        for name, x in (("raw", raw), ("selected", selected), ("window", window)):
-            require(x[0].dtype == self.dtype, f"the dtype of {name}", x[0].dtype, f"the cache's, {self.dtype}")
-            require(x[0].shape[0] == self.batch_size, f"the batch of {name}", x[0].shape[0], f"{self.batch_size}")
+        for x in (*raw, *selected, *window):
+            accepted = f"what the layer computes, {x.dtype}: pass dtype= to new_cache"
+            require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
+            require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
-        self.reserve(n_new)
+        longest = self.longest_after(n_new)
         start = self.lengths.clone()
         end = (start + n_new if counts is None else start + counts.int()).clamp_max(self.max_len)
         position = start[:, None] + torch.arange(n_new, device=self.device)
         keep = position < end[:, None]
 
+        # Both lie behind the present end, where nothing is read until the lengths say so.
         write(self.selected, position, selected, keep)
-        window_keys = self.window.recent(start, window)
-        self.window.write(position, end, window, keep)
         self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
-        self.tail.write(position, end, raw, keep)
-        self.lengths.copy_(end)
-        self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
-
-        n_blocks = n_compressed(self.max_len if self.static else self.longest, self.config.l, self.config.d)
+        n_blocks = n_compressed(longest, self.config.l, self.config.d)
         k_cmp, v_cmp = (x[:, :n_blocks] for x in self.compressed)
-        return Remembered(
+        return Step(
             compressed=(k_cmp, v_cmp),
             selected=self.selected,
-            window=window_keys,
+            window=self.window.recent(start, window),
             # What a full row asks is not kept: any place that the keys reach will do.
             q_start=torch.where(start >= self.max_len, max(self.max_len - n_new, 0), start),
             window_start=start.clamp_max(self.window.reach),
+            new_raw=raw,
+            new_window=window,
+            position=position,
+            end=end,
+            keep=keep,
+            longest=longest,
         )
 
-    def reserve(self, n_new: int) -> None:
+    @torch.no_grad()
+    def commit(self, step: Step) -> None:
+        """Take the tokens of a staged step in for good."""
+        self.window.write(step.position, step.end, step.new_window, step.keep)
+        self.tail.write(step.position, step.end, step.new_raw, step.keep)
+        self.lengths.copy_(step.end)
+        self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
+        self.longest = step.longest
+
+    def longest_after(self, n_new: int) -> int:
+        """No row will be longer than this after `n_new` more tokens, padding counted."""
         if self.static:
-            return
-        if self.longest + n_new > self.max_len:
+            return self.max_len
+        longest = self.longest
+        if longest + n_new > self.max_len:
             # The host's bound counts padding and rows since cut short; ask the device before giving up.
-            self.longest = int(self.lengths.max())
-        require(
-            self.longest + n_new <= self.max_len,
-            "the cache's length",
-            self.longest + n_new,
-            f"at most max_len = {self.max_len}; make the cache longer, or reset or crop it",
-        )
-        self.longest += n_new
+            longest = int(self.lengths.max())
+            if longest + n_new > self.max_len:
+                raise ValueError(
+                    f"the cache would hold {longest + n_new} tokens (padding counts); accepted: at most max_len = "
+                    f"{self.max_len}. Make the cache longer, or reset or crop it"
+                )
+        return longest + n_new
 
     def emit_blocks(
         self, start: Tensor, end: Tensor, recent: Pair, compress: Callable[[Tensor, Tensor, Tensor], Pair]
@@ -169,31 +191,42 @@ class NSACache:
         write(self.compressed, index, compress(k_blocks, v_blocks, index * stride), complete)
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Forget everything, or the given rows (indices). Memory stays where it is."""
+        """Forget everything, or the given rows (indices, or a bool a row). Memory stays where it is."""
         if rows is None:
-            self.lengths.zero_()
-            self.high_water.zero_()
+            for buffer in self.buffers():
+                buffer.zero_()
             self.longest = 0
         else:
-            self.lengths[rows] = 0
-            self.high_water[rows] = 0
+            if isinstance(rows, Tensor) and rows.dtype == torch.bool and tuple(rows.shape) == (self.batch_size,):
+                rows = rows.nonzero().flatten()
+            self.check_rows(rows)
+            for buffer in self.buffers():
+                buffer[rows.long()] = 0
 
     def reorder(self, rows: Tensor) -> None:
         """Let row `b` continue what row `rows[b]` holds: beam search."""
+        self.check_rows(rows)
         require(tuple(rows.shape) == (self.batch_size,), "rows.shape", tuple(rows.shape), f"({self.batch_size},)")
         for buffer in self.buffers():
-            buffer.copy_(buffer.index_select(0, rows))
+            buffer.copy_(buffer.index_select(0, rows.long()))
+
+    def check_rows(self, rows: Tensor) -> None:
+        check_tensor("rows", rows, "n", (torch.int32, torch.int64), "int32 or int64")
+        require(rows.device == self.device, "rows.device", rows.device, f"the cache's, {self.device}")
+        inside = bool(((rows >= 0) & (rows < self.batch_size)).all())
+        require(inside, "rows", rows.tolist(), f"rows 0 to {self.batch_size - 1}")
 
     def crop(self, lengths: int | Tensor) -> None:
         """Cut every row to at most `lengths` tokens (one number, or one a row); negative: take that many back.
 
-        Up to `max_rollback` tokens can always be taken back. Further is an error, unless the rings still reach.
+        Counted from the longest a row has been, `max_rollback` tokens can always be taken back; further is an error
+        unless the rings still reach.
         """
+        accepted = f"an integer, or {self.batch_size} of them in a tensor"
+        require(isinstance(lengths, int | Tensor) and not isinstance(lengths, bool), "lengths", lengths, accepted)
         wanted = torch.as_tensor(lengths, device=self.device)
-        whole = not wanted.is_floating_point() and wanted.dtype != torch.bool
-        require(whole, "lengths", lengths, "an integer, or a tensor of them")
-        per_row = tuple(wanted.shape) in ((), (self.batch_size,))
-        require(per_row, "lengths.shape", tuple(wanted.shape), f"one number, or ({self.batch_size},)")
+        require(wanted.dtype in (torch.int32, torch.int64), "lengths.dtype", wanted.dtype, accepted)
+        require(tuple(wanted.shape) in ((), (self.batch_size,)), "lengths.shape", tuple(wanted.shape), accepted)
         wanted = wanted.int()
         wanted = torch.where(wanted < 0, self.lengths + wanted, wanted)
         require(bool((wanted >= 0).all()), "lengths", lengths, "no more tokens taken back than there are")
@@ -206,6 +239,9 @@ class NSACache:
                 lengths,
                 f"at most max_rollback = {self.max_rollback} tokens taken back",
             )
+        # What is hidden is still multiplied, by zero; a NaN that was taken back must not come through that way.
+        clear_from(self.selected, kept)
+        clear_from(self.compressed, n_compressed_of(kept, self.config.l, self.config.d))
         self.lengths.copy_(kept)
         self.high_water.copy_(torch.where(kept == 0, 0, self.high_water))
         self.longest = int(kept.max())
@@ -250,6 +286,13 @@ class Ring:
         # Of more new tokens than places only the last stay: two writes to one place would race.
         keep = keep & (position >= end[:, None] - self.places)
         write(self.pair, position % self.places, new, keep)
+
+
+def clear_from(pair: Pair, length: Tensor) -> None:
+    """Zero every place from `length [B]` on."""
+    for store in pair:
+        behind = torch.arange(store.shape[1], device=store.device) >= length[:, None]
+        store.masked_fill_(behind[..., None, None], 0.0)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
     nsa train --help
 
 A command is a module with `add_arguments(parser)`, which declares its flags and shows an example in `parser.epilog`,
-and `run(args)`, which does the work and returns the exit status.
+and `run(args)`, which does the work and returns the exit status. A `ValueError` or `OSError` from it is shown as one
+line, with status 2.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"nsa {name}")
     command.add_arguments(parser)
-    return command.run(parser.parse_args(argv[1:]))
+    args = parser.parse_args(argv[1:])
+    try:
+        return command.run(args)
+    except (ValueError, OSError) as error:
+        # A wrong value or a file that is not there is the caller's to mend: the sentence helps, a traceback does not.
+        print(f"nsa {name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

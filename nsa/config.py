@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
+
+from nsa.geometry import n_compressed
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
@@ -19,8 +21,9 @@ class RopeScaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            require_positive_number(f"rope_scaling.{name}", getattr(self, name))
         require(self.factor >= 1, "rope_scaling.factor", self.factor, "a number of at least 1")
-        require(self.low_freq_factor > 0, "rope_scaling.low_freq_factor", self.low_freq_factor, "a positive number")
         require(
             self.high_freq_factor > self.low_freq_factor,
             "rope_scaling.high_freq_factor",
@@ -86,11 +89,14 @@ class NSAConfig:
             self.n_local,
             names={"stride": "d", "select_block": "l_sel", "n_select": "n_sel"},
         )
+        for name in ("share_kv", "strict"):
+            require_bool(name, getattr(self, name))
+        require(isinstance(self.backend, str), "backend", self.backend, "'auto' or a backend's name")
         for name in ("phi", "compress_rope", "gate"):
             choices = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
             require(getattr(self, name) in choices[name], name, getattr(self, name), f"one of {choices[name]}")
         require(self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}")
-        require(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
+        require_positive_number("rope_theta", self.rope_theta)
         require(
             self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling),
             "rope_scaling",
@@ -104,8 +110,8 @@ class NSAConfig:
 
     def reads_per_step(self, length: int) -> int:
         """Keys one decoding step reads in the three branches of a sequence of `length` tokens."""
-        n_compressed = 0 if length < self.l else (length - self.l) // self.d + 1
-        return n_compressed + min(self.n_sel * self.l_sel, length) + min(self.w, length)
+        require_int("length", length, at_least=0)
+        return n_compressed(length, self.l, self.d) + min(self.n_sel * self.l_sel, length) + min(self.w, length)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what a checkpoint or a JSON file holds."""
@@ -113,13 +119,21 @@ class NSAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> NSAConfig:
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        require(not unknown, "values", unknown, f"keys among {sorted(known)}")
+        check_keys("values", values, cls)
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
+            check_keys("rope_scaling", scaling, RopeScaling)
             values = {**values, "rope_scaling": RopeScaling(**scaling)}
         return cls(**values)
+
+
+def check_keys(name: str, values: dict[str, Any], cls: type[NSAConfig] | type[RopeScaling]) -> None:
+    """The keys of `values` are fields of `cls`, and none that it needs is missing."""
+    known = {field.name for field in fields(cls)}
+    needed = {field.name for field in fields(cls) if field.default is MISSING}
+    unknown, missing = sorted(set(values) - known), sorted(needed - set(values))
+    require(not unknown, f"the keys of {name}", unknown, f"only {sorted(known)}")
+    require(not missing, f"the keys of {name}", sorted(values), f"at least {missing} too")
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
@@ -131,6 +145,15 @@ def require(condition: bool, name: str, value: object, accepted: str) -> None:
 def require_int(name: str, value: object, *, at_least: int) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     require(valid, name, value, f"an integer of at least {at_least}")
+
+
+def require_bool(name: str, value: object) -> None:
+    require(isinstance(value, bool), name, value, "True or False")
+
+
+def require_positive_number(name: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number and 0 < float(str(value)) < float("inf"), name, value, "a positive finite number")
 
 
 def require_positive_int(name: str, value: object) -> None:

@@ -15,7 +15,6 @@ import json
 import math
 import platform
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -211,7 +210,7 @@ def setting_states(router: Router) -> tuple[SettingState, ...]:
 def render(report: Report) -> str:
     sections = {
         "versions": render_versions(report),
-        "backends": table((b.name, "yes" if b.available else "no", b.note) for b in report.backends),
+        "backends": table((b.name, "yes" if b.available else f"no: {b.note}") for b in report.backends),
         "settings": render_settings(report),
         "what ran in this process": render_counts(report.counts),
         "route": render_routes(report),
@@ -274,16 +273,19 @@ def scope(where: Sequence[str]) -> str:
 
 
 def render_checks(checks: Sequence[Check]) -> str:
-    """One row per backend, op and dtype: the quantity that comes closest to its allowance, or is furthest past it."""
+    """One row per backend, op and dtype: the quantity that comes closest to its allowance, or is furthest past it.
+
+    What a backend declines, or raises, has a row of its own with the cases that it holds for.
+    """
     rows = [("backend", "op", "dtype", "worst", "error", "allowed", "")]
-    grouped: dict[tuple[str, str, str], list[Check]] = {}
+    grouped: dict[tuple[str, str, str, str], list[Check]] = {}
     for check in checks:
-        grouped.setdefault((check.backend, check.op, check.dtype), []).append(check)
-    for (backend, op, dtype), found in grouped.items():
+        grouped.setdefault((check.backend, check.op, check.dtype, check.note), []).append(check)
+    for (backend, op, dtype, note), found in grouped.items():
         worst = max(found, key=lambda check: check.badness)
-        if worst.note:
-            verdict = worst.note if worst.agrees else f"WRONG: {worst.note}"
-            rows.append((backend, op, dtype, worst.case, "-", "-", verdict))
+        if note:
+            cases = ", ".join(check.case for check in found)
+            rows.append((backend, op, dtype, cases, "-", "-", note if worst.agrees else f"WRONG: {note}"))
             continue
         verdict = "ok" if worst.agrees else "WRONG"
         place = f"{worst.quantity}, {worst.case}"
@@ -372,14 +374,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
-    """The command: 0 when every backend agrees with the reference, 1 when one does not, 2 for a wrong argument."""
-    try:
-        problem = problem_of(args)
-        router = make_router(load_settings(args))
-    except ValueError as error:
-        print(f"nsa doctor: {error}", file=sys.stderr)
-        return 2
-    report = diagnose(problem, router)
+    """The command: 0 when every backend agrees with the reference, 1 when one does not."""
+    report = diagnose(problem_of(args), make_router(load_settings(args)))
     print(render(report))
     if args.json:
         print(json.dumps(report.to_dict(), allow_nan=False))

@@ -80,6 +80,19 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch
     return torch.multinomial(probabilities, 1, generator=generator)
 
 
+def usable_device(name: str) -> torch.device:
+    """The device of that name, which torch would otherwise refuse only once something is put on it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; accepted: 'cpu' or 'cuda'") from None
+    if device.type == "cuda":
+        require(torch.cuda.is_available(), "device", name, "'cpu', because torch sees no GPU here")
+        count = torch.cuda.device_count()
+        require((device.index or 0) < count, "device", name, f"an index below {count}, the GPUs that torch sees here")
+    return device
+
+
 def newest_run(runs: Path = RUNS) -> Path:
     found = sorted(runs.glob("*/model.json"), key=lambda path: path.stat().st_mtime)
     require(bool(found), "--run", f"not given, and {runs}/ has no trained model", "a folder that `nsa train` wrote")
@@ -101,9 +114,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model = load_model(args.run or newest_run(), args.device)
+    device = usable_device(args.device)
+    model = load_model(args.run or newest_run(), device)
     prompts = args.prompt or ["def "]
-    generator = torch.Generator(args.device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(args.seed)
     new = generate(
         model,
         [encode(prompt) for prompt in prompts],

@@ -1,7 +1,8 @@
 """Does each backend agree with the reference on this machine: every op, forward and each gradient, in two seconds.
 
-Each op runs on a short plain and a short packed batch. An error is a distance from the reference in fp64; the reference
-in the same dtype has one too, and a backend may have twice that and a rounding more.
+Each op runs on a short plain batch, a short packed one, and forward on a few queries at the end of cached keys, in fp32
+and in the dtype asked for. An error is a distance from the reference in fp64; the reference in the same dtype has one
+too, and a backend may have twice that and a rounding more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from nsa import reference
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import as_posed
-from nsa.geometry import n_compressed_of
+from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
 
 
@@ -49,8 +50,15 @@ class Check:
 # Blocks as in the paper; a short sequence has four or five of them, so one of the chosen is chosen freely.
 KNOBS: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 64, "window": 100}
 SELECTION: dict[str, Any] = {"n_select": 3, "n_init": 1, "n_local": 1}
-# A document of one token, one too short for a compressed block, and two of odd lengths.
-CASES = {"plain": (259,), "packed": (1, 31, 26, 201)}
+# Packed: a document of one token, one too short for a compressed block, and two of odd lengths.
+CASES = {"plain": (259,), "packed": (1, 31, 26, 201), "cached": (259,)}
+# Cached: so many queries in each row, the first of them here: one that sees no compressed block yet, one at the end.
+N_CACHED_QUERIES = 5
+CACHED_STARTS = (28, 254)
+
+# What a backend may raise on inputs that it took: a BackendFailure or an error of torch's, which are RuntimeErrors, or
+# a refusal. Anything else is a bug in it, or here, and shows its traceback.
+FINDINGS = (RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,9 @@ class Stage:
     outputs: tuple[str, ...] = ("o", "lse")
     knobs: tuple[str, ...] = ()
 
-    @property
-    def pulls(self) -> tuple[tuple[str, ...], ...]:
-        """The outputs whose gradients are given, one backward pass each."""
-        return tuple(self.outputs[: n + 1] for n in range(len(self.outputs)))
+    def pulls(self, trial: Trial) -> tuple[tuple[str, ...], ...]:
+        """The outputs whose gradients are given, one backward pass each; nobody trains through a cache."""
+        return () if trial.q_start is not None else tuple(self.outputs[: n + 1] for n in range(len(self.outputs)))
 
 
 STAGES = (
@@ -118,7 +125,13 @@ class Trial:
     problem: Problem
     tensors: Mapping[str, Tensor]
     cu_seqlens: Tensor | None
+    q_start: Tensor | None
     scale: float
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The mixture has no keys, so a cache changes nothing about it."""
+        return tuple(stage for stage in STAGES if self.q_start is None or stage.op != "combine")
 
     def positional(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
         tensors = [self.tensors[name] for name in names]
@@ -131,7 +144,7 @@ class Trial:
 
     @property
     def shared(self) -> dict[str, Any]:
-        return {"scale": self.scale, "cu_seqlens": self.cu_seqlens, "q_start": None}
+        return {"scale": self.scale, "cu_seqlens": self.cu_seqlens, "q_start": self.q_start}
 
     def check(self, backend: str, op: str, quantity: str, **found: Any) -> Check:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -139,13 +152,12 @@ class Trial:
 
 
 def self_test(backends: Sequence[Any], shape: Problem) -> list[Check]:
-    """Every op of every backend against the reference, with the heads and the device of `shape`."""
-    dtypes = [torch.float32] + ([torch.bfloat16] if shape.device == "cuda" else [])
+    """Every op of every backend against the reference, with the heads, the device and the dtype of `shape`."""
     checks = []
-    for dtype in dtypes:
+    for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         for case in CASES:
             trial = make_trial(case, dtype, shape)
-            for stage in STAGES:
+            for stage in trial.stages:
                 checks += check_stage(stage, trial, backends)
             checks += check_selection(trial, backends)
     rank = {backend.name: i for i, backend in enumerate(backends)}
@@ -154,40 +166,46 @@ def self_test(backends: Sequence[Any], shape: Problem) -> list[Check]:
 
 def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
     lengths = torch.tensor(CASES[case])
-    length = int(lengths.sum())
-    n_cmp = int(n_compressed_of(lengths, KNOBS["block"], KNOBS["stride"]).sum())
+    packed, cached = case == "packed", case == "cached"
+    n_keys = int(lengths.sum())
+    n_queries = N_CACHED_QUERIES if cached else n_keys
+    batch = len(CACHED_STARTS) if cached else 1
+    problem = replace(
+        shape, batch=batch, n_queries=n_queries, n_keys=n_keys, dtype=dtype, packed=packed, cached=cached, backward=False
+    )
+    n_cmp = as_posed(problem, "compressed", KNOBS["block"], KNOBS["stride"]).n_keys
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64).to(shape.device, dtype)
 
-    rows, groups = (1, length, shape.n_heads), shape.n_groups
+    rows, groups = (batch, n_queries, shape.n_heads), shape.n_groups
     tensors = {
         "q": draw(*rows, shape.d_k),
-        "k_cmp": draw(1, n_cmp, groups, shape.d_k),
-        "v_cmp": draw(1, n_cmp, groups, shape.d_v),
-        "k": draw(1, length, groups, shape.d_k),
-        "v": draw(1, length, groups, shape.d_v),
+        "k_cmp": draw(batch, n_cmp, groups, shape.d_k),
+        "v_cmp": draw(batch, n_cmp, groups, shape.d_v),
+        "k": draw(batch, n_keys, groups, shape.d_k),
+        "v": draw(batch, n_keys, groups, shape.d_v),
         "gates": draw(*rows, 3).sigmoid(),
         "do": draw(*rows, shape.d_v),
-        "dlse": draw(*rows).float(),
+        "dlse": draw(*rows).to(lse_dtype),
     } | {name: draw(*rows, shape.d_v) for name in ("o_cmp", "o_sel", "o_win")}
-    packed = case == "packed"
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(shape.device) if packed else None
-    problem = replace(shape, batch=1, n_queries=length, n_keys=length, dtype=dtype, packed=packed, cached=False)
-    trial = Trial(case, dtype, problem, tensors, cu_seqlens, shape.d_k**-0.5)
+    cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if packed else None
+    q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
+    trial = Trial(case, dtype, problem, tensors, cu_seqlens, q_start, shape.d_k**-0.5)
 
     # What later stages take from earlier ones comes from the reference, so that each is judged alone.
     q, k_cmp, v_cmp = trial.positional(("q", "k_cmp", "v_cmp"), torch.float64)
     compression = {"block": KNOBS["block"], "stride": KNOBS["stride"], **trial.shared}
     _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **compression)
     indices = reference.select_blocks(q, k_cmp, lse, select_block=KNOBS["select_block"], **SELECTION, **compression)
-    return replace(trial, tensors={**tensors, "lse_cmp": lse.float(), "indices": indices})
+    return replace(trial, tensors={**tensors, "lse_cmp": lse.to(lse_dtype), "indices": indices})
 
 
 def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any]) -> list[Check]:
     quantities = list(stage.outputs)
-    for pulled in stage.pulls:
+    for pulled in stage.pulls(trial):
         # Training asks for the gradients of `o` alone, for which a backend may have a path of its own.
         suffix = " with dlse" if "lse" in pulled else ""
         quantities += [f"d{name}{suffix}" for name in stage.leaves]
@@ -198,13 +216,15 @@ def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any]) -> list[Che
 
     checks = []
     for backend in backends:
-        reason = backend.supports(problem) or backend.supports(replace(problem, backward=True))
+        reason = backend.supports(problem)
+        if reason is None and stage.pulls(trial):
+            reason = backend.supports(replace(problem, backward=True))
         if reason:
             checks.append(trial.check(backend.name, stage.op, "-", note=f"declines: {reason}"))
             continue
         try:
             found = run_backend(backend, stage, trial)
-        except Exception as error:  # noqa: BLE001  whatever a backend does is a finding
+        except FINDINGS as error:
             checks.append(raised(trial, backend, stage.op, error))
             continue
         for name, x, like, exact, most in zip(quantities, found, rounded, truth, allowed, strict=True):
@@ -220,7 +240,7 @@ def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tenso
     outputs = stage.spec(*leaves, *fixed, **trial.keywords(stage))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients: list[Tensor] = []
-    for pulled in stage.pulls:
+    for pulled in stage.pulls(trial):
         outputs_pulled = outputs[: len(pulled)]
         grads = [trial.tensors[f"d{name}"].to(x.dtype) for name, x in zip(pulled, outputs_pulled, strict=True)]
         gradients += torch.autograd.grad(outputs_pulled, leaves, grads, retain_graph=True)
@@ -236,7 +256,7 @@ def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
     # The mixture's gradients need no output; an attention's need `o` and `lse`.
     saved = outputs if stage.op != "combine" else ()
     gradients: list[Tensor] = []
-    for pulled in stage.pulls:
+    for pulled in stage.pulls(trial):
         grads = [trial.tensors[f"d{name}"] if name in pulled else None for name in stage.outputs]
         gradients += getattr(backend, stage.backward)(*grads, *inputs, *saved, **keywords)
     return (*outputs, *gradients)
@@ -281,7 +301,7 @@ def check_selection(trial: Trial, backends: Sequence[Any]) -> list[Check]:
 
     best = reference.select_blocks(q64, k64, lse64, **SELECTION, **keywords)
     rounded = reference.select_blocks(q, k, lse, **SELECTION, **keywords)
-    worth = worth_of_blocks(importance, q, trial.cu_seqlens)
+    worth = worth_of_blocks(importance, q, trial.cu_seqlens, trial.q_start)
     allowed = 2 * (missed(rounded, best, worth) + n_free * 2 * off)
 
     problem = as_posed(trial.problem, "scores", KNOBS["block"], KNOBS["stride"])
@@ -293,7 +313,7 @@ def check_selection(trial: Trial, backends: Sequence[Any]) -> list[Check]:
             continue
         try:
             chosen = backend.select_blocks(q, k, lse, **SELECTION, **keywords)
-        except Exception as error:  # noqa: BLE001  whatever a backend does is a finding
+        except FINDINGS as error:
             checks.append(raised(trial, backend, "scores", error))
             continue
         loss = missed(chosen, best, worth)
@@ -305,9 +325,9 @@ def importance_of(q: Tensor, k_cmp: Tensor, lse: Tensor, keywords: Mapping[str, 
     return reference.selection_importance(q, k_cmp, lse, **keywords).double()
 
 
-def worth_of_blocks(importance: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def worth_of_blocks(importance: Tensor, q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
     """`[B,S,G,J]`: a forced block is worth more than all others together, one not yet begun costs everything."""
-    _, t = locate_queries(q, cu_seqlens, None)
+    _, t = locate_queries(q, cu_seqlens, q_start)
     own = (t // KNOBS["select_block"])[:, :, None, None]
     j = torch.arange(importance.shape[-1], device=q.device)
     forced = (j < SELECTION["n_init"]) | (j > own - SELECTION["n_local"])

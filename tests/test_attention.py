@@ -758,7 +758,7 @@ def test_under_autocast_a_cache_of_the_layers_dtype_is_refused_and_one_of_autoca
     attn = layer(torch.float32)
     x = tokens(20, dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"dtype.*bfloat16.*accepted.*float32"):
+        with pytest.raises(ValueError, match=r"cache.dtype is torch.float32.*accepted.*bfloat16"):
             attn(x, cache=attn.new_cache(1, 20))
         cache = attn.new_cache(1, 20, dtype=torch.bfloat16)
         got = torch.cat([attn(x[:, :9], cache=cache), attn(x[:, 9:], cache=cache)], dim=1)
@@ -776,3 +776,31 @@ def test_strict_refuses_what_is_not_finite() -> None:
     x[0, 3, 0] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
         layer(strict=True)(x)
+
+
+WRONG_INPUT = {
+    "x-none": ("x", lambda a: a(None)),
+    "x-wider-dtype": ("x.dtype", lambda a: a(tokens(9).float())),
+    "x-integer": ("x.dtype", lambda a: a(torch.ones(1, 9, a.config.dim, dtype=torch.long))),
+    "x-device": ("x.device", lambda a: a(tokens(9).to("meta"))),
+    "mask-list": ("attention_mask", lambda a: a(tokens(9), attention_mask=[[1]])),
+    "cache-text": ("cache", lambda a: a(tokens(9), cache="c")),
+    "offset-float": ("position_offset", lambda a: a(tokens(9), position_offset=1.5)),
+    "offset-bool": ("position_offset", lambda a: a(tokens(9), position_offset=True)),
+    "offset-text": ("position_offset", lambda a: a(tokens(9), position_offset="3")),
+    "offset-float-tensor": ("position_offset", lambda a: a(tokens(9), position_offset=torch.tensor([1.5]))),
+    "offset-device": ("position_offset", lambda a: a(tokens(9), position_offset=torch.ones(1).int().to("meta"))),
+    "config-dict": ("config", lambda a: NSAAttention({"dim": 3})),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG_INPUT.values(), ids=WRONG_INPUT.keys())
+def test_a_wrong_input_of_the_layer_is_a_value_error_that_names_it(name: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*accepted"):
+        call(layer())
+
+
+def test_statistics_of_a_batch_that_is_all_padding_are_zero() -> None:
+    mask = torch.zeros(1, 9, dtype=torch.bool)
+    _, stats = layer()(tokens(9), attention_mask=mask, return_stats=True)
+    assert stats.reads_per_step == 0

@@ -582,12 +582,12 @@ def test_of_a_chunk_that_overflows_a_static_cache_the_part_that_fits_is_kept() -
         return {"raw": pair, "selected": pair, "window": pair, "compress": lambda k, v, at: (k[:, :, 0], v[:, :, 0])}
 
     cache = NSACache(config, 1, max_len, dtype=FP64, max_rollback=max_rollback, static=True)
-    cache.append(**some(0, 4))
-    cache.append(**some(4, 30))
+    cache.commit(cache.stage(**some(0, 4)))
+    cache.commit(cache.stage(**some(4, 30)))
     assert cache.lengths.tolist() == [max_len]
     assert cache.selected[0][0, :max_len, 0, 0].tolist() == [float(t + 1) for t in range(max_len)]
     cache.crop(-max_rollback)
-    past = cache.append(**some(18, 19))
+    past = cache.stage(**some(18, 19))
     k_win, _ = past.window
     # Before position 18 lie its w - 1 predecessors, holding position + 1.
     assert k_win[0, :, 0, 0].tolist() == [float(t + 1) for t in range(18 - (config.w - 1), 19)]
@@ -675,7 +675,7 @@ WRONG: dict[str, tuple[str, Callable[[NSAAttention], Any]]] = {
     "max_len_fraction": (r"max_len is 8\.5", lambda a: a.new_cache(1, 8.5)),
     "max_rollback": ("max_rollback is -1", lambda a: a.new_cache(1, 8, max_rollback=-1)),
     "reorder_rows": (r"rows\.shape is \(3,\)", lambda a: a.new_cache(2, 8).reorder(torch.tensor([0, 1, 0]))),
-    "dtype": ("dtype of raw is torch.float64", lambda a: a(tokens(3), cache=a.new_cache(1, 8, dtype=torch.float32))),
+    "dtype": ("cache.dtype is torch.float32", lambda a: a(tokens(3), cache=a.new_cache(1, 8, dtype=torch.float32))),
 }
 
 
@@ -683,3 +683,62 @@ WRONG: dict[str, tuple[str, Callable[[NSAAttention], Any]]] = {
 def test_a_wrong_argument_is_a_value_error_that_names_it(name: str, call: Callable[[NSAAttention], Any]) -> None:
     with pytest.raises(ValueError, match=f"{name}.*accepted"):
         call(layer())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_was_not_finite_is_gone_after_a_crop_or_a_reset(bad: float) -> None:
+    attn = layer()
+    x = tokens(30, batch=2)
+    whole = attn(x)
+    cache = attn.new_cache(2, 64)
+    attn(x[:, :20], cache=cache)
+    attn(torch.full_like(x[:, :9], bad), cache=cache)
+    cache.crop(20)
+    assert_equal(attn(x[:, 20:], cache=cache), whole[:, 20:])
+
+    attn(torch.full_like(x[:, :9], bad), cache=cache)
+    cache.reset()
+    assert_equal(attn(x, cache=cache), whole)
+
+    attn(torch.full_like(x[:, :9], bad), cache=cache)
+    cache.reset(torch.tensor([0, 1]))
+    assert_equal(attn(x, cache=cache), whole)
+
+
+def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
+    attn, on_gpu = layer(), layer(backend="triton")
+    on_gpu.load_state_dict(attn.state_dict())
+    x = tokens(30)
+    cache = on_gpu.new_cache(1, 30)
+    with pytest.raises(ValueError, match="triton"):
+        on_gpu(x[:, :20], cache=cache)
+    assert cache.lengths.tolist() == [0]
+    cache.config = attn.config
+    assert_equal(attn(x, cache=cache), attn(x))
+
+
+WRONG_CALLS = {
+    "reorder-out-of-range": ("rows", lambda cache: cache.reorder(torch.tensor([0, 7]))),
+    "reorder-negative": ("rows", lambda cache: cache.reorder(torch.tensor([0, -1]))),
+    "reorder-float": ("rows", lambda cache: cache.reorder(torch.tensor([0.0, 1.0]))),
+    "reorder-list": ("rows", lambda cache: cache.reorder([0, 1])),
+    "reorder-shape": ("rows", lambda cache: cache.reorder(torch.tensor([0]))),
+    "reset-out-of-range": ("rows", lambda cache: cache.reset(torch.tensor([9]))),
+    "reset-text": ("rows", lambda cache: cache.reset("a")),
+    "crop-text": ("lengths", lambda cache: cache.crop("3")),
+    "crop-none": ("lengths", lambda cache: cache.crop(None)),
+    "crop-bool": ("lengths", lambda cache: cache.crop(True)),
+    "crop-float": ("lengths", lambda cache: cache.crop(2.7)),
+    "bytes-negative": ("length", lambda cache: cache.bytes_read_per_step(-5)),
+    "bytes-float": ("length", lambda cache: cache.bytes_read_per_step(1.5)),
+    "new-dtype": ("dtype", lambda cache: layer().new_cache(1, 8, dtype=torch.int32)),
+    "new-static": ("static", lambda cache: layer().new_cache(1, 8, static="yes")),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG_CALLS.values(), ids=WRONG_CALLS.keys())
+def test_a_wrong_call_of_the_cache_is_a_value_error_that_names_the_argument(
+    name: str, call: Callable[[NSACache], Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*accepted"):
+        call(layer().new_cache(2, 8))

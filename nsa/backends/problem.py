@@ -6,15 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, check_heads, require, require_bool, require_int
 
 # The parts of the attention that are routed one by one, in the order they run.
 OPS = ("compressed", "scores", "selected", "sliding", "combine")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One op, or with `op="attention"` the whole, on one shape. Hashable: a route is looked up by it."""
+    """One op, or with `op="attention"` the whole, on one shape. Hashable: a route is looked up by it.
+
+    `n_keys` counts the keys of the op itself: compressed ones for `compressed` and `scores`, tokens for the others.
+    """
 
     op: str = "attention"
     batch: int
@@ -29,6 +33,20 @@ class Problem:
     backward: bool = False
     packed: bool = False
     cached: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.op == "attention" or self.op in OPS, "op", self.op, f"'attention' or one of {OPS}")
+        for name in ("batch", "n_queries", "n_keys"):
+            require_int(name, getattr(self, name), at_least=0)
+        for name in ("n_heads", "n_groups", "d_k", "d_v"):
+            require_int(name, getattr(self, name), at_least=1)
+        check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
+        require(self.dtype in DTYPES, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
+        # An index would make "cuda:0" another device than the "cuda" that backends look for.
+        plain = isinstance(self.device, str) and self.device.isidentifier()
+        require(plain, "device", self.device, "a type of device without an index: 'cpu' or 'cuda'")
+        for name in ("backward", "packed", "cached"):
+            require_bool(name, getattr(self, name))
 
     @property
     def heads_per_group(self) -> int:

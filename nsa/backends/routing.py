@@ -26,6 +26,7 @@ import torch
 
 from nsa import settings
 from nsa.backends.problem import OPS, Problem
+from nsa.config import check_compression, require
 from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
@@ -49,7 +50,10 @@ MAX_ROUTES = 4096
 
 
 class Backend(Protocol):
-    """A module, or anything else, with a name, an opinion on problems, and the functions of the ops it serves."""
+    """A module, or anything else, with a name, an opinion on problems, and the functions of the ops it serves.
+
+    A module may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine.
+    """
 
     name: str
 
@@ -58,7 +62,7 @@ class Backend(Protocol):
 
 
 class BackendFailure(RuntimeError):
-    """A backend said yes and then could not: a missing library, a launch out of resources, a non-finite probe."""
+    """A backend said yes and then could not: a library that cannot be imported, a kernel that cannot be launched."""
 
 
 @dataclass(frozen=True)
@@ -326,13 +330,19 @@ class Router:
 
     def explain(self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16) -> Explanation:
         """The routes of the whole attention `problem`; `block` and `stride` tell how many compressed keys it has."""
+        require(isinstance(problem, Problem), "problem", problem, "a Problem")
+        require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
+        require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
+        check_compression(block, stride)
         return Explanation(problem, {op: self.route(as_posed(problem, op, block, stride), backend) for op in OPS})
 
 
 def as_posed(problem: Problem, op: str, block: int, stride: int) -> Problem:
     """One op of the whole `problem`, exactly as `nsa.ops` poses it to the router."""
     if op in ("compressed", "scores"):
-        problem = replace(problem, n_keys=n_compressed(problem.n_keys, block, stride))
+        # Documents end anywhere: a packed row has a slot for every stride, as `compressed_starts` lays them out.
+        n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
+        problem = replace(problem, n_keys=n_keys)
     if op == "scores":
         problem = replace(problem, d_v=problem.d_k, backward=False)
     if op == "combine":
@@ -388,7 +398,7 @@ def gpu_name() -> str:
 
 
 def find_backends() -> tuple[list[Any], dict[str, str]]:
-    """The backends of this version that can be imported, and why not the others."""
+    """The backends of this version that this machine can run, and why not the others."""
     found, absent = [], {}
     for name, module in BACKEND_MODULES.items():
         backend = find_backend(module)
@@ -413,7 +423,10 @@ def find_backend(module: str) -> Any:
             return f"needs the package {error.name}, which is not installed"
         log.warning("nsa: %s cannot be imported: %s", module, error)
         return f"cannot be imported: {error}"
-    return backend if hasattr(backend, "supports") else "not in this version of nsa: it has no supports()"
+    if not hasattr(backend, "supports"):
+        return "not in this version of nsa: it has no supports()"
+    missing = backend.available() if hasattr(backend, "available") else None
+    return backend if missing is None else missing
 
 
 def build_router(config: Settings) -> Router:

@@ -25,7 +25,7 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import explain, router
 from nsa.config import require, require_int, require_positive_int
 from nsa.data.corpus import Batch, Corpus, decode, encode, standard_library
-from nsa.generate import RUNS, generate
+from nsa.generate import RUNS, generate, usable_device
 from nsa.model import LM, PRESETS, LMConfig, load_model, save_model
 from nsa.train.progress import progress
 from nsa.train.step import StepResult, TrainStep, autocast, learning_rate
@@ -126,7 +126,8 @@ class Trainer:
                     shown.show(step + 1, f"loss {loss:.3f}  lr {self.lr(step):.2e}  {rate:,.0f} tokens/s")
         finally:
             shown.close()
-        rate = (c.steps - 1) * self.tokens_per_step / (time.perf_counter() - began)
+        timed = c.steps - 1
+        rate = timed * self.tokens_per_step / (time.perf_counter() - began) if timed else None
         loss_end = self.evaluate(c.steps)
         checkpoint = save_model(self.model, c.out)
         summary = Summary(loss_start, loss_end, rate, fallbacks(), self.sample(), checkpoint)
@@ -180,7 +181,8 @@ class Summary:
 
     loss_start: float
     loss_end: float
-    tokens_per_s: float
+    # None for a run of one step, which is not timed.
+    tokens_per_s: float | None
     fallbacks: dict[str, int]
     sample: str
     checkpoint: Path
@@ -190,10 +192,11 @@ class Summary:
 
     def __str__(self) -> str:
         failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
+        rate = self.tokens_per_s
         return "\n".join(
             [
                 f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
-                f"{self.tokens_per_s:,.0f} tokens/s",
+                "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
                 f"fallbacks: {failures or 'none'}",
                 f"saved {self.checkpoint}",
                 f"sample:\n{self.sample}",
@@ -309,6 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    usable_device(args.device)
     config = config_from(args, settings.current())
     summary = Trainer(config, standard_library()).train()
     print(summary)

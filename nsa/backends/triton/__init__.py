@@ -26,11 +26,19 @@ MOST_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
 
 
+def available() -> str | None:
+    """None where the kernels can run at all, else what is missing."""
+    if find_spec("triton") is None:
+        return "the triton package is not installed"
+    return None if torch.cuda.is_available() else "no CUDA GPU"
+
+
 def supports(problem: Problem) -> str | None:
     if problem.device != "cuda":
         return f"the kernels run on CUDA GPUs, the tensors are on {problem.device}"
-    if find_spec("triton") is None:
-        return "the triton package is not installed"
+    missing = available()
+    if missing is not None:
+        return missing
     if torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
     if problem.cached:
@@ -50,12 +58,16 @@ def launcher(module: str, function: str) -> Callable[..., Any]:
     """The launcher of that name; what a GPU cannot take at run time becomes a reason for the next backend."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        from triton.runtime.errors import OutOfResources
+        try:
+            from triton.compiler.errors import CompilationError
+            from triton.runtime.errors import OutOfResources
 
-        run = getattr(import_module(f"nsa.backends.triton.{module}"), function)
+            run = getattr(import_module(f"nsa.backends.triton.{module}"), function)
+        except ImportError as error:
+            raise BackendFailure(f"triton cannot be imported: {error}") from error
         try:
             return run(*args, **kwargs)
-        except OutOfResources as error:
+        except (OutOfResources, CompilationError) as error:
             raise BackendFailure(f"{function}: {error}") from error
 
     launch.__name__ = launch.__qualname__ = function

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton.tiles import capability, is_hopper, is_large
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 LOG2_E = 1.4426950408889634
@@ -54,12 +55,14 @@ class Tile:
     rows: int = 4
 
 
-def default_tile(dim: int, heads: int, dtype: torch.dtype) -> Tile:
+def default_tile(dim: int, heads: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> Tile:
     """Many columns halve how often the blocks come through L2; few blocks let two programs share an SM, so that one
     takes exponentials while the other multiplies. Past D = 128 the columns fill shared memory, and with few heads
-    what is kept per query fills the registers."""
+    what is kept per query fills the registers, which on a GPU that is not large hold the factors too."""
     if dtype == torch.float32:
-        return Tile(block_m=64, block_n=32, num_warps=4, num_stages=1)
+        return Tile(block_m=64 if is_hopper(gpu) else 32, block_n=32, num_warps=4, num_stages=1)
+    if not is_large(gpu):
+        return Tile(block_m=128 if dim <= 128 else 64, block_n=64, num_warps=4, num_stages=2)
     if dim <= 128 and heads > 4:
         return Tile(block_m=256, block_n=64, num_warps=4, num_stages=2)
     return Tile(block_m=128, block_n=64, num_warps=4, num_stages=2)
@@ -370,7 +373,7 @@ def select_blocks(
     if columns(length, select_block) > MAX_SELECT_BLOCKS:
         raise ValueError(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks are served")
 
-    tile = tile or default_tile(dim, heads, q.dtype)
+    tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
     h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
     queries = max(1, tile.block_m // h_pad)
     block_n = max(tile.block_n, r_pad, 16)

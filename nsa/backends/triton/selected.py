@@ -15,16 +15,21 @@ from torch import Tensor
 from nsa.backends.triton.selected_attend import ForwardTile, block_forward, query_forward
 from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
 from nsa.backends.triton.selected_index import Blocks
+from nsa.backends.triton.tiles import capability, is_hopper, is_large
 
 # Heads per group from which on a query's blocks are cheaper to read than its partial outputs are to write.
 QUERY_FROM_HEADS = 32
 
 
-def pick_forward(heads: int, d_k: int, d_v: int, dtype: torch.dtype, method: str | None = None) -> ForwardTile:
+def pick_forward(
+    heads: int, d_k: int, d_v: int, dtype: torch.dtype, method: str | None = None, gpu: tuple[int, int] = (9, 0)
+) -> ForwardTile:
     method = method or ("query" if heads >= QUERY_FROM_HEADS else "block")
     if method not in ("query", "block"):
         raise ValueError(f"method must be 'query' or 'block', got {method!r}")
     tile = ForwardTile(method)
+    if is_small(dtype, gpu):
+        return small_forward(tile, max(d_k, d_v), dtype)
     if dtype == torch.float32:
         tile = replace(tile, num_stages=2, num_warps=8, common_m=64, common_stages=1)
         return replace(tile, block_m=32) if max(d_k, d_v) > 128 else tile
@@ -34,7 +39,26 @@ def pick_forward(heads: int, d_k: int, d_v: int, dtype: torch.dtype, method: str
     return replace(tile, num_stages=2) if method == "block" and max(d_k, d_v) > 64 else tile
 
 
-def pick_backward(heads: int, d_k: int, d_v: int, dtype: torch.dtype) -> BackwardTile:
+def is_small(dtype: torch.dtype, gpu: tuple[int, int]) -> bool:
+    """Whether the larger tiles do not fit, or spill: fp32, whose products take registers alone, does on all GPUs.
+    Hopper keeps the ones that it was tested with."""
+    return not is_hopper(gpu) if dtype == torch.float32 else not is_large(gpu)
+
+
+def small_forward(tile: ForwardTile, width: int, dtype: torch.dtype) -> ForwardTile:
+    """A block's keys and values, and the rows, within 99 KiB, and the factors of a product in registers."""
+    if dtype == torch.float32:
+        return replace(tile, block_m=16, num_warps=8, num_stages=1, common_m=32, common_stages=1)
+    if width > 128:
+        return replace(tile, block_m=32, num_warps=8, num_stages=2, common_m=64, common_stages=1)
+    return replace(tile, num_stages=2, common_m=64, common_warps=4, common_stages=2)
+
+
+def pick_backward(heads: int, d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> BackwardTile:
+    if is_small(dtype, gpu):
+        rows = 16 if dtype == torch.float32 or max(d_k, d_v) > 128 else 32
+        narrow = max(d_k, d_v) <= 64 and dtype != torch.float32
+        return BackwardTile(block_m=rows, num_warps=4 if narrow else 8, num_stages=1 if rows == 16 else 2)
     if dtype == torch.float32:
         return BackwardTile(block_m=16 if max(d_k, d_v) > 128 else 32, num_warps=8, num_stages=1)
     if max(d_k, d_v) > 128:
@@ -96,7 +120,7 @@ def selected_forward(
     q, k, v, indices = (row_contiguous(x) for x in (q, k, v, indices))
     batch, length, n_heads, d_k = q.shape
     heads = n_heads // k.shape[2]
-    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, method)
+    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, method, capability(q.device))
     o = q.new_empty(batch, length, n_heads, v.shape[3])
     lse = q.new_empty(batch, length, n_heads, dtype=torch.float32)
     if o.numel() == 0:
@@ -129,6 +153,6 @@ def selected_backward(
     do, q, k, v, indices, o = (row_contiguous(x) for x in (do, q, k, v, indices, o))
     if q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    tile = tile or pick_backward(q.shape[2] // k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    tile = tile or pick_backward(q.shape[2] // k.shape[2], q.shape[3], v.shape[3], q.dtype, capability(q.device))
     blocks = Blocks.of(q.shape[1], select_block, cu_seqlens)
     return block_backward(do, dlse, q, k, v, indices, o, lse.contiguous(), blocks, scale, tile)

@@ -1,0 +1,289 @@
+"""Compiles, without a GPU, what the launchers would compile on a given one, and reports what each kernel takes.
+
+    python tests/kernels/compiling.py --target 86 --shapes 64/4/128 256 > kernels.json
+
+A stand-in for Triton's driver names the target, `JITFunction.run` stops where it would launch, and `tiles.capability`
+and `tiles.processors` answer for the target. Then the real launchers are called with CPU tensors: tiles, argument
+alignment and descriptors are those of a user's GPU. Nothing is computed, so buffers hold whatever the memory held, and
+no launcher may read one on the host.
+
+All of this is set for the whole process, so it is one process a target; without TRITON_INTERPRET, which would leave
+nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+# Columns of tensor memory that a program may have, where there is any.
+TENSOR_MEMORY = 512
+
+
+@dataclass(frozen=True)
+class Target:
+    """`shared`: bytes a program may ask for. `processors`: of a common GPU of this kind, by which work is split."""
+
+    arch: int
+    shared: int
+    processors: int
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.arch}"
+
+
+TARGETS = {
+    t.name: t
+    for t in (
+        Target(80, 163 * KIB, 108),
+        Target(86, 99 * KIB, 84),
+        Target(89, 99 * KIB, 128),
+        Target(90, 227 * KIB, 132),
+        Target(100, 227 * KIB, 148),
+        Target(120, 99 * KIB, 170),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`length` is long enough that counts are multiples of 16 and neither one nor small, as in use."""
+
+    heads: int
+    groups: int
+    d_k: int
+    d_v: int
+    dtype: str = "bfloat16"
+    packed: bool = False
+    length: int = 2048
+
+
+SHAPES = {
+    "64/4/128": Shape(64, 4, 128, 128),
+    "32/8/128": Shape(32, 8, 128, 128),
+    "12/2/64": Shape(12, 2, 64, 64),
+    "12/2/64 packed": Shape(12, 2, 64, 64, packed=True),
+    "192/128": Shape(32, 8, 192, 128),
+    "256": Shape(16, 2, 256, 256),
+    "64/4/128 fp32": Shape(64, 4, 128, 128, dtype="float32"),
+}
+
+
+@dataclass
+class Compiled:
+    """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does."""
+
+    shape: str
+    branch: str
+    kernel: str
+    warps: int = 0
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    tensor_memory: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass
+class Recorder:
+    """What was compiled, and for which shape and branch that was."""
+
+    shape: str = ""
+    branch: str = ""
+    found: list[Compiled] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    @contextmanager
+    def at(self, branch: str) -> Iterator[None]:
+        self.branch = branch
+        yield
+
+    def add(self, name: str, kernel: Any, seconds: float) -> None:
+        # Triton returns the same object for the same kernel.
+        if id(kernel) in self.seen:
+            return
+        self.seen.add(id(kernel))
+        registers, spills = resources(kernel.asm["cubin"])
+        meta = kernel.metadata
+        self.found.append(
+            Compiled(
+                self.shape,
+                self.branch,
+                name,
+                meta.num_warps,
+                registers,
+                spills,
+                meta.shared,
+                getattr(meta, "tmem_size", None) or 0,
+                round(seconds, 2),
+            )
+        )
+
+    def fail(self, name: str, error: Exception) -> None:
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        self.found.append(Compiled(self.shape, self.branch, name, error=" ".join(lines)[-600:]))
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and how many more it keeps in memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], (found["STACK"] + found["LOCAL"]) // 4
+
+
+class Driver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, target: Target) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", target.arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def stand_in(target: Target, recorder: Recorder) -> None:
+    """From here on this process compiles for `target` and launches nothing."""
+    import triton
+    from triton.errors import TritonError
+    from triton.runtime.jit import JITFunction
+
+    loaded = [name for name in sys.modules if name.startswith("nsa.backends.triton.")]
+    assert not loaded, f"these would keep the real capability: {loaded}"
+    from nsa.backends.triton import tiles
+
+    tiles.capability = lambda device: divmod(target.arch, 10)
+    tiles.processors = lambda device: target.processors
+    triton.runtime.driver.set_active(Driver(target))
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        name, start = self.fn.__name__, time.perf_counter()
+        try:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        except (TritonError, RuntimeError) as error:
+            # The next kernel of the launcher may still compile, and is worth knowing.
+            recorder.fail(name, error)
+            return None
+        recorder.add(name, kernel, time.perf_counter() - start)
+        return kernel
+
+    JITFunction.run = compile_only
+
+
+def compile_shape(shape: Shape, recorder: Recorder, *, elementwise: bool) -> None:
+    """Every launcher, with the library's usual knobs; those without a product only if `elementwise`."""
+    import torch
+
+    from nsa.backends.triton import combine, compress, compressed, scores, selected, sliding
+    from nsa.geometry import n_compressed
+
+    block, stride, select_block, n_select, window = 32, 16, 64, 16, 512
+    dtype, length = getattr(torch, shape.dtype), shape.length
+    cu = torch.tensor([0, length // 4, length], dtype=torch.int32) if shape.packed else None
+    n_keys = length // stride if shape.packed else n_compressed(length, block, stride)
+    whole = {"scale": 0.1, "cu_seqlens": cu, "q_start": None}
+
+    def tensor(n: int, heads: int, *width: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(1, n, heads, *width, dtype=kind)
+
+    q = tensor(length, shape.heads, shape.d_k)
+    k, v = tensor(length, shape.groups, shape.d_k), tensor(length, shape.groups, shape.d_v)
+    k_cmp, v_cmp = tensor(n_keys, shape.groups, shape.d_k), tensor(n_keys, shape.groups, shape.d_v)
+    o = do = tensor(length, shape.heads, shape.d_v)
+    lse = tensor(length, shape.heads, kind=torch.float32)
+    gates = tensor(length, shape.heads, 3)
+    indices = torch.zeros(1, length, shape.groups, n_select, dtype=torch.int32)
+
+    with recorder.at("compressed"):
+        cut = {"block": block, "stride": stride, **whole}
+        compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
+        compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut)
+    with recorder.at("sliding"):
+        sliding.sliding_forward(q, k, v, window=window, **whole)
+        sliding.sliding_backward(do, None, q, k, v, o, lse, window=window, **whole)
+    with recorder.at("scores"):
+        knobs = {"select_block": select_block, "n_select": n_select, "n_init": 1, "n_local": 2}
+        scores.select_blocks(q, k_cmp, lse, **cut, **knobs)
+    with recorder.at("selected"):
+        for method in ("query", "block"):
+            selected.selected_forward(q, k, v, indices, select_block=select_block, method=method, **whole)
+        selected.selected_backward(do, None, q, k, v, indices, o, lse, select_block=select_block, **whole)
+    if not elementwise:
+        return
+    with recorder.at("combine"):
+        combine.combine_forward(o, o, o, gates)
+        combine.combine_backward(do, o, o, o, gates)
+    with recorder.at("compress"):
+        where = {"block": block, "stride": stride, "cu_seqlens": cu}
+        compress.compress_mean_forward(k, **where)
+        compress.compress_mean_backward(k_cmp, length=length, **where)
+        pos = torch.empty(block, shape.d_k, dtype=dtype)
+        rows = compress.gather_blocks_forward(k, pos, **where)
+        compress.gather_blocks_backward(rows, length=length, pos_dtype=dtype, **where)
+
+
+def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
+    recorder = Recorder()
+    stand_in(TARGETS[target], recorder)
+    for i, name in enumerate(shapes):
+        recorder.shape = name
+        # The width of a head hardly matters to kernels without a product: one shape of each kind of row is enough.
+        compile_shape(SHAPES[name], recorder, elementwise=i == 0 or SHAPES[name].packed)
+    return recorder.found
+
+
+def table(target: str, found: list[Compiled]) -> str:
+    """One line a kernel, widest first within a shape as they came."""
+    lines = [
+        f"{'target':7} {'shape':15} {'branch':10} {'kernel':24} warps registers spills shared KiB of "
+        f"{TARGETS[target].shared // KIB}"
+    ]
+    for x in found:
+        what = f"{target:7} {x.shape:15} {x.branch:10} {x.kernel.removesuffix('_kernel'):24}"
+        cost = f"{x.warps:5} {x.registers:9} {x.spills:6} {x.shared / KIB:10.1f}"
+        lines.append(f"{what} {x.error or cost}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compile the kernels for a GPU that is not there")
+    parser.add_argument("--target", required=True, choices=TARGETS)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--out", type=Path, help="where to write JSON, in place of a table to read")
+    arguments = parser.parse_args()
+    found = compile_all(arguments.target, arguments.shapes)
+    if arguments.out is None:
+        print(table(arguments.target, found))
+    else:
+        arguments.out.write_text(json.dumps([asdict(x) for x in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every kernel, with the tiles its launcher picks, compiles for every GPU that is served and fits its shared memory.
+
+No GPU is needed: `compiling.py` stands in for one, in a process of its own for each target. `pytest -s` prints what
+each kernel takes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from compiling import KIB, SHAPES, TARGETS, TENSOR_MEMORY, Compiled, table
+
+# All shapes where tiles were measured; on the others the one most used and the one that takes most memory.
+PICKED = {name: ["64/4/128", "256"] for name in TARGETS}
+PICKED["sm_90"] = list(SHAPES)
+PICKED["sm_120"] = ["64/4/128", "64/4/128 fp32"]
+PICKED["sm_89"] = ["12/2/64", "192/128"]
+
+# More than this many registers kept in memory is a tile to change.
+SPILLS = 128
+# Tiles that spill more, and are known to: (target, shape, kernel) and how much.
+KNOWN_SPILLS: dict[tuple[str, str, str], int] = {}
+
+# Keys, values and the transposed keys of a block are 96 KiB at this width, whatever the tile: on GPUs with 99 KiB the
+# launcher raises OutOfResources there, and the next backend is taken.
+TOO_LARGE = {("256", "block_backward_kernel")}
+
+
+def compiled(target: str, folder: Path) -> list[Compiled]:
+    """What `compiling.py` found, which is run once for all workers of this test run."""
+    found = folder / f"{target}.json"
+    with open(folder / f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            command = [sys.executable, str(Path(__file__).with_name("compiling.py")), "--target", target]
+            environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+            environment |= {"TRITON_CACHE_DIR": str(folder / f"cache_{target}"), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                [*command, "--shapes", *PICKED[target], "--out", str(found)],
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+    return [Compiled(**x) for x in json.loads(found.read_text())]
+
+
+@pytest.fixture
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "shape"), [(target, shape) for target in PICKED for shape in PICKED[target]])
+def test_kernels_compile_and_fit(target: str, shape: str, shared_folder: Path) -> None:
+    found = [x for x in compiled(target, shared_folder) if x.shape == shape]
+    print(f"\n{table(target, found)}")
+    limit = TARGETS[target].shared
+    names = {x.kernel for x in found}
+    assert {"ranged_forward_kernel", "score_kernel", "query_kernel", "block_backward_kernel"} <= names
+    wrong = [f"{x.kernel}: {x.error}" for x in found if x.error]
+    for x in found:
+        where = f"{target} {shape} {x.branch} {x.kernel}"
+        fits = x.shared <= limit
+        if not fits and not (limit < 100 * KIB and (shape, x.kernel) in TOO_LARGE):
+            wrong.append(f"{where}: {x.shared} bytes of shared memory, {limit} there are")
+        if x.tensor_memory > TENSOR_MEMORY:
+            wrong.append(f"{where}: {x.tensor_memory} columns of tensor memory, {TENSOR_MEMORY} there are")
+        if fits and x.spills > KNOWN_SPILLS.get((target, shape, x.kernel), SPILLS):
+            wrong.append(f"{where}: {x.spills} registers spilled")
+    assert not wrong, "\n".join(wrong)
