@@ -143,7 +143,8 @@ def require(condition: bool, name: str, value: object, accepted: str) -> None:
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    # Torch's ops take 64-bit integers.
+    valid = isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 2**62
     require(valid, name, value, f"an integer of at least {at_least}")
 
 

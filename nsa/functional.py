@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa import ops
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, require
 
 
 def nsa_attention(
@@ -44,6 +44,7 @@ def attend(
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o, indices)`. With a cache `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
+    check_widths(q, k_cmp, v_cmp, config)
     served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d, "q_start": q_start}
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression, **served)
@@ -61,3 +62,16 @@ def attend(
     o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=config.l_sel, q_start=q_start, **served)
     o_win, _ = ops.sliding_attention(q, k_win, v_win, window=config.w, q_start=window_start, **served)
     return ops.combine(o_cmp, o_sel, o_win, gates, backend=config.backend, strict=config.strict), indices
+
+
+def check_widths(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig) -> None:
+    """The tensors are those of this configuration; that they fit each other, the ops check."""
+    require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
+    expected = {
+        "q": (q, config.n_heads, config.d_k),
+        "k_cmp": (k_cmp, config.n_kv_groups, config.d_k),
+        "v_cmp": (v_cmp, config.n_kv_groups, config.d_v),
+    }
+    for name, (x, heads, width) in expected.items():
+        shape = tuple(x.shape[2:]) if isinstance(x, Tensor) else x
+        require(shape == (heads, width), f"{name}.shape[2:]", shape, f"({heads}, {width}), as config says")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import ops
+from nsa import nsa_attention, ops
 from nsa.config import NSAConfig, RopeScaling
 from nsa.settings import Settings
 
@@ -121,6 +121,10 @@ WINDOW, SELECTED, COMPRESSED, CHOICE, MIXTURE = (
 )
 
 WRONG_CALLS = [
+    # Who serves it, and how strictly.
+    Wrong("backend is None", WINDOW, "backend", put(backend=None)),
+    Wrong("strict is text", MIXTURE, "strict", put(strict="a")),
+    Wrong("window past 64 bits", WINDOW, "window", put(window=2**70)),
     # What a tensor is.
     Wrong("q is a list", WINDOW, "q", put(q=[[1.0]])),
     Wrong("k is None", WINDOW, "k", put(k=None)),
@@ -294,6 +298,12 @@ WRONG_CONFIGS = {
     "an unknown compress_rope": ("compress_rope", {"compress_rope": "never"}),
     "a rope_theta of 0": ("rope_theta", {"rope_theta": 0.0}),
     "rope_scaling as a dict": ("rope_scaling", {"rope_scaling": {"factor": 8.0}}),
+    "rope_theta infinite": ("rope_theta", {"rope_theta": float("inf")}),
+    "rope_theta as text": ("rope_theta", {"rope_theta": "big"}),
+    "backend missing": ("backend", {"backend": None}),
+    "strict as text": ("strict", {"strict": "yes"}),
+    "share_kv as text": ("share_kv", {"share_kv": "no"}),
+    "w past 64 bits": ("w", {"w": 2**70}),
 }
 
 
@@ -302,6 +312,29 @@ def test_a_wrong_knob_of_a_config_is_named(named: str, changes: dict[str, Any]) 
     NSAConfig(**GOOD_CONFIG)
     with pytest.raises(ValueError, match=rf"^{named} is .*accepted: "):
         NSAConfig(**{**GOOD_CONFIG, **changes})
+
+
+def test_a_missing_key_of_a_saved_config_is_named() -> None:
+    with pytest.raises(ValueError, match="n_heads"):
+        NSAConfig.from_dict({name: value for name, value in GOOD_CONFIG.items() if name != "n_heads"})
+
+
+def test_an_unknown_key_of_a_saved_rope_scaling_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rope_scaling.*fector"):
+        NSAConfig.from_dict({**GOOD_CONFIG, "rope_scaling": {"fector": 8.0}})
+
+
+@pytest.mark.parametrize("wrong", ["q", "k_cmp", "v_cmp", "config"])
+def test_tensors_of_another_config_are_refused_by_the_whole(wrong: str) -> None:
+    config = NSAConfig(**GOOD_CONFIG, l=4, d=4)
+    shapes = {"q": (1, 8, 6, 8), "k_cmp": (1, 2, 2, 8), "v_cmp": (1, 2, 2, 4)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    k, v, gates = torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 6, 3)
+    nsa_attention(*tensors.values(), k, v, k, v, gates, config=config)
+    if wrong in tensors:
+        tensors[wrong] = torch.zeros(*shapes[wrong][:2], shapes[wrong][2] * 2, shapes[wrong][3])
+    with pytest.raises(ValueError, match=rf"^{wrong}.*accepted"):
+        nsa_attention(*tensors.values(), k, v, k, v, gates, config=None if wrong == "config" else config)
 
 
 def test_an_unknown_key_of_a_saved_config_is_named() -> None:
@@ -313,6 +346,8 @@ def test_an_unknown_key_of_a_saved_config_is_named() -> None:
     ("named", "changes"),
     [
         ("factor", {"factor": 0.5}),
+        ("factor", {"factor": float("inf")}),
+        ("factor", {"factor": "8"}),
         ("low_freq_factor", {"low_freq_factor": 0.0}),
         ("high_freq_factor", {"high_freq_factor": 1.0}),
         ("original_max_len", {"original_max_len": 0}),

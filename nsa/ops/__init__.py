@@ -6,6 +6,8 @@ row `b`'s first query sits at position `q_start[b]` of keys that start at positi
 
 `backend` is "auto" or a backend's name; a named one never falls back. `strict` turns every fallback into an error and
 looks at values on the GPU too.
+
+A value that is not finite is not hidden, and may show in rows that do not see it: what is masked is multiplied by zero.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def compressed_attention(
     checks.check_sequences(q, cu_seqlens, q_start)
     checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
     checks.check_scale(scale)
+    checks.check_serving(backend, strict)
     return library.compressed_attention(
         q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale or q.shape[-1] ** -0.5, backend, strict
     )
@@ -75,6 +78,7 @@ def select_blocks(
     checks.check_sequences(q, cu_seqlens, q_start)
     checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
     checks.check_scale(scale)
+    checks.check_serving(backend, strict)
     return library.select_blocks(
         q.detach(),
         k_cmp.detach(),
@@ -113,6 +117,7 @@ def selected_attention(
     require_positive_int("select_block", select_block)
     checks.check_sequences(q, cu_seqlens, q_start)
     checks.check_scale(scale)
+    checks.check_serving(backend, strict)
     return library.selected_attention(
         q, k, v, indices, cu_seqlens, q_start, select_block, scale or q.shape[-1] ** -0.5, backend, strict
     )
@@ -136,6 +141,7 @@ def sliding_attention(
     require_positive_int("window", window)
     checks.check_sequences(q, cu_seqlens, q_start)
     checks.check_scale(scale)
+    checks.check_serving(backend, strict)
     return library.sliding_attention(
         q, k, v, cu_seqlens, q_start, window, scale or q.shape[-1] ** -0.5, backend, strict
     )
@@ -146,4 +152,5 @@ def combine(
 ) -> Tensor:
     """The gated sum of the three branches; `gates [B,S,Hq,3]` in the order compressed, selected, sliding."""
     checks.check_combine(o_cmp, o_sel, o_win, gates)
+    checks.check_serving(backend, strict)
     return library.combine(o_cmp, o_sel, o_win, gates, backend, strict)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa.config import check_heads, require
+from nsa.config import check_heads, require, require_bool
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -110,6 +110,11 @@ def check_scale(scale: float | None) -> None:
         scale,
         "None or a positive finite float",
     )
+
+
+def check_serving(backend: str, strict: bool) -> None:
+    require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
+    require_bool("strict", strict)
 
 
 def check_lse(q: Tensor, lse: Tensor) -> None:

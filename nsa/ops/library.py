@@ -156,7 +156,8 @@ def select_blocks(
     checks.check_compressed_values(k_cmp, block, stride, cu_seqlens, strict)
     capacity = k_cmp.shape[1] * stride + block - 1
     checks.check_q_start_values(q_start, q.shape[1], capacity, "k_cmp", strict)
-    checks.check_finite(strict, q=q, k_cmp=k_cmp)
+    # The normaliser of a row that sees nothing is -inf.
+    checks.check_finite(strict, q=q, k_cmp=k_cmp, lse=lse.masked_fill(lse == float("-inf"), 0.0) if strict else lse)
     return router().run(
         problem_of("scores", q, k_cmp, q.shape[3], cu_seqlens, q_start),
         "select_blocks",
