@@ -73,10 +73,11 @@ def test_a_healthy_machine_has_every_section_and_status_0(
         assert setting.meaning in text
     for op in OPS:
         assert f"sdpa       {op}" in text
-    assert "flash      no   not in this version of nsa" in text
+    assert "flash      no: not in this version of nsa" in text
+    assert "sdpa       yes" in text
 
 
-def test_every_op_and_gradient_is_looked_at_plain_and_packed() -> None:
+def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
     checks = examine(sdpa)
     looked_at = {(check.op, check.quantity, check.case) for check in checks}
     attention = {
@@ -88,7 +89,9 @@ def test_every_op_and_gradient_is_looked_at_plain_and_packed() -> None:
         "scores": ["missed"],
         "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates"],
     }
-    assert looked_at == {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
+    whole = {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
+    forward = {(op, q, "cached") for op in attention for q in ("o", "lse")} | {("scores", "missed", "cached")}
+    assert looked_at == whole | forward
     assert not failing(checks)
     assert all(0 < check.allowed < 1e-3 for check in checks)
 
@@ -161,7 +164,7 @@ def test_a_wrong_backend_is_named_with_its_error_and_what_to_do(capsys: pytest.C
     assert {c["backend"] for c in report["checks"] if not c["agrees"]} == {"triton"}
 
 
-@pytest.mark.parametrize("error", [BackendFailure("out of shared memory"), TypeError("a bug")])
+@pytest.mark.parametrize("error", [BackendFailure("out of shared memory"), RuntimeError("x"), ValueError("x")])
 def test_a_backend_that_raises_is_a_finding_not_a_crash(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def raises(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -170,7 +173,57 @@ def test_a_backend_that_raises_is_a_finding_not_a_crash(error: Exception, capsys
     text = capsys.readouterr().out
     for op in ("selected", "scores"):
         assert f"triton is wrong in {op} (-, plain, float32): {type(error).__name__}: {error}" in text
-    assert [c["error"] for c in json.loads(text.splitlines()[-1])["checks"] if not c["agrees"]] == [None] * 4
+    assert [c["error"] for c in json.loads(text.splitlines()[-1])["checks"] if not c["agrees"]] == [None] * 6
+
+
+def test_an_error_that_no_input_explains_is_not_a_finding() -> None:
+    def has_a_bug(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a bug")
+
+    for function in ("sliding_forward", "select_blocks"):
+        with pytest.raises(TypeError, match="a bug"):
+            examine(patient(**{function: has_a_bug}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_asked_for_is_looked_at_besides_fp32(dtype: torch.dtype) -> None:
+    checks = selftest.self_test([sdpa], replace(SHAPE, dtype=dtype))
+    assert {check.dtype for check in checks} == {"float32", str(dtype).removeprefix("torch.")}
+    assert not failing(checks)
+
+
+def test_an_error_in_the_dtype_asked_for_alone_is_caught() -> None:
+    def forward(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        o, lse = sdpa.sliding_forward(q, *args, **kwargs)
+        return (o * 1.1, lse) if q.dtype == torch.bfloat16 else (o, lse)
+
+    wrong = patient(sliding_forward=forward)
+    assert not failing(examine(wrong))
+    assert ("triton", "sliding", "o") in failing(selftest.self_test([wrong], replace(SHAPE, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [("compressed_forward", "compressed"), ("select_blocks", "scores"), ("sliding_forward", "sliding")],
+)
+def test_a_backend_that_misplaces_cached_queries_is_caught(function: str, op: str) -> None:
+    def misplaced(*args: Any, q_start: torch.Tensor | None, **kwargs: Any) -> Any:
+        start = None if q_start is None else q_start - 20
+        return getattr(sdpa, function)(*args, q_start=start, **kwargs)
+
+    wrong = [check for check in examine(patient(**{function: misplaced})) if not check.agrees]
+    assert {(check.op, check.case) for check in wrong} == {(op, "cached")}
+
+
+def test_a_backend_without_a_cache_is_looked_at_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    def supports(problem: Problem) -> str | None:
+        return "whole sequences only" if problem.cached else None
+
+    assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [words for words in lines if words[:2] == ["triton", "sliding"]]
+    assert [row[-1] for row in rows] == ["ok", "only"]
+    assert rows[1][3] == "cached"
 
 
 def test_a_backend_that_declines_is_not_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,16 +289,50 @@ def test_settings_show_value_source_and_whether_they_have_an_effect(
 def test_a_wrong_argument_is_status_2_and_a_sentence(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_doctor(*flags) == 2
+    assert cli.main(["doctor", *SMALL, *flags]) == 2
     captured = capsys.readouterr()
+    assert captured.err.startswith("nsa doctor: error: ")
+    assert captured.err.count("\n") == 1
     assert message in captured.err
     assert not captured.out
 
 
+@pytest.mark.parametrize(("error", "status"), [(ValueError("x is 1"), 2), (FileNotFoundError("no y"), 2)])
+def test_any_command_turns_a_wrong_value_into_a_line(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("nsa.bench.run", run)
+    assert cli.main(["bench", "train"]) == status
+    assert capsys.readouterr().err == f"nsa bench: error: {error}\n"
+
+
+def test_a_bug_in_a_command_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("nsa.bench.run", run)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["bench", "train"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_doctor("--device", "cuda") == 2
+    assert cli.main(["doctor", "--device", "cuda"]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_a_backend_that_this_machine_cannot_run_is_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nsa.backends.triton.available", lambda: "the triton package is not installed")
+    assert cli.main(["doctor", *SMALL]) == 0
+    text = capsys.readouterr().out
+    assert "triton     no: the triton package is not installed" in text
+    assert "not triton: the triton package is not installed" in text
+    assert "triton     compressed" not in text
 
 
 @pytest.mark.parametrize(

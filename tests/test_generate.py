@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, generate
+from nsa import NSAConfig, cli, generate
 from nsa.generate import newest_run, pick
 from nsa.model import LM, LMConfig, save_model
 
@@ -95,6 +95,23 @@ def test_the_command_continues_every_prompt(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert printed.startswith("def f(")
     assert "\nimport" in printed
+
+
+def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
+    wrong = [
+        (["--run", str(tmp_path / "nowhere")], "a folder with model.json"),
+        (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
+        (["--device", "gpu"], "device is 'gpu'"),
+    ]
+    if not torch.cuda.is_available():
+        wrong.append((["--device", "cuda"], "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here"))
+    for words, message in wrong:
+        assert cli.main(["generate", "--device", "cpu", *words]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("nsa generate: error: ")
+        assert message in line
+        assert line.count("\n") == 1
 
 
 def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:

@@ -273,7 +273,8 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     router = Router([sdpa], Settings())
     monkeypatch.setattr(library, "router", lambda: router)
     leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
-    length, n_cmp = 100, 5
+    # A packed row has a slot for every stride, a plain one exactly its blocks.
+    length, n_cmp = 100, 6 if packed else 5
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
     documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
@@ -375,6 +376,7 @@ def test_backends_are_found_or_said_to_be_missing() -> None:
         ("raise ImportError('undefined symbol: x')", "cannot be imported: undefined symbol: x"),
         ("name = 'x'", "not in this version of nsa: it has no supports()"),
         (None, "not in this version of nsa"),
+        ("supports = lambda problem: None\navailable = lambda: 'no GPU'", "no GPU"),
     ],
 )
 def test_a_backend_that_cannot_be_imported_says_why(
@@ -385,6 +387,52 @@ def test_a_backend_that_cannot_be_imported_says_why(
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert routing.find_backend(name) == expected
+
+
+@pytest.mark.parametrize("rest", ["", "available = lambda: None"])
+def test_a_backend_is_available_unless_it_says_otherwise(
+    rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"backend_available_{len(rest)}"
+    (tmp_path / f"{name}.py").write_text(f"supports = lambda problem: None\n{rest}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert routing.find_backend(name).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "attend"}, "op is 'attend'"),
+        ({"dtype": torch.int32}, r"dtype is torch\.int32; accepted"),
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"n_heads": 3}, "n_heads is 3; accepted: a multiple of n_groups = 2"),
+        ({"n_groups": 0}, "n_groups is 0"),
+        ({"d_k": 0}, "d_k is 0"),
+        ({"n_keys": -1}, "n_keys is -1"),
+        ({"batch": 1.5}, r"batch is 1\.5"),
+        ({"device": torch.device("cpu")}, "device is device"),
+        ({"device": "cuda:0"}, "device is 'cuda:0'"),
+        ({"packed": 1}, "packed is 1"),
+    ],
+)
+def test_a_problem_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PROBLEM, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"problem": "attention"}, "problem is 'attention'"),
+        ({"problem": PROBLEM}, r"problem\.op is 'sliding'"),
+        ({"stride": 0}, "stride is 0"),
+        ({"block": 24}, "block is 24; accepted: a multiple of stride = 16"),
+        ({"backend": ["sdpa"]}, r"backend is \['sdpa'\]"),
+    ],
+)
+def test_explain_names_a_wrong_argument(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        routing.explain(**{"problem": PROBLEM.for_op("attention"), **arguments})
 
 
 def test_a_mistake_in_our_own_imports_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

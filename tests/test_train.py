@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa import NSAConfig, train
+from nsa import NSAConfig, cli, train
 from nsa.data import Corpus, decode, encode, standard_library, synthetic
 from nsa.model import LM, LMConfig, load_model
 from nsa.settings import Settings
@@ -146,6 +147,14 @@ def test_a_run_leaves_metrics_and_a_model(
         assert torch.equal(loaded.state_dict()[name], parameter)
 
 
+def test_a_run_of_one_step_claims_no_speed(library: Path, tmp_path: Path) -> None:
+    summary = Trainer(small_run(tmp_path, steps=1), standard_library(library)).train()
+    assert summary.tokens_per_s is None
+    assert "tokens/s" not in str(summary)
+    assert "speed not measured: the first step is not timed" in str(summary)
+    assert lines_of(tmp_path, "end")[0]["tokens_per_s"] is None
+
+
 def test_the_same_seed_gives_the_same_run(library: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         Trainer(small_run(tmp_path / name, kind="nsa", steps=3), standard_library(library)).train()
@@ -196,6 +205,35 @@ def test_wrong_values_are_named() -> None:
         config_from(parse("--steps", "0"), Settings.load(environ={}))
     with pytest.raises(ValueError, match="seq_len is -1"):
         config_from(parse("--seq-len", "-1"), Settings.load(environ={}))
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        ([], {"NSA_SEQ_LEN": "abc"}, "NSA_SEQ_LEN is 'abc'"),
+        (["--steps", "-1"], {}, "steps is -1"),
+        (["--device", "gpu"], {}, "device is 'gpu'"),
+        pytest.param(
+            ["--device", "cuda"],
+            {},
+            "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(
+    words: list[str],
+    variables: dict[str, str],
+    message: str,
+    environment: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environment(**variables)
+    assert cli.main(["train", "--device", "cpu", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("nsa train: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_the_command_trains_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

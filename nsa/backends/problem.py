@@ -10,6 +10,7 @@ from nsa.config import NSAConfig, check_heads, require, require_bool, require_in
 
 # The parts of the attention that are routed one by one, in the order they run.
 OPS = ("compressed", "scores", "selected", "sliding", "combine")
+ACCEPTED_OPS = f"'attention' or one of {OPS}"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -35,12 +36,14 @@ class Problem:
     cached: bool = False
 
     def __post_init__(self) -> None:
-        require(self.op == "attention" or self.op in OPS, "op", self.op, f"'attention' or one of {OPS}")
+        # Every op poses its problem anew: no text is put together unless something is wrong.
+        require(self.op == "attention" or self.op in OPS, "op", self.op, ACCEPTED_OPS)
         for name in ("batch", "n_queries", "n_keys"):
             require_int(name, getattr(self, name), at_least=0)
         for name in ("n_heads", "n_groups", "d_k", "d_v"):
             require_int(name, getattr(self, name), at_least=1)
-        check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
+        if self.n_heads % self.n_groups:
+            check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
         require(self.dtype in DTYPES, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
         # An index would make "cuda:0" another device than the "cuda" that backends look for.
         plain = isinstance(self.device, str) and self.device.isidentifier()

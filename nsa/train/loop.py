@@ -127,10 +127,10 @@ class Trainer:
         finally:
             shown.close()
         timed = c.steps - 1
-        rate = timed * self.tokens_per_step / (time.perf_counter() - began) if timed else None
+        tokens_per_s = timed * self.tokens_per_step / (time.perf_counter() - began) if timed else None
         loss_end = self.evaluate(c.steps)
         checkpoint = save_model(self.model, c.out)
-        summary = Summary(loss_start, loss_end, rate, fallbacks(), self.sample(), checkpoint)
+        summary = Summary(loss_start, loss_end, tokens_per_s, fallbacks(), self.sample(), checkpoint)
         self.metrics.write("end", **summary.to_dict())
         return summary
 

@@ -56,9 +56,12 @@ def small_forward(tile: ForwardTile, width: int, dtype: torch.dtype) -> ForwardT
 
 def pick_backward(heads: int, d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> BackwardTile:
     if is_small(dtype, gpu):
-        rows = 16 if dtype == torch.float32 or max(d_k, d_v) > 128 else 32
-        narrow = max(d_k, d_v) <= 64 and dtype != torch.float32
-        return BackwardTile(block_m=rows, num_warps=4 if narrow else 8, num_stages=1 if rows == 16 else 2)
+        if dtype == torch.float32:
+            return BackwardTile(block_m=16, num_warps=8, num_stages=1)
+        if max(d_k, d_v) > 128:
+            # One stage fits 99 KiB, unless both are wide: then nothing does, and two stages spill less.
+            return BackwardTile(block_m=16, num_warps=8, num_stages=2 if min(d_k, d_v) > 128 else 1)
+        return BackwardTile(num_warps=8 if max(d_k, d_v) > 64 else 4, num_stages=2)
     if dtype == torch.float32:
         return BackwardTile(block_m=16 if max(d_k, d_v) > 128 else 32, num_warps=8, num_stages=1)
     if max(d_k, d_v) > 128:
