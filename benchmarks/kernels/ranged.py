@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.testing import do_bench
 
 from nsa.backends import sdpa
@@ -108,7 +109,7 @@ def measure(branch: str, kernels: list[str], batch: int, length: int, heads: int
                 first = result if first is None else first
                 difference = off_by(result, first)
                 ms = do_bench(run, warmup=20, rep=80, return_mode="median")
-            except Exception as error:  # noqa: BLE001
+            except (RuntimeError, TritonError) as error:
                 print(f"  {kernel} {shown}: {type(error).__name__}: {str(error)[:120]}", flush=True)
                 continue
             rate = work * PRODUCTS[kernel] / ms * 1e-9

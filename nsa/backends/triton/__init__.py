@@ -24,6 +24,9 @@ WIDEST_HEAD = 256
 WIDTH_STEP = 16
 MOST_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
+# 99 KB of shared memory a program.
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0))
+WIDEST_ON_SMALL = 192
 
 
 def available() -> str | None:
@@ -49,6 +52,9 @@ def supports(problem: Problem) -> str | None:
         return f"head widths are {problem.d_k} and {problem.d_v}, multiples of {WIDTH_STEP} are served"
     if max(problem.d_k, problem.d_v) > WIDEST_HEAD:
         return f"head widths are {problem.d_k} and {problem.d_v}, at most {WIDEST_HEAD} is served"
+    tight = problem.op == "selected" and problem.backward and max(problem.d_k, problem.d_v) > WIDEST_ON_SMALL
+    if tight and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
+        return f"the selected branch's gradient past width {WIDEST_ON_SMALL} needs more shared memory than this GPU has"
     if problem.heads_per_group > MOST_HEADS_PER_GROUP:
         return f"{problem.heads_per_group} heads share a group, at most {MOST_HEADS_PER_GROUP} is served"
     return None
