@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
-from nsa.bench.results import Row, append, environment, quantiles
+from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
 from nsa.compression import blocks_of
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
@@ -175,7 +174,7 @@ def time_calls(call: Callable[[], object]) -> list[float]:
     return [once() for _ in range(max(5, min(200, round(MEASURE_MS / rough))))]
 
 
-def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str) -> Iterator[Row]:
+def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: str | None) -> Iterator[Row]:
     """Rows for forward and, where there is a gradient, backward."""
 
     def row(mode: str, times: list[float], peak: int) -> Row:
@@ -197,7 +196,7 @@ def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str) -> Iterato
             p80_ms=p80,
             peak_gib=round(peak / 2**30, 3),
             tokens_per_s=None,
-            **environment(torch.device("cuda")),
+            **environment(torch.device("cuda"), commit),
         )
 
     with task.within():
@@ -228,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
     parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
-    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -248,7 +247,7 @@ def run_shape(shape: Shape, args: argparse.Namespace, suite: str) -> None:
         if args.branches and impl not in DENSE:
             tasks = [*tasks, *branch_tasks(impl, inputs, shape)]
         for task in tasks:
-            for row in measure(task, shape, torch.bfloat16, suite):
+            for row in measure(task, shape, torch.bfloat16, suite, args.commit):
                 print(
                     f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<12} {row.mode} "
                     f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",

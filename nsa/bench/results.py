@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import subprocess
 from dataclasses import dataclass, fields
@@ -81,13 +82,19 @@ def quantiles(milliseconds: list[float]) -> tuple[float, float, float]:
     return round(p20.item(), 4), round(p50.item(), 4), round(p80.item(), 4)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where rows go, and what they say of the code where there is no git to ask."""
+    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
+    parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
+
+
+def environment(device: torch.device, recorded_commit: str | None = None) -> dict[str, Any]:
     """The columns that say where a row comes from: gpu, torch, triton, commit, date."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "triton": installed("triton"),
-        "commit": commit(),
+        "commit": recorded_commit or commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
 

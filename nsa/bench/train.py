@@ -10,12 +10,11 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from nsa.backends.routing import router
-from nsa.bench.results import Row, append, environment, quantiles
+from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
 from nsa.config import require, require_positive_int
 from nsa.data.corpus import synthetic
 from nsa.model import LM, PRESETS, LMConfig
@@ -39,6 +38,7 @@ class TrainBench:
     device: str = "cuda"
     compile: bool = False
     gc: bool = False
+    commit: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "warmup"):
@@ -132,7 +132,7 @@ class Runner:
             p80_ms=p80,
             peak_gib=self.peak_gib(),
             tokens_per_s=round(rate, 1),
-            **environment(self.device),
+            **environment(self.device, self.bench.commit),
         )
         calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}
         flops = rate * self.model.flops_per_token(self.bench.model.seq_len)
@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
     parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
-    parser.add_argument("--out", type=Path, help="append the row to this CSV file")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -209,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             compile=args.compile,
             gc=args.gc,
+            commit=args.commit,
         )
     )
     if args.check_sync:
