@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.cache import NSACache, Pair
-from nsa.compression import Compression, blocks_of, packed_blocks_of
+from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_int
 from nsa.functional import attend
-from nsa.geometry import query_positions
+from nsa.geometry import compressed_starts, query_positions
 from nsa.ops.checks import (
     FLOAT_NAMES,
     FLOATS,
@@ -124,7 +125,7 @@ class NSAAttention(nn.Module):
                 raw=raw,
                 selected=selected,
                 window=window,
-                compress=lambda k, v, start: self.compress(k, v, start + position_offset),
+                compress=lambda k, v, start: self.compress_blocks(k, v, start + position_offset),
                 counts=counts,
             )
             o, indices = attend(
@@ -201,21 +202,25 @@ class NSAAttention(nn.Module):
     def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
         """Every complete block of the sequences at hand."""
         c = self.config
+        k, v = raw
+        where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
+        k_cmp, v_cmp = self.phi_k(k, **where), self.phi_v(v, **where)
         if cu_seqlens is None:
-            k_blocks, v_blocks = (blocks_of(x, c.l, c.d) for x in raw)
-            positions = torch.arange(k_blocks.shape[1], device=k_blocks.device)[None] * c.d
+            start = torch.arange(k_cmp.shape[1], device=k.device) * c.d
         else:
-            k_blocks, start = packed_blocks_of(raw[0], cu_seqlens, c.l, c.d)
-            v_blocks, _ = packed_blocks_of(raw[1], cu_seqlens, c.l, c.d)
-            positions = start[None]
-        return self.compress(k_blocks, v_blocks, positions + position_offset)
+            _, start, _ = compressed_starts(cu_seqlens, k.shape[1], c.l, c.d)
+        return self.place(k_cmp, start[None] + position_offset, k.dtype), v_cmp.to(v.dtype)
 
-    def compress(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
-        """phi on each block `[B, N, l, G, D]`; the compressed key takes the position its block starts at."""
-        k_cmp, v_cmp = self.phi_k(k_blocks), self.phi_v(v_blocks)
+    def compress_blocks(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
+        """The blocks `[B, N, l, G, D]` that a cache has just completed, which start at `positions`."""
+        k_cmp, v_cmp = self.phi_k.of_blocks(k_blocks), self.phi_v.of_blocks(v_blocks)
+        return self.place(k_cmp, positions, k_blocks.dtype), v_cmp.to(v_blocks.dtype)
+
+    def place(self, k_cmp: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """A compressed key takes the position its block starts at."""
         if self.config.compress_rope == "after":
-            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
-        return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
+            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, dtype))
+        return k_cmp.to(dtype)
 
 
 def check_position_offset(position_offset: int | Tensor, x: Tensor) -> None:

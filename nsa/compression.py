@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.geometry import compressed_starts, n_compressed
+from nsa import ops
 
 
 class Compression(nn.Module):
@@ -20,6 +20,7 @@ class Compression(nn.Module):
     def __init__(self, width: int, block: int, *, kind: Literal["mlp", "mean"], hidden: int | None = None) -> None:
         super().__init__()
         self.kind = kind
+        self.block = block
         if kind == "mlp":
             hidden = hidden or 2 * width
             self.position = nn.Parameter(torch.empty(block, width))
@@ -33,26 +34,22 @@ class Compression(nn.Module):
             self.inner.reset_parameters()
             self.outer.reset_parameters()
 
-    def forward(self, blocks: Tensor) -> Tensor:
-        """`[B, N, l, G, D]` to `[B, N, G, D]`."""
+    def forward(self, x: Tensor, *, stride: int, cu_seqlens: Tensor | None = None, **serving: Any) -> Tensor:
+        """Every block of `x [B, S, G, D]`: `[B, N, G, D]`. In a pack `N` is `S // stride`, as `nsa.ops` lays them out.
+
+        `serving`: `backend` and `strict` of the ops.
+        """
+        where: dict[str, Any] = {"block": self.block, "stride": stride, "cu_seqlens": cu_seqlens}
+        if self.kind == "mean":
+            return ops.compress_mean(x, **where, **serving)
+        return self.mlp(ops.gather_blocks(x, self.position.to(x.dtype), **where, **serving))
+
+    def of_blocks(self, blocks: Tensor) -> Tensor:
+        """The same of a few blocks at hand, as a cache has them: `[B, N, l, G, D]` to `[B, N, G, D]`."""
         if self.kind == "mean":
             return blocks.mean(dim=2)
         placed = blocks + self.position[:, None].to(blocks.dtype)
-        hidden = F.silu(self.inner(placed.transpose(2, 3).flatten(3)))
-        return self.outer(hidden)
+        return self.mlp(placed.transpose(2, 3).flatten(3))
 
-
-def blocks_of(x: Tensor, block: int, stride: int) -> Tensor:
-    """The overlapping blocks of `x [B, S, G, D]`: `[B, N, l, G, D]`, a view."""
-    if n_compressed(x.shape[1], block, stride) == 0:
-        return x.new_empty(x.shape[0], 0, block, *x.shape[2:])
-    return x.unfold(1, block, stride).permute(0, 1, 4, 2, 3)
-
-
-def packed_blocks_of(x: Tensor, cu_seqlens: Tensor, block: int, stride: int) -> tuple[Tensor, Tensor]:
-    """The blocks of packed documents one after the other, `[1, S // d, l, G, D]`, and the position each starts at."""
-    length = x.shape[1]
-    start, position = compressed_starts(cu_seqlens, length, block, stride)
-    token = (start[:, None] + torch.arange(block, device=x.device)).clamp_max(length - 1)
-    blocks = x.index_select(1, token.flatten()).unflatten(1, token.shape)
-    return blocks, position
+    def mlp(self, rows: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(rows)))

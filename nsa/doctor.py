@@ -3,6 +3,7 @@
     nsa doctor
     nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --dtype bfloat16 --device cuda
     NSA_FORCE_PARITY=1 nsa doctor --setting use_fa2=off --json
+    nsa doctor --probe --repro crash.py
 
 `diagnose` gathers, `render` writes it out, `run` prints: nothing else touches the terminal.
 """
@@ -26,8 +27,13 @@ import torch
 
 import nsa
 from nsa import settings
+from nsa.backends import policy
+from nsa.backends.flash.repro import repro_script
+from nsa.backends.probe import nvidia_driver
+from nsa.backends.probe import report as probe_report
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
+from nsa.backends.triton import tuning
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 
@@ -68,10 +74,10 @@ class BackendState:
 class SettingState:
     name: str
     env: str
-    value: bool | int | None
+    value: bool | int | str | None
     source: Source
     meaning: str
-    # The part of nsa without which the setting does nothing, where this version lacks it.
+    # The part of nsa without which the setting does nothing, where it cannot be had here.
     missing: str | None
 
 
@@ -80,6 +86,10 @@ class Report:
     versions: Versions
     gpus: tuple[Gpu, ...]
     backends: tuple[BackendState, ...]
+    # The file that the Triton kernels have their tiles from, or what is wrong with it.
+    tiles: str
+    # Which branches may use FlashAttention and why, and its libraries.
+    flash: Mapping[str, str]
     settings: tuple[SettingState, ...]
     unknown_names: Mapping[str, str]
     counts: Mapping[str, Mapping[str, int]]
@@ -103,6 +113,8 @@ class Report:
             "versions": asdict(self.versions),
             "gpus": [asdict(gpu) for gpu in self.gpus],
             "backends": [asdict(backend) for backend in self.backends],
+            "tiles": self.tiles,
+            "flash": dict(self.flash),
             "settings": [asdict(state) for state in self.settings],
             "unknown_names": dict(self.unknown_names),
             "counts": {kind: dict(counted) for kind, counted in self.counts.items()},
@@ -127,6 +139,8 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
         versions=find_versions(),
         gpus=find_gpus(),
         backends=backend_states(router),
+        tiles=tiles_origin(router.config),
+        flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
         counts=counts_so_far().as_dict(),
@@ -174,14 +188,6 @@ def find_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The kernel module says its own version; elsewhere than on Linux nobody is asked."""
-    if not path.is_file():
-        return "unknown"
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
-    return found.group(1) if found else "unknown"
-
-
 def backend_states(router: Router) -> tuple[BackendState, ...]:
     names = [*BACKEND_MODULES, *(name for name in router.backends if name not in BACKEND_MODULES)]
     return tuple(
@@ -190,6 +196,40 @@ def backend_states(router: Router) -> tuple[BackendState, ...]:
         else BackendState(name, False, router.absent.get(name, "not in this version of nsa"))
         for name in names
     )
+
+
+def tiles_origin(config: Settings) -> str:
+    """A broken file is a finding, not the doctor's end."""
+    try:
+        return tuning.origin(tuning.user_file(config))
+    except ValueError as error:
+        return f"WRONG: {error}"
+
+
+def flash_states(router: Router) -> dict[str, str]:
+    """The effective flag of each branch; each library, where the backend is here to ask."""
+    flags = {op: str(flag) for op, flag in policy.flags(router.config).items()}
+    describe = getattr(router.backends.get("flash"), "describe", dict)
+    return flags | describe()
+
+
+def probe(router: Router, problem: Problem, repro: Path | None) -> str:
+    """Try the FlashAttention libraries anew, in processes of their own; write the first failure down as a script."""
+    backend: Any = router.backends.get("flash")
+    if backend is None:
+        return f"nothing to probe: {router.absent.get('flash', 'no flash backend')}"
+    lines = []
+    failed = None
+    for library, subject, outcomes in backend.probe_all(problem):
+        lines.append(probe_report(subject, outcomes))
+        wrong = next((outcome for outcome in outcomes if outcome.problem), None)
+        if wrong is not None and failed is None:
+            failed = repro_script(library, subject, wrong)
+    if repro is not None and failed is not None:
+        repro.write_text(failed)
+    if repro is not None:
+        lines.append("nothing failed: no script to write" if failed is None else f"the first failure is in {repro}")
+    return "\n".join(lines) or f"nothing to probe: no library takes {problem}"
 
 
 def setting_states(router: Router) -> tuple[SettingState, ...]:
@@ -210,7 +250,8 @@ def setting_states(router: Router) -> tuple[SettingState, ...]:
 def render(report: Report) -> str:
     sections = {
         "versions": render_versions(report),
-        "backends": table((b.name, "yes" if b.available else f"no: {b.note}") for b in report.backends),
+        "backends": render_backends(report),
+        "flash attention": table(report.flash.items()),
         "settings": render_settings(report),
         "what ran in this process": render_counts(report.counts),
         "route": render_routes(report),
@@ -232,10 +273,15 @@ def render_versions(report: Report) -> str:
     return "\n".join([table(rows), *([versions.triton_note] if versions.triton_note else [])])
 
 
+def render_backends(report: Report) -> str:
+    rows = [(b.name, "yes" if b.available else f"no: {b.note}") for b in report.backends]
+    return "\n".join([table(rows), f"tiles of the kernels: {report.tiles}"])
+
+
 def render_settings(report: Report) -> str:
     rows = [("setting", "environment", "value", "source", "meaning")]
     for state in report.settings:
-        note = f" [no effect yet: this version lacks {state.missing}]" if state.missing else ""
+        note = f" [no effect here without {state.missing}]" if state.missing else ""
         rows.append((state.name, state.env, settings.shown(state.value), state.source, state.meaning + note))
     unknown = [
         f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
@@ -342,6 +388,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 elsewhere")
     shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add_setting_arguments(parser)
+    flash = parser.add_argument_group("FlashAttention")
+    flash.add_argument("--probe", action="store_true", help="try its libraries again, each in a process of its own")
+    flash.add_argument("--repro", type=Path, metavar="FILE", help="and write the first failure as a script")
     parser.add_argument("--json", action="store_true", help="the whole report as JSON, on the last line")
 
 
@@ -375,7 +424,10 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
     """The command: 0 when every backend agrees with the reference, 1 when one does not."""
-    report = diagnose(problem_of(args), make_router(load_settings(args)))
+    problem, router = problem_of(args), make_router(load_settings(args))
+    if args.probe or args.repro:
+        print(f"probe\n{indent(probe(router, problem, args.repro))}\n")
+    report = diagnose(problem, router)
     print(render(report))
     if args.json:
         print(json.dumps(report.to_dict(), allow_nan=False))

@@ -69,14 +69,25 @@ def query_positions(
     return position if q_start is None else position + q_start.long()[:, None]
 
 
-def compressed_starts(cu_seqlens: Tensor, length: int, block: int, stride: int) -> tuple[Tensor, Tensor]:
-    """First token of each packed compressed block, among all tokens and in its document: each `[length // stride]`.
+def compressed_starts(cu_seqlens: Tensor, length: int, block: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First token of each packed compressed block, among all tokens and in its document, and whether there is one.
 
-    That many slots always suffice; those past the last block point at tokens that exist, and nothing ever sees them.
+    Each `[length // stride]`: that many slots always suffice. Those past the last block point at tokens that exist.
     """
     offsets = compressed_offsets(cu_seqlens, block, stride)
     slot = torch.arange(length // stride, device=cu_seqlens.device)
     document = torch.searchsorted(offsets[1:].contiguous(), slot, right=True).clamp_max(cu_seqlens.numel() - 2)
     position = (slot - offsets[document]) * stride
     token = cu_seqlens.long()[document] + position
-    return token.clamp_max(max(length - block, 0)), position
+    # The second holds by itself; a wrong total that nobody looked at must not read out of bounds.
+    used = (slot < offsets[-1]) & (token + block <= length)
+    return token.clamp_max(max(length - block, 0)), position, used
+
+
+def compressed_of_tokens(cu_seqlens: Tensor, length: int, block: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each packed token: its position, the first slot of its document's compressed blocks, and their number."""
+    packed = documents(cu_seqlens, length)
+    base = compressed_offsets(cu_seqlens, block, stride)[packed.index]
+    count = n_compressed_of(packed.lengths, block, stride)[packed.index]
+    # There are no more slots than this; a wrong total that nobody looked at must not read out of bounds.
+    return packed.position, base, torch.minimum(count, length // stride - base)

@@ -73,13 +73,41 @@ class Stage:
     fixed: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("o", "lse")
     knobs: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ("scale", "cu_seqlens", "q_start")
 
     def pulls(self, trial: Trial) -> tuple[tuple[str, ...], ...]:
         """The outputs whose gradients are given, one backward pass each; nobody trains through a cache."""
         return () if trial.q_start is not None else tuple(self.outputs[: n + 1] for n in range(len(self.outputs)))
 
+    def backward_arguments(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+        """What a backward is given besides gradients and knobs: an attention's everything, the mixture's no output, and
+        a compression's, which is linear, only the length."""
+        if self.op == "compress":
+            return (), {"length": inputs[0].shape[1]}
+        return inputs if self.op == "combine" else (*inputs, *outputs), {}
+
 
 STAGES = (
+    Stage(
+        "compress",
+        reference.compress_mean,
+        "compress_mean_forward",
+        "compress_mean_backward",
+        leaves=("k",),
+        outputs=("mean",),
+        knobs=("block", "stride"),
+        shared=("cu_seqlens",),
+    ),
+    Stage(
+        "compress",
+        reference.gather_blocks,
+        "gather_blocks_forward",
+        "gather_blocks_backward",
+        leaves=("v", "position"),
+        outputs=("blocks",),
+        knobs=("block", "stride"),
+        shared=("cu_seqlens",),
+    ),
     Stage(
         "compressed",
         reference.compressed_attention,
@@ -112,6 +140,7 @@ STAGES = (
         "combine_backward",
         leaves=("o_cmp", "o_sel", "o_win", "gates"),
         outputs=("o",),
+        shared=(),
     ),
 )
 
@@ -130,17 +159,15 @@ class Trial:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The mixture has no keys, so a cache changes nothing about it."""
-        return tuple(stage for stage in STAGES if self.q_start is None or stage.op != "combine")
+        """A cache changes nothing about the mixture, which has no keys, and has no whole sequence to compress."""
+        return tuple(stage for stage in STAGES if self.q_start is None or "q_start" in stage.shared)
 
     def positional(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
         tensors = [self.tensors[name] for name in names]
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
     def keywords(self, stage: Stage) -> dict[str, Any]:
-        if stage.op == "combine":
-            return {}
-        return {name: KNOBS[name] for name in stage.knobs} | self.shared
+        return {name: KNOBS[name] for name in stage.knobs} | {name: self.shared[name] for name in stage.shared}
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -205,6 +232,9 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
         "gates": draw(*rows, 3).sigmoid(),
         "do": draw(*rows, shape.d_v),
         "dlse": draw(*rows).to(lse_dtype),
+        "position": draw(KNOBS["block"], shape.d_v),
+        "dmean": draw(batch, n_cmp, groups, shape.d_k),
+        "dblocks": draw(batch, n_cmp, groups, KNOBS["block"] * shape.d_v),
     } | {name: draw(*rows, shape.d_v) for name in ("o_cmp", "o_sel", "o_win")}
     cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if packed else None
     q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
@@ -252,8 +282,7 @@ def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tenso
     """Outputs and gradients by autograd, in `dtype`."""
     leaves = [x.clone().requires_grad_() for x in trial.positional(stage.leaves, dtype)]
     fixed = trial.positional(stage.fixed, dtype)
-    outputs = stage.spec(*leaves, *fixed, **trial.keywords(stage))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = as_tuple(stage.spec(*leaves, *fixed, **trial.keywords(stage)))
     gradients: list[Tensor] = []
     for pulled in stage.pulls(trial):
         outputs_pulled = outputs[: len(pulled)]
@@ -266,15 +295,17 @@ def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
     """Outputs and gradients by the backend's own two functions."""
     inputs = trial.positional((*stage.leaves, *stage.fixed), trial.dtype)
     keywords = trial.keywords(stage)
-    outputs = getattr(backend, stage.forward)(*inputs, **keywords)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # The mixture's gradients need no output; an attention's need `o` and `lse`.
-    saved = outputs if stage.op != "combine" else ()
+    outputs = as_tuple(getattr(backend, stage.forward)(*inputs, **keywords))
+    saved, extra = stage.backward_arguments(inputs, outputs)
     gradients: list[Tensor] = []
     for pulled in stage.pulls(trial):
         grads = [trial.tensors[f"d{name}"] if name in pulled else None for name in stage.outputs]
-        gradients += getattr(backend, stage.backward)(*grads, *inputs, *saved, **keywords)
+        gradients += as_tuple(getattr(backend, stage.backward)(*grads, *saved, **keywords, **extra))
     return (*outputs, *gradients)
+
+
+def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def distance(x: Tensor, exact: Tensor) -> float:

@@ -17,6 +17,9 @@ from torch import Tensor
 # The three branches that attend; each is one function of `nsa.ops` and one of `nsa.reference`.
 BRANCHES = ("compressed", "selected", "sliding")
 
+# The two functions that phi is made of, again one of each module.
+COMPRESSIONS = ("compress_mean", "gather_blocks")
+
 # A kernel may be off by this many times what plain torch in the same dtype is off by, both against fp64.
 TOLERANCE_FACTOR = 2
 # And by this many roundings of what is summed: where plain torch happens to be exact, nothing else could pass.
@@ -210,6 +213,27 @@ def results(module: ModuleType, branch: str, inputs: Inputs, case: Case, **optio
     pairs = [pair for pair in zip((o, lse), output_gradients(o, lse), strict=True) if pair[0].requires_grad]
     dq, dk, dv = torch.autograd.grad([x for x, _ in pairs], leaves, [grad for _, grad in pairs])
     return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def compression_inputs(op: str, case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """`x`, and for `gather_blocks` the position embedding, as large as what it is added to."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shapes = [(case.batch, case.length, case.groups, case.d_k), (case.block, case.d_k)]
+    tensors = [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    return tuple(tensors[: 1 if op == "compress_mean" else 2])
+
+
+def compression_results(
+    module: ModuleType, op: str, tensors: tuple[Tensor, ...], case: Case, **options: Any
+) -> dict[str, Tensor]:
+    """Forward and backward for a fixed random gradient: `out`, `dx`, and for `gather_blocks` `dposition`."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in tensors)
+    options.setdefault("cu_seqlens", case.cu_seqlens)
+    out = getattr(module, op)(*leaves, **case.compression, **options)
+    # Drawn in half precision, so that every dtype is given the same numbers.
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    return {"out": out.detach(), **dict(zip(("dx", "dposition"), grads, strict=False))}
 
 
 def term_sizes(module: ModuleType, branch: str, inputs: Inputs, case: Case) -> dict[str, float]:

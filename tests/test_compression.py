@@ -1,65 +1,178 @@
-"""phi against loops, and the blocks it is given."""
+"""phi against loops, and the two ops it is made of against the specification."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import document_lengths, offsets
+from helpers import (
+    COMPRESSIONS,
+    Case,
+    assert_close,
+    assert_same_bits,
+    assert_within_derived_tolerance,
+    cases,
+    compression_inputs,
+    compression_results,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa.compression import Compression, blocks_of, packed_blocks_of
+from nsa import ops, reference
+from nsa.compression import Compression
 
 FP64 = torch.float64
+BACKENDS = ("sdpa", "reference")
+LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 
 strides = st.integers(1, 5)
 # Blocks per stride: l = d is the case without overlap.
 overlaps = st.integers(1, 4)
+any_case = st.one_of(cases(max_length=60), cases(max_length=60, packed=True))
+every_op = pytest.mark.parametrize("op", COMPRESSIONS)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+PLAIN = Case(length=23, batch=2, groups=2, d_k=3, block=6, stride=2)
+PACKED = PLAIN.but(batch=1, documents=(1, 10, 0, 5, 7))
+# No document has a block, and yet there are slots; and a sequence that has none.
+NO_BLOCKS = PLAIN.but(batch=1, length=9, documents=(5, 4))
+SHORT = PLAIN.but(length=5)
+NAMED = {"plain": PLAIN, "packed": PACKED, "no blocks": NO_BLOCKS, "short": SHORT}
+every_kind = pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 
 
 def blocks_by_slicing(x: Tensor, block: int, stride: int) -> list[Tensor]:
     return [x[:, start : start + block] for start in range(0, x.shape[1], stride) if start + block <= x.shape[1]]
 
 
-@given(length=st.integers(1, 60), stride=strides, overlap=overlaps)
-def test_blocks_are_the_slices_that_fit(length: int, stride: int, overlap: int) -> None:
-    x = torch.randn(2, length, 3, 4)
-    expected = blocks_by_slicing(x, stride * overlap, stride)
-    got = blocks_of(x, stride * overlap, stride)
-    assert got.shape == (2, len(expected), stride * overlap, 3, 4)
-    assert all(torch.equal(got[:, i], block) for i, block in enumerate(expected))
+def blocks_of_case(x: Tensor, case: Case) -> list[Tensor]:
+    """Every `[B, l, G, D]` block of the documents, in their order."""
+    parts = x.split(list(case.documents or (case.length,)), dim=1)
+    return [block for part in parts for block in blocks_by_slicing(part, case.block, case.stride)]
 
 
-def test_blocks_are_a_view() -> None:
-    x = torch.randn(2, 40, 3, 4)
-    assert blocks_of(x, 8, 4).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+# The specification.
 
 
-@given(lengths=document_lengths(60), stride=strides, overlap=overlaps)
-def test_packed_blocks_are_each_documents_blocks_one_after_the_other(
-    lengths: tuple[int, ...], stride: int, overlap: int
-) -> None:
-    block = stride * overlap
-    x = torch.randn(1, sum(lengths), 2, 3)
-    expected, starts = [], []
-    for document in x.split(list(lengths), dim=1):
-        if document.shape[1]:
-            found = blocks_of(document, block, stride)
-            expected += found[0]
-            starts += [i * stride for i in range(found.shape[1])]
-    got, position = packed_blocks_of(x, offsets(lengths), block, stride)
-    assert got.shape[1] == position.numel() == sum(lengths) // stride
-    assert got.shape[1] >= len(expected)
-    assert position[: len(starts)].tolist() == starts
-    assert all(torch.equal(got[0, i], block) for i, block in enumerate(expected))
+@given(case=any_case)
+def test_the_mean_of_a_block_is_the_mean_of_its_tokens(case: Case) -> None:
+    (x,) = compression_inputs("compress_mean", case)
+    got = reference.compress_mean(x, **case.compression, cu_seqlens=case.cu_seqlens)
+    blocks = blocks_of_case(x, case)
+    n_slots = case.length // case.stride if case.documents else len(blocks)
+    assert got.shape == (case.batch, n_slots, case.groups, case.d_k)
+    for i, block in enumerate(blocks):
+        torch.testing.assert_close(got[:, i], sum(block.unbind(1)) / case.block, atol=1e-14, rtol=1e-14)
+    assert (got[:, len(blocks) :] == 0).all()
+
+
+@given(case=any_case)
+def test_a_gathered_block_is_its_tokens_in_a_row_each_with_its_place_added(case: Case) -> None:
+    x, position = compression_inputs("gather_blocks", case)
+    got = reference.gather_blocks(x, position, **case.compression, cu_seqlens=case.cu_seqlens)
+    blocks = blocks_of_case(x, case)
+    n_slots = case.length // case.stride if case.documents else len(blocks)
+    assert got.shape == (case.batch, n_slots, case.groups, case.block * case.d_k)
+    for i, block in enumerate(blocks):
+        row = [token + place for token, place in zip(block.unbind(1), position, strict=True)]
+        assert torch.equal(got[:, i], torch.cat(row, dim=-1))
+    assert (got[:, len(blocks) :] == 0).all()
+
+
+# Backends.
+
+
+@every_op
+@given(case=any_case)
+def test_sdpa_is_the_reference_in_fp64(op: str, case: Case) -> None:
+    tensors = compression_inputs(op, case)
+    ours = compression_results(ops, op, tensors, case, backend="sdpa")
+    assert_close(ours, compression_results(reference, op, tensors, case), 1e-12)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@given(case=any_case)
+def test_sdpa_is_as_exact_as_plain_torch_in_its_dtype(op: str, dtype: torch.dtype, case: Case) -> None:
+    tensors = compression_inputs(op, case, dtype)
+    assert_within_derived_tolerance(
+        compression_results(ops, op, tensors, case, backend="sdpa"),
+        compression_results(reference, op, tuple(x.to(FP64) for x in tensors), case),
+        compression_results(reference, op, tensors, case),
+    )
+
+
+@every_op
+@every_kind
+@pytest.mark.parametrize("dtype", [FP64, *LOW_PRECISION], ids=str)
+def test_the_reference_as_a_backend_is_the_reference(op: str, case: Case, dtype: torch.dtype) -> None:
+    tensors = compression_inputs(op, case, dtype)
+    ours = compression_results(ops, op, tensors, case, backend="reference")
+    assert_same_bits(ours, compression_results(reference, op, tensors, case))
+
+
+@every_op
+@every_kind
+@every_backend
+def test_gradients_are_the_slopes_of_the_output(op: str, case: Case, backend: str) -> None:
+    def run(*tensors: Tensor) -> Tensor:
+        return getattr(ops, op)(*tensors, **case.compression, cu_seqlens=case.cu_seqlens, backend=backend)
+
+    leaves = tuple(x.requires_grad_() for x in compression_inputs(op, case))
+    if run(*leaves).numel():
+        assert torch.autograd.gradcheck(run, leaves)
+
+
+@every_op
+@every_backend
+def test_a_sequence_shorter_than_a_block_has_no_blocks_and_zero_gradients(op: str, backend: str) -> None:
+    found = compression_results(ops, op, compression_inputs(op, SHORT), SHORT, backend=backend)
+    assert found["out"].shape[1] == 0
+    assert all((x == 0).all() for x in found.values())
+
+
+@every_op
+@every_backend
+def test_what_a_slot_without_a_block_is_given_reaches_nothing(op: str, backend: str) -> None:
+    tensors = tuple(x.requires_grad_() for x in compression_inputs(op, PACKED))
+    out = getattr(ops, op)(*tensors, **PACKED.compression, cu_seqlens=PACKED.cu_seqlens, backend=backend)
+    unused = torch.arange(PACKED.n_compressed, out.shape[1])
+    assert unused.numel()
+    dout = torch.randn_like(out)
+    spoiled = dout.index_fill(1, unused, float("nan"))
+    expected = torch.autograd.grad(out, tensors, dout, retain_graph=True)
+    for got, wanted in zip(torch.autograd.grad(out, tensors, spoiled), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@every_op
+@every_backend
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_two_runs_give_the_same_bits(op: str, backend: str, dtype: torch.dtype) -> None:
+    for case in (PLAIN, PACKED):
+        tensors = compression_inputs(op, case, dtype)
+        first, second = (compression_results(ops, op, tensors, case, backend=backend) for _ in range(2))
+        assert_same_bits(first, second)
+
+
+@every_op
+@every_backend
+def test_inputs_need_not_be_contiguous_beyond_their_last_dimension(op: str, backend: str) -> None:
+    for case in (PLAIN, PACKED):
+        x, *rest = compression_inputs(op, case)
+        spread = torch.cat([x, x], dim=-1)[..., : case.d_k].transpose(1, 2).contiguous().transpose(1, 2)
+        expected = compression_results(ops, op, (x, *rest), case, backend=backend)
+        assert_same_bits(compression_results(ops, op, (spread, *rest), case, backend=backend), expected)
+
+
+# phi.
 
 
 @given(length=st.integers(1, 40), stride=strides, overlap=overlaps)
 def test_mean_is_the_mean_of_each_block(length: int, stride: int, overlap: int) -> None:
     block = stride * overlap
     x = torch.randn(2, length, 3, 4, dtype=FP64)
-    got = Compression(4, block, kind="mean")(blocks_of(x, block, stride))
+    got = Compression(4, block, kind="mean")(x, stride=stride)
     expected = [sum(part.unbind(1)) / block for part in blocks_by_slicing(x, block, stride)]
     assert got.shape == (2, len(expected), 3, 4)
     for i, mean in enumerate(expected):
@@ -76,7 +189,7 @@ def test_mlp_is_two_layers_on_each_groups_flattened_block(
     with torch.no_grad():
         # As large as what it is added to, so that a missing one is seen.
         phi.position.normal_()
-    got = phi(blocks_of(x, block, stride))
+    got = phi(x, stride=stride)
     parts = blocks_by_slicing(x, block, stride)
     assert got.shape == (2, len(parts), 3, 4)
     for i, part in enumerate(parts):
@@ -89,6 +202,19 @@ def test_mlp_is_two_layers_on_each_groups_flattened_block(
             torch.testing.assert_close(got[:, i, group], torch.stack(rows), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["mlp", "mean"])
+@given(case=any_case)
+def test_blocks_at_hand_are_compressed_like_those_of_a_sequence(kind: str, case: Case) -> None:
+    """A cache hands over blocks, a forward sequences or packed documents."""
+    (x,) = compression_inputs("compress_mean", case)
+    phi = Compression(case.d_k, case.block, kind=kind).double()
+    whole = phi(x, stride=case.stride, cu_seqlens=case.cu_seqlens)
+    blocks = blocks_of_case(x, case)
+    if blocks:
+        by_hand = phi.of_blocks(torch.stack(blocks, dim=1))
+        torch.testing.assert_close(whole[:, : len(blocks)], by_hand, atol=1e-12, rtol=1e-12)
+
+
 def test_hidden_width_of_the_mlp_is_twice_the_width_unless_told() -> None:
     assert Compression(6, 8, kind="mlp").inner.out_features == 12
     assert Compression(6, 8, kind="mlp", hidden=5).inner.out_features == 5
@@ -97,26 +223,36 @@ def test_hidden_width_of_the_mlp_is_twice_the_width_unless_told() -> None:
 def test_the_mlp_knows_where_in_the_block_a_token_is_and_the_mean_does_not() -> None:
     x = torch.randn(1, 8, 1, 4, dtype=FP64)
     mlp, mean = Compression(4, 8, kind="mlp").double(), Compression(4, 8, kind="mean")
-    straight, turned = blocks_of(x, 8, 4), blocks_of(x.flip(1), 8, 4)
-    torch.testing.assert_close(mean(straight), mean(turned))
-    assert (mlp(straight) - mlp(turned)).abs().max() > 1e-3
+    torch.testing.assert_close(mean(x, stride=4), mean(x.flip(1), stride=4))
+    assert (mlp(x, stride=4) - mlp(x.flip(1), stride=4)).abs().max() > 1e-3
 
 
-def test_mean_has_no_parameters() -> None:
-    assert list(Compression(4, 8, kind="mean").parameters()) == []
+def test_parameters_have_the_names_that_checkpoints_hold() -> None:
+    names = ["position", "inner.weight", "inner.bias", "outer.weight", "outer.bias"]
+    assert list(Compression(4, 8, kind="mlp").state_dict()) == names
+    assert list(Compression(4, 8, kind="mean").state_dict()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given_dtype", [torch.float32, "autocast"], ids=str)
+def test_under_autocast_the_mlp_runs_in_its_dtype_and_the_mean_in_that_of_its_keys(
+    dtype: torch.dtype, given_dtype: torch.dtype | str
+) -> None:
+    x = torch.randn(1, 16, 2, 4).to(dtype if given_dtype == "autocast" else torch.float32)
+    with torch.autocast("cpu", dtype):
+        assert Compression(4, 8, kind="mlp")(x, stride=4).dtype == dtype
+        assert Compression(4, 8, kind="mean")(x, stride=4).dtype == x.dtype
 
 
 @pytest.mark.parametrize("lengths", [(5, 3), (12, 1, 9)])
-def test_unused_packed_places_give_no_gradient_when_unread(lengths: tuple[int, ...]) -> None:
-    """Every token's gradient is the number of whole blocks of its own document that hold it."""
-    block, stride = 4, 2
-    x = torch.randn(1, sum(lengths), 1, 1, requires_grad=True)
-    blocks, _ = packed_blocks_of(x, offsets(lengths), block, stride)
-    counts = [0 if n < block else (n - block) // stride + 1 for n in lengths]
-    blocks[:, : sum(counts)].sum().backward()
+def test_every_token_counts_in_as_many_blocks_as_hold_it(lengths: tuple[int, ...]) -> None:
+    case = Case(length=sum(lengths), documents=lengths, block=4, stride=2)
+    x = torch.randn(1, case.length, 1, 1, requires_grad=True)
+    ops.compress_mean(x, **case.compression, cu_seqlens=case.cu_seqlens).sum().backward()
     expected = []
-    for n, count in zip(lengths, counts, strict=True):
-        expected += [sum(i * stride <= t < i * stride + block for i in range(count)) for t in range(n)]
+    for n in lengths:
+        count = case.count_compressed(n)
+        expected += [sum(i * 2 <= t < i * 2 + 4 for i in range(count)) / 4 for t in range(n)]
     assert x.grad.flatten().tolist() == expected
 
 

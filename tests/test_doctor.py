@@ -86,6 +86,7 @@ def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
     }
     quantities = {
         **attention,
+        "compress": ["mean", "dk", "blocks", "dv", "dposition"],
         "scores": ["missed"],
         "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates"],
     }
@@ -105,6 +106,7 @@ def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
         ("selected_backward", 2, "selected", "dv"),
         ("sliding_backward", 0, "sliding", "dq"),
         ("combine_backward", 3, "combine", "dgates"),
+        ("gather_blocks_backward", 1, "compress", "dposition"),
     ],
 )
 @pytest.mark.parametrize("by", [1e-3, float("nan")])
@@ -113,6 +115,17 @@ def test_one_wrong_element_is_caught(function: str, which: int, op: str, quantit
     found = failing(examine(wrong, sdpa))
     assert ("triton", op, quantity) in found
     assert {(backend, op) for backend, op, _ in found} == {("triton", op)}
+
+
+@pytest.mark.parametrize(
+    ("function", "quantity"),
+    [("compress_mean_forward", "mean"), ("compress_mean_backward", "dk"), ("gather_blocks_forward", "blocks")],
+)
+def test_a_wrong_compression_is_caught(function: str, quantity: str) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return getattr(sdpa, function)(*args, **kwargs).roll(1, dims=1)
+
+    assert failing(examine(patient(**{function: wrong}), sdpa)) == {("triton", "compress", quantity)}
 
 
 def test_a_path_of_its_own_for_training_is_looked_at_too() -> None:
@@ -248,7 +261,7 @@ def test_a_route_that_differs_by_op_and_direction_is_told_apart(capsys: pytest.C
     assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
     text = capsys.readouterr().out
     assert "sliding     triton   sdpa" in text
-    assert "not triton for compressed, scores, selected, combine: only sliding" in text
+    assert "not triton for compress, compressed, scores, selected, combine: only sliding" in text
     assert "not triton for sliding backward: no backward" in text
 
 
@@ -273,7 +286,25 @@ def test_settings_show_value_source_and_whether_they_have_an_effect(
     # No flash backend in this router, so its settings say that they do nothing.
     assert states["use_fa2"]["missing"] == "the flash backend"
     assert states["sdpa_audit"]["missing"] is None
-    assert "[no effect yet: this version lacks the flash backend]" in text
+    assert "[no effect here without the flash backend]" in text
+
+
+def test_the_file_of_the_tiles_is_named(
+    capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
+) -> None:
+    file = tmp_path / "tiles.json"
+    environment(NSA_TUNED_TILES=str(file))
+    for content, said in (
+        (None, f"(there is no {file})"),
+        ("{}", f"{file} (0 tiles) over"),
+        ("[]", "WRONG: tiles file"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        assert run_doctor("--json") == 0
+        text = capsys.readouterr().out
+        assert f"{said}" in next(line for line in text.splitlines() if "tiles of the kernels: " in line)
+        assert said in json.loads(text.splitlines()[-1])["tiles"]
 
 
 @pytest.mark.parametrize(

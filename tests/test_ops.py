@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import BRANCHES, Case, Inputs, assert_close, attend, mean_compress, random_inputs, results
+from helpers import (
+    BRANCHES,
+    COMPRESSIONS,
+    Case,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    attend,
+    compression_inputs,
+    compression_results,
+    random_inputs,
+    results,
+)
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from nsa import ops, reference
 from nsa.backends import routing
@@ -20,6 +34,7 @@ PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
 PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
 CACHED = PLAIN.but(seed=3)
 CASES = {"plain": PLAIN, "packed": PACKED, "cached": CACHED}
+WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}
 NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
 
 
@@ -67,6 +82,17 @@ def choice_arguments(case: Case, backend: str) -> tuple[Any, ...]:
     return (q, inputs.k_cmp, lse, *places, *case.selection.values(), case.d_k**-0.5, backend, False)
 
 
+def compression_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
+    leaves = [x.requires_grad_() for x in compression_inputs(op, case, torch.float32)]
+    return (*leaves, case.cu_seqlens, case.block, case.stride, backend, False)
+
+
+def compression_backward_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
+    *_, cu_seqlens, block, stride, backend, strict = arguments = compression_arguments(op, case, backend)
+    dout = torch.randn_like(getattr(library, op)(*arguments).detach())
+    return (dout, cu_seqlens, case.length, block, stride, backend, strict)
+
+
 def mixture_arguments() -> tuple[Tensor, ...]:
     return (*(torch.randn(2, 5, 6, 4) for _ in range(3)), torch.rand(2, 5, 6, 3))
 
@@ -96,6 +122,20 @@ def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", CASES)
 def test_the_choice_op_passes_opcheck(kind: str, backend: str) -> None:
     torch.library.opcheck(library.select_blocks, choice_arguments(CASES[kind], backend))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compression_op_passes_opcheck(op: str, kind: str, backend: str) -> None:
+    torch.library.opcheck(getattr(library, op), compression_arguments(op, WHOLE[kind], backend))
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compression_backward_op_passes_opcheck(op: str, kind: str) -> None:
+    arguments = compression_backward_arguments(op, WHOLE[kind], "sdpa")
+    torch.library.opcheck(getattr(library, f"{op}_backward"), arguments)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
@@ -142,6 +182,17 @@ def test_a_branch_op_returns_the_strides_its_fake_promises(branch: str, backend:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compression_op_returns_the_strides_its_fake_promises(op: str, kind: str, backend: str) -> None:
+    forward = tuple(map(head_major, compression_arguments(op, WHOLE[kind], backend)))
+    assert described(getattr(library, op)(*forward)) == imagined(getattr(library, op), forward)
+    backward = tuple(map(head_major, compression_backward_arguments(op, WHOLE[kind], backend)))
+    backward_op = getattr(library, f"{op}_backward")
+    assert described(backward_op(*backward)) == imagined(backward_op, backward)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_the_mixture_ops_return_the_strides_their_fakes_promise(backend: str) -> None:
     tensors = tuple(map(head_major, mixture_arguments()))
     forward = (*tensors, backend, False)
@@ -153,9 +204,12 @@ def test_the_mixture_ops_return_the_strides_their_fakes_promise(backend: str) ->
 # Compilation.
 
 
-def five_ops(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def all_ops(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, position: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
     packed = {"cu_seqlens": cu_seqlens}
-    k_cmp, v_cmp = mean_compress(k, case), mean_compress(v, case)
+    k_cmp = ops.compress_mean(k, **case.compression, **packed)
+    v_cmp = ops.gather_blocks(v, position, **case.compression, **packed).unflatten(3, (case.block, -1)).sum(dim=3)
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **packed)
     indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **packed)
     o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **packed)
@@ -165,19 +219,52 @@ def five_ops(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cu_seql
 
 def with_gradients(function: Callable[..., Tensor], inputs: Inputs, case: Case) -> dict[str, Tensor]:
     q, k, v = inputs.of("sliding")
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, inputs.gates)]
+    position = torch.linspace(-1, 1, case.block * case.d_v).view(case.block, case.d_v)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, inputs.gates, position)]
     o = function(case, *leaves, case.cu_seqlens)
     grads = torch.autograd.grad(o.square().sum(), leaves)
-    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))}
+    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dgates", "dposition"), grads, strict=True))}
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
-def test_all_five_ops_compile_into_one_graph_that_computes_what_eager_does(kind: str) -> None:
+def test_all_ops_compile_into_one_graph_that_computes_what_eager_does(kind: str) -> None:
     case = CASES[kind]
     inputs = random_inputs(case, torch.float32)
     torch._dynamo.reset()
-    compiled = torch.compile(five_ops, fullgraph=True, backend="aot_eager")
-    assert_close(with_gradients(compiled, inputs, case), with_gradients(five_ops, inputs, case), 1e-6)
+    compiled = torch.compile(all_ops, fullgraph=True, backend="aot_eager")
+    assert_close(with_gradients(compiled, inputs, case), with_gradients(all_ops, inputs, case), 1e-6)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compression_compiles_into_one_graph_that_computes_what_eager_does(op: str, kind: str) -> None:
+    case = WHOLE[kind]
+    tensors = compression_inputs(op, case, torch.float32)
+    torch._dynamo.reset()
+    compiled = SimpleNamespace(**{op: torch.compile(getattr(ops, op), fullgraph=True, backend="aot_eager")})
+    assert_same_bits(compression_results(compiled, op, tensors, case), compression_results(ops, op, tensors, case))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compiled_compression_serves_another_length_without_being_compiled_again(op: str, packed: bool) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def run(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return getattr(ops, op)(*tensors, **PLAIN.compression, cu_seqlens=cu_seqlens)
+
+    compiled = torch.compile(run, fullgraph=True, backend=keep, dynamic=True)
+    for length in (24, 33, 47):
+        case = PLAIN.but(length=length, batch=1, documents=(length - 11, 11) if packed else None)
+        tensors = compression_inputs(op, case, torch.float32)
+        expected = run(*tensors, cu_seqlens=case.cu_seqlens)
+        assert torch.equal(compiled(*tensors, cu_seqlens=case.cu_seqlens), expected)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -226,6 +313,46 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
     (dq,) = torch.autograd.grad(o.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match=rf"{NAMES[branch]}_backward.*no autograd formula"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_gradient_of_a_compressions_gradient_is_refused_by_name(op: str) -> None:
+    leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
+    out = getattr(ops, op)(*leaves, **PLAIN.compression)
+    (dx,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"{op}_backward.*no autograd formula"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_activation_checkpointing_changes_no_bit_of_a_compression(op: str, kind: str) -> None:
+    case = WHOLE[kind]
+    tensors = compression_inputs(op, case, torch.float32)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(getattr(ops, op), *args, use_reentrant=False, **kwargs)
+
+    got = compression_results(SimpleNamespace(**{op: again}), op, tensors, case)
+    assert_same_bits(got, compression_results(ops, op, tensors, case))
+
+
+def test_a_compression_keeps_no_tensor_of_its_own_for_the_backward_pass() -> None:
+    kept = []
+    leaves = [x.requires_grad_() for x in compression_inputs("gather_blocks", PACKED)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        ops.gather_blocks(*leaves, **PACKED.compression, cu_seqlens=PACKED.cu_seqlens)
+    assert [tuple(x.shape) for x in kept] == [tuple(PACKED.cu_seqlens.shape)]
+
+
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_a_compressions_gradient_that_is_not_contiguous_is_taken_as_it_is(op: str) -> None:
+    leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
+    out = getattr(ops, op)(*leaves, **PLAIN.compression)
+    ones = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    # The gradient of a sum is one number seen through strides of zero.
+    for got, wanted in zip(torch.autograd.grad(out.sum(), leaves), ones, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_a_gradient_of_the_mixtures_gradient_is_refused_by_name() -> None:
@@ -298,6 +425,17 @@ def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("op", COMPRESSIONS)
+def test_autocast_changes_neither_dtype_nor_value_of_a_compression(op: str, backend: str) -> None:
+    tensors = compression_inputs(op, PLAIN, torch.float32)
+    expected = compression_results(ops, op, tensors, PLAIN, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = compression_results(ops, op, tensors, PLAIN, backend=backend)
+    assert {x.dtype for x in got.values()} == {torch.float32}
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_autocast_changes_neither_dtype_nor_value_of_the_mixture(backend: str) -> None:
     tensors = mixture_arguments()
     expected = ops.combine(*tensors, backend=backend)
@@ -315,9 +453,13 @@ def test_auto_on_a_cpu_is_served_by_sdpa(environment: Callable[..., None]) -> No
     inputs = random_inputs(PLAIN, torch.float32)
     for branch in BRANCHES:
         attend(ops, branch, inputs, PLAIN)
+    for op in COMPRESSIONS:
+        compression_results(ops, op, compression_inputs(op, PLAIN, torch.float32), PLAIN)
     calls = routing.router().counts.calls
     assert {name for _, name in calls} == {"sdpa"}
-    assert {op for op, _ in calls} == set(BRANCHES)
+    assert {op for op, _ in calls} == {*BRANCHES, "compress"}
+    # Both of them, forward and backward.
+    assert calls["compress", "sdpa"] == 4
 
 
 def test_parity_mode_serves_even_a_named_backend_by_the_reference(environment: Callable[..., None]) -> None:
@@ -325,4 +467,6 @@ def test_parity_mode_serves_even_a_named_backend_by_the_reference(environment: C
     inputs = random_inputs(PLAIN, torch.float32)
     for branch in BRANCHES:
         attend(ops, branch, inputs, PLAIN, backend="sdpa")
+    for op in COMPRESSIONS:
+        compression_results(ops, op, compression_inputs(op, PLAIN, torch.float32), PLAIN, backend="sdpa")
     assert {name for _, name in routing.router().counts.calls} == {"reference"}

@@ -163,25 +163,57 @@ def test_force_parity_is_the_reference_everywhere_and_is_said_once(caplog: pytes
 @pytest.mark.parametrize(
     ("op", "variables", "expected"),
     [
-        ("sliding", {}, "flash"),
+        ("sliding", {"NSA_USE_FA2": "1"}, "flash"),
+        ("sliding", {"NSA_USE_FA2_WIN": "1"}, "flash"),
+        ("compressed", {"NSA_USE_FA2_CMP": "1"}, "flash"),
         ("sliding", {"NSA_USE_FA2": "0"}, "sdpa"),
-        ("sliding", {"NSA_USE_FA2_WIN": "0"}, "sdpa"),
-        ("sliding", {"NSA_USE_FA2_CMP": "0"}, "flash"),
-        ("compressed", {"NSA_USE_FA2_CMP": "0"}, "sdpa"),
-        ("compressed", {"NSA_USE_FA2_WIN": "0"}, "flash"),
+        ("sliding", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("sliding", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "flash"),
+        ("compressed", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "flash"),
         ("sliding", {"NSA_FA2_MIN_LEN_WIN": "64"}, "flash"),
         ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65"}, "sdpa"),
-        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "-1"}, "sdpa"),
-        ("compressed", {"NSA_FA2_MIN_LEN_CMP": "-1"}, "sdpa"),
-        ("compressed", {"NSA_FA2_MIN_LEN_WIN": "-1"}, "flash"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_CMP": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "flash"),
     ],
 )
-def test_the_fa2_settings_keep_auto_from_flash(op: str, variables: dict[str, str], expected: str) -> None:
+def test_the_fa2_settings_bring_auto_to_flash_and_keep_it_from_there(
+    op: str, variables: dict[str, str], expected: str
+) -> None:
     router = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ=variables))
     route = router.route(PROBLEM.for_op(op))
     assert route.chosen == expected
     if expected == "sdpa":
         assert next(iter(variables)) in route.reasons["flash"]
+
+
+def test_without_a_measurement_auto_leaves_flash_alone_and_does_not_even_ask_it() -> None:
+    flash = Fake("flash")
+    router = router_of(flash, Fake("sdpa"))
+    assert router.route(PROBLEM).chosen == "sdpa"
+    assert "nsa bench flash" in router.route(PROBLEM).reasons["flash"]
+    assert flash.asked == 0, "asking may start a probe"
+    assert run(router, backend="flash") == "flash"
+
+
+@pytest.mark.parametrize(("order", "expected"), [(("flash", "sdpa"), "flash"), (("sdpa",), "sdpa")])
+def test_auto_takes_flash_where_the_thresholds_file_lists_it(order: tuple[str, ...], expected: str) -> None:
+    preference = Preference(gpu="cpu", op="sliding", order=order, min_length=64)
+    router = router_of(Fake("flash"), Fake("sdpa"), preferences=[preference])
+    assert router.route(PROBLEM).chosen == expected
+    assert router.route(replace(PROBLEM, n_queries=63)).chosen == "sdpa"
+
+
+def test_a_setting_overrules_the_thresholds_file() -> None:
+    preference = Preference(gpu="cpu", op="sliding", order=("flash", "sdpa"))
+    for variables in ({"NSA_USE_FA2": "0"}, {"NSA_FA2_MIN_LEN_WIN": "-1"}, {"NSA_FA2_MIN_LEN_WIN": "65"}):
+        config = Settings.load(environ=variables)
+        assert (
+            router_of(Fake("flash"), Fake("sdpa"), config=config, preferences=[preference]).route(PROBLEM).chosen
+            == "sdpa"
+        )
 
 
 def test_a_switch_binds_a_named_flash_too_but_a_threshold_does_not() -> None:
@@ -278,6 +310,8 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
     documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
+    # The values' compression is posed like the keys', only in their own width.
+    ops.compress_mean(k, block=32, stride=16, **documents).sum().backward()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
     choice: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
     indices = ops.select_blocks(q, k_cmp, lse, **choice, **documents)
@@ -293,6 +327,11 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
         for route in router.explain(replace(whole, backward=backward)).routes.values()
     }
     assert posed == explained
+
+
+def test_explain_tells_nothing_of_compression_where_a_cache_does_it_itself() -> None:
+    cached = replace(PROBLEM.for_op("attention"), n_queries=1, cached=True)
+    assert set(OPS) - Router([sdpa], Settings()).explain(cached).routes.keys() == {"compress"}
 
 
 def test_counters_tell_what_ran_and_can_be_cleared() -> None:
@@ -362,7 +401,7 @@ def test_the_log_is_shown_even_where_logging_was_never_set_up(quiet_logger: logg
 
 
 def test_backends_are_found_or_said_to_be_missing() -> None:
-    found, absent = routing.find_backends()
+    found, absent = routing.find_backends(Settings())
     names = {backend.name for backend in found}
     assert {"sdpa", "reference"} <= names
     assert names | set(absent) == set(routing.BACKEND_MODULES)

@@ -108,7 +108,7 @@ def test_first_line_names_everything_that_runs(library: Path, tmp_path: Path) ->
     line = boot_line(small_run(tmp_path, kind="nsa"), LM(small_run(tmp_path, kind="nsa").model), corpus)
     assert line.startswith("[boot] effective config: S=32 B=2 accum=1 gc=off attention=nsa ")
     assert " device=cpu dtype=float32 compile=off " in line
-    for branch in ("compressed", "scores", "selected", "sliding", "combine"):
+    for branch in ("compress", "compressed", "scores", "selected", "sliding", "combine"):
         assert f" {branch}=sdpa " in line
     assert line.endswith(f"data={corpus.source}")
     assert "\n" not in line

@@ -26,6 +26,9 @@ def good_arguments(op: str) -> dict[str, Any]:
     q = torch.randn(B, S, HEADS, DK)
     keys = {"k": torch.randn(B, S, G, DK), "v": torch.randn(B, S, G, DV)}
     compressed = {"k_cmp": torch.randn(B, N_CMP, G, DK), "v_cmp": torch.randn(B, N_CMP, G, DV)}
+    if op in ("compress_mean", "gather_blocks"):
+        position = {"position": torch.randn(BLOCK, DK)} if op == "gather_blocks" else {}
+        return {"x": keys["k"], **position, "block": BLOCK, "stride": STRIDE}
     if op == "compressed_attention":
         return {"q": q, **compressed, "block": BLOCK, "stride": STRIDE}
     if op == "select_blocks":
@@ -43,14 +46,26 @@ def good_arguments(op: str) -> dict[str, Any]:
 def packed_arguments(op: str) -> dict[str, Any]:
     """The same for one packed row of two documents."""
     arguments = good_arguments(op)
-    row = {name: x[:1] if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    row = {name: x[:1] if isinstance(x, Tensor) and x.dim() > 2 else x for name, x in arguments.items()}
     if op == "selected_attention":
         row["indices"] = choice(0, -1)[:1]
     return {**row, "cu_seqlens": torch.tensor([0, 16, 24], dtype=torch.int32)}
 
 
-OPS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention", "combine")
-PACKED_OPS = OPS[:-1]
+PACKED_OPS = (
+    "compress_mean",
+    "gather_blocks",
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_attention",
+)
+OPS = (*PACKED_OPS, "combine")
+
+
+def test_every_op_is_spoiled_below() -> None:
+    assert set(OPS) == set(ops.__all__)
+    assert {wrong.op for wrong in WRONG_CALLS} == set(OPS)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -112,6 +127,7 @@ def choice(*blocks: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(blocks, dtype=dtype).expand(B, S, G, len(blocks)).contiguous()
 
 
+MEAN, GATHER = "compress_mean", "gather_blocks"
 WINDOW, SELECTED, COMPRESSED, CHOICE, MIXTURE = (
     "sliding_attention",
     "selected_attention",
@@ -170,6 +186,36 @@ WRONG_CALLS = [
     Wrong("two gates", MIXTURE, "gates.shape", put(gates=lambda x: x[..., :2])),
     Wrong("gates of fewer heads", MIXTURE, "gates.shape", put(gates=lambda x: x[:, :, :1])),
     Wrong("gates of another dtype", MIXTURE, "gates.dtype", put(gates=Tensor.double)),
+    # Compression.
+    Wrong("x is None", MEAN, "x", put(x=None)),
+    Wrong("x has three dimensions", MEAN, "x.shape", put(x=lambda x: x[0])),
+    Wrong("x without tokens", MEAN, "x.shape", put(x=lambda x: x[:, :0])),
+    Wrong("x without groups", GATHER, "x.shape", put(x=lambda x: x[:, :, :0])),
+    Wrong("x without width", MEAN, "x.shape", put(x=lambda x: x[..., :0])),
+    Wrong("x is integer", MEAN, "x.dtype", put(x=Tensor.int)),
+    Wrong("x not contiguous in its width", GATHER, "x.stride()", put(x=strided)),
+    Wrong("position is a list", GATHER, "position", put(position=[[1.0]])),
+    Wrong("position has three dimensions", GATHER, "position.shape", put(position=lambda x: x[None])),
+    Wrong("position of another width", GATHER, "position.shape", put(position=lambda x: x[:, :3])),
+    Wrong("position of fewer places", GATHER, "position.shape", put(position=lambda x: x[1:])),
+    Wrong("position of another dtype", GATHER, "position.dtype", put(position=Tensor.bfloat16)),
+    Wrong("position on another device", GATHER, "position.device", put(position=on_meta)),
+    Wrong("position not contiguous in its width", GATHER, "position.stride()", put(position=strided)),
+    Wrong("a stride of 0", MEAN, "stride", put(stride=0)),
+    Wrong("a block of 0", GATHER, "block", put(block=0)),
+    Wrong("a block of 8.0", MEAN, "block", put(block=8.0)),
+    Wrong("a stride that does not divide the block", MEAN, "block", put(stride=3)),
+    Wrong("a stride that does not divide the block", GATHER, "block", put(stride=3)),
+    Wrong("an unknown backend", MEAN, "backend", put(backend="cudnn")),
+    Wrong("an unknown backend", GATHER, "backend", put(backend="")),
+    Wrong("strict is text", MEAN, "strict", put(strict="a")),
+    Wrong("strict, a NaN in x", MEAN, "x", put(x=with_value(math.nan), strict=True)),
+    Wrong("strict, an infinity in position", GATHER, "position", put(position=with_value(math.inf), strict=True)),
+    Wrong("cu_seqlens is int64", MEAN, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), packed=True),
+    Wrong("cu_seqlens on another device", MEAN, "cu_seqlens.device", put(cu_seqlens=on_meta), packed=True),
+    Wrong("cu_seqlens falls", GATHER, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), packed=True),
+    Wrong("cu_seqlens ends late", MEAN, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
+    Wrong("cu_seqlens with two rows", GATHER, "x.shape[0]", put(cu_seqlens=ints(0, 16, 24))),
     # Choices of blocks.
     Wrong("indices are int64", SELECTED, "indices.dtype", put(indices=Tensor.long)),
     Wrong("indices are float", SELECTED, "indices.dtype", put(indices=Tensor.float)),

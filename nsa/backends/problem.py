@@ -9,7 +9,7 @@ import torch
 from nsa.config import NSAConfig, check_heads, require, require_bool, require_int
 
 # The parts of the attention that are routed one by one, in the order they run.
-OPS = ("compressed", "scores", "selected", "sliding", "combine")
+OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
 ACCEPTED_OPS = f"'attention' or one of {OPS}"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -17,7 +17,9 @@ from nsa.backends.problem import Problem
 name = "reference"
 
 combine_forward = reference.combine
+compress_mean_forward = reference.compress_mean
 compressed_forward = reference.compressed_attention
+gather_blocks_forward = reference.gather_blocks
 select_blocks = reference.select_blocks
 selected_forward = reference.selected_attention
 sliding_forward = reference.sliding_attention
@@ -72,3 +74,20 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_cmp, d_sel, d_win, d_gates = gradients(reference.combine, (o_cmp, o_sel, o_win, gates), (do,))
     return d_cmp, d_sel, d_win, d_gates
+
+
+# Both compressions are linear: their gradients are the same wherever they are taken, and nothing was kept for them.
+
+
+def compress_mean_backward(dout: Tensor, *, length: int, **knobs: Any) -> Tensor:
+    batch, _, groups, width = dout.shape
+    (dx,) = gradients(reference.compress_mean, (dout.new_zeros(batch, length, groups, width),), (dout,), **knobs)
+    return dx
+
+
+def gather_blocks_backward(dout: Tensor, *, length: int, block: int, **knobs: Any) -> tuple[Tensor, Tensor]:
+    batch, _, groups, width = dout.shape
+    x = dout.new_zeros(batch, length, groups, width // block)
+    position = dout.new_zeros(block, width // block)
+    dx, dposition = gradients(reference.gather_blocks, (x, position), (dout,), block=block, **knobs)
+    return dx, dposition

@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from nsa import settings
+from nsa.backends import policy
 from nsa.backends.problem import OPS, Problem
 from nsa.config import check_compression, require
 from nsa.geometry import n_compressed
@@ -32,18 +33,14 @@ from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-# Every backend there is, in the order `auto` tries them; a version may lack some. `triton` is taken by name: it moves
-# to the front once `tests/gpu` has passed with it as a whole. The reference builds whole score matrices: last.
+# Every backend there is, in the order `auto` tries them; a version may lack some. The reference builds whole score
+# matrices: last.
 BACKEND_MODULES = {
+    "triton": "nsa.backends.triton",
     "flash": "nsa.backends.flash",
     "sdpa": "nsa.backends.sdpa",
-    "triton": "nsa.backends.triton",
     "reference": "nsa.backends.reference",
 }
-
-# The settings that keep FlashAttention-2 from a branch, and the one that keeps `auto` from it below a length.
-FA2_SWITCHES = {"compressed": ("use_fa2", "use_fa2_cmp"), "sliding": ("use_fa2", "use_fa2_win")}
-FA2_MIN_KEYS = {"compressed": "fa2_min_len_cmp", "sliding": "fa2_min_len_win"}
 
 # Decisions remembered at once: sequence lengths may never repeat, and memory must not grow with them.
 MAX_ROUTES = 4096
@@ -52,7 +49,8 @@ MAX_ROUTES = 4096
 class Backend(Protocol):
     """A module, or anything else, with a name, an opinion on problems, and the functions of the ops it serves.
 
-    A module may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine.
+    It may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine. A module
+    with `configure(settings)` is not the backend itself: what that returns is.
     """
 
     name: str
@@ -87,7 +85,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The routes of the five ops of one attention."""
+    """The routes of the ops of one attention."""
 
     problem: Problem
     routes: Mapping[str, Route]
@@ -190,16 +188,21 @@ class Router:
         if self.logs_calls:
             make_visible(log)
 
+    def preference(self, problem: Problem) -> Preference | None:
+        """The measurement that holds for the problem, if there is one."""
+        if not self.preferences:
+            return None
+        device = (self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
+        return next((preference for preference in self.preferences if preference.covers(problem, device)), None)
+
     def order(self, problem: Problem) -> tuple[list[str], str]:
         """The backends in the order to try them, and whose order that is."""
         names = list(self.backends)
-        if self.preferences:
-            device = (self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
-            for preference in self.preferences:
-                if preference.covers(problem, device):
-                    first = [name for name in preference.order if name in self.backends]
-                    return first + [name for name in names if name not in first], f"measured order on {device}"
-        return names, "first that supports it"
+        preference = self.preference(problem)
+        if preference is None:
+            return names, "first that supports it"
+        first = [name for name in preference.order if name in self.backends]
+        return first + [name for name in names if name not in first], f"measured order on {preference.gpu}"
 
     def route(self, problem: Problem, backend: str = "auto") -> Route:
         """Which backend serves the problem, without running anything."""
@@ -239,14 +242,11 @@ class Router:
         if name in self.absent:
             return self.absent[name]
         if name == "flash":
-            for switch in FA2_SWITCHES.get(problem.op, ()):
-                if not getattr(self.config, switch):
-                    return self.config.describe(switch)
-            if not named and problem.op in FA2_MIN_KEYS:
-                threshold = FA2_MIN_KEYS[problem.op]
-                at_least = getattr(self.config, threshold)
-                if at_least is not None and (at_least < 0 or problem.n_keys < at_least):
-                    return f"{self.config.describe(threshold)}, the problem has {problem.n_keys} keys"
+            preference = self.preference(problem)
+            measured = preference is not None and name in preference.order
+            reason = policy.reason_against(self.config, problem.op, problem.n_keys, named=named, measured=measured)
+            if reason is not None:
+                return reason
         return self.backends[name].supports(problem)
 
     def run(
@@ -334,11 +334,16 @@ class Router:
         require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
         require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
         check_compression(block, stride)
-        return Explanation(problem, {op: self.route(as_posed(problem, op, block, stride), backend) for op in OPS})
+        # A cache compresses the few blocks that a step completes by itself.
+        ops = [op for op in OPS if op != "compress" or not problem.cached]
+        return Explanation(problem, {op: self.route(as_posed(problem, op, block, stride), backend) for op in ops})
 
 
 def as_posed(problem: Problem, op: str, block: int, stride: int) -> Problem:
     """One op of the whole `problem`, exactly as `nsa.ops` poses it to the router."""
+    if op == "compress":
+        # Tokens without queries. Keys and values are compressed one after the other: these are the keys.
+        problem = replace(problem, n_queries=problem.n_keys, n_heads=problem.n_groups, d_v=problem.d_k)
     if op in ("compressed", "scores"):
         # Documents end anywhere: a packed row has a slot for every stride, as `compressed_starts` lays them out.
         n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
@@ -397,11 +402,11 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def find_backends() -> tuple[list[Any], dict[str, str]]:
+def find_backends(config: Settings) -> tuple[list[Any], dict[str, str]]:
     """The backends of this version that this machine can run, and why not the others."""
     found, absent = [], {}
     for name, module in BACKEND_MODULES.items():
-        backend = find_backend(module)
+        backend = find_backend(module, config)
         if isinstance(backend, str):
             absent[name] = backend
         else:
@@ -409,8 +414,8 @@ def find_backends() -> tuple[list[Any], dict[str, str]]:
     return found, absent
 
 
-def find_backend(module: str) -> Any:
-    """The module, or why it cannot be had. A library that is missing is a fact; one that is broken is a warning."""
+def find_backend(module: str, config: Settings | None = None) -> Any:
+    """The backend, or why it cannot be had. A library that is missing is a fact; one that is broken is a warning."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return "not in this version of nsa"
@@ -423,6 +428,8 @@ def find_backend(module: str) -> Any:
             return f"needs the package {error.name}, which is not installed"
         log.warning("nsa: %s cannot be imported: %s", module, error)
         return f"cannot be imported: {error}"
+    if hasattr(backend, "configure"):
+        backend = backend.configure(config or settings.current())
     if not hasattr(backend, "supports"):
         return "not in this version of nsa: it has no supports()"
     missing = backend.available() if hasattr(backend, "available") else None
@@ -431,7 +438,7 @@ def find_backend(module: str) -> Any:
 
 def build_router(config: Settings) -> Router:
     """A router of its own for `config`, with the backends and measurements of this machine."""
-    backends, absent = find_backends()
+    backends, absent = find_backends(config)
     return Router(backends, config, load_preferences(preferences_path()), absent=absent)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.bench import attention, plot, train
+from nsa.bench import attention, flash, plot, train, tune
 
 SUITES = {
     "train": (train, "throughput of the training step"),
     "attention": (attention, "attention alone, whole and by branch, beside dense"),
+    "flash": (flash, "where FlashAttention wins, and the thresholds file from that"),
+    "tune": (tune, "the kernels' tiles, and write the fastest into a file"),
     "plot": (plot, "draw what the others measured"),
 }
 

@@ -22,6 +22,10 @@ COLOURS = {
     "dense-cudnn": "#333333",
     "dense-sdpa": "#9a9a9a",
     "dense-sdpa-compiled": "#333333",
+    "flash-torch": "#3a6ea5",
+    "flash-flash_attn": "#1f3f66",
+    "sdpa-flash": "#9a9a9a",
+    "sdpa-cudnn": "#333333",
 }
 OTHER_COLOUR = "#b0722f"
 

@@ -1,4 +1,4 @@
-"""The five stages of NSA as functions: checked here, computed by whichever backend serves them.
+"""The stages of NSA as functions: checked here, computed by whichever backend serves them.
 
 Shapes: `q [B,S,Hq,Dk]`, keys and values `[B,N,G,D]` contiguous in `D`, `lse` the natural-log normaliser `[B,S,Hq]`.
 Packed documents are `B = 1` with `cu_seqlens` (int32, `[n+1]`). With `q_start` (int32, `[B]`) keys come from a cache:
@@ -17,7 +17,54 @@ from torch import Tensor
 from nsa.config import check_compression, check_selection, require_positive_int
 from nsa.ops import checks, library
 
-__all__ = ["combine", "compressed_attention", "select_blocks", "selected_attention", "sliding_attention"]
+__all__ = [
+    "combine",
+    "compress_mean",
+    "compressed_attention",
+    "gather_blocks",
+    "select_blocks",
+    "selected_attention",
+    "sliding_attention",
+]
+
+
+def compress_mean(
+    x: Tensor,
+    *,
+    block: int,
+    stride: int,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """The mean of each block of keys or values: `x [B,S,G,D]` to `[B,N,G,D]`.
+
+    `N` is the number of whole blocks. In a pack it is `S // stride`, which always suffices: the documents' blocks lie
+    one after the other, and the slots after them are zero.
+    """
+    checks.check_compressible(x, block, stride, cu_seqlens)
+    checks.check_serving(backend, strict)
+    return library.compress_mean(x, cu_seqlens, block, stride, backend, strict)
+
+
+def gather_blocks(
+    x: Tensor,
+    position: Tensor,
+    *,
+    block: int,
+    stride: int,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """Each block's tokens in a row, with `position [block,D]` added: `x [B,S,G,D]` to `[B,N,G,block*D]`, for a Linear.
+
+    `N` is as in `compress_mean`; slots of a pack that hold no block are zero here too.
+    """
+    checks.check_compressible(x, block, stride, cu_seqlens)
+    checks.check_position(position, x, block)
+    checks.check_serving(backend, strict)
+    return library.gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
 
 
 def compressed_attention(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa.config import check_heads, require, require_bool
+from nsa.config import check_compression, check_heads, require, require_bool
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -85,7 +85,21 @@ def check_compressed_count(
             require(False, "k_cmp.shape[1]", n_keys, f"{expected} blocks for {q.shape[1]} tokens")
 
 
-def check_sequences(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> None:
+def check_compressible(x: Tensor, block: int, stride: int, cu_seqlens: Tensor | None) -> None:
+    check_float("x", x, "B S G D")
+    require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension in [B S G D]")
+    check_compression(block, stride)
+    check_sequences(x, cu_seqlens, None, name="x")
+
+
+def check_position(position: Tensor, x: Tensor, block: int) -> None:
+    check_float("position", position, "block D")
+    check_same("position", "dtype", position.dtype, "x", x.dtype)
+    check_same("position", "device", position.device, "x", x.device)
+    check_same("position", "shape", tuple(position.shape), "block and x", (block, x.shape[3]))
+
+
+def check_sequences(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, *, name: str = "q") -> None:
     require(
         cu_seqlens is None or q_start is None,
         "q_start",
@@ -94,9 +108,9 @@ def check_sequences(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None
     )
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens, "n+1", (torch.int32,), "int32")
-        check_same("cu_seqlens", "device", cu_seqlens.device, "q", q.device)
+        check_same("cu_seqlens", "device", cu_seqlens.device, name, q.device)
         require(cu_seqlens.numel() >= 2, "cu_seqlens.shape", tuple(cu_seqlens.shape), "[n+1] for n >= 1 documents")
-        require(q.shape[0] == 1, "q.shape[0]", q.shape[0], "1, a packed batch is a single row")
+        require(q.shape[0] == 1, f"{name}.shape[0]", q.shape[0], "1, a packed batch is a single row")
     if q_start is not None:
         check_tensor("q_start", q_start, "B", (torch.int32,), "int32")
         check_same("q_start", "device", q_start.device, "q", q.device)

@@ -14,6 +14,7 @@ from torch.library import custom_op
 
 from nsa.backends.problem import Problem
 from nsa.backends.routing import router
+from nsa.geometry import n_compressed
 from nsa.ops import checks
 
 
@@ -52,6 +53,118 @@ def empty_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def compress_problem(
+    x: Tensor, length: int, width: int, cu_seqlens: Tensor | None, *, backward: bool = False
+) -> Problem:
+    """Of `x`, the tokens or the gradients of their blocks: the rows, the groups and the dtype."""
+    batch, _, groups, _ = x.shape
+    return Problem(
+        op="compress",
+        batch=batch,
+        n_queries=length,
+        n_keys=length,
+        n_heads=groups,
+        n_groups=groups,
+        d_k=width,
+        d_v=width,
+        dtype=x.dtype,
+        device=x.device.type,
+        backward=backward,
+        packed=cu_seqlens is not None,
+    )
+
+
+def empty_blocks(x: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, width: int) -> Tensor:
+    batch, length, groups, _ = x.shape
+    n_slots = n_compressed(length, block, stride) if cu_seqlens is None else length // stride
+    return x.new_empty(batch, n_slots, groups, width)
+
+
+@custom_op("nsa::compress_mean", mutates_args=())
+def compress_mean(x: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool) -> Tensor:
+    checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
+    checks.check_finite(strict, x=x)
+    problem = compress_problem(x, x.shape[1], x.shape[3], cu_seqlens)
+    knobs: dict[str, Any] = {"block": block, "stride": stride, "cu_seqlens": cu_seqlens}
+    mean = router().run(problem, "compress_mean_forward", x, **knobs, backend=backend, strict=strict)
+    return mean.contiguous()
+
+
+@compress_mean.register_fake
+def _(x: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, *rest: Any) -> Tensor:
+    return empty_blocks(x, cu_seqlens, block, stride, x.shape[3])
+
+
+@custom_op("nsa::compress_mean_backward", mutates_args=())
+def compress_mean_backward(
+    dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool
+) -> Tensor:
+    problem = compress_problem(dout, length, dout.shape[3], cu_seqlens, backward=True)
+    knobs: dict[str, Any] = {"length": length, "block": block, "stride": stride, "cu_seqlens": cu_seqlens}
+    dx = router().run(problem, "compress_mean_backward", dout, **knobs, backend=backend, strict=strict)
+    return dx.contiguous()
+
+
+@compress_mean_backward.register_fake
+def _(dout: Tensor, cu_seqlens: Tensor | None, length: int, *rest: Any) -> Tensor:
+    batch, _, groups, width = dout.shape
+    return dout.new_empty(batch, length, groups, width)
+
+
+@custom_op("nsa::gather_blocks", mutates_args=())
+def gather_blocks(
+    x: Tensor, position: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool
+) -> Tensor:
+    checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
+    checks.check_finite(strict, x=x, position=position)
+    problem = compress_problem(x, x.shape[1], x.shape[3], cu_seqlens)
+    knobs: dict[str, Any] = {"block": block, "stride": stride, "cu_seqlens": cu_seqlens}
+    blocks = router().run(problem, "gather_blocks_forward", x, position, **knobs, backend=backend, strict=strict)
+    return blocks.contiguous()
+
+
+@gather_blocks.register_fake
+def _(x: Tensor, position: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, *rest: Any) -> Tensor:
+    return empty_blocks(x, cu_seqlens, block, stride, block * x.shape[3])
+
+
+@custom_op("nsa::gather_blocks_backward", mutates_args=())
+def gather_blocks_backward(
+    dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool
+) -> tuple[Tensor, Tensor]:
+    problem = compress_problem(dout, length, dout.shape[3] // block, cu_seqlens, backward=True)
+    knobs: dict[str, Any] = {"length": length, "block": block, "stride": stride, "cu_seqlens": cu_seqlens}
+    dx, dposition = router().run(problem, "gather_blocks_backward", dout, **knobs, backend=backend, strict=strict)
+    return dx.contiguous(), dposition.contiguous()
+
+
+@gather_blocks_backward.register_fake
+def _(dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, _, groups, width = dout.shape
+    return dout.new_empty(batch, length, groups, width // block), dout.new_empty(block, width // block)
+
+
+def save_compression(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Both are linear: the gradients need no tensor of theirs, only where the blocks lay."""
+    x, *_, cu_seqlens, block, stride, backend, strict = inputs
+    ctx.save_for_backward(cu_seqlens)
+    ctx.knobs = (x.shape[1], block, stride, backend, strict)
+
+
+def differentiate_mean(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dx = compress_mean_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.knobs)
+    return (dx, *[None] * 5)
+
+
+def differentiate_gather(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dposition = gather_blocks_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.knobs)
+    return (dx, dposition, *[None] * 5)
+
+
+compress_mean.register_autograd(differentiate_mean, setup_context=save_compression)
+gather_blocks.register_autograd(differentiate_gather, setup_context=save_compression)
 
 
 @custom_op("nsa::compressed_attention", mutates_args=())

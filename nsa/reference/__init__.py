@@ -11,11 +11,14 @@ from nsa.reference.attention import (
     selected_attention,
     sliding_attention,
 )
+from nsa.reference.compression import compress_mean, gather_blocks
 from nsa.reference.selection import overlap_weights, select_blocks, selection_importance
 
 __all__ = [
     "combine",
+    "compress_mean",
     "compressed_attention",
+    "gather_blocks",
     "nsa_attention",
     "overlap_weights",
     "select_blocks",

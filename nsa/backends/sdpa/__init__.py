@@ -12,6 +12,12 @@ from nsa.backends.sdpa.branches import (
     sliding_backward,
     sliding_forward,
 )
+from nsa.backends.sdpa.compress import (
+    compress_mean_backward,
+    compress_mean_forward,
+    gather_blocks_backward,
+    gather_blocks_forward,
+)
 from nsa.backends.sdpa.mixture import combine_backward, combine_forward
 from nsa.backends.sdpa.selected import selected_backward, selected_forward
 from nsa.backends.sdpa.selection import select_blocks
@@ -27,8 +33,12 @@ def supports(problem: Problem) -> str | None:
 __all__ = [
     "combine_backward",
     "combine_forward",
+    "compress_mean_backward",
+    "compress_mean_forward",
     "compressed_backward",
     "compressed_forward",
+    "gather_blocks_backward",
+    "gather_blocks_forward",
     "name",
     "select_blocks",
     "selected_backward",

@@ -1,0 +1,331 @@
+"""The backend as the router sees it: which library serves a problem, or why none does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.backends import policy
+from nsa.backends.contracts import limits, rows_in_tiles
+from nsa.backends.flash.branches import (
+    NEGATIVE_INFINITY,
+    Plan,
+    attend,
+    common_width,
+    compressed_plan,
+    gradients,
+    sliding_plan,
+)
+from nsa.backends.flash.libraries import Library, find_libraries
+from nsa.backends.flash.trial import cases_of, kind_of
+from nsa.backends.probe import NOT_STARTED, Outcome, Subject, Verdicts, cache_folder, report, run_cases
+from nsa.backends.problem import Problem
+from nsa.backends.routing import BackendFailure
+from nsa.settings import Settings
+
+log = logging.getLogger("nsa")
+
+# A kind of problem that was never tried here is tried by this: the cases go to a child, its verdicts come back.
+Prober = Callable[[Library, Problem, int, torch.dtype], list[Outcome]]
+
+
+def probe_in_child(library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+    device = f"cuda:{torch.cuda.current_device()}" if problem.device == "cuda" else problem.device
+    command = [sys.executable, "-m", "nsa.backends.flash.trial", library.address, device]
+    return run_cases(command, cases_of(problem, width, dtype))
+
+
+@dataclass
+class FlashBackend:
+    """`libraries` in the order they are tried; `absent`: why not the others. Verdicts are kept in `folder`."""
+
+    config: Settings
+    libraries: tuple[Library, ...]
+    absent: dict[str, str] = field(default_factory=dict)
+    folder: Path = field(default_factory=cache_folder)
+    prober: Prober = probe_in_child
+    name: str = "flash"
+    # What this process has found out: a decision costs a look-up, a cast is said once.
+    tried: dict[tuple[str, str], list[Outcome]] = field(default_factory=dict, repr=False)
+    serving: dict[tuple[object, ...], Library] = field(default_factory=dict, repr=False)
+    said_cast: bool = False
+
+    def available(self) -> str | None:
+        """None where something can be served at all."""
+        flags = policy.flags(self.config)
+        if all(flag.state == "off" for flag in flags.values()):
+            return next(iter(flags.values())).why
+        devices = {library.contract.device for library in self.libraries}
+        if devices <= {"cuda"} and not torch.cuda.is_available():
+            return "no CUDA GPU"
+        return None if self.libraries else "; ".join(self.absent.values())
+
+    def supports(self, problem: Problem) -> str | None:
+        found = self.choose(problem)
+        return found if isinstance(found, str) else None
+
+    def choose(self, problem: Problem) -> Library | str:
+        """The library that serves, or every reason why none does. The first question of its kind may start a probe."""
+        if problem.op not in policy.BRANCHES:
+            return f"FlashAttention serves the compressed and the sliding branch, not {problem.op}"
+        if problem.cached and problem.backward:
+            return "a cache is not trained through"
+        if problem.cached and problem.op == "compressed" and problem.n_queries > 1:
+            return "several queries on the compressed keys of a cache start in the middle of a block"
+        reasons = []
+        for library in self.libraries:
+            reason = self.reason_against(library, problem)
+            if reason is None:
+                return library
+            reasons.append(f"{library.contract.library}: {reason}")
+        return "; ".join([*reasons, *self.absent.values()])
+
+    def reason_against(self, library: Library, problem: Problem) -> str | None:
+        if problem.device != library.contract.device:
+            return f"it runs on {library.contract.device}, the tensors are on {problem.device}"
+        obstacle = library.obstacle()
+        if obstacle is not None:
+            return obstacle
+        dtype = self.dtype_of(problem.dtype)
+        width = common_width(problem.d_k, problem.d_v, library.contract)
+        batch = 1 if problem.packed else problem.batch
+        found = limits(
+            library.contract,
+            torch.cuda.get_device_capability() if problem.device == "cuda" else None,
+            dtype=dtype,
+            d_k=width,
+            d_v=width,
+            n_heads=problem.n_heads,
+            n_groups=problem.n_groups,
+            n_sequences=batch,
+            tile_rows=rows_in_tiles(batch, problem.n_queries, varlen=problem.packed),
+            backward=problem.backward,
+        )
+        return "; ".join(found) or self.verdict(library, problem, width, dtype)
+
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """fp32 is cast only where the user asked for it."""
+        return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
+
+    def verdict(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> str | None:
+        """None when every case like this problem was right in the probe."""
+        feature = "cached" if problem.cached else "packed" if problem.packed else "dense"
+        for outcome in self.outcomes(library, problem, width, dtype):
+            if outcome.problem and outcome.feature == feature:
+                return f"the probe's case {outcome.case!r} {outcome.problem} (nsa doctor --probe tries again)"
+        return None
+
+    def outcomes(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+        """From memory, from the user's cache, or from a child process, in this order."""
+        kind = kind_of(problem, width, dtype)
+        key = (library.contract.library, kind)
+        if key not in self.tried:
+            verdicts = self.verdicts(library)
+            found = verdicts.get(kind)
+            if found is None:
+                found = self.probe(library, problem, width, dtype)
+            self.tried[key] = found
+        return self.tried[key]
+
+    def probe(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+        """Try now, whatever is remembered, and remember it."""
+        verdicts = self.verdicts(library)
+        found = self.prober(library, problem, width, dtype)
+        if any(outcome.problem for outcome in found):
+            log.warning("nsa: %s", report(verdicts.subject, found))
+        # A child that could not start says nothing about the library.
+        if not all((outcome.problem or "").startswith(NOT_STARTED) for outcome in found):
+            verdicts.put(kind_of(problem, width, dtype), found)
+        self.tried[library.contract.library, kind_of(problem, width, dtype)] = found
+        self.serving.clear()
+        return found
+
+    def probe_all(self, problem: Problem) -> list[tuple[Library, Subject, list[Outcome]]]:
+        """Try every library anew on the kind of `problem`; those whose limits forbid it are left out."""
+        found = []
+        for library in self.libraries:
+            dtype = self.dtype_of(problem.dtype)
+            width = common_width(problem.d_k, problem.d_v, library.contract)
+            if problem.device == library.contract.device and dtype in library.contract.dtypes:
+                outcomes = self.probe(library, problem, width, dtype)
+                found.append((library, self.verdicts(library).subject, outcomes))
+        return found
+
+    def describe(self) -> dict[str, str]:
+        """Each library, with what the probe has found so far: for the doctor."""
+        found = dict(self.absent)
+        for library in self.libraries:
+            outcomes = [outcome for tried in self.verdicts(library).read().values() for outcome in tried]
+            wrong = [outcome for outcome in outcomes if outcome.problem]
+            verdict = f"{len(outcomes) - len(wrong)} of {len(outcomes)} cases right" if outcomes else "not tried yet"
+            said = "; ".join(dict.fromkeys(f"{outcome.case}: {outcome.problem}" for outcome in wrong))
+            found[library.contract.library] = ": ".join(filter(None, [f"{library.version}, {verdict}", said]))
+        return found
+
+    def verdicts(self, library: Library) -> Verdicts:
+        contract = library.contract
+        return Verdicts(self.folder, Subject.here(contract.library, library.version, contract.device))
+
+    def library_for(
+        self,
+        op: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+        *,
+        backward: bool,
+    ) -> Library:
+        # Lengths are left to the check of the call itself: what else a library is chosen by seldom changes.
+        packed, cached = cu_seqlens is not None, q_start is not None
+        kind = (op, q.dtype, q.device.type, q.shape[2:], k.shape[2], v.shape[3], backward, packed, cached)
+        if kind in self.serving:
+            return self.serving[kind]
+        problem = Problem(
+            op=op,
+            batch=q.shape[0],
+            n_queries=q.shape[1],
+            n_keys=k.shape[1],
+            n_heads=q.shape[2],
+            n_groups=k.shape[2],
+            d_k=q.shape[3],
+            d_v=v.shape[3],
+            dtype=q.dtype,
+            device=q.device.type,
+            backward=backward,
+            packed=packed,
+            cached=cached,
+        )
+        found = self.choose(problem)
+        if isinstance(found, str):
+            raise BackendFailure(found)
+        self.serving[kind] = found
+        return found
+
+    def cast(self, q: Tensor) -> torch.dtype:
+        """The dtype to call in; a change of it is said, once."""
+        dtype = self.dtype_of(q.dtype)
+        if dtype != q.dtype and not self.said_cast:
+            self.said_cast = True
+            why = self.config.describe("fa2_prefer_fp16")
+            log.warning("nsa: %s: %s inputs are cast to %s for FlashAttention", why, q.dtype, dtype)
+        return dtype
+
+    def forward(
+        self,
+        op: str,
+        make_plan: Callable[..., Plan],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 0:
+            lse = torch.full(q.shape[:3], NEGATIVE_INFINITY, dtype=torch.float32, device=q.device)
+            return q.new_zeros(*q.shape[:3], v.shape[3]), lse
+        library = self.library_for(op, q, k, v, cu_seqlens, q_start, backward=False)
+        plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
+        return attend(library, q, k, v, plan, scale, self.cast(q))
+
+    def backward(
+        self,
+        op: str,
+        make_plan: Callable[..., Plan],
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if k.shape[1] == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        library = self.library_for(op, q, k, v, cu_seqlens, q_start, backward=True)
+        plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
+        return gradients(library, do, dlse, q, k, v, o, lse, plan, scale, self.cast(q))
+
+    def compressed_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        block: int,
+        stride: int,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        plan = partial(compressed_plan, block=block, stride=stride)
+        return self.forward("compressed", plan, q, k, v, scale, cu_seqlens, q_start)
+
+    def compressed_backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        block: int,
+        stride: int,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan = partial(compressed_plan, block=block, stride=stride)
+        return self.backward("compressed", plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+
+    def sliding_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        plan = partial(sliding_plan, window=window)
+        return self.forward("sliding", plan, q, k, v, scale, cu_seqlens, q_start)
+
+    def sliding_backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        window: int,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        q_start: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan = partial(sliding_plan, window=window)
+        return self.backward("sliding", plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+
+
+def configure(config: Settings) -> FlashBackend:
+    """The backend for these settings. Looks for libraries by name; imports none of them."""
+    libraries, absent = find_libraries()
+    return FlashBackend(config, libraries, absent)

@@ -1,0 +1,181 @@
+"""FlashAttention's real kernels on a GPU: the reference's numbers, no waiting, no copies of keys, no crash.
+
+Torch's own kernels are always tested; the flash_attn package where it is installed and `NSA_TEST_FA2=1`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from flash_shapes import backend_of, by_backend, check, knobs, run
+from helpers import Case, random_inputs
+from torch import Tensor
+
+from nsa import NSAAttention, NSAConfig, ops, settings
+from nsa.backends import routing
+from nsa.backends.flash.libraries import find_libraries
+
+LIBRARIES = [x for x in find_libraries()[0] if x.contract.library == "torch" or settings.current().test_fa2]
+PAPER = {"block": 32, "stride": 16, "window": 512}
+CASES = {
+    "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
+    "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
+    "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
+    "paper-widths": Case(length=257, groups=1, heads=16, d_k=192, d_v=128, **PAPER),
+    "widest": Case(length=200, groups=2, heads=2, d_k=256, d_v=256, **PAPER),
+    "unaligned-width": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
+    "one-token": Case(length=1, batch=2, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
+    "no-block": Case(length=31, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
+    "first-block": Case(length=32, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
+    "tile-border": Case(length=16 * 128 + 31, groups=1, heads=4, d_k=64, d_v=64, **PAPER),
+    "past-a-tile-border": Case(length=16 * 128 + 47, groups=1, heads=4, d_k=64, d_v=64, **PAPER),
+    "window-longer-than-the-sequence": Case(length=129, groups=2, heads=2, d_k=128, d_v=128, **PAPER),
+    "window-of-one": Case(length=129, groups=2, heads=2, d_k=128, d_v=128, **{**PAPER, "window": 1}),
+    "empty-documents": Case(length=40, groups=2, heads=2, d_k=64, d_v=64, documents=(0, 0, 1, 39, 0), **PAPER),
+    "one-packed-token": Case(length=1, groups=2, heads=2, d_k=64, d_v=64, documents=(0, 1, 0), **PAPER),
+}
+library = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.contract.library)
+branches = pytest.mark.parametrize("branch", ["compressed", "sliding"])
+
+
+@library
+@branches
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_branch_matches_the_fp64_reference(
+    library, branch: str, dtype: torch.dtype, with_lse: bool, case: Case
+) -> None:
+    assert check(backend_of(library), branch, case, dtype, None, with_lse) == []
+
+
+@library
+@branches
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("length", [33, 300, 2049])
+def test_decode_matches_the_fp64_reference(library, branch: str, queries: int, length: int) -> None:
+    if branch == "compressed" and queries > 1:
+        pytest.skip("declined")
+    case = Case(length=length, batch=3, groups=2, heads=8, d_k=128, d_v=128, **PAPER)
+    assert check(backend_of(library), branch, case, torch.bfloat16, queries, with_lse=False) == []
+
+
+@library
+def test_random_legal_shapes_do_not_crash_and_match(library) -> None:
+    """A tenth of what `flash_shapes.py --count 1000` runs."""
+    assert run(library, 100)["failed"] == 0
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@library
+@branches
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_no_call_waits_for_the_device(library, branch: str, name: str) -> None:
+    case, backend = CASES[name], backend_of(library)
+    qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
+    options = knobs(branch, case)
+    o, lse = getattr(backend, f"{branch}_forward")(*qkv, **options)
+    with waiting_is_an_error():
+        getattr(backend, f"{branch}_forward")(*qkv, **options)
+        getattr(backend, f"{branch}_backward")(o, None, *qkv, o, lse, **options)
+
+
+@library
+@branches
+def test_gradients_repeat_to_the_bit_when_torch_is_told_to(library, branch: str) -> None:
+    case = CASES["plain"]
+    qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            by_backend(backend_of(library), branch, qkv, with_lse=False, **knobs(branch, case)) for _ in "12"
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@library
+def test_the_compressed_branch_allocates_a_few_times_the_queries(library) -> None:
+    case = Case(length=32_768, groups=2, heads=8, d_k=64, d_v=64, **PAPER)
+    generator = torch.Generator("cuda").manual_seed(0)
+    n = case.n_compressed
+    q = torch.randn(1, case.length, 16, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    backend, options = backend_of(library), knobs("compressed", case)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o, lse = backend.compressed_forward(q, k, v, **options)
+    forward = torch.cuda.max_memory_allocated() - before
+    backend.compressed_backward(o, None, q, k, v, o, lse, **options)
+    backward = torch.cuda.max_memory_allocated() - before
+    in_queries = q.numel() * q.element_size()
+    # Folded q and o, and o itself. Keys and values expanded to the folded heads would be one more each.
+    assert forward <= 4 * in_queries
+    assert backward <= 14 * in_queries
+
+
+def test_a_named_backend_serves_after_a_probe_in_a_process_of_its_own() -> None:
+    attention = NSAAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)).cuda().bfloat16()
+    x = torch.randn(1, 700, 768, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 700, 12, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 700, 2, 64, device="cuda", dtype=torch.bfloat16)
+    ours, _ = ops.sliding_attention(q, k, k, window=512, backend="flash")
+    theirs, _ = ops.sliding_attention(q, k, k, window=512, backend="sdpa")
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    flash = routing.router().backends["flash"]
+    assert flash.tried
+    for outcomes in flash.tried.values():
+        assert [outcome.problem for outcome in outcomes if outcome.problem] == []
+    assert attention(x).isfinite().all()
+
+
+def test_without_a_measurement_auto_does_not_pick_it() -> None:
+    if routing.preferences_path().is_file():
+        pytest.skip("there is a thresholds file")
+    problem = routing.Problem(
+        op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=64, d_v=64, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    assert routing.build_router(settings.Settings()).route(problem).chosen != "flash"
+    insisted = settings.Settings.load(environ={"NSA_USE_FA2": "1"})
+    assert routing.build_router(insisted).route(problem).chosen == "flash"
+
+
+@pytest.mark.slow
+def test_a_sample_of_shapes_is_clean_under_compute_sanitizer() -> None:
+    script = Path(__file__).with_name("flash_shapes.py")
+    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    words = [
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        str(script),
+        "--count",
+        "10",
+    ]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=400, env=environment)
+    except FileNotFoundError:
+        pytest.skip("compute-sanitizer is not installed")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

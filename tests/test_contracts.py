@@ -1,0 +1,314 @@
+"""Every input that a FlashAttention library would not survive is refused with a sentence before it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa.backends.contracts import (
+    CONTRACTS,
+    FLASH_ATTN_3,
+    FLASH_ATTN_4,
+    MOST_ELEMENTS,
+    TORCH,
+    Call,
+    aligned,
+    limits,
+    rows_in_tiles,
+    value_violations,
+    violations,
+)
+
+HOPPER = (9, 0)
+# Tensors without storage: shapes, strides and dtypes are all that the cheap checks read.
+ON_META = replace(TORCH, device="meta")
+ON_CPU = replace(TORCH, device="cpu")
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+@st.composite
+def dense_calls(draw: st.DrawFn, *, backward: bool | None = None) -> Call:
+    """Any legal dense call."""
+    batch, groups, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    n_keys = draw(st.integers(1, 300))
+    causal = draw(st.booleans())
+    n_queries = draw(st.integers(1, n_keys if causal else 300))
+    width, dtype = 8 * draw(st.integers(1, 32)), draw(st.sampled_from([torch.float16, torch.bfloat16]))
+    q = empty(batch, n_queries, groups * heads, width, dtype=dtype)
+    k, v = (empty(batch, n_keys, groups, width, dtype=dtype) for _ in range(2))
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        scale=draw(st.floats(1e-3, 10)),
+        causal=causal,
+        window=draw(st.none() | st.integers(1, 400)) if causal else None,
+    )
+    return with_gradients(call) if (draw(st.booleans()) if backward is None else backward) else call
+
+
+@st.composite
+def varlen_calls(draw: st.DrawFn, *, backward: bool | None = None, device: str = "meta") -> Call:
+    """Any legal call with offsets, empty sequences among them."""
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any))
+    groups, heads, width = draw(st.integers(1, 4)), draw(st.integers(1, 8)), 8 * draw(st.integers(1, 32))
+    total = sum(lengths) + draw(st.integers(0, 3))
+    q = empty(total, groups * heads, width, device=device)
+    k, v = (empty(total, groups, width, device=device) for _ in range(2))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    longest = max(*lengths, 2) + draw(st.integers(0, 50))
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        scale=1.0,
+        window=draw(st.none() | st.integers(1, 60)),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_q=longest,
+        max_k=longest,
+    )
+    return with_gradients(call) if (draw(st.booleans()) if backward is None else backward) else call
+
+
+def with_gradients(call: Call) -> Call:
+    q, v = call.q, call.v
+    o = q.new_empty(*q.shape[:-1], v.shape[-1])
+    rows = (q.shape[1], q.shape[0]) if call.varlen else (q.shape[0], q.shape[2], q.shape[1])
+    return replace(call, do=torch.empty_like(o), o=o, lse=q.new_empty(rows, dtype=torch.float32))
+
+
+@given(st.one_of(dense_calls(), varlen_calls()))
+def test_every_legal_call_passes(call: Call) -> None:
+    assert violations(call, ON_META, HOPPER) == []
+
+
+@given(varlen_calls(device="cpu", backward=False))
+def test_legal_offsets_pass_by_value_too(call: Call) -> None:
+    assert value_violations(call, ON_CPU) == []
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same shape, rows an odd number of elements apart."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., :-1]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same shape, the last dimension not contiguous."""
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1])[..., ::2]
+
+
+# What may be wrong with any call, and a word of the sentence that says so.
+WRONG: dict[str, tuple[Callable[[Call], Call], str]] = {
+    "fp32": (lambda c: all_to(c, torch.float32), "fp16 and bf16"),
+    "mixed dtypes": (
+        lambda c: replace(c, k=c.k.half() if c.k.dtype == torch.bfloat16 else c.k.bfloat16()),
+        "one dtype",
+    ),
+    "width not a multiple of 8": (lambda c: widened(c, 7), "multiples of 8"),
+    "width above 256": (lambda c: widened(c, 264), "at most 256"),
+    "values of another width": (lambda c: revalued(c, 264 - c.v.shape[-1]), "equal widths|at most"),
+    "keys of another width than queries": (lambda c: replace(c, k=repeated_width(c.k)), "equal widths"),
+    "values of another count": (lambda c: replace(c, v=c.v.new_empty(c.v.shape[0] + 1, *c.v.shape[1:])), "equal"),
+    "one more head": (lambda c: regrouped(c), "multiple of the second"),
+    "rows apart by an odd number": (lambda c: replace(c, q=misaligned(wide_enough(c.q))), "clone"),
+    "last dimension strided": (lambda c: replace(c, v=strided(c.v)), "clone"),
+    "another device": (lambda c: replace(c, k=torch.empty(c.k.shape, dtype=c.k.dtype)), "move it"),
+    "no window at all": (lambda c: replace(c, causal=True, window=0), "at least 1"),
+    "a window that looks ahead": (lambda c: replace(c, causal=False, window=5), "look ahead"),
+    "no scale": (lambda c: replace(c, scale=float("nan")), "scale"),
+    "no token": (lambda c: replace(c, k=c.k[..., :0, :, :], v=c.v[..., :0, :, :]), "do not call"),
+    "dimensions lost": (lambda c: replace(c, q=c.q[0]), "dimensions"),
+}
+
+
+def all_to(call: Call, dtype: torch.dtype) -> Call:
+    return replace(call, **{name: x.to(dtype) for name, x in call.tensors.items()})
+
+
+def widened(call: Call, width: int) -> Call:
+    return replace(call, **{name: x.new_empty(*x.shape[:-1], width) for name, x in call.tensors.items()})
+
+
+def revalued(call: Call, width: int) -> Call:
+    changed = {name: x for name, x in call.tensors.items() if name in ("v", "do", "o")}
+    return replace(call, **{name: x.new_empty(*x.shape[:-1], width) for name, x in changed.items()})
+
+
+def repeated_width(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:-1], k.shape[-1] + 8)
+
+
+def regrouped(call: Call) -> Call:
+    heads = call.q.shape[-2] + 1
+    k, v = (x.new_empty(*x.shape[:-2], heads, x.shape[-1]) for x in (call.k, call.v))
+    return replace(call, k=k, v=v)
+
+
+def wide_enough(x: Tensor) -> Tensor:
+    """At least two heads or tokens: a stride along one element is never walked."""
+    return x if max(x.shape[:-1]) > 1 else x.new_empty(*x.shape[:-2], 2, x.shape[-1])
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG.keys())
+@given(call=st.one_of(dense_calls(), varlen_calls()))
+def test_every_violation_is_a_sentence_with_the_fix(change: Callable[[Call], Call], words: str, call: Call) -> None:
+    found = violations(change(call), ON_META, HOPPER)
+    assert found
+    assert any(word in sentence for sentence in found for word in words.split("|")), found
+    assert all(": " in sentence or ";" in sentence for sentence in found), "what is wrong, then what to do"
+
+
+WRONG_OFFSETS: dict[str, tuple[Callable[[Call], Call], str]] = {
+    "int64": (lambda c: replace(c, cu_seqlens_q=c.cu_seqlens_q.long()), "int32"),
+    "on another device": (lambda c: replace(c, cu_seqlens_k=torch.zeros(c.n_sequences + 1).int()), "q's device"),
+    "of another count": (lambda c: replace(c, cu_seqlens_k=c.cu_seqlens_k[1:]), "shape"),
+    "strided": (lambda c: replace(c, cu_seqlens_q=empty(2 * c.n_sequences + 2, dtype=torch.int32)[::2]), "contiguous"),
+    "only one": (lambda c: replace(c, cu_seqlens_k=None), "both"),
+    "no longest": (lambda c: replace(c, max_q=None), "upper bound"),
+    "longest of zero": (lambda c: replace(c, max_k=0), "upper bound"),
+    "keys of a cache in training": (
+        lambda c: with_gradients(replace(c, used_k=empty(c.n_sequences, dtype=torch.int32))),
+        "no gradient",
+    ),
+    "one query at most, but not each": (
+        lambda c: replace(c, max_q=1, q=c.q.new_empty(c.n_sequences + 1, *c.q.shape[1:]), do=None, o=None, lse=None),
+        "max_q=2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_OFFSETS.values(), ids=WRONG_OFFSETS.keys())
+@given(call=varlen_calls())
+def test_every_wrong_offset_tensor_is_caught_without_reading_it(
+    change: Callable[[Call], Call], words: str, call: Call
+) -> None:
+    assert any(words in sentence for sentence in violations(change(call), ON_META, HOPPER))
+
+
+def moved(call: Call, name: str, index: int, by: int) -> Call:
+    offsets = getattr(call, name).clone()
+    offsets[index] += by
+    return replace(call, **{name: offsets})
+
+
+WRONG_VALUES: dict[str, tuple[Callable[[Call], Call], str]] = {
+    "start": (lambda c: moved(c, "cu_seqlens_q", 0, -1), "start at 0"),
+    "backwards": (lambda c: moved(c, "cu_seqlens_k", 0, 1000), "non-decreasing"),
+    "past the end": (lambda c: moved(c, "cu_seqlens_k", -1, 1000), "past the"),
+    "longer than said": (lambda c: replace(c, max_k=max(c.cu_seqlens_k.diff().tolist()) - 1), "above max"),
+    "more than there is room for": (
+        lambda c: replace(c, used_k=c.cu_seqlens_k.diff().int() + 1),
+        "in a sequence of",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_VALUES.values(), ids=WRONG_VALUES.keys())
+@given(call=varlen_calls(device="cpu", backward=False))
+def test_every_wrong_offset_value_is_caught(change: Callable[[Call], Call], words: str, call: Call) -> None:
+    assert any(words in sentence for sentence in value_violations(change(call), ON_CPU))
+
+
+@pytest.mark.parametrize("contract", [FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda contract: contract.library)
+def test_an_empty_sequence_is_caught_where_a_library_does_not_survive_it(contract) -> None:
+    offsets = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    x = empty(9, 2, 64, device="cpu")
+    call = Call(q=x, k=x, v=x, scale=1.0, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=5, max_k=5)
+    assert any("empty sequence" in sentence for sentence in value_violations(call, contract))
+    assert value_violations(call, TORCH) == []
+
+
+@given(dense_calls(backward=True))
+def test_every_missing_gradient_input_is_caught(call: Call) -> None:
+    assert call.do is not None
+    assert any("lse is missing" in x for x in violations(replace(call, lse=None), ON_META, HOPPER))
+    assert any("o is None" in x for x in violations(replace(call, o=None), ON_META, HOPPER))
+    short = replace(call, do=call.do.new_empty(call.do.shape[0] + 1, *call.do.shape[1:]))
+    assert any("one row for every query" in x for x in violations(short, ON_META, HOPPER))
+
+
+def test_the_gradient_that_overflows_32_bits_is_caught_and_the_largest_that_does_not_passes() -> None:
+    # 400 * 4 * 10,496 * 128 is the first multiple of a tile past 2^31 (PriorLabs/TabPFN#1184); 2^31 itself passes.
+    def dense(batch: int, length: int, heads: int, width: int) -> Call:
+        x = empty(batch, length, heads, width)
+        return with_gradients(Call(q=x, k=x, v=x, scale=1.0))
+
+    assert any("2^31" in x for x in violations(dense(400, 10_496, 4, 128), ON_META, HOPPER))
+    assert violations(dense(128, 8192, 16, 128), ON_META, HOPPER) == []
+    assert MOST_ELEMENTS == 128 * 8192 * 16 * 128
+    # Narrow heads are counted as 32 wide, short sequences as a tile of 128.
+    assert any("2^31" in x for x in violations(dense(4096, 1, 512 + 1, 8), ON_META, HOPPER))
+    assert rows_in_tiles(3, 130, varlen=False) == 3 * 256
+    assert rows_in_tiles(3, 130, varlen=True) == 130 + 3 * 128
+
+
+def test_a_causal_call_with_more_queries_than_keys_is_refused_and_one_with_fewer_is_not() -> None:
+    short, long = empty(1, 5, 2, 64), empty(1, 9, 2, 64)
+    assert any("first 4 queries see none" in x for x in violations(call_of(long, short), ON_META, HOPPER))
+    assert violations(call_of(short, long), ON_META, HOPPER) == []
+    assert violations(replace(call_of(long, short), causal=False), ON_META, HOPPER) == []
+
+
+def call_of(q: Tensor, k: Tensor) -> Call:
+    return Call(q=q, k=k, v=k, scale=1.0)
+
+
+def test_a_window_is_counted_with_the_query_itself() -> None:
+    x = empty(1, 5, 2, 64)
+    assert Call(q=x, k=x, v=x, scale=1.0, window=512).window_size == (511, 0)
+    assert Call(q=x, k=x, v=x, scale=1.0, window=1).window_size == (0, 0)
+    assert Call(q=x, k=x, v=x, scale=1.0).window_size == (-1, 0)
+    assert Call(q=x, k=x, v=x, scale=1.0, causal=False).window_size == (-1, -1)
+
+
+def reasons(library: str, capability: tuple[int, int], **changes: object) -> list[str]:
+    sizes: dict = {"dtype": torch.bfloat16, "d_k": 64, "d_v": 64, "n_heads": 8, "n_groups": 2, "n_sequences": 1}
+    sizes |= {"tile_rows": 128, "backward": False} | changes
+    return list(limits(CONTRACTS[library], capability, **sizes))
+
+
+def test_limits_follow_the_gpu() -> None:
+    assert any("capability is 7.5" in x for x in reasons("torch", (7, 5)))
+    assert reasons("torch", (8, 9), d_k=224, d_v=224) == []
+    assert any("shared memory" in x for x in reasons("torch", (8, 9), d_k=224, d_v=224, backward=True))
+    assert reasons("torch", (9, 0), d_k=224, d_v=224, backward=True) == []
+    assert reasons("torch", (8, 9), d_k=256, d_v=256, backward=True) == []
+    assert any("runs on 9.x" in x for x in reasons("flash_attn_3", (8, 0)))
+
+
+def test_unequal_widths_follow_the_library() -> None:
+    assert any("equal widths" in x for x in reasons("torch", HOPPER, d_k=192, d_v=128))
+    assert reasons("flash_attn_3", HOPPER, d_k=192, d_v=128) == []
+    assert any("equal widths" in x for x in reasons("flash_attn_3", HOPPER, d_k=192, d_v=128, backward=True))
+
+
+def test_a_launch_grid_has_an_end() -> None:
+    assert any("launch grid" in x for x in reasons("torch", HOPPER, n_sequences=65_536))
+    assert any("launch grid" in x for x in reasons("torch", HOPPER, n_heads=65_536))
+
+
+def test_a_row_that_starts_between_two_loads_is_not_aligned() -> None:
+    buffer = torch.empty(1024, dtype=torch.bfloat16)
+    assert aligned(buffer[:512].view(4, 2, 64))
+    assert not aligned(buffer[1:513].view(4, 2, 64))
+    assert not aligned(torch.empty(4, 2, 65, dtype=torch.bfloat16)[..., :64])
+    # Along one element no stride is walked; an expanded dimension has stride 0.
+    assert aligned(torch.empty(1, 1, 65, dtype=torch.bfloat16)[..., :64])
+    assert aligned(torch.empty(1, 2, 64, dtype=torch.bfloat16).expand(7, -1, -1))
+
+
+def test_a_call_describes_itself() -> None:
+    x = empty(1, 5, 2, 64)
+    text = str(with_gradients(Call(q=x, k=x, v=x, scale=0.125, window=3)))
+    for part in ("q=(1, 5, 2, 64):bfloat16:strides(640, 128, 64, 1)", "window=3", "scale=0.125", "do="):
+        assert part in text

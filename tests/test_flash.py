@@ -1,0 +1,494 @@
+"""The FlashAttention branches give the reference's numbers through a stand-in library, and pass on what they must.
+
+The stand-in proves how arguments are marshalled: folding, offsets, widths, windows. That the real kernels agree is
+shown on a GPU, in `tests/gpu/test_flash_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flash_standin import CPU_CONTRACT, StandIn
+from helpers import Case, Inputs, cases, random_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import reference
+from nsa.backends import sdpa
+from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call
+from nsa.backends.flash import FlashBackend
+from nsa.backends.flash.branches import safe_offsets
+from nsa.backends.flash.libraries import (
+    FLASH_ATTN_PACKAGE,
+    PACKAGES,
+    FlashAttn2Library,
+    TorchLibrary,
+    find_libraries,
+    reason_against,
+    run_forward,
+)
+from nsa.backends.problem import Problem
+from nsa.backends.routing import BackendFailure
+from nsa.settings import Settings
+
+BRANCHES = ("compressed", "sliding")
+
+
+def backend_of(library: Any, config: Settings | None = None) -> FlashBackend:
+    """A backend that trusts its library: probes are another test's business."""
+    return FlashBackend(config or Settings(), (library,), folder=Path("unused"), prober=lambda *_: [])
+
+
+def knobs(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
+    own = case.compression if branch == "compressed" else {"window": case.window}
+    return {**own, "scale": case.d_k**-0.5, "cu_seqlens": case.cu_seqlens, "q_start": None, **rest}
+
+
+def gradients_for(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(o.shape, generator=generator), torch.randn(lse.shape, generator=generator)
+
+
+def by_backend(backend: FlashBackend, branch: str, inputs: Inputs, case: Case, *, with_lse: bool) -> dict[str, Tensor]:
+    q, k, v = inputs.of(branch)
+    options = knobs(branch, case)
+    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, **options)
+    do, dlse = gradients_for(o, lse)
+    backward = getattr(backend, f"{branch}_backward")
+    dq, dk, dv = backward(do.to(o), dlse if with_lse else None, q, k, v, o, lse, **options)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def by_reference(branch: str, inputs: Inputs, case: Case, *, with_lse: bool) -> dict[str, Tensor]:
+    leaves = [x.detach().double().requires_grad_() for x in inputs.of(branch)]
+    o, lse = getattr(reference, f"{branch}_attention")(*leaves, **knobs(branch, case))
+    do, dlse = gradients_for(o, lse)
+    pairs = [(o, do.double()), (lse, dlse.double())] if with_lse and lse.requires_grad else [(o, do.double())]
+    dq, dk, dv = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs])
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_equal_to_rounding(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    for name, exact in expected.items():
+        assert found[name].shape == exact.shape, name
+        assert found[name].is_contiguous(), name
+        torch.testing.assert_close(
+            found[name].double(), exact, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=st.one_of(cases(max_length=70), cases(max_length=70, packed=True)))
+def test_a_branch_gives_the_reference_s_numbers(branch: str, with_lse: bool, case: Case) -> None:
+    inputs = random_inputs(case, torch.float32)
+    found = by_backend(backend_of(StandIn()), branch, inputs, case, with_lse=with_lse)
+    assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=with_lse))
+
+
+NAMED = {
+    "one-token": Case(length=1),
+    "no-block": Case(length=7),
+    "first-block": Case(length=8, groups=2, heads=3),
+    "last-chunk-whole": Case(length=11, groups=2, heads=3),
+    "window-longer-than-the-sequence": Case(length=9, window=100),
+    "window-of-one": Case(length=9, window=1),
+    "block-is-stride": Case(length=21, block=4, stride=4),
+    "stride-of-one": Case(length=9, block=3, stride=1),
+    "empty-documents": Case(length=30, documents=(0, 1, 0, 7, 8, 14, 0), groups=2, heads=2),
+    "narrow-values": Case(length=20, d_k=24, d_v=16),
+    "wide-values": Case(length=20, d_k=3, d_v=17),
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
+def test_borders(branch: str, case: Case) -> None:
+    inputs = random_inputs(case, torch.float32)
+    found = by_backend(backend_of(StandIn()), branch, inputs, case, with_lse=True)
+    assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=True))
+
+
+def test_a_pack_may_have_room_after_its_blocks_whose_gradient_is_zero() -> None:
+    case = NAMED["empty-documents"]
+    inputs = random_inputs(case, torch.float32)
+    roomy = inputs.but(
+        k_cmp=torch.cat([inputs.k_cmp, torch.full((1, 3, 2, 4), 7.0)], dim=1),
+        v_cmp=torch.cat([inputs.v_cmp, torch.full((1, 3, 2, 4), 7.0)], dim=1),
+    )
+    exact = by_backend(backend_of(StandIn()), "compressed", inputs, case, with_lse=True)
+    found = by_backend(backend_of(StandIn()), "compressed", roomy, case, with_lse=True)
+    assert torch.equal(found["o"], exact["o"])
+    for name in ("dk", "dv"):
+        assert torch.equal(found[name][:, :-3], exact[name])
+        assert torch.equal(found[name][:, -3:], torch.zeros(1, 3, 2, 4))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("room", [0, 5])
+def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: int) -> None:
+    case = Case(length=40, batch=3, groups=2, heads=3, d_k=8, d_v=8, window=6)
+    if branch == "compressed" and queries > 1:
+        pytest.skip("declined: see the test of what is declined")
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of(branch)
+    q, q_start = q[:, :queries].contiguous(), torch.tensor([0, 9, 40 - queries], dtype=torch.int32)
+    # Keys are the front of a longer buffer, as in a cache.
+    k, v = (torch.cat([x, torch.full_like(x[:, :room], torch.nan)], dim=1)[:, : x.shape[1]] for x in (k, v))
+    library = StandIn()
+    forward = getattr(backend_of(library), f"{branch}_forward")
+    o, lse = forward(q, k, v, **knobs(branch, case, q_start=q_start))
+    exact = getattr(reference, f"{branch}_attention")(
+        q.double(), k.double(), v.double(), **knobs(branch, case, q_start=q_start)
+    )
+    assert_equal_to_rounding({"o": o, "lse": lse}, {"o": exact[0], "lse": exact[1]})
+    assert library.calls[0].k.data_ptr() == k.data_ptr(), "a cache is not copied"
+
+
+def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> None:
+    case = Case(length=13, groups=2, heads=2, window=100)
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("sliding")
+    last = torch.tensor([12], dtype=torch.int32)
+    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, **knobs("sliding", case, q_start=last))
+    call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
+    for causal in (True, False):
+        torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
+    repeated = [x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v)]
+    dense = torch.nn.functional.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), *repeated)
+    torch.testing.assert_close(o, dense.transpose(1, 2))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
+def test_keys_and_values_are_passed_as_they_are(branch: str, documents: tuple[int, ...] | None) -> None:
+    case = Case(length=96, groups=2, heads=6, d_k=16, d_v=16, documents=documents)
+    inputs = random_inputs(case, torch.float32)
+    library = StandIn()
+    by_backend(backend_of(library), branch, inputs, case, with_lse=False)
+    _, k, v = inputs.of(branch)
+    assert len(library.calls) == 2
+    for call in library.calls:
+        assert call.k.data_ptr() == k.data_ptr()
+        assert call.v.data_ptr() == v.data_ptr()
+        assert call.k.shape[-2] == case.groups, "never expanded to heads"
+
+
+class CountBytes(TorchDispatchMode):
+    """Bytes of every tensor that an operation makes, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in before:
+                self.total += x.untyped_storage().nbytes()
+        return result
+
+
+class Silent(StandIn):
+    """Answers without computing, so that what is counted is the marshalling alone."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        rows = (call.q.shape[1], call.q.shape[0]) if call.varlen else call.q.transpose(1, 2).shape[:3]
+        return call.q, torch.zeros(rows)
+
+    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        return call.q, call.k, call.v
+
+
+@pytest.mark.parametrize("documents", [None, (1000, 24, 1024)], ids=["plain", "packed"])
+def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[int, ...] | None) -> None:
+    case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32, block=32, stride=16, documents=documents)
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("compressed")
+    options = knobs("compressed", case)
+    backend = backend_of(Silent())
+    o = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:3])
+    with CountBytes() as forward:
+        backend.compressed_forward(q, k, v, **options)
+    with CountBytes() as backward:
+        backend.compressed_backward(o, None, q, k, v, o, lse, **options)
+    in_queries = q.numel() * q.element_size()
+    # Forward: q and o change layout once or, in a pack, twice. Backward: q, o, do and dq.
+    assert forward.total <= 4.5 * in_queries
+    assert backward.total <= 9 * in_queries
+
+
+def test_a_misaligned_input_is_copied_before_the_call() -> None:
+    case = Case(length=12, d_k=8, d_v=8)
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("sliding")
+    odd = torch.empty(1, 12, 1, 9)[..., 1:].copy_(k)
+    library = StandIn()
+    o, _ = backend_of(library).sliding_forward(q, odd, v, **knobs("sliding", case))
+    assert torch.equal(o, backend_of(StandIn()).sliding_forward(q, k, v, **knobs("sliding", case))[0])
+    assert library.calls[0].k.is_contiguous()
+
+
+@given(st.lists(st.integers(-50, 90), min_size=2, max_size=8))
+def test_offsets_never_point_outside_whatever_they_say(values: list[int]) -> None:
+    found = safe_offsets(torch.tensor(values, dtype=torch.int32), 40).tolist()
+    assert found[0] == 0
+    assert found[-1] == 40
+    assert found == sorted(found)
+
+
+def test_legal_offsets_are_left_as_they_are() -> None:
+    legal = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    assert torch.equal(safe_offsets(legal, 9), legal)
+    assert safe_offsets(legal, 9).dtype == torch.int32
+
+
+# What is declined, and with which reason.
+
+PROBLEM = Problem(
+    op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=16, d_v=16, dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"op": "selected"}, "not selected"),
+        ({"dtype": torch.float64}, "NSA_FA2_PREF_FP16"),
+        ({"d_k": 260}, "at most 256"),
+        ({"cached": True, "backward": True}, "not trained through"),
+        ({"cached": True, "op": "compressed", "n_queries": 2}, "middle of a block"),
+        ({"batch": 70_000}, "launch grid"),
+        ({"backward": True, "batch": 60_000, "n_heads": 512}, "2^31"),
+        ({"device": "cuda"}, "it runs on cpu"),
+    ],
+)
+def test_what_cannot_be_served_is_declined_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    assert reason in str(backend_of(StandIn()).supports(replace(PROBLEM, **changes)))
+
+
+def test_what_can_be_served_is() -> None:
+    for changes in ({}, {"backward": True}, {"packed": True}, {"cached": True, "n_queries": 1}, {"op": "compressed"}):
+        assert backend_of(StandIn()).supports(replace(PROBLEM, **changes)) is None
+
+
+def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
+    # Sizes alone looked fine: folding makes 16 times as many heads, too many for a grid.
+    case = Case(length=40, groups=1, heads=20_000, d_k=8, d_v=8, block=16, stride=16)
+    q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
+    library = StandIn()
+    with pytest.raises(BackendFailure, match="stand-in was not called: 320000 heads do not fit a launch grid"):
+        backend_of(library).compressed_forward(q, k, k, **knobs("compressed", case))
+    assert not library.calls
+
+
+def test_running_out_of_memory_is_not_hidden_and_a_refusal_is_a_reason() -> None:
+    class Failing(StandIn):
+        def __init__(self, error: Exception) -> None:
+            super().__init__()
+            self.error = error
+
+        def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+            raise self.error
+
+    x = torch.zeros(1, 4, 1, 8)
+    options = knobs("sliding", Case(length=4))
+    with pytest.raises(torch.OutOfMemoryError):
+        backend_of(Failing(torch.OutOfMemoryError("full"))).sliding_forward(x, x, x, **options)
+    for error in (RuntimeError("no kernel image"), TypeError("unexpected keyword"), ImportError("undefined symbol")):
+        with pytest.raises(BackendFailure, match=f"stand-in 0.*{error}"):
+            backend_of(Failing(error)).sliding_forward(x, x, x, **options)
+
+
+def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
+    case = Case(length=12, d_k=8, d_v=8)
+    inputs = random_inputs(case, torch.float32)
+    assert "NSA_FA2_PREF_FP16" in str(backend_of(library).supports(PROBLEM))
+    asked = Settings.load(environ={"NSA_FA2_PREF_FP16": "1"})
+    backend = backend_of(library, asked)
+    assert backend.supports(PROBLEM) is None
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        for _ in range(2):
+            found = by_backend(backend, "sliding", inputs, case, with_lse=False)
+    (record,) = caplog.records
+    assert "NSA_FA2_PREF_FP16 is on (environment)" in record.message
+    assert "torch.float32 inputs are cast to torch.float16" in record.message
+    assert {call.q.dtype for call in library.calls} == {torch.float16}
+    assert all(x.dtype == torch.float32 for x in found.values())
+    assert_equal_to_rounding(found, by_reference("sliding", inputs, case, with_lse=False), tolerance=2e-2)
+
+
+# The libraries' own calls.
+
+
+def call_on(device: str, *, varlen: bool) -> Call:
+    shape = (12,) if varlen else (2, 6)
+    q = torch.zeros(*shape, 4, 8, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(*shape, 2, 8, dtype=torch.bfloat16, device=device)
+    call = Call(q=q, k=k, v=k, scale=0.5, window=3)
+    if varlen:
+        offsets = torch.zeros(3, dtype=torch.int32, device=device)
+        call = replace(call, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=12, max_k=12)
+    return call
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_torch_s_own_kernels_are_called_as_their_schema_says(varlen: bool) -> None:
+    """Meta tensors: names and shapes are checked by torch, nothing is computed."""
+    call = call_on("meta", varlen=varlen)
+    o, lse = TorchLibrary().forward(call)
+    assert o.shape == call.q.shape
+    assert lse.shape == ((4, 12) if varlen else (2, 4, 6))
+    gradients = TorchLibrary().backward(replace(call, do=o, o=o, lse=lse))
+    assert [x.shape for x in gradients] == [call.q.shape, call.k.shape, call.v.shape]
+    names = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+    assert "seqused_k" in names
+    assert set(TorchLibrary().shared(call)) <= names
+
+
+def test_torch_s_kernels_are_not_called_when_others_have_taken_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TorchLibrary().obstacle() is None
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    library = TorchLibrary(contract=replace(TORCH, device="cpu", dtypes=(torch.float32,)))
+    assert "replaced by FA4" in str(backend_of(library).supports(PROBLEM))
+    x = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(BackendFailure, match="replaced by FA4"):
+        run_forward(library, Call(q=x, k=x, v=x, scale=1.0))
+
+
+def fake_flash_attn(library: StandIn) -> ModuleType:
+    """`flash_attn.flash_attn_interface` with the signatures of 2.8, computed by the stand-in."""
+
+    def call_of(given: dict[str, Any]) -> Call:
+        assert (given["dropout_p"], given["softcap"], given["alibi_slopes"]) == (0.0, 0.0, None)
+        left, right = given["window_size_left"], given["window_size_right"]
+        assert right == (0 if given["causal"] else -1)
+        return Call(
+            q=given["q"],
+            k=given["k"],
+            v=given["v"],
+            scale=given["softmax_scale"],
+            causal=given["causal"],
+            window=None if left < 0 else left + 1,
+            cu_seqlens_q=given.get("cu_seqlens_q"),
+            cu_seqlens_k=given.get("cu_seqlens_k"),
+            max_q=given.get("max_seqlen_q"),
+            max_k=given.get("max_seqlen_k"),
+            used_k=given.get("seqused_k"),
+        )
+
+    def forward(given: dict[str, Any]) -> tuple[Any, ...]:
+        return *library.forward(call_of(given)), None, None
+
+    def backward(given: dict[str, Any]) -> None:
+        call = replace(call_of(given), do=given["dout"], o=given["out"], lse=given["softmax_lse"])
+        for target, found in zip((given["dq"], given["dk"], given["dv"]), library.backward(call), strict=True):
+            target.copy_(found)
+
+    interface = ModuleType("flash_attn.flash_attn_interface")
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
+        return forward(locals())
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        return forward(locals())
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        backward(locals())
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        backward(locals())
+
+    for function in (
+        _flash_attn_forward,
+        _flash_attn_varlen_forward,
+        _flash_attn_backward,
+        _flash_attn_varlen_backward,
+    ):
+        setattr(interface, function.__name__, function)
+    return interface
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
+def test_the_flash_attn_package_is_called_by_keyword_and_gives_the_same_numbers(
+    branch: str, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface = fake_flash_attn(StandIn())
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    contract = replace(FLASH_ATTN_2, device="cpu", dtypes=(torch.float32,))
+    case = Case(length=96, groups=2, heads=3, d_k=8, d_v=8, documents=documents)
+    inputs = random_inputs(case, torch.float32)
+    found = by_backend(backend_of(FlashAttn2Library("2.8.3", contract)), branch, inputs, case, with_lse=False)
+    assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=False))
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    [
+        (FLASH_ATTN_PACKAGE, None, "not installed"),
+        (FLASH_ATTN_PACKAGE, "2.8.3", None),
+        (FLASH_ATTN_PACKAGE, "2.7.0.post2", None),
+        (FLASH_ATTN_PACKAGE, "2.6.3", "known from 2.7"),
+        (FLASH_ATTN_PACKAGE, "3.0.0", "below 3.0"),
+        (FLASH_ATTN_PACKAGE, "unknown", "known from 2.7"),
+        (PACKAGES[1], "3.0.0b1", "does not call it"),
+        (PACKAGES[2], "4.0.0b11", "does not call it"),
+    ],
+)
+def test_versions_are_pinned_where_behaviour_differs(package: Any, version: str | None, expected: str | None) -> None:
+    found = reason_against(package, version)
+    assert found == expected if expected is None else expected in str(found)
+
+
+def test_looking_for_libraries_imports_none() -> None:
+    before = set(sys.modules)
+    libraries, absent = find_libraries()
+    assert libraries[0].contract == TORCH
+    assert {"flash_attn_3", "flash_attn_4"} <= set(absent)
+    assert not {name for name in set(sys.modules) - before if name.startswith("flash_attn")}
+
+
+def test_every_call_of_a_branch_uses_keywords_that_the_backend_interface_has() -> None:
+    for name in ("compressed_forward", "compressed_backward", "sliding_forward", "sliding_backward"):
+        ours, theirs = inspect.signature(getattr(FlashBackend, name)), inspect.signature(getattr(sdpa, name))
+        assert list(ours.parameters)[1:] == list(theirs.parameters)

@@ -1,0 +1,207 @@
+"""The effective FlashAttention flags: one place works them out, the doctor shows them, and off means off."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flash_standin import FloatingPointException, StandIn
+
+import nsa
+from nsa import doctor
+from nsa.backends import policy, sdpa
+from nsa.backends.flash import FlashBackend, configure
+from nsa.backends.flash.trial import cases_of
+from nsa.backends.probe import Outcome
+from nsa.backends.problem import Problem
+from nsa.backends.routing import Router
+from nsa.model import DenseAttention
+from nsa.settings import Settings
+
+ROOT = Path(nsa.__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("variables", "compressed", "sliding"),
+    [
+        ({}, "measured", "measured"),
+        ({"NSA_USE_FA2": "0"}, "off", "off"),
+        ({"NSA_USE_FA2": "1"}, "on", "on"),
+        ({"NSA_USE_FA2_WIN": "0"}, "measured", "off"),
+        ({"NSA_USE_FA2_CMP": "1"}, "on", "measured"),
+        ({"NSA_USE_FA2": "0", "NSA_USE_FA2_CMP": "1"}, "off", "off"),
+        ({"NSA_FA2_MIN_LEN_CMP": "512"}, "on", "measured"),
+        ({"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "on", "by name"),
+        ({"NSA_FA2_MIN_LEN_WIN": "0", "NSA_USE_FA2_WIN": "0"}, "measured", "off"),
+    ],
+)
+def test_the_effective_flags(variables: dict[str, str], compressed: str, sliding: str) -> None:
+    flags = policy.flags(Settings.load(environ=variables))
+    assert (flags["compressed"].state, flags["sliding"].state) == (compressed, sliding)
+    for flag in flags.values():
+        if flag.state != "measured":
+            assert "(environment)" in flag.why, "whose word it is"
+
+
+def run_doctor(*words: str, backend: FlashBackend) -> int:
+    shape = ["--seq-len", "64", "--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "8", "--device", "cpu"]
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args([*shape, *words]), make_router=lambda config: Router([backend, sdpa], config))
+
+
+def crash(library, problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+    """A probe that found the one call its library does not survive."""
+    case = next(case for case in cases_of(problem, width, dtype) if case["name"] == "a window across tiles")
+    outcome = Outcome(
+        case=case["name"], feature="dense", backward=True, problem="killed by SIGFPE", call="q=(1, 257)", request=case
+    )
+    return [Outcome(case="documents", feature="packed", backward=True), outcome]
+
+
+def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = FlashBackend(Settings(), (StandIn(),), {"flash_attn": "flash_attn is not installed"}, tmp_path, crash)
+    assert run_doctor("--setting", "use_fa2_win=off", backend=backend) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "compressed  measured: the thresholds file decides",
+        "sliding     off: NSA_USE_FA2_WIN is off (command line)",
+        "flash_attn  flash_attn is not installed",
+        "stand-in    0, not tried yet",
+    ):
+        assert part in text
+
+
+def test_the_doctor_probes_again_and_writes_the_failure_as_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = FlashBackend(Settings(), (FloatingPointException(),), {}, tmp_path / "verdicts", crash)
+    script = tmp_path / "crash.py"
+    assert run_doctor("--probe", "--repro", str(script), backend=backend) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("probe\n  stand-in 0 on gpu cpu")
+    assert "1 of 2 cases failed" in text
+    assert "a window across tiles: killed by SIGFPE" in text
+    assert f"the first failure is in {script}" in text
+    assert "stand-in    0, 1 of 2 cases right: a window across tiles: killed by SIGFPE" in text
+    assert "declines: stand-in: the probe's case 'a window across tiles' killed by SIGFPE" in text
+    assert "from flash_standin import FloatingPointException" in script.read_text()
+
+
+def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: [])
+    assert run_doctor("--repro", str(tmp_path / "none.py"), backend=right) == 0
+    assert "no script to write" in capsys.readouterr().out
+    assert not (tmp_path / "none.py").exists()
+    assert "nothing to probe: not here" in doctor.probe(
+        Router([sdpa], Settings(), absent={"flash": "not here"}), None, None
+    )
+
+
+# A package of that name and version whose import is remembered, and fails.
+TRAP = """
+from pathlib import Path
+Path(r"{marker}").touch()
+raise ImportError("flash_attn was imported")
+"""
+USE = """
+import torch, nsa
+from nsa.backends.routing import build_router, router
+from nsa.backends.flash.libraries import find_libraries
+from nsa import doctor
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+assert [library.contract.library for library in find_libraries()[0]] == ["torch", "flash_attn"]
+config = nsa.NSAConfig(dim=64, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=16)
+attention = nsa.NSAAttention(config).to(device, dtype)
+attention(torch.randn(1, 64, 64, device=device, dtype=dtype)).sum().backward()
+print(router().absent.get("flash"))
+"""
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Path:
+    (tmp_path / "flash_attn").mkdir()
+    marker = tmp_path / "imported"
+    (tmp_path / "flash_attn" / "__init__.py").write_text(TRAP.format(marker=marker))
+    metadata = tmp_path / "flash_attn-2.8.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n")
+    return marker
+
+
+def run_beside(trap: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    environment = {**clean, "PYTHONPATH": f"{ROOT}{os.pathsep}{trap.parent}", **variables}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_off_means_that_the_library_is_not_even_imported(trap: Path) -> None:
+    done = run_beside(trap, USE, NSA_USE_FA2="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "NSA_USE_FA2 is off (environment)"
+    assert not trap.exists(), "flash_attn was imported"
+
+
+def test_the_trap_is_one(trap: Path) -> None:
+    code = "from nsa.backends.flash.libraries import find_flash_attn\nfind_flash_attn().interface()"
+    done = run_beside(trap, code)
+    assert "flash_attn was imported" in done.stderr
+    assert trap.exists()
+
+
+def test_off_by_both_branches_is_off_altogether() -> None:
+    config = Settings.load(environ={"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2_CMP": "0"})
+    assert "NSA_USE_FA2_CMP is off" in str(configure(config).available())
+    one = Settings.load(environ={"NSA_USE_FA2_WIN": "0"})
+    assert "is off" not in str(configure(one).available())
+
+
+@pytest.mark.parametrize("switched", ["0", "1"])
+def test_sdpa_can_be_kept_from_its_flash_kernel(
+    switched: str, environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment(NSA_SDPA_NO_FLASH=switched)
+    config = nsa.NSAConfig(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
+    attention = DenseAttention(config)
+    allowed = []
+    compute = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.flash_sdp_enabled())
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    attention(torch.randn(1, 9, 16)).sum().backward()
+    assert allowed == [switched == "0"]
+
+
+def test_the_log_line_has_branch_path_shapes_dtypes_strides_milliseconds_and_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Settings.load(environ={"NSA_DEBUG_TIMING": "1", "NSA_USE_FA2": "1"})
+    router = Router([FlashBackend(config, (StandIn(),), folder=tmp_path, prober=lambda *_: []), sdpa], config)
+    x = torch.randn(1, 9, 2, 8)
+    problem = Problem(
+        op="sliding", batch=1, n_queries=9, n_keys=9, n_heads=2, n_groups=2, d_k=8, d_v=8, dtype=torch.float32
+    )
+    options: dict[str, Any] = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        router.run(problem, "sliding_forward", x, x, x, **options)
+    for part in (
+        "branch=sliding",
+        "path=flash.sliding_forward",
+        "(1, 9, 2, 8):float32:(144, 16, 8, 1)",
+        "reason='first that supports it'",
+    ):
+        assert part in caplog.text
+    assert re.search(r"ms=\d+\.\d+", caplog.text)
