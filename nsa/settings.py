@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 Source = Literal["default", "file", "environment", "command line"]
-Value = bool | int | None
+Value = bool | int | str | None
 
 ROUTING = "nsa.backends.routing"
 FLASH = "nsa.backends.flash"
+TUNING = "nsa.backends.triton.tuning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +32,26 @@ class Setting:
     env: str
     default: Value
     meaning: str
-    # An integer setting's smallest value; booleans have none.
+    # An integer setting's smallest value; the others have none.
     at_least: int
     # The module without which the setting changes nothing.
     needs: str
 
     @property
     def kind(self) -> type:
-        return bool if isinstance(self.default, bool) else int
+        # A setting without a default is a number that someone else decides.
+        return int if self.default is None else type(self.default)
 
     @property
     def accepted(self) -> str:
+        if self.kind is str:
+            return "a path"
         return "true or false" if self.kind is bool else f"an integer of at least {self.at_least}"
 
-    def parse(self, text: str, label: str) -> bool | int:
+    def parse(self, text: str, label: str) -> bool | int | str:
         """The value that `text` spells; `label` names it in the error."""
+        if self.kind is str:
+            return self.check(text.strip(), label)
         if self.kind is bool:
             lowered = text.strip().lower()
             if lowered in ("1", "true", "yes", "on"):
@@ -59,15 +65,16 @@ class Setting:
             raise ValueError(f"{label} is {text!r}; accepted: {self.accepted}") from None
         return self.check(value, label)
 
-    def check(self, value: Any, label: str) -> bool | int:
+    def check(self, value: Any, label: str) -> bool | int | str:
         """A value that already has a type, as a file or a program gives it."""
-        if self.kind is bool:
-            valid = isinstance(value, bool)
-        else:
-            valid = isinstance(value, int) and not isinstance(value, bool) and value >= self.at_least
+        # An exact type: True is no integer here.
+        valid = type(value) is self.kind
+        if self.kind is int:
+            valid = valid and value >= self.at_least
+        elif self.kind is str:
+            valid = valid and value != ""
         if not valid:
             raise ValueError(f"{label} is {value!r}; accepted: {self.accepted}")
-        assert isinstance(value, int)
         return value
 
 
@@ -117,6 +124,12 @@ class Settings:
     )
     debug_timing: bool = setting(
         "NSA_DEBUG_TIMING", False, "log every call with its milliseconds (waits for the GPU)", needs=ROUTING
+    )
+    tuned_tiles: str = setting(
+        "NSA_TUNED_TILES",
+        "~/.cache/nsa/tuned.json",
+        "the user's own tiles for the Triton kernels, which `nsa bench tune` writes",
+        needs=TUNING,
     )
     seq_len: int | None = setting("NSA_SEQ_LEN", None, "training sequence length", needs="nsa.train")
     batch_size: int | None = setting("NSA_BATCH_SIZE", None, "training batch size", needs="nsa.train")
@@ -191,11 +204,11 @@ def find(name: str, where: str) -> Setting:
     return BY_NAME[name]
 
 
-def checked(given: Mapping[str, Any], where: str) -> dict[str, bool | int]:
+def checked(given: Mapping[str, Any], where: str) -> dict[str, bool | int | str]:
     return {name: find(name, where).check(value, f"{name} in {where}") for name, value in given.items()}
 
 
-def parse_overrides(texts: Iterable[str], where: str = "the command line") -> dict[str, bool | int]:
+def parse_overrides(texts: Iterable[str], where: str = "the command line") -> dict[str, bool | int | str]:
     """`["name=value", ...]`, as a command line gives them; the last one of a name wins."""
     overrides = {}
     for text in texts:

@@ -11,6 +11,7 @@ import torch
 
 from nsa import settings
 from nsa.backends import routing
+from nsa.backends.triton import tuning
 
 hypothesis.settings.register_profile(
     "nsa",
@@ -35,6 +36,8 @@ def seed() -> int:
 def forget_settings() -> None:
     settings.current.cache_clear()
     routing.router.cache_clear()
+    tuning.tuned.cache_clear()
+    tuning.pick.cache_clear()
 
 
 @pytest.fixture

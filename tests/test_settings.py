@@ -42,10 +42,11 @@ RUNBOOK_NAMES = {
 }
 BOOLEANS = [setting for setting in SETTINGS if setting.kind is bool]
 INTEGERS = [setting for setting in SETTINGS if setting.kind is int]
+PATHS = [setting for setting in SETTINGS if setting.kind is str]
 
 
 def test_every_runbook_name_is_a_setting() -> None:
-    assert set(BY_ENV) == RUNBOOK_NAMES
+    assert set(BY_ENV) == RUNBOOK_NAMES | {"NSA_TUNED_TILES"}
     assert all(setting.meaning for setting in SETTINGS)
 
 
@@ -72,7 +73,14 @@ def test_an_integer_is_read_from_text(setting: settings.Setting) -> None:
         assert getattr(Settings.load(environ={setting.env: str(value)}), setting.name) == value
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", PATHS, ids=lambda s: s.name)
+def test_a_path_is_read_as_it_stands(setting: settings.Setting) -> None:
+    assert getattr(Settings.load(environ={setting.env: " ~/a b.json "}), setting.name) == "~/a b.json"
+    with pytest.raises(ValueError, match=f"{setting.env} is ''; accepted: a path"):
+        Settings.load(environ={setting.env: " "})
+
+
+@pytest.mark.parametrize("setting", BOOLEANS + INTEGERS, ids=lambda s: s.name)
 @pytest.mark.parametrize("text", ["maybe", "1.5", "-7"])
 def test_a_wrong_text_is_an_error_that_names_the_variable(setting: settings.Setting, text: str) -> None:
     with pytest.raises(ValueError, match=rf"{setting.env} is '{re.escape(text)}'|{setting.env} is -7") as error:
@@ -85,7 +93,15 @@ def test_runbooks_that_switch_fa2_off_with_minus_one_still_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("force_parity", 1), ("seq_len", True), ("seq_len", "512"), ("seq_len", 0)]
+    ("name", "value"),
+    [
+        ("force_parity", 1),
+        ("seq_len", True),
+        ("seq_len", "512"),
+        ("seq_len", 0),
+        ("tuned_tiles", 1),
+        ("tuned_tiles", ""),
+    ],
 )
 def test_a_file_must_give_the_right_type(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name} in the config file is {value!r}; accepted"):
@@ -174,6 +190,7 @@ def test_a_setting_describes_itself_with_its_source() -> None:
     assert loaded.describe("force_parity") == "NSA_FORCE_PARITY is on (environment)"
     assert loaded.describe("seq_len") == "NSA_SEQ_LEN is 8 (command line)"
     assert loaded.describe("batch_size") == "NSA_BATCH_SIZE is unset (default)"
+    assert loaded.describe("tuned_tiles") == "NSA_TUNED_TILES is ~/.cache/nsa/tuned.json (default)"
 
 
 def test_settings_travel_to_worker_processes() -> None:

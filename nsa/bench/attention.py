@@ -19,13 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
-from nsa.compression import blocks_of
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
 
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
 IMPLEMENTATIONS = ("nsa-triton", "nsa-sdpa", *DENSE)
-BRANCHES = ("compressed", "scores", "selected", "sliding", "combine")
 WARMUP_MS, MEASURE_MS = 50, 300
 
 
@@ -90,7 +88,8 @@ def smoothed(q: Tensor, share: float) -> Tensor:
 
 def whole_nsa(inputs: Inputs, config: NSAConfig) -> Tensor:
     """Mean compression and one K/V for the three branches."""
-    k_cmp, v_cmp = (blocks_of(x, config.l, config.d).mean(dim=2) for x in (inputs.k, inputs.v))
+    means: dict[str, Any] = {"block": config.l, "stride": config.d, "backend": config.backend}
+    k_cmp, v_cmp = (ops.compress_mean(x, **means) for x in (inputs.k, inputs.v))
     return nsa_attention(inputs.q, k_cmp, v_cmp, inputs.k, inputs.v, inputs.k, inputs.v, inputs.gates, config=config)
 
 
@@ -131,12 +130,13 @@ def branch_tasks(impl: str, inputs: Inputs, shape: Shape) -> Iterator[Task]:
     }
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
     with torch.no_grad():
-        k_cmp, v_cmp = (blocks_of(x, config.l, config.d).mean(dim=2) for x in (k, v))
+        k_cmp, v_cmp = (ops.compress_mean(x, **compression) for x in (k, v))
     k_cmp.requires_grad_()
     v_cmp.requires_grad_()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression)
     indices = ops.select_blocks(q, k_cmp, lse, **compression, **selection)
     a, b, c = (torch.randn_like(o_cmp).requires_grad_() for _ in range(3))
+    yield Task("compress", impl, lambda: ops.compress_mean(k, **compression), (k,))
     yield Task(
         "compressed",
         impl,

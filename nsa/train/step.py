@@ -34,6 +34,7 @@ class TrainStep:
         *,
         dtype: torch.dtype,
         compile: bool,
+        cuda_graphs: bool = False,
         weight_decay: float = 0.1,
         grad_clip: float = 1.0,
     ) -> None:
@@ -42,7 +43,9 @@ class TrainStep:
         self.grad_clip = grad_clip
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
-        self.forward = torch.compile(model, dynamic=False) if compile else model
+        # A graph replays a whole forward or backward in one launch: what the host needs for thousands no longer counts.
+        mode = "reduce-overhead" if cuda_graphs else None
+        self.forward = torch.compile(model, dynamic=False, mode=mode) if compile or cuda_graphs else model
         # Norms and biases are not decayed: they set scales, they do not multiply.
         groups = [
             {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},

@@ -246,7 +246,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, elementwise: bool, compre
         compress.compress_mean_backward(k_cmp, length=length, **where)
         pos = torch.empty(block, shape.d_k, dtype=dtype)
         rows = compress.gather_blocks_forward(k, pos, **where)
-        compress.gather_blocks_backward(rows, length=length, pos_dtype=dtype, **where)
+        compress.gather_blocks_backward(rows, length=length, **where)
 
 
 def compile_all(target: str, shapes: list[str]) -> list[Compiled]:

@@ -9,6 +9,7 @@ from torch import Tensor
 # First: it skips this file where kernels cannot run.
 from interpreted import DEVICE  # isort: skip
 
+from nsa import reference
 from nsa.backends.triton import compress
 
 SMALL = compress.Tile(elements=128, num_warps=4)
@@ -92,7 +93,7 @@ def test_gather(block: int, stride: int, lengths: list[int] | None, dtype: torch
     assert got.is_contiguous()
     dout = torch.randn_like(got)
     dx, dpos = compress.gather_blocks_backward(
-        dout, length=length, block=block, stride=stride, pos_dtype=dtype, cu_seqlens=cu, tile=SMALL
+        dout, length=length, block=block, stride=stride, cu_seqlens=cu, tile=SMALL
     )
     assert dpos.dtype == dtype
     results = []
@@ -115,7 +116,7 @@ def test_any_strides_and_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(compress.compress_mean_forward(strided, **knobs), compress.compress_mean_forward(x, **knobs))
     dout = torch.randn_like(got)
     spread = torch.cat([dout, dout], -1)[..., : dout.shape[-1]]
-    backward = {**knobs, "length": 19, "pos_dtype": torch.float32}
+    backward = {**knobs, "length": 19}
     for a, b in zip(
         compress.gather_blocks_backward(spread, **backward),
         compress.gather_blocks_backward(dout, **backward),
@@ -132,7 +133,34 @@ def test_shorter_than_a_block() -> None:
     knobs = {"block": 4, "stride": 2}
     assert compress.compress_mean_forward(x, **knobs).shape == (1, 0, 2, 16)
     out = compress.gather_blocks_forward(x, torch.zeros(4, 16, device=DEVICE), **knobs)
-    dx, dpos = compress.gather_blocks_backward(out, **knobs, length=3, pos_dtype=torch.float32)
+    dx, dpos = compress.gather_blocks_backward(out, **knobs, length=3)
     assert dx.shape == x.shape
     assert (dx == 0).all()
     assert (dpos == 0).all()
+
+
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+def test_slots_are_those_of_the_specification(lengths: list[int] | None) -> None:
+    x = torch.randn(1, 33 if lengths is None else sum(lengths), 2, 16, device=DEVICE)
+    pos = torch.randn(4, 16, device=DEVICE)
+    where = {"block": 4, "stride": 2, "cu_seqlens": offsets(lengths)}
+    assert torch.equal(compress.gather_blocks_forward(x, pos, **where), reference.gather_blocks(x, pos, **where))
+    torch.testing.assert_close(compress.compress_mean_forward(x, **where), reference.compress_mean(x, **where))
+
+
+@pytest.mark.parametrize("cu", [[0, 500], [0, 2, 4], [0, 90, 33]], ids=str)
+def test_a_wrong_total_that_nobody_looked_at_reads_nothing_outside(cu: list[int]) -> None:
+    """On a GPU offsets are not looked at; what lies before and after the tensors here is NaN."""
+    knobs = {"block": 4, "stride": 2, "cu_seqlens": torch.tensor(cu, dtype=torch.int32, device=DEVICE)}
+
+    def fenced(*shape: int) -> Tensor:
+        return torch.full((3, *shape), float("nan"), device=DEVICE).index_fill_(0, torch.tensor(1, device=DEVICE), 1.0)
+
+    x, dmean, dblocks = fenced(1, 33, 2, 16), fenced(1, 16, 2, 16), fenced(1, 16, 2, 64)
+    results = [
+        compress.compress_mean_forward(x[1], **knobs),
+        compress.gather_blocks_forward(x[1], torch.zeros(4, 16, device=DEVICE), **knobs),
+        compress.compress_mean_backward(dmean[1], length=33, **knobs),
+        *compress.gather_blocks_backward(dblocks[1], length=33, **knobs),
+    ]
+    assert all(result.isfinite().all() for result in results)

@@ -137,6 +137,50 @@ def test_odd_shapes(case: Case, tile: str) -> None:
     check(case, FORWARD[tile], BACKWARD["whole"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("heads", [1, 3, 6, 16])
+def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:
+    """The method for short sequences: blocks that nobody chose, a query's own block, a last block cut short."""
+    case = BASE.but(length=200, batch=2, groups=1, heads=heads, select_block=64, n_select=2, seed=heads)
+    inputs = random_inputs(case, dtype)
+    given = on_device(inputs)
+    o, lse = selected.selected_forward(*given.of("selected"), given.indices, **options(case), method="dense")
+    exact = results(reference, "selected", inputs.to(torch.float64), case)
+    plain = results(reference, "selected", inputs, case)
+    names = ("o", "lse")
+    assert_within_derived_tolerance(
+        {"o": o.cpu(), "lse": lse.cpu()}, {n: exact[n] for n in names}, {n: plain[n] for n in names}
+    )
+
+
+@pytest.mark.parametrize("method", ["query", "block"])
+def test_first_queries_read_every_block_and_the_rest_go_another_way(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = BASE.but(length=150, batch=2, heads=3, select_block=32, n_select=2)
+    monkeypatch.setattr(selected, "dense_queries", lambda *_: 64)
+    tile = replace(FORWARD["block-chunked"], method=method)
+    monkeypatch.setattr(selected, "pick_forward", lambda *_: tile)
+    inputs = random_inputs(case, torch.float32)
+    given = on_device(inputs)
+    o, lse = selected.selected_forward(*given.of("selected"), given.indices, **options(case))
+    exact = results(reference, "selected", inputs.to(torch.float64), case)
+    plain = results(reference, "selected", inputs, case)
+    names = ("o", "lse")
+    assert_within_derived_tolerance(
+        {"o": o.cpu(), "lse": lse.cpu()}, {n: exact[n] for n in names}, {n: plain[n] for n in names}
+    )
+
+
+@pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["plain", "packed"])
+def test_long_blocks_of_wide_heads_are_read_in_halves(
+    documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(selected, "SHORTEST_HALVED", 4)
+    check(BASE.but(documents=documents), FORWARD["block"], BACKWARD["whole"])
+
+
 def test_several_launches_give_the_same_as_one() -> None:
     case = BASE.but(length=100, heads=1)
     inputs = random_inputs(case, torch.float32)
@@ -193,7 +237,7 @@ def test_index_lists_every_pair_once_in_order(
     # Launches and segments hold every pair once, whatever they are cut into.
     found = []
     monkeypatch.setattr(selected_index, "SORT_FROM_QUERIES", 0)
-    for launch in launches(given.indices, blocks, bytes_per_query=1, budget=1, segment=5):
+    for launch in launches(given.indices, blocks, 0, bytes_per_query=1, budget=1, segment=5, in_order=True):
         assert sorted(launch.order.tolist()) == list(range(launch.n_segments))
         firsts = []
         for i in launch.order.tolist():

@@ -66,20 +66,24 @@ def launcher(module: str, function: str) -> Callable[..., Any]:
     def launch(*args: Any, **kwargs: Any) -> Any:
         try:
             from triton.compiler.errors import CompilationError
-            from triton.runtime.errors import OutOfResources
+            from triton.runtime.errors import OutOfResources, PTXASError
 
             run = getattr(import_module(f"nsa.backends.triton.{module}"), function)
         except ImportError as error:
             raise BackendFailure(f"triton cannot be imported: {error}") from error
         try:
             return run(*args, **kwargs)
-        except (OutOfResources, CompilationError) as error:
+        except (OutOfResources, CompilationError, PTXASError) as error:
             raise BackendFailure(f"{function}: {error}") from error
 
     launch.__name__ = launch.__qualname__ = function
     return launch
 
 
+compress_mean_forward = launcher("compress", "compress_mean_forward")
+compress_mean_backward = launcher("compress", "compress_mean_backward")
+gather_blocks_forward = launcher("compress", "gather_blocks_forward")
+gather_blocks_backward = launcher("compress", "gather_blocks_backward")
 compressed_forward = launcher("compressed", "compressed_forward")
 compressed_backward = launcher("compressed", "compressed_backward")
 select_blocks = launcher("scores", "select_blocks")

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton import tuning
+from nsa.backends.triton.tiles import capability
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -24,9 +27,10 @@ class Tile:
     num_warps: int
 
 
-def default_tile(*, backward: bool) -> Tile:
+def default_tile(o: Tensor, *, backward: bool) -> Tile:
     """Enough loads in flight for each SM to keep the memory busy, few enough for several programs an SM."""
-    return Tile(elements=2048, num_warps=4) if backward else Tile(elements=4096, num_warps=4)
+    kernel = "combine-backward" if backward else "combine-forward"
+    return tuning.pick(kernel, Tile, capability(o.device), o.shape[-1], o.shape[-1], o.dtype)
 
 
 def candidates() -> list[Tile]:
@@ -132,7 +136,7 @@ def contiguous_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None) -> Tensor:
     """`[B,S,Hq,Dv]`: the branches weighed by `gates [B,S,Hq,3]`."""
     batch, length, heads, dim = o_cmp.shape
-    tile = tile or default_tile(backward=False)
+    tile = tile or default_tile(o_cmp, backward=False)
     block_d = triton.next_power_of_2(dim)
     block_r = max(1, tile.elements // block_d)
     o = contiguous_like(o_cmp, o_cmp.dtype)
@@ -150,7 +154,7 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the three branches and of the gates."""
     batch, length, heads, dim = o_cmp.shape
-    tile = tile or default_tile(backward=True)
+    tile = tile or default_tile(o_cmp, backward=True)
     block_d = triton.next_power_of_2(dim)
     block_r = max(1, tile.elements // block_d)
     d_cmp, d_sel, d_win = (contiguous_like(o, o.dtype) for o in (o_cmp, o_sel, o_win))

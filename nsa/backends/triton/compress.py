@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.geometry import compressed_offsets, documents, n_compressed, n_compressed_of
+from nsa.geometry import compressed_of_tokens, compressed_starts, n_compressed
 
 # Runs into which the sum for the position embedding is cut: enough programs for a large GPU.
 POSITION_RUNS = 128
@@ -182,14 +182,8 @@ class Slots:
     def of(length: int, block: int, stride: int, cu_seqlens: Tensor | None) -> Slots:
         if cu_seqlens is None:
             return Slots(n_compressed(length, block, stride), packed=False)
-        count = length // stride
-        offsets = compressed_offsets(cu_seqlens, block, stride)
-        slot = torch.arange(count, device=cu_seqlens.device)
-        document = torch.searchsorted(offsets[1:].contiguous(), slot, right=True)
-        used = document < cu_seqlens.numel() - 1
-        document = document.clamp_max(cu_seqlens.numel() - 2)
-        first = cu_seqlens.long()[document] + (slot - offsets[document]) * stride
-        return Slots(count, packed=True, first=torch.where(used, first, -1).int())
+        first, _, used = compressed_starts(cu_seqlens, length, block, stride)
+        return Slots(length // stride, packed=True, first=torch.where(used, first, -1).int())
 
 
 def token_tables(
@@ -198,10 +192,8 @@ def token_tables(
     """Per token of a packed row: position, first slot of its document, number of its slots."""
     if cu_seqlens is None:
         return None, None, None
-    docs = documents(cu_seqlens, length)
-    base = compressed_offsets(cu_seqlens, block, stride)[docs.index]
-    count = n_compressed_of(docs.lengths, block, stride)[docs.index]
-    return docs.position.int(), base.int(), count.int()
+    position, base, count = compressed_of_tokens(cu_seqlens, length, block, stride)
+    return position.int(), base.int(), count.int()
 
 
 def strides(x: Tensor, name: str, dims: str) -> dict[str, int]:
@@ -269,7 +261,6 @@ def gather_blocks_backward(
     length: int,
     block: int,
     stride: int,
-    pos_dtype: torch.dtype,
     cu_seqlens: Tensor | None = None,
     tile: Tile = DEFAULT_TILE,
 ) -> tuple[Tensor, Tensor]:
@@ -278,7 +269,7 @@ def gather_blocks_backward(
     dim = width // block
     dx = token_backward(dout, dim, length, block, stride, cu_seqlens, tile, mean=False)
     if n_slots == 0:
-        return dx, torch.zeros(block, dim, dtype=pos_dtype, device=dout.device)
+        return dx, torch.zeros(block, dim, dtype=dout.dtype, device=dout.device)
     slots = Slots.of(length, block, stride, cu_seqlens)
     n_rows = batch * n_slots * groups
     run = triton.cdiv(n_rows, POSITION_RUNS)
@@ -289,7 +280,7 @@ def gather_blocks_backward(
         dout=dout, partial=partial, first=slots.first, n_rows=n_rows, n_slots=n_slots, run=run, width=width,
         **strides(dout, "o", "bng"), G=groups, PACKED=slots.packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
-    return dx, partial.sum(dim=0).view(block, dim).to(pos_dtype)
+    return dx, partial.sum(dim=0).view(block, dim).to(dout.dtype)
 
 
 def token_backward(

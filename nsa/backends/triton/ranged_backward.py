@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.primitives import (
+    COUNTS,
     LN_2,
     LOG2_E,
     load_keys,
@@ -49,7 +50,7 @@ from nsa.backends.triton.tiles import (
 ROW_PAD = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def prepare_kernel(
     p_o, p_do, p_lse, p_dlse, p_lse2, p_delta, n_queries, n_groups,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
@@ -118,7 +119,7 @@ def attend_dq(
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def ranged_dq_kernel(
     q, do, k, v, lse2, delta, p_dq, p_lo, p_hi, scale, scale_log2, n_queries, n_keys, n_groups, n_rows_padded,
     stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
@@ -208,7 +209,7 @@ def attend_dkv(
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def ranged_dkv_kernel(
     q, do, k, v, lse2, delta, p_dk, p_dv, p_first, p_end,
     scale, scale_log2, n_queries, n_keys, n_groups, n_rows_padded, n_parts, part_rows,

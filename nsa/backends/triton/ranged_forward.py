@@ -5,9 +5,14 @@
 Grid: one program per (tile of BLOCK_M rows, batch and group); the last rows, which see most keys, start first. A
 program owns its rows and writes their `o` and `lse` once. `lo` and `hi` never decrease along a row of tokens, so the
 first and the last query of a tile bound what it reads, and what lies between is seen by every row and needs no mask.
+
+Of that range a query may see chosen blocks only (`Chosen`): a bitmap then hides the others, tile by tile of keys. That
+reads keys which no query of the tile chose, so it is for sequences of which every query chooses a good part.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.primitives import (
+    COUNTS,
     FLOOR,
     LN_2,
     LOG2_E,
@@ -33,9 +39,12 @@ def attend(
     b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, DESC: tl.constexpr,
+    p_word, o_t, n_word_tiles, SELECT_BLOCK: tl.constexpr, MASKED: tl.constexpr, DESC: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys `[i_start, i_stop)` into the running softmax, a tile at a time."""
+    """Takes the keys `[i_start, i_stop)` into the running softmax, a tile at a time.
+
+    With a SELECT_BLOCK, which tiles of keys do not straddle, `p_word` has a word for each block and 32 queries.
+    """
     for i_n in tl.range(i_start, i_stop, BLOCK_N):
         b_k = load_keys(k, i_b, i_g, i_n, n_keys, stride_kb, stride_kn, stride_kg, D_K, BLOCK_N, BLOCK_DK, MASKED, DESC)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
@@ -43,21 +52,24 @@ def attend(
             o_n = i_n + tl.arange(0, BLOCK_N)
             m_s = (o_n[None, :] >= b_lo[:, None]) & (o_n[None, :] < b_hi[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
+        if SELECT_BLOCK > 0:
+            b_word = tl.load(p_word + (i_n // SELECT_BLOCK) * n_word_tiles + o_t // 32)
+            b_s = tl.where(((b_word >> (o_t % 32)) & 1)[:, None] != 0, b_s, float("-inf"))
         b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = load_keys(v, i_b, i_g, i_n, n_keys, stride_vb, stride_vn, stride_vg, D_V, BLOCK_N, BLOCK_DV, MASKED, DESC)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     return b_m, b_l, b_o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def ranged_forward_kernel(
-    q, k, v, p_o, p_lse, p_lo, p_hi, scale_log2, n_queries, n_keys, n_groups,
+    q, k, v, p_o, p_lse, p_lo, p_hi, p_word, scale_log2, n_queries, n_keys, n_groups, n_blocks, n_word_tiles,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    stride_ob, stride_ot, stride_oh,
+    stride_ob, stride_ot, stride_oh, stride_lb,
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against all the keys they see."""
     n_rows = n_queries * H
@@ -71,10 +83,14 @@ def ranged_forward_kernel(
     i_t, o_t, o_h = split_rows(i_row, H, BLOCK_M)
     o_t = i_t + o_t
     # Rows past the end look like the last query; they are computed and not stored.
-    b_lo, b_hi = visible_keys(tl.minimum(o_t, n_queries - 1), p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    o_seen = tl.minimum(o_t, n_queries - 1)
+    b_lo, b_hi = visible_keys(o_seen, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
     i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
     first_lo, first_hi = visible_keys(i_t, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
     last_lo, last_hi = visible_keys(i_last // H, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+
+    if SELECT_BLOCK > 0:
+        p_word += i_bg.to(tl.int64) * n_blocks * n_word_tiles
 
     # [BLOCK_M, BLOCK_DK]
     b_q = load_rows(q, i_b, i_g, i_row, n_queries, stride_qb, stride_qt, stride_qh, H, D_K, BLOCK_M, BLOCK_DK, DESC_Q)
@@ -92,18 +108,18 @@ def ranged_forward_kernel(
             b_m, b_l, b_o = attend(
                 b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
                 scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-                D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
+                D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
             )  # fmt: skip
         i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
         b_m, b_l, b_o = attend(
             b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
             scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, False, DESC_KV,
+            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, False, DESC_KV,
         )  # fmt: skip
     b_m, b_l, b_o = attend(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
     )  # fmt: skip
 
     m_empty = b_l == 0.0
@@ -111,21 +127,42 @@ def ranged_forward_kernel(
     b_o = b_o / b_l[:, None]
     b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.math.log2(b_l)) * LN_2)
     store_rows(p_o, b_o, i_b, i_g, i_row, n_queries, stride_ob, stride_ot, stride_oh, H, D_V, BLOCK_M, BLOCK_DV)
-    p_lse += i_b.to(tl.int64) * n_queries * n_groups * H + o_t.to(tl.int64) * n_groups * H + i_g * H + o_h
+    p_lse += i_b.to(tl.int64) * stride_lb + o_t.to(tl.int64) * n_groups * H + i_g * H + o_h
     tl.store(p_lse, b_lse, mask=o_t < n_queries)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which blocks of `select_block` keys query `t` reads: bit `t % 32` of `word[row, block, t // 32]`."""
+
+    word: Tensor  # [B * G, blocks, ceil(S / 32)] int32
+    select_block: int
+
+
 def ranged_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float, tile: Tile | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Ranges,
+    scale: float,
+    tile: Tile | None = None,
+    chosen: Chosen | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32."""
+    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32: new ones, or `out`."""
     assert scale > 0, "the running maximum is taken before the scale is applied"
     batch, n_queries, n_heads, d_k = q.shape
     n_keys, n_groups, d_v = k.shape[1], k.shape[2], v.shape[-1]
     heads = n_heads // n_groups
-    tile = tile or pick_forward(q, v)
-    o = torch.empty(batch, n_queries, n_heads, d_v, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, n_queries, n_heads, dtype=torch.float32, device=q.device)
+    tile = tile or pick_forward(q, v, ranges.sliding)
+    if chosen is not None:
+        assert chosen.select_block % tile.block_n == 0, "a tile of keys must not straddle blocks"
+        assert not ranges.sliding, "tiles start at multiples of their size only where ranges start at 0"
+    if out is None:
+        o = torch.empty(batch, n_queries, n_heads, d_v, dtype=q.dtype, device=q.device)
+        lse = torch.empty(batch, n_queries, n_heads, dtype=torch.float32, device=q.device)
+    else:
+        o, lse = out
 
     q_src = row_source(q, heads, tile)
     k_src, v_src = key_sources(k, v, tile)
@@ -137,14 +174,18 @@ def ranged_forward(
         p_lse=lse,
         p_lo=ranges.lo,
         p_hi=ranges.hi,
+        p_word=None if chosen is None else chosen.word,
         scale_log2=scale * LOG2_E,
         n_queries=n_queries,
         n_keys=n_keys,
         n_groups=n_groups,
+        n_blocks=0 if chosen is None else chosen.word.shape[1],
+        n_word_tiles=0 if chosen is None else chosen.word.shape[2],
         **strides("q", q),
         **strides("k", k, "n", "g"),
         **strides("v", v, "n", "g"),
         **strides("o", o),
+        stride_lb=lse.stride(0),
         H=heads,
         D_K=d_k,
         D_V=d_v,
@@ -156,6 +197,7 @@ def ranged_forward(
         SPAN=ranges.span,
         STRIDE=ranges.stride,
         PACKED=ranges.lo is not None,
+        SELECT_BLOCK=0 if chosen is None else chosen.select_block,
         MASK_ALL=tile.mask_all,
         DESC_Q=q_src is not q,
         DESC_KV=k_src is not k,

@@ -29,7 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.tiles import capability, is_hopper, is_large
+from nsa.backends.triton import tuning
+from nsa.backends.triton.primitives import COUNTS
+from nsa.backends.triton.tiles import capability
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 LOG2_E = 1.4426950408889634
@@ -40,6 +42,9 @@ SCORE_BUDGET = 1 << 26
 # More selection blocks than one program can hold in registers, and more compressed blocks in one of them than a tile.
 MAX_SELECT_BLOCKS = 1 << 15
 MAX_RATIO = 256
+
+# Heads per group up to which the scores have tiles of their own.
+FEW_HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,8 @@ def default_tile(dim: int, heads: int, dtype: torch.dtype, gpu: tuple[int, int] 
     """Many columns halve how often the blocks come through L2; few blocks let two programs share an SM, so that one
     takes exponentials while the other multiplies. Past D = 128 the columns fill shared memory, and with few heads
     what is kept per query fills the registers, which on a GPU that is not large hold the factors too."""
-    if dtype == torch.float32:
-        return Tile(block_m=64 if is_hopper(gpu) else 32, block_n=32, num_warps=4, num_stages=1)
-    if not is_large(gpu):
-        return Tile(block_m=128 if dim <= 128 else 64, block_n=64, num_warps=4, num_stages=2)
-    if dim <= 128 and heads > 4:
-        return Tile(block_m=256, block_n=64, num_warps=4, num_stages=2)
-    return Tile(block_m=128, block_n=64, num_warps=4, num_stages=2)
+    kernel = "scores" if heads > FEW_HEADS else "scores-few-heads"
+    return tuning.pick(kernel, Tile, gpu, dim, dim, dtype)
 
 
 def candidates() -> list[Tile]:
@@ -151,7 +151,7 @@ def load_columns(
     return tl.trans(b_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def score_kernel(
     q, k_cmp, lse, planes, document, cu_seqlens, k_offset,
     t_lo, t_hi, n_keys, n_columns, scale_log2,
@@ -276,7 +276,7 @@ def choose_row(
     tl.store(indices + o_out, o_j, mask=m_taken)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def choose_kernel(
     planes, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_plane, stride_ib, stride_it,
     G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,

@@ -1,4 +1,7 @@
-"""The selected branch by our kernels: which of the two forward methods, which tiles, and the launches.
+"""The selected branch by our kernels: which of the three forward methods, which tiles, and the launches.
+
+The first queries of a sequence choose a good part of the blocks before them: `dense` reads all of those, masked, which
+is cheapest up to a measured number of blocks. The others go by `query` or by `block`.
 
 Per (query, block) `query` reads `2 * l_sel * D` elements through the L2, `block` moves `3 * h * D` through memory, half
 as fast. On an H200 at 65,536 tokens `block` is faster at 4, 6 and 16 heads a group (docs/kernels.md); past that
@@ -12,63 +15,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nsa.backends.triton import tuning
 from nsa.backends.triton.selected_attend import ForwardTile, block_forward, query_forward
+from nsa.backends.triton.selected_common import LONGEST_RUN
+from nsa.backends.triton.selected_dense import dense_forward, dense_tile
 from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
-from nsa.backends.triton.selected_index import Blocks
-from nsa.backends.triton.tiles import capability, is_hopper, is_large
+from nsa.backends.triton.selected_index import Blocks, halve_blocks
+from nsa.backends.triton.tiles import capability
 
-# Heads per group from which on a query's blocks are cheaper to read than its partial outputs are to write.
-QUERY_FROM_HEADS = 32
+# Elements of a block's keys past which its two halves are read as blocks of their own, if they are not short already.
+LARGEST_BLOCK = 64 * 128
+SHORTEST_HALVED = 64
 
 
 def pick_forward(
     heads: int, d_k: int, d_v: int, dtype: torch.dtype, method: str | None = None, gpu: tuple[int, int] = (9, 0)
 ) -> ForwardTile:
-    method = method or ("query" if heads >= QUERY_FROM_HEADS else "block")
+    method = method or ("query" if heads >= tuning.tuned().threshold("query_from_heads", gpu) else "block")
     if method not in ("query", "block"):
-        raise ValueError(f"method must be 'query' or 'block', got {method!r}")
-    tile = ForwardTile(method)
-    if is_small(dtype, gpu):
-        return small_forward(tile, max(d_k, d_v), dtype)
-    if dtype == torch.float32:
-        tile = replace(tile, num_stages=2, num_warps=8, common_m=64, common_stages=1)
-        return replace(tile, block_m=32) if max(d_k, d_v) > 128 else tile
-    if max(d_k, d_v) > 128:
-        return replace(tile, num_stages=2, num_warps=8 if method == "query" else 4, common_stages=2)
-    # Two stages leave room for one program more on a processor.
-    return replace(tile, num_stages=2) if method == "block" and max(d_k, d_v) > 64 else tile
+        raise ValueError(f"method is {method!r}; here 'query' or 'block' serves")
+    return tuning.pick(f"selected-forward-{method}", ForwardTile, gpu, d_k, d_v, dtype)
 
 
-def is_small(dtype: torch.dtype, gpu: tuple[int, int]) -> bool:
-    """Whether the larger tiles do not fit, or spill: fp32, whose products take registers alone, does on all GPUs.
-    Hopper keeps the ones that it was tested with."""
-    return not is_hopper(gpu) if dtype == torch.float32 else not is_large(gpu)
-
-
-def small_forward(tile: ForwardTile, width: int, dtype: torch.dtype) -> ForwardTile:
-    """A block's keys and values, and the rows, within 99 KiB, and the factors of a product in registers."""
-    if dtype == torch.float32:
-        return replace(tile, block_m=16, num_warps=8, num_stages=1, common_m=32, common_stages=1)
-    if width > 128:
-        return replace(tile, block_m=32, num_warps=8, num_stages=2, common_m=64, common_stages=1)
-    return replace(tile, num_stages=2, common_m=64, common_warps=4, common_stages=2)
-
-
-def pick_backward(heads: int, d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> BackwardTile:
-    if is_small(dtype, gpu):
-        if dtype == torch.float32:
-            return BackwardTile(block_m=16, num_warps=8, num_stages=1)
-        if max(d_k, d_v) > 128:
-            # One stage fits 99 KiB, unless both are wide: then nothing does, and two stages spill less.
-            return BackwardTile(block_m=16, num_warps=8, num_stages=2 if min(d_k, d_v) > 128 else 1)
-        return BackwardTile(num_warps=8 if max(d_k, d_v) > 64 else 4, num_stages=2)
-    if dtype == torch.float32:
-        return BackwardTile(block_m=16 if max(d_k, d_v) > 128 else 32, num_warps=8, num_stages=1)
-    if max(d_k, d_v) > 128:
-        return BackwardTile(num_warps=8, num_stages=2)
-    if max(d_k, d_v) <= 64:
-        return BackwardTile(block_m=64)
-    return BackwardTile()
+def pick_backward(d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> BackwardTile:
+    return tuning.pick("selected-backward", BackwardTile, gpu, d_k, d_v, dtype)
 
 
 def candidates() -> list[ForwardTile | BackwardTile]:
@@ -104,6 +74,19 @@ def row_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def fit_blocks(indices: Tensor, select_block: int, width: int) -> tuple[Tensor, int]:
+    """The choice in blocks whose keys and values fit a program: long blocks of wide heads are read in halves."""
+    while select_block > SHORTEST_HALVED and select_block % 2 == 0 and select_block * width > LARGEST_BLOCK:
+        indices, select_block = halve_blocks(indices, select_block)
+    return indices, select_block
+
+
+def dense_queries(length: int, n_select: int, select_block: int, device: torch.device) -> int:
+    """How many of the first queries read all blocks: up to a measured number of blocks for each that is chosen."""
+    n_blocks = tuning.tuned().threshold("dense_up_to_blocks", capability(device)) * n_select
+    return min(length, max(1, n_blocks * select_block // LONGEST_RUN) * LONGEST_RUN)
+
+
 def selected_forward(
     q: Tensor,
     k: Tensor,
@@ -123,14 +106,20 @@ def selected_forward(
     q, k, v, indices = (row_contiguous(x) for x in (q, k, v, indices))
     batch, length, n_heads, d_k = q.shape
     heads = n_heads // k.shape[2]
-    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, method, capability(q.device))
+    indices, select_block = fit_blocks(indices, select_block, max(d_k, v.shape[3]))
     o = q.new_empty(batch, length, n_heads, v.shape[3])
     lse = q.new_empty(batch, length, n_heads, dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    blocks = Blocks.of(length, select_block, cu_seqlens)
-    run = query_forward if tile.method == "query" else block_forward
-    run(q, k, v, indices, o, lse, blocks, scale, tile)
+    cut = dense_tile(q, v, select_block) if tile is None and cu_seqlens is None else None
+    n_dense = 0
+    if cut is not None and method in (None, "dense"):
+        n_dense = length if method == "dense" else dense_queries(length, indices.shape[3], select_block, q.device)
+        dense_forward(q, k, v, indices, o, lse, select_block, scale, cut, n_dense)
+    if n_dense < length:
+        tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, method, capability(q.device))
+        run = query_forward if tile.method == "query" else block_forward
+        run(q, k, v, indices, o, lse, Blocks.of(length, select_block, cu_seqlens), scale, tile, n_dense)
     return o, lse
 
 
@@ -156,6 +145,7 @@ def selected_backward(
     do, q, k, v, indices, o = (row_contiguous(x) for x in (do, q, k, v, indices, o))
     if q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    tile = tile or pick_backward(q.shape[2] // k.shape[2], q.shape[3], v.shape[3], q.dtype, capability(q.device))
+    tile = tile or pick_backward(q.shape[3], v.shape[3], q.dtype, capability(q.device))
+    indices, select_block = fit_blocks(indices, select_block, max(q.shape[3], v.shape[3]))
     blocks = Blocks.of(q.shape[1], select_block, cu_seqlens)
     return block_backward(do, dlse, q, k, v, indices, o, lse.contiguous(), blocks, scale, tile)

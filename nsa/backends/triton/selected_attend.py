@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import FLOOR, LN_2, LOG2_E
-from nsa.backends.triton.selected_common import common_forward
+from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E
+from nsa.backends.triton.selected_common import Split, common_forward, split_choice
 from nsa.backends.triton.selected_index import Blocks, Launch, chosen_block, launches
 
 
@@ -155,11 +155,13 @@ def attend_segment(
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee") * (1.0 / b_l)[:, None]
         o_out = offset(b_pair - i_pair_0, WIDE) * H + o_head
         m_o = m_row[:, None] if D_V == BLOCK_DV else m_row[:, None] & (o_dv < D_V)[None, :]
-        tl.store(p_o + (o_out * D_V)[:, None] + o_dv[None, :], b_o.to(p_o.dtype.element_ty), mask=m_o)
+        # Streamed: partials come back when all of a launch are there, and must not drive the queries out of the L2.
+        p_part = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
+        tl.store(p_part, b_o.to(p_o.dtype.element_ty), mask=m_o, cache_modifier=".cs")
         tl.store(p_lse + o_out, b_m + tl.math.log2(b_l), mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def block_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_pair, p_order, p_item, p_low, p_high, p_last_segment,
     p_first_token, p_end_token, scale_log2, n_items, n_blocks, n_tokens, n_groups, row_0, query_0, n_queries,
@@ -204,7 +206,7 @@ def block_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
     p_part, p_part_lse, p_o, p_lse, p_indices, p_doc_start, p_block_offset,
     n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
@@ -255,10 +257,10 @@ def merge_kernel(
     tl.store(p_lse + o_out, tl.where(b_l > 0, b_total * LN_2, float("-inf")), mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_indices, p_doc_start,
-    scale_log2, n_tokens, n_groups,
+    scale_log2, n_tokens, n_groups, query_0,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ib, stride_it, stride_ig,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -269,7 +271,7 @@ def query_kernel(
 
     With COMMON `o` and `lse` hold what to start from, and are replaced.
     """
-    i_t = tl.program_id(0)
+    i_t = query_0 + tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
@@ -371,24 +373,20 @@ def strides(**tensors: Tensor) -> dict[str, int]:
     return out
 
 
-def without_common(
+def attend_common(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    indices: Tensor,
+    split: Split,
     o: Tensor,
     lse: Tensor,
-    blocks: Blocks,
+    select_block: int,
     scale: float,
     tile: ForwardTile,
-) -> Tensor:
-    """What is left of the choice once runs of queries have attended to what they have in common."""
-    if tile.common_m == 0:
-        return indices
-    return common_forward(
-        q, k, v, indices, o, lse, blocks, scale * LOG2_E,
-        block_m=tile.common_m, num_warps=tile.common_warps, num_stages=tile.common_stages,
-        sizes=widths(q.shape[3], v.shape[3], blocks.select_block),
+) -> None:
+    common_forward(
+        q, k, v, split, o, lse, select_block, scale * LOG2_E,
+        num_warps=tile.common_warps, num_stages=tile.common_stages, sizes=widths(q.shape[3], v.shape[3], select_block),
     )  # fmt: skip
 
 
@@ -402,17 +400,30 @@ def block_forward(
     blocks: Blocks,
     scale: float,
     tile: ForwardTile,
+    query_0: int = 0,
 ) -> None:
+    """Writes `o` and natural `lse` of the queries from `query_0` on, a multiple of `LONGEST_RUN`."""
     n_tokens, n_groups = k.shape[1:3]
     heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
     shape = {"H": heads, "N_SELECT": n_select, "SELECT_BLOCK": blocks.select_block, "D_V": d_v, "PACKED": blocks.packed}
     size = widths(q.shape[3], d_v, blocks.select_block)
-    indices = without_common(q, k, v, indices, o, lse, blocks, scale, tile)
+    if tile.common_m > 0:
+        split = split_choice(indices, blocks, heads, tile.common_m, query_0)
+        indices = split.rest
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
     bytes_per_query = n_select * heads * (d_v * q.element_size() + 4)
     segment = max(1, tile.segment // heads)
     rows = rows_to_merge(n_select, size["BLOCK_DV"], tile.merge_warps)
     part = part_lse = None
-    for launch in launches(indices, blocks, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment):
+    for launch in launches(
+        indices,
+        blocks,
+        query_0,
+        bytes_per_query=bytes_per_query,
+        budget=tile.scratch,
+        segment=segment,
+        in_order=True,
+    ):
         n_parts = launch.n_rows * launch.n_queries * n_select * heads
         part = at_least(part, n_parts, (d_v,), q.dtype, q.device)
         part_lse = at_least(part_lse, n_parts, (), torch.float32, q.device)
@@ -483,12 +494,17 @@ def query_forward(
     blocks: Blocks,
     scale: float,
     tile: ForwardTile,
+    query_0: int = 0,
 ) -> None:
+    """Writes `o` and natural `lse` of the queries from `query_0` on, a multiple of `LONGEST_RUN`."""
     batch, n_tokens, n_heads, d_k = q.shape
     n_groups, d_v = v.shape[2:]
     heads, n_select = n_heads // n_groups, indices.shape[3]
-    indices = without_common(q, k, v, indices, o, lse, blocks, scale, tile)
-    query_kernel[(n_tokens, batch * n_groups)](
+    if tile.common_m > 0:
+        split = split_choice(indices, blocks, heads, tile.common_m, query_0)
+        indices = split.rest
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
+    query_kernel[(n_tokens - query_0, batch * n_groups)](
         p_q=q,
         p_k=k,
         p_v=v,
@@ -499,6 +515,7 @@ def query_forward(
         scale_log2=scale * LOG2_E,
         n_tokens=n_tokens,
         n_groups=n_groups,
+        query_0=query_0,
         **strides(q_bth=q, k_bng=k, v_bng=v, i_btg=indices),
         H=heads,
         N_SELECT=n_select,

@@ -3,7 +3,7 @@
 The forced blocks (the first ones, and those ending at the query's own) are the same for all queries of a block, and
 neighbouring queries of a trained model choose much the same others too. So the choice is split: what all queries of a
 run have in common is read once for the run, with `queries * h` rows in one tile; what is left goes the general way
-(`selected_forward.py`), starting from the run's result. Nothing here knows which blocks were forced.
+(`selected_attend.py`), starting from the run's result. Nothing here knows which blocks were forced.
 
 `split`: a program per (run, group) writes the run's common blocks and, for each query, the rest of its choice.
 `common`: a program per (run, group) owns the run's rows and writes their `o` and base-2 log-sum-exp once.
@@ -11,23 +11,28 @@ run have in common is read once for the run, with `queries * h` rows in one tile
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import FLOOR
+from nsa.backends.triton.primitives import COUNTS, FLOOR
 from nsa.backends.triton.selected_index import Blocks
 
+# A power of two; work that starts at a multiple of it starts with a whole run.
+LONGEST_RUN = 64
 
-@triton.jit
+
+@triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
     p_indices, p_rest, p_common, p_n_common, p_doc_start,
-    n_tokens, n_groups, n_runs, stride_b, stride_t, stride_g,
+    n_tokens, n_groups, run_0, n_runs, stride_b, stride_t, stride_g,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1."""
-    i_run = tl.program_id(0)
+    i_run = run_0 + tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
@@ -69,16 +74,16 @@ def split_kernel(
     tl.store(p_rest + o_slot[None, :], tl.full([RUN, BLOCK_S], -1, tl.int32), mask=m_pair & m_gap)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def common_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_common, p_n_common, scale_log2, n_tokens, n_groups, n_runs,
+    p_q, p_k, p_v, p_o, p_lse, p_common, p_n_common, scale_log2, n_tokens, n_groups, run_0, n_runs,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The rows of a run over its common blocks; `lse` in base 2, -inf where a run has nothing in common."""
-    i_run = tl.program_id(0)
+    i_run = run_0 + tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
@@ -128,62 +133,87 @@ def common_kernel(
 def run_length(heads: int, block_m: int, select_block: int) -> int:
     """Queries a run: a power of two that fits the tile, and a block, past which local blocks are not shared."""
     run = 1
-    while 2 * run * heads <= block_m and 2 * run <= select_block:
+    while 2 * run * heads <= block_m and 2 * run <= min(select_block, LONGEST_RUN):
         run *= 2
     return run
+
+
+@dataclass(frozen=True)
+class Split:
+    """The choice in two: what the queries of each run have in common, and what is left of every query's."""
+
+    run: int  # queries in a run
+    run_0: int  # runs before this one are not there
+    common: Tensor  # [rows, runs, n] int32 first tokens
+    n_common: Tensor  # [rows, runs] int32
+    rest: Tensor  # [B, S, G, n] int32
+
+
+def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int, query_0: int) -> Split:
+    """Of the queries from `query_0` on, which starts a run."""
+    batch, n_tokens, n_groups, n_select = indices.shape
+    rows = batch * n_groups
+    run = run_length(heads, block_m, blocks.select_block)
+    n_runs, run_0 = triton.cdiv(n_tokens, run), query_0 // run
+    assert query_0 % run == 0, "runs start at multiples of their length"
+    common = torch.empty(rows, n_runs, n_select, dtype=torch.int32, device=indices.device)
+    n_common = torch.empty(rows, n_runs, dtype=torch.int32, device=indices.device)
+    rest = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    split_kernel[(n_runs - run_0, rows)](
+        p_indices=indices,
+        p_rest=rest,
+        p_common=common,
+        p_n_common=n_common,
+        p_doc_start=blocks.doc_start,
+        n_tokens=n_tokens,
+        n_groups=n_groups,
+        run_0=run_0,
+        n_runs=n_runs,
+        stride_b=indices.stride(0),
+        stride_t=indices.stride(1),
+        stride_g=indices.stride(2),
+        N_SELECT=n_select,
+        SELECT_BLOCK=blocks.select_block,
+        RUN=run,
+        BLOCK_S=triton.next_power_of_2(n_select),
+        PACKED=blocks.packed,
+        num_warps=4 if run >= 16 else 2,
+    )
+    return Split(run, run_0, common, n_common, rest)
 
 
 def common_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    indices: Tensor,
+    split: Split,
     o: Tensor,
     lse: Tensor,
-    blocks: Blocks,
+    select_block: int,
     scale_log2: float,
     *,
-    block_m: int,
     num_warps: int,
     num_stages: int,
     sizes: dict[str, int],
-) -> Tensor:
-    """Fills `o` and `lse` (base 2) with the common part; returns what is left of `indices`."""
-    batch, n_tokens, n_heads, d_k = q.shape
+) -> None:
+    """Fills `o` and `lse` (base 2) with what comes of the common blocks."""
+    n_tokens, n_heads, d_k = q.shape[1:]
     n_groups, d_v = v.shape[2:]
-    heads, n_select, rows = n_heads // n_groups, indices.shape[3], batch * n_groups
-    run = run_length(heads, block_m, blocks.select_block)
-    n_runs = triton.cdiv(n_tokens, run)
-    common = torch.empty(rows, n_runs, n_select, dtype=torch.int32, device=q.device)
-    n_common = torch.empty(rows, n_runs, dtype=torch.int32, device=q.device)
-    rest = torch.empty(indices.shape, dtype=torch.int32, device=q.device)
-    where = {"n_tokens": n_tokens, "n_groups": n_groups, "n_runs": n_runs}
-    shape = {"N_SELECT": n_select, "SELECT_BLOCK": blocks.select_block, "RUN": run}
-    split_kernel[(n_runs, rows)](
-        p_indices=indices,
-        p_rest=rest,
-        p_common=common,
-        p_n_common=n_common,
-        p_doc_start=blocks.doc_start,
-        **where,
-        stride_b=indices.stride(0),
-        stride_t=indices.stride(1),
-        stride_g=indices.stride(2),
-        **shape,
-        BLOCK_S=triton.next_power_of_2(n_select),
-        PACKED=blocks.packed,
-        num_warps=4 if run >= 16 else 2,
-    )
-    common_kernel[(n_runs, rows)](
+    heads = n_heads // n_groups
+    rows, n_runs, n_select = split.common.shape
+    common_kernel[(n_runs - split.run_0, rows)](
         p_q=q,
         p_k=k,
         p_v=v,
         p_o=o,
         p_lse=lse,
-        p_common=common,
-        p_n_common=n_common,
+        p_common=split.common,
+        p_n_common=split.n_common,
         scale_log2=scale_log2,
-        **where,
+        n_tokens=n_tokens,
+        n_groups=n_groups,
+        run_0=split.run_0,
+        n_runs=n_runs,
         stride_qb=q.stride(0),
         stride_qt=q.stride(1),
         stride_qh=q.stride(2),
@@ -194,12 +224,13 @@ def common_forward(
         stride_vn=v.stride(1),
         stride_vg=v.stride(2),
         H=heads,
+        N_SELECT=n_select,
+        SELECT_BLOCK=select_block,
         D_K=d_k,
         D_V=d_v,
-        **shape,
-        BLOCK_M=max(16, triton.next_power_of_2(run * heads)),
+        RUN=split.run,
+        BLOCK_M=max(16, triton.next_power_of_2(split.run * heads)),
         **sizes,
         NUM_STAGES=num_stages,
         num_warps=num_warps,
     )
-    return rest

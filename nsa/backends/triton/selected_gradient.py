@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton.primitives import COUNTS
 from nsa.backends.triton.selected_attend import (
     at_least,
     is_wide,
@@ -55,7 +56,7 @@ class BackwardTile:
     merge_warps: int = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
     p_do, p_o, p_dlse, p_delta, n_tokens, n_heads,
     stride_db, stride_dt, stride_dh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
@@ -127,7 +128,7 @@ def differentiate_segment(
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def block_backward_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_dk, p_dv,
     p_pair, p_order, p_item, p_low, p_high, p_last_segment, p_first_token, p_end_token,
@@ -186,7 +187,7 @@ def block_backward_kernel(
     tl.store(p_dv + (o_part * D_V)[:, None] + o_dv[None, :], b_dv, mask=m_n & (o_dv < D_V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_slots_kernel(
     p_part, p_dq, p_indices, p_doc_start, p_block_offset,
     n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
@@ -219,7 +220,7 @@ def sum_slots_kernel(
     tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=m_row[:, None] & (o_dk < D_K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_segments_kernel(
     p_part, p_out, p_low, p_high, p_last_segment, p_first_token, p_end_token,
     n_blocks, n_tokens, n_groups, row_0,
@@ -295,20 +296,18 @@ def block_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     bytes_per_query = n_select * heads * d_k * q.element_size()
-    work = launches(indices, blocks, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment)
     dq_part = dk_part = dv_part = dk = dv = None
-    for launch in work:
+    for launch in launches(indices, blocks, 0, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment):
         dq_part = at_least(dq_part, launch.n_rows * launch.n_queries * n_select * heads, (d_k,), q.dtype, q.device)
         dk_part = at_least(dk_part, launch.n_segments, (select_block, d_k), torch.float32, q.device)
         dv_part = at_least(dv_part, launch.n_segments, (select_block, d_v), torch.float32, q.device)
-        if dk is None:
+        if dk is None or dv is None:
             # Sums over several launches are kept in fp32 between them.
             total = k.dtype if launch.n_queries == n_tokens else torch.float32
             dk = torch.empty(k.shape, dtype=total, device=k.device)
             dv = torch.empty(v.shape, dtype=total, device=v.device)
         where = {"n_tokens": n_tokens, "n_groups": n_groups, "row_0": launch.row_0}
         chunk = {"query_0": launch.query_0, "n_queries": launch.n_queries}
-        segments = segment_arguments(launch, blocks)
         block_backward_kernel[(launch.n_segments,)](
             p_q=q,
             p_k=k,
@@ -319,7 +318,7 @@ def block_backward(
             p_dq=dq_part,
             p_dk=dk_part,
             p_dv=dv_part,
-            **segments,
+            **segment_arguments(launch, blocks),
             scale=scale,
             **where,
             **chunk,

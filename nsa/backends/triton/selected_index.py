@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton.primitives import COUNTS
 from nsa.geometry import documents, exclusive_offsets
 
 WORD = 32
@@ -73,7 +74,7 @@ def popcount(b_word):
     return (b & 0x3F).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def mark_kernel(
     p_indices, p_word, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
@@ -94,7 +95,7 @@ def mark_kernel(
     tl.atomic_or(p_word + o_word, b_bit, mask=m_pair & (b_block >= 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def count_kernel(p_word, p_count, n_words, BLOCK: tl.constexpr):
     """Bits of every word."""
     o_word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -102,7 +103,7 @@ def count_kernel(p_word, p_count, n_words, BLOCK: tl.constexpr):
     tl.store(p_count + o_word, popcount(tl.load(p_word + o_word, mask=m_word, other=0)), mask=m_word)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def place_kernel(
     p_indices, p_word, p_sum, p_pair, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
@@ -167,6 +168,13 @@ class Blocks:
         return self.first_token is not None
 
 
+def halve_blocks(indices: Tensor, select_block: int) -> tuple[Tensor, int]:
+    """The same tokens in blocks of half the length: block `j` is `2j` and `2j + 1`, still ascending, -1 for none."""
+    halves = torch.stack([2 * indices, 2 * indices + 1], dim=-1)
+    halves = halves.masked_fill((indices < 0)[..., None], -1)
+    return halves.flatten(-2), select_block // 2
+
+
 @dataclass(frozen=True)
 class Index:
     """Queries `[query_0, query_1)` of every row, sorted by row, block, query."""
@@ -178,15 +186,15 @@ class Index:
     total: Tensor  # [R, J, tiles] int32 inclusive running sum of `count`
 
 
-def build_index(indices: Tensor, blocks: Blocks, query_0: int, query_1: int) -> Index:
-    """The inverted index of queries `[query_0, query_1)`; both bounds multiples of 32, or the end."""
+def pair_launch(
+    indices: Tensor, blocks: Blocks, query_0: int, query_1: int
+) -> tuple[tuple[int, int], dict[str, object], Tensor]:
+    """Grid and arguments of a kernel over the pairs of queries `[query_0, query_1)`, and their bitmap, not yet set."""
     batch, _, n_groups, n_select = indices.shape
     rows, length = batch * n_groups, query_1 - query_0
     n_tiles = triton.cdiv(length, WORD)
-    device = indices.device
-    word = torch.zeros(rows, blocks.count, n_tiles, dtype=torch.int32, device=device)
-    grid = (triton.cdiv(length * n_select, PAIRS_PER_PROGRAM), rows)
-    shared = {
+    word = torch.zeros(rows, blocks.count, n_tiles, dtype=torch.int32, device=indices.device)
+    arguments = {
         "p_indices": indices,
         "p_word": word,
         "p_doc_start": blocks.doc_start,
@@ -204,14 +212,28 @@ def build_index(indices: Tensor, blocks: Blocks, query_0: int, query_1: int) -> 
         "PACKED": blocks.packed,
         "BLOCK": PAIRS_PER_PROGRAM,
     }
-    mark_kernel[grid](**shared)
+    return (triton.cdiv(length * n_select, PAIRS_PER_PROGRAM), rows), arguments, word
+
+
+def mark(indices: Tensor, blocks: Blocks) -> Tensor:
+    """The bitmap alone: `[rows, blocks, tiles of 32 queries]` int32."""
+    grid, arguments, word = pair_launch(indices, blocks, 0, indices.shape[1])
+    mark_kernel[grid](**arguments)
+    return word
+
+
+def build_index(indices: Tensor, blocks: Blocks, query_0: int, query_1: int) -> Index:
+    """The inverted index of queries `[query_0, query_1)`; both bounds multiples of 32, or the end."""
+    grid, arguments, word = pair_launch(indices, blocks, query_0, query_1)
+    mark_kernel[grid](**arguments)
     count = torch.empty_like(word)
     count_kernel[(triton.cdiv(word.numel(), WORDS_PER_PROGRAM),)](
         p_word=word, p_count=count, n_words=word.numel(), BLOCK=WORDS_PER_PROGRAM
     )
     total = count.view(-1).cumsum(0, dtype=torch.int32).view_as(count)
-    pair = torch.empty(rows * length * n_select, dtype=torch.int32, device=device)
-    place_kernel[grid](**shared, p_sum=total, p_pair=pair)
+    rows, n_select = word.shape[0], indices.shape[3]
+    pair = torch.empty(rows * (query_1 - query_0) * n_select, dtype=torch.int32, device=indices.device)
+    place_kernel[grid](**arguments, p_sum=total, p_pair=pair)
     return Index(query_0, query_1, pair, count, total)
 
 
@@ -250,8 +272,19 @@ class Launch:
         return self.query_1 - self.query_0
 
 
-def launches(indices: Tensor, blocks: Blocks, *, bytes_per_query: int, budget: int, segment: int) -> Iterator[Launch]:
-    """Cut the work so that `bytes_per_query` of scratch for each (row, query) stay below `budget`.
+def launches(
+    indices: Tensor,
+    blocks: Blocks,
+    first_query: int,
+    *,
+    bytes_per_query: int,
+    budget: int,
+    segment: int,
+    in_order: bool = False,
+) -> Iterator[Launch]:
+    """Cut the queries' work so that `bytes_per_query` of scratch for each (row, query) stay below `budget`.
+
+    Queries before `first_query`, a multiple of 32, are left out. `in_order`: long launches go by their first query.
 
     Rows come one after the other with as many queries as fit, because a block's keys are read once a launch.
     """
@@ -259,7 +292,7 @@ def launches(indices: Tensor, blocks: Blocks, *, bytes_per_query: int, budget: i
     rows = batch * n_groups
     part = max(WORD, MAX_WORDS // (rows * blocks.count) * WORD)
     fit = max(WORD, budget // bytes_per_query)
-    for query_0 in range(0, n_queries, part):
+    for query_0 in range(first_query, n_queries, part):
         query_1 = min(query_0 + part, n_queries)
         index = build_index(indices, blocks, query_0, query_1)
         length = query_1 - query_0
@@ -267,7 +300,7 @@ def launches(indices: Tensor, blocks: Blocks, *, bytes_per_query: int, budget: i
             rows_each, tiles_each = largest_divisor(rows, fit // length), index.count.shape[2]
         else:
             rows_each, tiles_each = 1, fit // WORD
-        yield from cut(index, rows_each, tiles_each, segment, n_select)
+        yield from cut(index, rows_each, tiles_each, segment, n_select, in_order)
 
 
 def by_first_query(
@@ -286,7 +319,7 @@ def largest_divisor(n: int, limit: int) -> int:
     return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)
 
 
-def cut(index: Index, rows_each: int, tiles_each: int, segment: int, n_select: int) -> Iterator[Launch]:
+def cut(index: Index, rows_each: int, tiles_each: int, segment: int, n_select: int, in_order: bool) -> Iterator[Launch]:
     rows, n_blocks, n_tiles = index.count.shape
     n_chunks = -(-n_tiles // tiles_each)
     begin = list(range(0, n_tiles, tiles_each))
@@ -302,7 +335,7 @@ def cut(index: Index, rows_each: int, tiles_each: int, segment: int, n_select: i
     number = torch.arange(n_segments, dtype=torch.int32, device=low.device).expand(n_launches, -1).contiguous()
     item = torch.searchsorted(last, number, right=True, out_int32=True)
     order = number
-    if min(tiles_each, n_tiles) * WORD >= SORT_FROM_QUERIES:
+    if in_order and min(tiles_each, n_tiles) * WORD >= SORT_FROM_QUERIES:
         order = by_first_query(index, item, low, high, last, number, segment, n_select)
     for i in range(n_launches):
         row, chunk = i // n_chunks * rows_each, i % n_chunks

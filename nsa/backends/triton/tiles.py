@@ -1,18 +1,19 @@
 """The host's side of the ranged kernels: what each query sees, how a tensor reaches a kernel, and which tile is used.
 
-Tiles worth measuring are in `candidates()`, and what is picked on Hopper is one of them; a launcher takes any other by
-its `tile` argument.
+Tiles worth measuring are in `candidates()`; which of them is used is in the file of `tuning.py`, and a launcher takes
+any other by its `tile` argument.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.backends.triton import tuning
 from nsa.geometry import compressed_offsets, documents, n_compressed_of
 
 
@@ -36,12 +37,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
-    """Tiles of the query-major and of the key-major kernel.
+class SplitTile(Tile):
+    """A tile of the key-major kernel, and how far its work is split.
 
     Where there are few tiles of keys, their rows are split over several programs until a processor has `waves` of them,
     but not into parts of less than `least` tiles of rows, beside which loading and storing the keys would count.
     """
+
+    waves: int = 8
+    least: int = 8
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Tiles of the query-major and of the key-major kernel; `waves` and `least` as in `SplitTile`."""
 
     dq: Tile
     dkv: Tile
@@ -150,22 +159,9 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def is_large(gpu: tuple[int, int]) -> bool:
-    """Hopper and the data centre's Blackwell: products read shared memory, of which a program may have 227 KiB.
-
-    The others (Ampere, Ada, the smaller Blackwell) hold both factors of a product in registers, and most of them give
-    a program 99 KiB. Their tiles are compiled for each of them by `tests/kernels/test_compile.py`, not measured.
-    """
-    return (9, 0) <= gpu < (12, 0)
-
-
-def is_hopper(gpu: tuple[int, int]) -> bool:
-    return gpu == (9, 0)
-
-
-# Registers, shared memory and programs on a processor as compiled for sm_90, h = 16; none of these spills. The first of
-# each list is what an H200 ran fastest on the compressed branch at 65,536 tokens: two or three programs a processor let
-# one multiply while another is in its softmax, which is worth more than the fewer loads of one program of large tiles.
+# Registers, shared memory and programs on a processor as compiled for sm_90, h = 16; none of these spills. Two or three
+# programs a processor let one multiply while another is in its softmax, which on an H200 is worth more than the fewer
+# loads of one program of large tiles.
 FORWARD = {
     64: (
         Tile(64, 128, 4, 2),  # 167 registers, 3 programs
@@ -218,49 +214,32 @@ BACKWARD_DKV = {
     ),
     256: (Tile(32, 64, 8, 2),),
 }
-# Where the sliding branch ran faster with another tile than the compressed one.
-SLIDING_DQ = {128: Tile(64, 64, 4, 2, desc_rows=False)}
-SLIDING_DKV = {64: Tile(64, 64, 4, 3, mask_all=True), 128: Tile(64, 64, 4, 2, mask_all=True)}
-# fp32 multiplies without tensor cores. GPUs that are not large have less shared memory, before Hopper no descriptors.
-PLAIN = {
-    64: Tile(32, 32, 8, 2, desc_rows=False, desc_keys=False),
-    128: Tile(16, 32, 8, 2, desc_rows=False, desc_keys=False),
-    256: Tile(16, 16, 8, 1, desc_rows=False, desc_keys=False),
-}
-SMALL = {
-    64: Tile(64, 64, 4, 2, desc_rows=False, desc_keys=False),
-    128: Tile(64, 64, 4, 2, desc_rows=False, desc_keys=False),
-    256: Tile(32, 32, 4, 2, desc_rows=False, desc_keys=False),
-}
-SMALL_DKV = {**SMALL, 128: Tile(32, 64, 4, 2, desc_rows=False, desc_keys=False)}
+# Rows and keys for GPUs that are not large, whose shared memory holds less and most of which have no descriptors.
+POINTER_BLOCKS = ((64, 64), (128, 64), (64, 32), (32, 64), (32, 32))
 
 
-def candidates(kernel: str, width: int) -> tuple[Tile, ...]:
-    """Tiles worth measuring on Hopper for `kernel` ("forward", "dq", "dkv") and heads up to `width` (64, 128, 256)."""
-    return {"forward": FORWARD, "dq": BACKWARD_DQ, "dkv": BACKWARD_DKV}[kernel][width]
+def candidates(kernel: str, width: int, *, large: bool = True) -> tuple[Tile, ...]:
+    """Tiles worth measuring for `kernel` ("forward", "dq", "dkv") and heads up to `width` (64, 128, 256)."""
+    if large:
+        return {"forward": FORWARD, "dq": BACKWARD_DQ, "dkv": BACKWARD_DKV}[kernel][width]
+    plain = [Tile(m, n, 4, 2, desc_rows=False, desc_keys=False) for m, n in POINTER_BLOCKS]
+    return (*plain, *(replace(tile, num_stages=3) for tile in plain), *(replace(tile, num_warps=8) for tile in plain))
 
 
 def tile_width(d_k: int, d_v: int) -> int:
     return max(64, block_width(d_k), block_width(d_v))
 
 
-def pick_forward(q: Tensor, v: Tensor) -> Tile:
-    width = tile_width(q.shape[-1], v.shape[-1])
-    if q.dtype == torch.float32:
-        return PLAIN[width]
-    if not is_large(capability(q.device)):
-        return SMALL[width]
-    return FORWARD[width][0]
+def pick_forward(q: Tensor, v: Tensor, sliding: bool) -> Tile:
+    kernel = "sliding-forward" if sliding else "compressed-forward"
+    return tuning.pick(kernel, Tile, capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
 
 
 def pick_backward(q: Tensor, v: Tensor, sliding: bool) -> BackwardTile:
-    width = tile_width(q.shape[-1], v.shape[-1])
-    if q.dtype == torch.float32:
-        return BackwardTile(PLAIN[width], PLAIN[width])
-    if not is_large(capability(q.device)):
-        return BackwardTile(SMALL[width], SMALL_DKV[width])
-    dq, dkv = BACKWARD_DQ[width][0], BACKWARD_DKV[width][0]
-    if sliding:
-        # The band's rows are few: splitting them further only adds partial sums.
-        return BackwardTile(SLIDING_DQ.get(width, dq), SLIDING_DKV.get(width, dkv), waves=2)
-    return BackwardTile(dq, dkv)
+    branch = "sliding" if sliding else "compressed"
+    problem = (capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
+    return backward_tile(tuning.pick(f"{branch}-dq", Tile, *problem), tuning.pick(f"{branch}-dkv", SplitTile, *problem))
+
+
+def backward_tile(dq: Tile, dkv: SplitTile) -> BackwardTile:
+    return BackwardTile(dq, dkv, waves=dkv.waves, least=dkv.least)

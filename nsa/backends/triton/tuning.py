@@ -1,0 +1,271 @@
+"""Which tile a kernel gets on which GPU: what was measured, from a file, and the user's own file over it.
+
+    {"sm_90": {"thresholds": {"query_from_heads": 32},
+               "tiles": {"scores": {"half": {"128": {"tile": {"block_m": 256, ...}, "measured": {"ms": 6.3, ...}}}}}}}
+
+`measured` says where and when, or is null for a tile that was compiled and never timed. Files need not be complete: a
+tile for wide heads serves narrower ones too, and a GPU without an entry takes its nearest relative's. `nsa bench tune`
+measures and writes; nothing is searched for when a kernel runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, ItemsView, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import torch
+
+from nsa import settings
+from nsa.settings import Settings
+
+PACKAGED = Path(__file__).with_name("tuned.json")
+
+KERNELS = (
+    "compressed-forward",
+    "compressed-dq",
+    "compressed-dkv",
+    "sliding-forward",
+    "sliding-dq",
+    "sliding-dkv",
+    "scores",
+    # Groups so small that what is kept per query, not per head, fills the registers.
+    "scores-few-heads",
+    "selected-forward-query",
+    "selected-forward-block",
+    "selected-backward",
+    "combine-forward",
+    "combine-backward",
+)
+# query_from_heads: heads per group from which on the selected forward goes by query, not by block.
+# dense_up_to_blocks: blocks for each chosen one up to which the selected forward reads all of them.
+THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
+DTYPES = ("half", "fp32")
+# 192: one of keys and values is wider than 128, the other is not.
+WIDTHS = (64, 128, 192, 256)
+
+Gpu = tuple[int, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    gpu: Gpu
+    kernel: str
+    dtype: str
+    width: int
+
+    def __str__(self) -> str:
+        return f"{family_name(self.gpu)} {self.kernel} {self.dtype} {self.width}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tile's fields as the file has them; `build` makes the tile."""
+
+    tile: Mapping[str, Any]
+    measured: Mapping[str, Any] | None
+    file: Path
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What one or several files hold."""
+
+    tiles: Mapping[Key, Entry]
+    thresholds: Mapping[tuple[Gpu, str], int]
+
+    def over(self, other: Tuned) -> Tuned:
+        """Both, with the entries of this one where both have one."""
+        return Tuned({**other.tiles, **self.tiles}, {**other.thresholds, **self.thresholds})
+
+    def tile(self, kernel: str, kind: type[T], gpu: Gpu, width: int, dtype: str) -> T:
+        """The tile of heads as wide as asked, from the nearest relative that has one, else that of wider heads."""
+        families = relatives(gpu, {key.gpu for key in self.tiles})
+        for wide in WIDTHS[WIDTHS.index(width) :]:
+            for family in families:
+                key = Key(family, kernel, dtype, wide)
+                if key in self.tiles:
+                    return build(kind, key, self.tiles[key])
+        raise LookupError(f"no tile for {Key(gpu, kernel, dtype, width)}")
+
+    def threshold(self, name: str, gpu: Gpu) -> int:
+        for family in relatives(gpu, {family for family, _ in self.thresholds}):
+            if (family, name) in self.thresholds:
+                return self.thresholds[family, name]
+        raise LookupError(f"no threshold {name} for {family_name(gpu)}")
+
+
+def is_large(gpu: Gpu) -> bool:
+    """Hopper and the data centre's Blackwell: products read shared memory, of which a program may have 227 KiB.
+
+    The others (Ampere, Ada, the smaller Blackwell) hold both factors of a product in registers, and most of them give
+    a program 99 KiB.
+    """
+    return (9, 0) <= gpu < (12, 0)
+
+
+def relatives(gpu: Gpu, families: Collection[Gpu]) -> list[Gpu]:
+    """Families whose tiles suit `gpu`, the nearest first: never a large GPU's for one that is not, nor the reverse."""
+
+    def distance(family: Gpu) -> tuple[bool, int]:
+        return family[0] != gpu[0], abs(10 * (family[0] - gpu[0]) + family[1] - gpu[1])
+
+    return sorted((family for family in families if is_large(family) == is_large(gpu)), key=distance)
+
+
+def width_class(d_k: int, d_v: int) -> int:
+    narrow, wide = sorted((d_k, d_v))
+    if wide <= 128:
+        return 64 if wide <= 64 else 128
+    return 192 if narrow <= 128 else 256
+
+
+def dtype_class(dtype: torch.dtype) -> str:
+    return "fp32" if dtype == torch.float32 else "half"
+
+
+def family_name(gpu: Gpu) -> str:
+    return f"sm_{gpu[0]}{gpu[1]}"
+
+
+# What launchers ask, once for each kind of problem.
+
+
+@cache
+def tuned() -> Tuned:
+    """What holds in this process: the user's file over the packaged one."""
+    user = user_file()
+    packaged = read(PACKAGED)
+    return read(user).over(packaged) if is_file(user) else packaged
+
+
+@cache
+def pick(kernel: str, kind: type[T], gpu: Gpu, d_k: int, d_v: int, dtype: torch.dtype) -> T:
+    return tuned().tile(kernel, kind, gpu, width_class(d_k, d_v), dtype_class(dtype))
+
+
+def user_file(config: Settings | None = None) -> Path:
+    """Where the user's own tiles are, or would be; by this process's settings unless others are given."""
+    config = settings.current() if config is None else config
+    return Path(os.path.expanduser(config.tuned_tiles))
+
+
+def is_file(path: Path) -> bool:
+    """A folder that may not be looked into has no file for us."""
+    return os.path.isfile(path)
+
+
+def origin(user: Path) -> str:
+    """Where tiles come from, in words, `user` being the user's file."""
+    if not is_file(user):
+        return f"{PACKAGED} (there is no {user})"
+    return f"{user} ({len(read(user).tiles)} tiles) over {PACKAGED}"
+
+
+# The file.
+
+
+def refuse(path: Path, where: str, found: str, accepted: str) -> NoReturn:
+    raise ValueError(f"tiles file {path}: {where} {found}; accepted: {accepted}")
+
+
+def build(kind: type[T], key: Key, entry: Entry) -> T:
+    """The tile itself; a field that it has not, or of another type, is an error."""
+    kinds = get_type_hints(kind)
+    for name, value in entry.tile.items():
+        if name not in kinds:
+            refuse(entry.file, str(key), f"has a field {name!r}", ", ".join(kinds))
+        types = get_args(kinds[name]) or (kinds[name],)
+        # An exact type: True is no number of warps.
+        if type(value) not in types:
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+            refuse(entry.file, str(key), f"has {name} = {value!r}", names)
+    needed = [field.name for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+    if not set(needed) <= set(entry.tile):
+        refuse(entry.file, str(key), f"has only {', '.join(entry.tile) or 'no field'}", f"at least {', '.join(needed)}")
+    return kind(**entry.tile)
+
+
+def read(path: Path) -> Tuned:
+    tiles: dict[Key, Entry] = {}
+    thresholds: dict[tuple[Gpu, str], int] = {}
+
+    def members(node: Any, where: str, known: Collection[str] | None = None) -> ItemsView[str, Any]:
+        if not isinstance(node, dict):
+            refuse(path, where, f"is {node!r}", "an object")
+        for name in node:
+            if known is not None and name not in known:
+                refuse(path, where, f"has {name!r}", ", ".join(known))
+        return node.items()
+
+    for name, family in members(parse(path), "the file"):
+        gpu = parse_family(path, name)
+        parts = dict(members(family, name, ("thresholds", "tiles")))
+        for threshold, value in members(parts.get("thresholds", {}), f"{name} thresholds", THRESHOLDS):
+            if type(value) is not int:
+                refuse(path, f"{name} {threshold}", f"is {value!r}", "an integer")
+            thresholds[gpu, threshold] = value
+        for kernel, dtypes in members(parts.get("tiles", {}), f"{name} tiles", KERNELS):
+            for dtype, widths in members(dtypes, f"{name} {kernel}", DTYPES):
+                for width, entry in members(widths, f"{name} {kernel} {dtype}", [str(width) for width in WIDTHS]):
+                    key = Key(gpu, kernel, dtype, int(width))
+                    given = dict(members(entry, str(key), ("tile", "measured")))
+                    tile = dict(members(given.get("tile"), f"{key} tile"))
+                    measured = given.get("measured")
+                    tiles[key] = Entry(tile, None if measured is None else dict(members(measured, str(key))), path)
+    return Tuned(tiles, thresholds)
+
+
+def parse(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"tiles file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"tiles file {path} is not JSON: {error}") from None
+
+
+def parse_family(path: Path, name: str) -> Gpu:
+    found = re.fullmatch(r"sm_(\d+)(\d)", name)
+    if found is None:
+        refuse(path, "the file", f"has {name!r}", "GPU families, as in sm_90")
+    return int(found[1]), int(found[2])
+
+
+def write(path: Path, content: Tuned) -> None:
+    """Replaces the file at once: who reads meanwhile finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(rendered(nested(content)) + "\n")
+    unfinished.replace(path)
+
+
+def nested(content: Tuned) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for gpu in sorted({key.gpu for key in content.tiles} | {gpu for gpu, _ in content.thresholds}):
+        family: dict[str, Any] = {"thresholds": {}, "tiles": {}}
+        root[family_name(gpu)] = family
+        for name in THRESHOLDS:
+            if (gpu, name) in content.thresholds:
+                family["thresholds"][name] = content.thresholds[gpu, name]
+        for key in sorted(content.tiles, key=lambda key: (KERNELS.index(key.kernel), DTYPES.index(key.dtype), key)):
+            if key.gpu == gpu:
+                entry = content.tiles[key]
+                widths = family["tiles"].setdefault(key.kernel, {}).setdefault(key.dtype, {})
+                widths[str(key.width)] = {"tile": entry.tile, "measured": entry.measured}
+    return root
+
+
+def rendered(node: Any, indent: int = 0) -> str:
+    """JSON with a line for each tile."""
+    if not isinstance(node, dict) or "tile" in node or not any(isinstance(inner, dict) for inner in node.values()):
+        return json.dumps(node)
+    margin = " " * (indent + 2)
+    lines = [f"{margin}{json.dumps(name)}: {rendered(inner, indent + 2)}" for name, inner in node.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"

@@ -1,0 +1,132 @@
+"""The kernels that can be tuned: which tiles are worth measuring at a shape, and how one is run there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.backends import triton as backend
+from nsa.backends.triton import combine, scores, selected, tiles, tuning
+from nsa.backends.triton.selected_attend import ForwardTile
+from nsa.backends.triton.selected_gradient import BackwardTile
+from nsa.backends.triton.tuning import Gpu, Tuned
+from nsa.bench.attention import Inputs, Shape
+
+DTYPE = torch.bfloat16
+# Times worth measuring of how far the key-major kernel splits its work.
+WAVES = (2, 4, 8, 16)
+
+KINDS: dict[str, type] = {
+    "compressed-forward": tiles.Tile,
+    "compressed-dq": tiles.Tile,
+    "compressed-dkv": tiles.SplitTile,
+    "sliding-forward": tiles.Tile,
+    "sliding-dq": tiles.Tile,
+    "sliding-dkv": tiles.SplitTile,
+    "scores": scores.Tile,
+    "scores-few-heads": scores.Tile,
+    "selected-forward-query": ForwardTile,
+    "selected-forward-block": ForwardTile,
+    "selected-backward": BackwardTile,
+    "combine-forward": combine.Tile,
+    "combine-backward": combine.Tile,
+}
+
+
+def serves(kernel: str, shape: Shape) -> bool:
+    few = shape.n_heads // shape.n_groups <= scores.FEW_HEADS
+    return {"scores": not few, "scores-few-heads": few}.get(kernel, True)
+
+
+def tile_in_use(kernel: str, shape: Shape, gpu: Gpu, tuned: Tuned) -> Any:
+    width = tuning.width_class(shape.width, shape.width)
+    return tuned.tile(kernel, KINDS[kernel], gpu, width, tuning.dtype_class(DTYPE))
+
+
+def tiles_worth_measuring(kernel: str, shape: Shape, gpu: Gpu, tuned: Tuned) -> list[Any]:
+    """The tile in use, then the others, each once."""
+    current = tile_in_use(kernel, shape, gpu, tuned)
+    return list(dict.fromkeys([current, *candidates(kernel, shape, gpu, current)]))
+
+
+def candidates(kernel: str, shape: Shape, gpu: Gpu, current: Any) -> list[Any]:
+    branch, _, part = kernel.partition("-")
+    if branch in ("compressed", "sliding"):
+        width = tuning.width_class(shape.width, shape.width)
+        cuts = tiles.candidates(part, width, large=tuning.is_large(gpu))
+        if part != "dkv":
+            return list(cuts)
+        return [*(replace(current, **asdict(cut)) for cut in cuts), *(replace(current, waves=n) for n in WAVES)]
+    if branch == "scores":
+        return list(scores.candidates())
+    if branch == "combine":
+        return list(combine.candidates())
+    if part == "backward":
+        return [tile for tile in selected.candidates() if isinstance(tile, BackwardTile)]
+    method = part.removeprefix("forward-")
+    return [tile for tile in selected.candidates() if isinstance(tile, ForwardTile) and tile.method == method]
+
+
+class Workbench:
+    """One shape's tensors, each stage's inputs being what the stage before gives, and the kernels over them."""
+
+    def __init__(self, shape: Shape, smooth: float, device: str = "cuda", dtype: torch.dtype = DTYPE) -> None:
+        config = shape.config("triton")
+        whole: dict[str, Any] = {"scale": shape.width**-0.5, "cu_seqlens": None, "q_start": None}
+        self.compression = {"block": config.l, "stride": config.d, **whole}
+        self.sliding = {"window": config.w, **whole}
+        self.selection = {"select_block": config.l_sel, **whole}
+        self.choice = {
+            "select_block": config.l_sel,
+            "n_select": config.n_sel,
+            "n_init": config.n_init,
+            "n_local": config.n_local,
+            **self.compression,
+        }
+        inputs = Inputs.of(shape, dtype, device, smooth)
+        self.q, self.k, self.v, self.gates = (x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
+        means = {"block": config.l, "stride": config.d, "cu_seqlens": None}
+        self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, **means) for x in (self.k, self.v))
+        self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, **self.compression)
+        self.indices = backend.select_blocks(self.q, self.k_cmp, self.compressed[1], **self.choice)
+        self.selected = backend.selected_forward(self.q, self.k, self.v, self.indices, **self.selection)
+        self.slid = backend.sliding_forward(self.q, self.k, self.v, **self.sliding)
+        self.do = torch.randn_like(self.q)
+
+    def run(self, kernel: str, tile: Any) -> tuple[Tensor, ...]:
+        """What the kernel's launcher gives with this tile. A launcher of two kernels has the other's as it is."""
+        q, k, v, do = self.q, self.k, self.v, self.do
+        branches = (self.compressed[0], self.selected[0], self.slid[0], self.gates)
+        match kernel:
+            case "compressed-forward":
+                return backend.compressed_forward(q, self.k_cmp, self.v_cmp, **self.compression, tile=tile)
+            case "compressed-dq" | "compressed-dkv":
+                both = self.backward_tile(kernel, tile, sliding=False)
+                given = (do, None, q, self.k_cmp, self.v_cmp, *self.compressed)
+                return backend.compressed_backward(*given, **self.compression, tile=both)
+            case "sliding-forward":
+                return backend.sliding_forward(q, k, v, **self.sliding, tile=tile)
+            case "sliding-dq" | "sliding-dkv":
+                both = self.backward_tile(kernel, tile, sliding=True)
+                return backend.sliding_backward(do, None, q, k, v, *self.slid, **self.sliding, tile=both)
+            case "scores" | "scores-few-heads":
+                return (backend.select_blocks(q, self.k_cmp, self.compressed[1], **self.choice, tile=tile),)
+            case "selected-forward-query" | "selected-forward-block":
+                return backend.selected_forward(q, k, v, self.indices, **self.selection, tile=tile)
+            case "selected-backward":
+                given = (do, None, q, k, v, self.indices, *self.selected)
+                return backend.selected_backward(*given, **self.selection, tile=tile)
+            case "combine-forward":
+                return (backend.combine_forward(*branches, tile=tile),)
+            case "combine-backward":
+                return backend.combine_backward(do, *branches, tile=tile)
+        raise ValueError(f"kernel is {kernel!r}; accepted: {', '.join(KINDS)}")
+
+    def backward_tile(self, kernel: str, tile: Any, *, sliding: bool) -> tiles.BackwardTile:
+        picked = tiles.pick_backward(self.q, self.v, sliding)
+        if kernel.endswith("-dq"):
+            return replace(picked, dq=tile)
+        return tiles.backward_tile(picked.dq, tile)

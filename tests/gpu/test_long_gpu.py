@@ -1,0 +1,118 @@
+"""A million tokens: past 2^31 elements a tensor, where a 32-bit offset would wrap round and read another row.
+
+The end of the sequence is compared with the reference in fp64 on what the end sees: the last queries of every branch,
+and the gradients of keys that only those queries see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.backends.triton import compressed, scores, selected, sliding
+from nsa.geometry import n_compressed
+
+LENGTH = 1 << 20
+HEADS, GROUPS, WIDTH = 64, 4, 128
+BLOCK, STRIDE, SELECT_BLOCK, WINDOW = 32, 16, 64, 512
+TAIL = SELECT_BLOCK  # queries compared: those of the last selection block
+WHOLE = {"scale": WIDTH**-0.5, "cu_seqlens": None, "q_start": None}
+CUT = {"block": BLOCK, "stride": STRIDE}
+# bf16 keeps 8 bits: an output or gradient is a mean of many products, each rounded once or twice.
+TOLERANCE = 2e-2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def large_gpu() -> None:
+    _, total = torch.cuda.mem_get_info()
+    if total < 120 << 30:
+        pytest.skip("needs 120 GiB of GPU memory")
+    assert LENGTH * HEADS * WIDTH > 2**31
+
+
+def normal(n: int, heads: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(1, n, heads, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def tail_of(x: Tensor) -> Tensor:
+    return x[:, -TAIL:]
+
+
+def compare(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: tuple[Tensor, ...],
+    visible: Tensor,
+    n_private: int,
+    **knobs: object,
+) -> None:
+    """`visible [TAIL, G, n]`: which of the last `n` keys each of the last queries sees. The last `n_private` keys are
+    seen by no other query."""
+    o, lse = forward(q, k, v, *extra, **knobs, **WHOLE)
+    do = torch.zeros_like(o)
+    tail_of(do).copy_(normal(TAIL, HEADS, seed=9))
+    dq, dk, dv = backward(do, None, q, k, v, *extra, o, lse, **knobs, **WHOLE)
+
+    n = visible.shape[-1]
+    leaves = [x.double().requires_grad_() for x in (tail_of(q), k[:, -n:], v[:, -n:])]
+    q_, k_, v_ = leaves
+    s = torch.einsum("tghd,ngd->tghn", q_[0].unflatten(1, (GROUPS, -1)), k_[0]) * WHOLE["scale"]
+    s = s.masked_fill(~visible[:, :, None], float("-inf"))
+    expected = torch.einsum("tghn,ngd->tghd", s.softmax(-1), v_[0]).flatten(1, 2)[None]
+    gradients = torch.autograd.grad(expected, leaves, tail_of(do).double())
+
+    close(tail_of(o), expected, "o")
+    close(tail_of(lse), s.logsumexp(-1).flatten(1)[None], "lse")
+    close(tail_of(dq), gradients[0], "dq")
+    close(dk[:, -n_private:], gradients[1][:, -n_private:], "dk")
+    close(dv[:, -n_private:], gradients[2][:, -n_private:], "dv")
+    assert (dq[:, :-TAIL] == 0).all(), "queries without a gradient got one"
+
+
+def close(actual: Tensor, expected: Tensor, name: str) -> None:
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE, f"{name} is off by {float(error):.1e}"
+
+
+def last_queries() -> Tensor:
+    return torch.arange(LENGTH - TAIL, LENGTH, device="cuda")
+
+
+def test_sliding() -> None:
+    q, k, v = normal(LENGTH, HEADS, 0), normal(LENGTH, GROUPS, 1), normal(LENGTH, GROUPS, 2)
+    key = torch.arange(LENGTH - TAIL - WINDOW, LENGTH, device="cuda")
+    t = last_queries()[:, None]
+    visible = ((key <= t) & (key > t - WINDOW))[:, None].expand(-1, GROUPS, -1)
+    compare(sliding.sliding_forward, sliding.sliding_backward, q, k, v, (), visible, TAIL, window=WINDOW)
+
+
+def test_compressed_and_selected() -> None:
+    n_keys = n_compressed(LENGTH, BLOCK, STRIDE)
+    q, k_cmp, v_cmp = normal(LENGTH, HEADS, 0), normal(n_keys, GROUPS, 1), normal(n_keys, GROUPS, 2)
+    complete = torch.arange(n_keys, device="cuda") * STRIDE + BLOCK - 1
+    visible = (complete <= last_queries()[:, None])[:, None].expand(-1, GROUPS, -1)
+    private = TAIL // STRIDE - BLOCK // STRIDE
+    compare(compressed.compressed_forward, compressed.compressed_backward, q, k_cmp, v_cmp, (), visible, private, **CUT)
+
+    _, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **CUT, **WHOLE)
+    choice = {"select_block": SELECT_BLOCK, "n_select": 16, "n_init": 1, "n_local": 2}
+    indices = scores.select_blocks(q, k_cmp, lse, **CUT, **choice, **WHOLE)
+    own = torch.arange(LENGTH, device="cuda") // SELECT_BLOCK
+    assert (indices[0, 15 * SELECT_BLOCK + 1024 :, :, -1] == own[15 * SELECT_BLOCK + 1024 :, None]).all()
+    del k_cmp, v_cmp, lse
+
+    k, v = normal(LENGTH, GROUPS, 3), normal(LENGTH, GROUPS, 4)
+    token = torch.arange(LENGTH, device="cuda")
+    chosen = (tail_of(indices)[0][..., None] == own).any(dim=2)
+    visible = chosen & (token <= last_queries()[:, None])[:, None]
+    compare(
+        selected.selected_forward, selected.selected_backward, q, k, v, (indices,), visible, TAIL,
+        select_block=SELECT_BLOCK,
+    )  # fmt: skip

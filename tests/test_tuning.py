@@ -1,0 +1,334 @@
+"""The file of tiles: what a GPU gets, whose file wins, what a broken one says; and how `nsa bench tune` chooses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import bench
+from nsa.backends.triton import tuning
+from nsa.backends.triton.tuning import DTYPES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Entry, Key, Tuned
+from nsa.bench.attention import Shape
+from nsa.bench.tune import Outcome, Trial, Tuner, crossover, difference, fastest, table, try_tiles
+
+# What CI compiles for (tests/kernels/compiling.py), and relatives nobody has compiled for.
+SERVED = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+UNSEEN = [(8, 7), (10, 3), (11, 0), (12, 1)]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """As simple as a tile can be."""
+
+    rows: int
+    fast: bool = False
+    limit: int | None = None
+
+
+def tuned(**rows: int) -> Tuned:
+    """`tuned(sm_90_128=4)`: the half-precision tiles of `scores`, by family and width."""
+    tiles = {}
+    for name, value in rows.items():
+        family, width = name.removeprefix("sm_").split("_")
+        tiles[Key((int(family[:-1]), int(family[-1])), "scores", "half", int(width))] = entry(rows=value)
+    return Tuned(tiles, {})
+
+
+def entry(**fields: Any) -> Entry:
+    return Entry(fields, None, Path("tiles.json"))
+
+
+def rows_of(table: Tuned, gpu: tuple[int, int], width: int) -> int:
+    return table.tile("scores", Tile, gpu, width, "half").rows
+
+
+def test_a_gpu_has_its_own_tile_else_its_nearest_relatives() -> None:
+    table = tuned(sm_86_128=86, sm_90_128=90, sm_100_128=100)
+    expected = {(8, 6): 86, (8, 0): 86, (8, 9): 86, (12, 0): 86, (9, 0): 90, (10, 0): 100, (10, 3): 100, (11, 0): 100}
+    assert {gpu: rows_of(table, gpu, 128) for gpu in expected} == expected
+
+
+def test_the_same_major_number_is_nearer_than_a_near_number() -> None:
+    assert tuning.relatives((10, 9), [(11, 0), (10, 0)]) == [(10, 0), (11, 0)]
+
+
+def test_what_fits_a_large_gpu_is_never_given_to_another() -> None:
+    with pytest.raises(LookupError, match="no tile for sm_89 scores half 128"):
+        rows_of(tuned(sm_90_128=90), (8, 9), 128)
+
+
+def test_narrow_heads_take_a_wider_tile_but_a_relatives_own_width_first() -> None:
+    table = tuned(sm_90_64=1, sm_90_256=4, sm_100_128=2)
+    assert [rows_of(table, (9, 0), width) for width in WIDTHS] == [1, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("d_k", "d_v", "width"),
+    [(16, 16, 64), (64, 64, 64), (80, 64, 128), (64, 128, 128), (192, 128, 192), (128, 256, 192), (192, 144, 256)],
+)
+def test_head_widths_fall_into_classes(d_k: int, d_v: int, width: int) -> None:
+    assert tuning.width_class(d_k, d_v) == width
+
+
+def test_thresholds_come_from_the_nearest_relative_too() -> None:
+    table = Tuned({}, {((9, 0), "query_from_heads"): 32, ((8, 6), "query_from_heads"): 16})
+    found = [table.threshold("query_from_heads", gpu) for gpu in ((9, 0), (10, 0), (8, 0), (12, 0))]
+    assert found == [32, 32, 16, 16]
+
+
+def write(path: Path, rows: int, **more: Any) -> None:
+    tile = {"block_m": rows, "block_n": 64, "num_warps": 4, "num_stages": 2}
+    path.write_text(json.dumps({"sm_90": {"tiles": {"scores": {"half": {"128": {"tile": tile}}}}, **more}}))
+
+
+def test_the_users_file_wins_entry_by_entry(environment: Callable[..., None], tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    environment(NSA_TUNED_TILES=str(file))
+    packaged = tuning.tuned()
+    assert packaged == tuning.read(PACKAGED)
+    write(file, 16, thresholds={"query_from_heads": 8})
+    environment(NSA_TUNED_TILES=str(file))
+    both = tuning.tuned()
+    changed = Key((9, 0), "scores", "half", 128)
+    assert both.tiles[changed].tile["block_m"] == 16
+    assert {key: both.tiles[key] for key in both.tiles if key != changed} == {
+        key: packaged.tiles[key] for key in packaged.tiles if key != changed
+    }
+    assert both.threshold("query_from_heads", (9, 0)) == 8
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tiles.json"
+    packaged = tuning.read(PACKAGED)
+    tuning.write(path, packaged)
+    assert path.read_text() == PACKAGED.read_text(), "the packaged file is as `write` makes it"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", r"the file is \[\]; accepted: an object"),
+        ('{"hopper": {}}', "the file has 'hopper'; accepted: GPU families, as in sm_90"),
+        ('{"sm_90": {"tile": {}}}', "sm_90 has 'tile'; accepted: thresholds, tiles"),
+        ('{"sm_90": {"thresholds": {"heads": 1}}}', "sm_90 thresholds has 'heads'; accepted: query_from_heads, dense"),
+        ('{"sm_90": {"thresholds": {"query_from_heads": true}}}', "query_from_heads is True; accepted: an integer"),
+        ('{"sm_90": {"tiles": {"score": {}}}}', "sm_90 tiles has 'score'; accepted: compressed-forward, "),
+        ('{"sm_90": {"tiles": {"scores": {"bf16": {}}}}}', "sm_90 scores has 'bf16'; accepted: half, fp32"),
+        ('{"sm_90": {"tiles": {"scores": {"half": {"96": {}}}}}}', "scores half has '96'; accepted: 64, 128, 192, 256"),
+        ('{"sm_90": {"tiles": {"scores": {"half": {"64": {}}}}}}', "scores half 64 tile is None; accepted: an object"),
+        ('{"sm_90": {"tiles": {"scores": {"half": {"64": {"ms": 1}}}}}}', "64 has 'ms'; accepted: tile, measured"),
+    ],
+)
+def test_a_broken_file_is_an_error_with_the_file_the_entry_and_what_is_accepted(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        tuning.read(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"tiles file {tmp_path} cannot be read"):
+        tuning.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rows": 1, "columns": 2}, "has a field 'columns'; accepted: rows, fast, limit"),
+        ({"rows": True}, "has rows = True; accepted: int"),
+        ({"rows": "64"}, "has rows = '64'; accepted: int"),
+        ({"rows": 1, "limit": 1.5}, "has limit = 1.5; accepted: int or null"),
+        ({"fast": True}, "has only fast; accepted: at least rows"),
+    ],
+)
+def test_a_tile_with_wrong_fields_is_an_error(fields: dict[str, Any], message: str) -> None:
+    key = Key((9, 0), "scores", "half", 64)
+    with pytest.raises(ValueError, match=f"tiles file tiles.json: sm_90 scores half 64 {message}"):
+        tuning.build(Tile, key, entry(**fields))
+    assert tuning.build(Tile, key, entry(rows=1, limit=None)) == Tile(1)
+
+
+@pytest.fixture
+def kinds() -> dict[str, type]:
+    pytest.importorskip("triton", reason="the tiles are the kernels'")
+    from nsa.bench.kernels import KINDS
+
+    return KINDS
+
+
+def test_every_packaged_tile_is_one(kinds: dict[str, type]) -> None:
+    """`tests/kernels/test_compile.py` compiles what the launchers pick from these."""
+    assert tuple(kinds) == KERNELS
+    for key, found in tuning.read(PACKAGED).tiles.items():
+        tile = tuning.build(kinds[key.kernel], key, found)
+        assert asdict(tile) == found.tile, "every field is spelled out"
+        assert key.kernel == f"selected-forward-{getattr(tile, 'method', None)}" or not hasattr(tile, "method")
+
+
+@pytest.mark.parametrize("gpu", SERVED + UNSEEN, ids=tuning.family_name)
+def test_every_gpu_has_a_tile_for_everything(gpu: tuple[int, int], kinds: dict[str, type]) -> None:
+    packaged = tuning.read(PACKAGED)
+    for kernel in KERNELS:
+        for dtype in DTYPES:
+            for width in WIDTHS:
+                packaged.tile(kernel, kinds[kernel], gpu, width, dtype)
+    for name in THRESHOLDS:
+        assert packaged.threshold(name, gpu) > 0
+
+
+def test_provenance_is_whole_or_absent() -> None:
+    for key, found in tuning.read(PACKAGED).tiles.items():
+        if found.measured is not None:
+            assert set(found.measured) == {"shape", "ms", "gpu", "torch", "triton", "commit", "date"}, key
+
+
+def test_the_tiles_in_use_are_among_those_measured(kinds: dict[str, type]) -> None:
+    from nsa.bench.kernels import serves, tile_in_use, tiles_worth_measuring
+
+    packaged = tuning.read(PACKAGED)
+    for gpu in SERVED:
+        for shape in (Shape(1, 64, 64, 4, 128), Shape(1, 64, 8, 2, 64), Shape(1, 64, 16, 2, 256)):
+            served = [kernel for kernel in KERNELS if serves(kernel, shape)]
+            assert len(served) == len(KERNELS) - 1, "one of the two kinds of scores"
+            for kernel in served:
+                tiles = tiles_worth_measuring(kernel, shape, gpu, packaged)
+                assert tiles[0] == tile_in_use(kernel, shape, gpu, packaged)
+                assert len(set(tiles)) == len(tiles)
+                assert all(type(tile) is kinds[kernel] for tile in tiles)
+
+
+# The choice. Tiles are numbers here: the milliseconds that they take.
+
+RIGHT = torch.arange(1.0, 9.0)
+
+
+def attempt(tiles: list[float], results: dict[float, Tensor | Exception]) -> list[Outcome]:
+    """Tiles without a result of their own give the right one."""
+
+    def run(tile: float) -> tuple[Tensor]:
+        result = results.get(tile, RIGHT)
+        if isinstance(result, Exception):
+            raise result
+        return (result,)
+
+    return try_tiles(tiles, run, lambda call: [call.args[0]] * 5, lambda tile: None)
+
+
+def test_the_fastest_tile_wins() -> None:
+    outcomes = attempt([3.0, 2.0, 5.0], {})
+    assert [outcome.ms for outcome in outcomes] == [3.0, 2.0, 5.0]
+    best = fastest(outcomes)
+    assert best is not None
+    assert best.tile == 2.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [RIGHT * 1.05, RIGHT + torch.eye(8)[3], RIGHT.log() / 0, torch.full((8,), torch.nan)], ids=str
+)
+def test_a_wrong_tile_is_reported_and_never_chosen(wrong: Tensor) -> None:
+    outcomes = attempt([3.0, 1.0, 2.0], {1.0: wrong})
+    assert [outcome.ms for outcome in outcomes] == [3.0, None, 2.0]
+    assert outcomes[1].note.startswith("wrong: ")
+    best = fastest(outcomes)
+    assert best is not None
+    assert best.tile == 2.0
+
+
+def test_a_tile_that_does_not_run_is_reported_and_skipped() -> None:
+    refusal = RuntimeError("out of shared memory\nRequired: 300000")
+    outcomes = attempt([1.0, 2.0], {1.0: refusal})
+    assert outcomes == [Outcome(1.0, None, "does not run: out of shared memory"), Outcome(2.0, 2.0)]
+    assert fastest(attempt([1.0], {1.0: refusal})) is None
+
+
+def test_a_bug_in_the_tuner_is_not_a_refusal() -> None:
+    with pytest.raises(TypeError, match="a bug"):
+        attempt([1.0], {1.0: TypeError("a bug")})
+
+
+def test_nan_of_the_tile_in_use_is_nobodys_measure() -> None:
+    outcomes = attempt([3.0, 1.0], {3.0: torch.full((8,), torch.nan)})
+    assert [outcome.ms for outcome in outcomes] == [None, 1.0]
+
+
+def test_roundings_are_allowed_and_so_are_queries_that_see_nothing() -> None:
+    nothing = torch.tensor([-torch.inf, 1.0, 2.0])
+    assert difference([RIGHT * (1 + 2**-8), nothing], [RIGHT, nothing]) < 1
+    assert difference([nothing], [torch.tensor([0.0, 1.0, 2.0])]) == torch.inf
+
+
+def test_a_choice_of_blocks_may_differ_in_a_row_of_thousands() -> None:
+    expected = torch.zeros(5000, 4, dtype=torch.int32)
+    actual = expected.clone()
+    actual[:3, 0] = 1
+    assert difference([actual], [expected]) < 1
+    actual[:10, 0] = 1
+    assert difference([actual], [expected]) > 1
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({8: (2.0, 1.0), 16: (1.0, 2.0), 32: (1.0, 2.0)}, 16),
+        ({8: (2.0, 1.0), 16: (2.0, 1.0), 32: (2.0, 1.0)}, 33),
+        ({8: (1.0, 2.0), 16: (2.0, 1.0), 32: (1.0, 2.0)}, 32),
+        ({8: (1.0, 2.0), 16: (1.0, 2.0)}, 8),
+    ],
+)
+def test_the_threshold_is_where_one_way_stays_ahead(times: dict[int, tuple[float, float]], expected: int) -> None:
+    assert crossover(times) == expected
+
+
+class Silent:
+    def show(self, step: int, text: str) -> None:
+        self.last = f"{step} {text}"
+
+    def close(self) -> None: ...
+
+
+def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) -> None:
+    path, bar = tmp_path / "tiles.json", Silent()
+    tuning.write(path, tuned(sm_90_128=1, sm_86_128=2))
+    trial = Trial("scores", Shape(1, 64, 64, 4, 128), (Tile(3), Tile(4)))
+    tuner = Tuner(path, (9, 0), {"gpu": "H200"}, bar, lambda call: [float(call.args[0].rows)] * 5)
+    outcomes = tuner.measure(trial, lambda tile: (RIGHT,))
+    assert bar.last == f"2 scores 64/4/128 B=1 S=64 {Tile(4)}"
+    found = tuning.read(path)
+    assert (rows_of(found, (9, 0), 128), rows_of(found, (8, 6), 128)) == (3, 2)
+    measured = found.tiles[Key((9, 0), "scores", "half", 128)].measured
+    assert measured == {"shape": "64/4/128 B=1 S=64", "ms": 3.0, "gpu": "H200"}
+    lines = table({trial: [*outcomes, Outcome(Tile(5), None, "wrong: x")]}).splitlines()
+    assert lines[1].startswith(">    3.000 ms")
+    assert lines[1].endswith("(was in use)")
+    assert lines[3].endswith("wrong: x")
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(["tune", *words])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_command_says_so() -> None:
+    with pytest.raises(ValueError, match=r"nsa bench tune measures on a GPU: (no CUDA GPU|the triton package)"):
+        bench.run(parse())
+
+
+def test_an_unknown_kernel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--kernels", "score")
+    assert "selected-backward" in capsys.readouterr().err
