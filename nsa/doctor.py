@@ -16,6 +16,7 @@ import json
 import math
 import platform
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 import nsa
-from nsa import settings
+from nsa import selftest, settings
 from nsa.backends import policy
 from nsa.backends.flash.repro import repro_script
 from nsa.backends.probe import nvidia_driver
@@ -427,6 +428,8 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
     problem, router = problem_of(args), make_router(load_settings(args))
     if args.probe or args.repro:
         print(f"probe\n{indent(probe(router, problem, args.repro))}\n")
+    if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
+        print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
     report = diagnose(problem, router)
     print(render(report))
     if args.json:

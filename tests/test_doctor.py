@@ -205,6 +205,12 @@ def test_the_dtype_asked_for_is_looked_at_besides_fp32(dtype: torch.dtype) -> No
     assert not failing(checks)
 
 
+def test_kernels_that_are_compiled_first_are_looked_at_in_the_dtype_asked_for_alone() -> None:
+    checks = selftest.self_test([patient(compiles=True), sdpa], replace(SHAPE, dtype=torch.bfloat16))
+    found = {(check.backend, check.dtype) for check in checks}
+    assert found == {("triton", "bfloat16"), ("sdpa", "bfloat16"), ("sdpa", "float32")}
+
+
 def test_an_error_in_the_dtype_asked_for_alone_is_caught() -> None:
     def forward(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         o, lse = sdpa.sliding_forward(q, *args, **kwargs)

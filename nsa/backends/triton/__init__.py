@@ -18,6 +18,8 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
 
 name = "triton"
+# When a kernel first runs, and then not again on this machine.
+compiles = True
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256
