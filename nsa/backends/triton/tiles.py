@@ -195,6 +195,7 @@ BACKWARD_DQ = {
         Tile(64, 64, 4, 2, desc_rows=False),  # 168 registers, 97 KiB, 2 programs
         Tile(64, 64, 4, 2, desc_rows=False, mask_all=True),
         Tile(128, 32, 8, 3, desc_rows=False, max_registers=128),  # 112 KiB, 2 programs
+        Tile(128, 64, 8, 4),
     ),
     256: (Tile(64, 64, 8, 2, desc_rows=False),),
 }
@@ -211,6 +212,8 @@ BACKWARD_DKV = {
         Tile(32, 64, 4, 3),  # 204 registers, 81 KiB, 2 programs
         Tile(64, 64, 4, 2, mask_all=True),
         Tile(32, 128, 8, 3),  # 206 registers, 113 KiB, 1 program
+        Tile(64, 128, 8, 3),
+        Tile(64, 128, 8, 4),
     ),
     256: (Tile(32, 64, 8, 2),),
 }
