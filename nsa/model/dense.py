@@ -1,8 +1,14 @@
-"""Dense causal attention with grouped heads: the other side of every A/B, with the interface of NSAAttention."""
+"""Dense causal attention with grouped heads: the other side of every A/B, with the interface of NSAAttention.
+
+Everything that attends to raw keys and values of its own tokens is built on it (`alternatives.py`): projections, RoPE,
+padding and the walk through a cache are here, once; what a query sees is `attend`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +50,15 @@ class DenseAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> DenseCache:
+        return DenseCache(self.config, batch_size, max_len, **self.cache_options(dtype, device))
+
+    def cache_options(self, dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
         weight = self.k_proj.weight
-        return DenseCache(self.config, batch_size, max_len, dtype=dtype or weight.dtype, device=device or weight.device)
+        return {"dtype": dtype or weight.dtype, "device": device or weight.device, "keys_seen": self.keys_seen}
+
+    def keys_seen(self, length: int) -> int:
+        """How many keys the last of `length` tokens attends to."""
+        return length
 
     def forward(
         self,
@@ -71,18 +84,27 @@ class DenseAttention(nn.Module):
         q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
         k = self.rope.rotate(self.k_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
         v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
-        if cache is not None:
-            keys, values, q_start = cache.append((k, v), counts)
-            o = self.attend_within(q, keys, values, q_start=q_start)
-        elif cu_seqlens is not None:
-            o = self.attend_within(q, k, v, cu_seqlens=cu_seqlens)
+        if cache is None:
+            o = self.attend(q, k, v, cu_seqlens=cu_seqlens)
         else:
-            o = self.attend_causally(q, k, v)
+            o = self.attend_cached(q, (k, v), cache, counts)
 
         y = self.o_proj(o.flatten(2))
         if attention_mask is not None and order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
         return y
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
+    ) -> Tensor:
+        """`q [B,S,Hq,Dk]` over `k, v [B,N,G,D]`; with `q_start [B]` the queries start in the middle of the keys."""
+        if cu_seqlens is None and q_start is None:
+            return self.attend_causally(q, k, v)
+        return self.attend_window(q, k, v, window=k.shape[1], cu_seqlens=cu_seqlens, q_start=q_start)[0]
+
+    def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
+        keys, values, q_start = cache.append(new, counts)
+        return self.attend(q, keys, values, q_start=q_start)
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -95,20 +117,20 @@ class DenseAttention(nn.Module):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return o.transpose(1, 2)
 
-    def attend_within(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
-    ) -> Tensor:
-        o, _ = ops.sliding_attention(
+    def attend_window(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`(o, lse)` over the `window` tokens that end at each query."""
+        return ops.sliding_attention(
             q,
             k,
             v,
-            window=k.shape[1],
+            window=window,
             cu_seqlens=cu_seqlens,
             q_start=q_start,
             backend=self.config.backend,
             strict=self.config.strict,
         )
-        return o
 
 
 class DenseCache:
@@ -122,15 +144,14 @@ class DenseCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        keys_seen: Callable[[int], int],
+        places: int | None = None,
     ) -> None:
+        """`keys_seen(length)`: what the last of that many tokens attends to. `places`: tokens kept (default: all)."""
         self.config = config
         self.max_len = max_len
-        # One place more than needed: padding is written there, and nothing reads it.
-        shape = (batch_size, max_len + 1, config.n_kv_groups)
-        self.pair: Pair = (
-            torch.zeros(*shape, config.d_k, dtype=dtype, device=device),
-            torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
-        )
+        self.keys_seen = keys_seen
+        self.pair = new_store(config, batch_size, places or max_len, dtype, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         # No row is longer than this; known without asking the device.
         self.longest = 0
@@ -139,6 +160,13 @@ class DenseCache:
     def append(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Take in `T` tokens a row, the first `counts [B]` of them real. Returns all keys, all values, and `[B]` where
         the first query lies in them."""
+        start, position, keep = self.advance(new, counts)
+        write(self.pair, position, new, keep)
+        keys, values = (x[:, : self.longest] for x in self.pair)
+        return keys, values, start
+
+    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Make every row longer by its new tokens: `[B]` how long it was, `[B, T]` where they go and which to keep."""
         n_new = new[0].shape[1]
         require(
             new[0].dtype == self.pair[0].dtype, "the keys' dtype", new[0].dtype, f"{self.pair[0].dtype}, the cache's"
@@ -153,21 +181,31 @@ class DenseCache:
         start = self.lengths.clone()
         end = start + n_new if counts is None else start + counts.int()
         position = start[:, None] + torch.arange(n_new, device=start.device)
-        write(self.pair, position, new, position < end[:, None])
         self.lengths.copy_(end)
-        keys, values = (x[:, : self.longest] for x in self.pair)
-        return keys, values, start
+        return start, position, position < end[:, None]
 
     def reset(self) -> None:
         self.lengths.zero_()
         self.longest = 0
 
+    def stores(self) -> tuple[Tensor, ...]:
+        return self.pair
+
     def bytes_used(self) -> int:
         """Memory held, all rows."""
-        return sum(x.nbytes for x in (*self.pair, self.lengths))
+        return sum(x.nbytes for x in (*self.stores(), self.lengths))
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
         """What one decoding step must read of the keys and values of all rows, each `length` long (default: as now)."""
         lengths = self.lengths.tolist() if length is None else [length] * self.lengths.numel()
         a_token = sum(x[0, 0].nbytes for x in self.pair)
-        return sum(lengths) * a_token
+        return sum(self.keys_seen(n) for n in lengths) * a_token
+
+
+def new_store(config: NSAConfig, batch_size: int, places: int, dtype: torch.dtype, device: torch.device | str) -> Pair:
+    """Keys and values of `places` tokens, and one place more: padding is written there, and nothing reads it."""
+    shape = (batch_size, places + 1, config.n_kv_groups)
+    return (
+        torch.zeros(*shape, config.d_k, dtype=dtype, device=device),
+        torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
+    )

@@ -1,4 +1,4 @@
-"""A Llama-style language model whose attention is one word of its configuration.
+"""A Llama-style language model whose attention is one word of its configuration, or one word a layer.
 
 Shapes: B rows, S tokens, D = dim, V = vocabulary. The residual stream stays in the parameters' dtype (fp32 master
 weights under autocast); what enters a product is cast once, by the norm before it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -19,38 +19,64 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
-from nsa.config import NSAConfig, require, require_positive_int
+from nsa.config import NSAConfig, require, require_int, require_positive_int
 from nsa.geometry import n_compressed
+from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention
 from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.loss import chunked_cross_entropy
 
-AttentionKind = Literal["nsa", "dense"]
+AttentionKind = Literal["nsa", "dense", "sliding", "longformer", "bigbird"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 Cache = NSACache | DenseCache
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMConfig:
-    """The model. `attn` holds the width, the heads and NSA's knobs; dense attention reads what it shares with it."""
+    """The model. `attn` holds the width, the heads and NSA's knobs; the others read what they share with it."""
 
     vocab_size: int
     n_layers: int
     hidden: int  # inner width of the MLP
     seq_len: int  # what it is trained at; RoPE sets no limit
     attn: NSAConfig
-    attention: AttentionKind = "nsa"
+    # One word for all layers, or one for each.
+    attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
 
+    # What sliding, longformer and bigbird see, in tokens; bigbird's blocks, and how many of them are drawn by seed.
+    window: int = 512
+    n_global: int = 64
+    block: int = 64
+    n_random: int = 3
+    random_seed: int = 0
+
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_layers", "hidden", "seq_len"):
+        for name in ("vocab_size", "n_layers", "hidden", "seq_len", "window", "n_global", "block"):
             require_positive_int(name, getattr(self, name))
-        require(self.attention in get_args(AttentionKind), "attention", self.attention, f"{get_args(AttentionKind)}")
+        for name in ("n_random", "random_seed"):
+            require_int(name, getattr(self, name), at_least=0)
+        accepted = f"one of {ATTENTION_KINDS}, or a tuple of n_layers = {self.n_layers} of them"
+        if isinstance(self.attention, tuple):
+            require(len(self.attention) == self.n_layers, "attention", self.attention, accepted)
+        require(all(kind in ATTENTION_KINDS for kind in self.kinds), "attention", self.attention, accepted)
         require(
-            self.attention == "nsa" or self.attn.backend in ("auto", "sdpa"),
+            "bigbird" not in self.kinds or self.window % self.block == 0,
+            "window",
+            self.window,
+            f"a multiple of block = {self.block} for bigbird",
+        )
+        require(
+            set(self.kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa"),
             "backend",
             self.attn.backend,
             "'auto' or 'sdpa' for dense attention, which torch's SDPA computes",
         )
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The attention of every layer."""
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,) * self.n_layers
 
     @classmethod
     def preset(cls, name: str) -> LMConfig:
@@ -62,14 +88,20 @@ class LMConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what a checkpoint holds."""
-        return asdict(self)
+        values = asdict(self)
+        return values if isinstance(self.attention, str) else {**values, "attention": list(self.attention)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LMConfig:
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        unknown, missing = sorted(set(values) - known), sorted(needed - set(values))
         require(not unknown, "values", unknown, f"keys among {sorted(known)}")
-        return cls(**{**values, "attn": NSAConfig.from_dict(values["attn"])})
+        require(not missing, "values", sorted(values), f"at least {missing} too")
+        values = {**values, "attn": NSAConfig.from_dict(values["attn"])}
+        if isinstance(values.get("attention"), list):
+            values["attention"] = tuple(values["attention"])
+        return cls(**values)
 
 
 PRESETS = {
@@ -81,6 +113,8 @@ PRESETS = {
         hidden=256,
         seq_len=512,
         attn=NSAConfig(dim=128, n_heads=4, n_kv_groups=1, d_k=32, d_v=32, n_sel=4, w=128, phi_hidden=32),
+        window=128,
+        n_random=1,
     ),
     "125m": LMConfig(
         vocab_size=50257,
@@ -106,7 +140,7 @@ class LM(nn.Module):
         self.config = config
         dim = config.attn.dim
         self.embedding = nn.Embedding(config.vocab_size, dim)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.n_layers))
         self.norm = RMSNorm(dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(dim, config.vocab_size, bias=False)
         # Activation checkpointing: keep only each layer's input and compute the rest again in the backward.
@@ -201,25 +235,43 @@ class LM(nn.Module):
 
         Only what the mathematics asks for: masked scores and recomputation do not count.
         """
+        return sum(self.flops_by_part(length, backward=backward).values())
+
+    def flops_by_part(self, length: int, *, backward: bool = True) -> dict[str, float]:
+        """`flops_per_token` of each kind of attention (projections and scores), of the MLPs and of the head."""
+        require_positive_int("length", length)
         c = self.config.attn
-        if self.config.attention == "nsa":
-            keys = sum(c.reads_per_step(t) for t in range(1, length + 1)) / length
-            # phi runs once a block and group, everything else once a token.
-            blocks = c.n_kv_groups * n_compressed(length, c.l, c.d) / length
-        else:
-            keys, blocks = (length + 1) / 2, 0.0
-        scores = keys * c.n_heads * (c.d_k + c.d_v)
-        weights = self.config.n_layers * scores + self.head_weight.numel()
-        for name, module in self.layers.named_modules():
-            if isinstance(module, nn.Linear):
-                weights += module.weight.numel() * (blocks if ".phi_" in name else 1)
-        return 2 * weights * (3 if backward else 1)
+        parts = dict.fromkeys((*self.config.kinds, "mlp", "head"), 0.0)
+        parts["head"] += self.head_weight.numel()
+        # The mean over a sequence is the same in all layers of a kind.
+        keys = {kind: self.mean_keys(kind, length) for kind in set(self.config.kinds)}
+        # phi runs once a block and group, everything else once a token.
+        blocks = c.n_kv_groups * n_compressed(length, c.l, c.d) / length
+        for kind, layer in zip(self.config.kinds, self.blocks, strict=True):
+            parts["mlp"] += linear_weights(layer.mlp)
+            parts[kind] += linear_weights(layer.attention) + keys[kind] * c.n_heads * (c.d_k + c.d_v)
+            if isinstance(layer.attention, NSAAttention):
+                parts[kind] += (blocks - 1) * (
+                    linear_weights(layer.attention.phi_k) + linear_weights(layer.attention.phi_v)
+                )
+        return {part: 2 * weights * (3 if backward else 1) for part, weights in parts.items()}
 
-    def kv_bytes(self, batch_size: int, max_len: int, dtype: torch.dtype) -> int:
-        """Memory that the caches hold."""
-        return sum(cache.bytes_used() for cache in self.new_cache(batch_size, max_len, dtype=dtype, device="meta"))
+    def mean_keys(self, kind: AttentionKind, length: int) -> float:
+        """Keys that a query in a layer of `kind` is multiplied with, on average over `length` tokens."""
+        attention = self.blocks[self.config.kinds.index(kind)].attention
+        seen = attention.config.reads_per_step if isinstance(attention, NSAAttention) else attention.keys_seen
+        return sum(seen(t) for t in range(1, length + 1)) / length
 
-    def kv_bytes_read(self, batch_size: int, length: int, dtype: torch.dtype) -> int:
+    def kv_bytes(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Memory that caches for `length` tokens hold, all layers; `dtype` as in `new_cache`."""
+        return sum(cache.bytes_used() for cache in self.new_cache(batch_size, length, dtype=dtype, device="meta"))
+
+    def kv_bytes_per_token(self, *, dtype: torch.dtype | None = None) -> float:
+        """What each further token of a long sequence adds to that: nothing in a layer that keeps a window alone."""
+        long = 1 << 20
+        return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
+
+    def kv_bytes_read(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
         """Keys and values that one decoding step reads when every row is `length` long."""
         caches = self.new_cache(batch_size, length, dtype=dtype, device="meta")
         return sum(cache.bytes_read_per_step(length) for cache in caches)
@@ -228,11 +280,11 @@ class LM(nn.Module):
 class Layer(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: LMConfig) -> None:
+    def __init__(self, config: LMConfig, index: int) -> None:
         super().__init__()
         dim = config.attn.dim
         self.attention_norm = RMSNorm(dim, config.norm_eps)
-        self.attention = NSAAttention(config.attn) if config.attention == "nsa" else DenseAttention(config.attn)
+        self.attention = new_attention(config, index)
         self.mlp_norm = RMSNorm(dim, config.norm_eps)
         self.mlp = SwiGLU(dim, config.hidden)
 
@@ -248,6 +300,27 @@ class Layer(nn.Module):
             self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
         )
         return x + self.mlp(self.mlp_norm(x))
+
+
+def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention:
+    c, kind = config, config.kinds[layer]
+    if kind == "nsa":
+        return NSAAttention(c.attn)
+    if kind == "dense":
+        return DenseAttention(c.attn)
+    if kind == "sliding":
+        return SlidingAttention(c.attn, window=c.window)
+    if kind == "longformer":
+        return LongformerAttention(c.attn, window=c.window, n_global=c.n_global)
+    return BigBirdAttention(
+        c.attn,
+        window=c.window,
+        n_global=c.n_global,
+        block=c.block,
+        n_random=c.n_random,
+        seed=c.random_seed,
+        layer=layer,
+    )
 
 
 class RMSNorm(nn.Module):
@@ -280,3 +353,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def linear_weights(module: nn.Module) -> int:
+    """What one token is multiplied with in the products of `module`."""
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
