@@ -1,0 +1,88 @@
+"""What a run reads, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from nsa.config import require, require_bool, require_positive_int, require_positive_number
+
+OnStall = Literal["synthetic", "retry", "abort"]
+Split = Literal["train", "valid"]
+
+# Name: what it reads, and whether it needs `path`.
+SOURCES = {
+    "stdlib": ("the source code of Python's standard library, on every machine", False),
+    "synthetic": ("random phrases, each said twice: what comes back can be learned", False),
+    "text": ("text files: a file, a folder (*.txt, *.md, *.rst), or a pattern such as 'src/**/*.py'", True),
+    "jsonl": ("files with one JSON object a line: a file, a folder or a pattern", True),
+    "parquet": ("parquet files (needs pyarrow): a file, a folder or a pattern", True),
+    "shards": ("a folder of tokens that `nsa data prepare` wrote", True),
+    "fineweb_edu": ("HuggingFaceFW/fineweb-edu, streamed (needs datasets)", False),
+}
+HUB = "hf:"
+
+# Targets that are not scored, as torch's cross-entropy has it.
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    """CPU tensors. Packed documents lie one after the other in one row; `cu_seqlens` says where each begins."""
+
+    tokens: Tensor  # [B, S] int64
+    targets: Tensor  # [B, S] int64; -100: not scored
+    cu_seqlens: Tensor | None  # [n + 1] int32, for packed documents: B is 1 and S is batch_size * seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    # One of SOURCES, or "hf:NAME" for a data set of the Hugging Face hub.
+    source: str = "stdlib"
+    # A file, a folder or a pattern, for the sources that read files.
+    path: str | None = None
+    # The configuration of a hub data set ("sample-10BT").
+    name: str | None = None
+    # "bytes", or a tokenizer.json, or a folder with one: a run's, or what `nsa data prepare` wrote. Shards have their
+    # own, and then this is left alone.
+    tokenizer: str = "bytes"
+    # The field of a JSON object, or the column, that holds the text.
+    text_key: str = "text"
+    # Documents do not see each other: they are laid out in one row with cu_seqlens.
+    pack: bool = False
+    # What to do when no batch comes for `stall_timeout_s` seconds.
+    on_stall: OnStall = "abort"
+    stall_timeout_s: float = 300.0
+    # Documents that are tokenized at once.
+    doc_batch: int = 64
+    # Work ahead in a thread, and how many batches are kept ready. Without the thread no stall is noticed.
+    prefetch: bool = True
+    queue: int = 4
+    # Text is shuffled by document, and then the windows of so many tokens among each other.
+    shuffle_tokens: int = 2**20
+
+    def __post_init__(self) -> None:
+        known = self.source in SOURCES or (self.source.startswith(HUB) and self.source != HUB)
+        require(known, "data.source", self.source, f"one of {sorted(SOURCES)}, or '{HUB}NAME'")
+        if self.needs_path:
+            require(bool(self.path), "data.path", self.path, f"for {self.source}: {SOURCES[self.source][0]}")
+        else:
+            require(self.path is None, "data.path", self.path, f"None, because {self.source} reads no file of yours")
+        on_hub = self.source == "fineweb_edu" or self.source.startswith(HUB)
+        require(self.name is None or on_hub, "data.name", self.name, "None, except for a data set of the hub")
+        require(self.on_stall in get_args(OnStall), "data.on_stall", self.on_stall, f"one of {get_args(OnStall)}")
+        require_positive_number("data.stall_timeout_s", self.stall_timeout_s)
+        for name in ("doc_batch", "queue", "shuffle_tokens"):
+            require_positive_int(f"data.{name}", getattr(self, name))
+        for name in ("pack", "prefetch"):
+            require_bool(f"data.{name}", getattr(self, name))
+        for name in ("tokenizer", "text_key"):
+            value = getattr(self, name)
+            require(isinstance(value, str) and value != "", f"data.{name}", value, "a name")
+
+    @property
+    def needs_path(self) -> bool:
+        return self.source in SOURCES and SOURCES[self.source][1]

@@ -1,0 +1,277 @@
+"""Documents, in chunks that can be read in any order: what text files, JSON lines and parquet have in common.
+
+A chunk is the least that is read at once: a file, a thousand lines, a row group. Every document has a number that
+does not depend on the shuffle, and that number decides whether it is for training or for validation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from glob import glob
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from nsa.config import require
+from nsa.data.shuffle import Permutation
+
+# One document in this many is kept for validation, so that no text is in both.
+VALID_EVERY = 20
+
+# Lines of a JSON-lines file in one chunk.
+LINES = 1024
+
+# Folders of the standard library that are not the library: its tests, what was installed into it, data written as code.
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+
+SUFFIXES = {
+    "text": (".txt", ".md", ".rst"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+}
+
+
+class Chunk(NamedTuple):
+    texts: Sequence[str]
+    # The number of the first one.
+    first: int
+    # What a stream needs to come back to the beginning of this chunk; JSON types.
+    bookmark: Any = None
+
+
+class Documents(Protocol):
+    # For the boot line.
+    name: str
+    # Of what is read: a position in one corpus means nothing in another.
+    fingerprint: str
+    # What is being waited for, for the message if it never comes.
+    doing: str
+
+    @property
+    def few(self) -> bool:
+        """Fewer than VALID_EVERY documents: then each is cut, not the set of them."""
+        ...
+
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+        """The chunks of an epoch from the `first` on; `bookmark` is the one that came with it, or None."""
+        ...
+
+
+class IndexedDocuments(ABC):
+    """Chunks that can be read in any order, so an epoch is a shuffle of them and resuming costs nothing."""
+
+    name: str
+    doing = "nothing yet"
+
+    def __init__(self, files: Sequence[Path], root: Path) -> None:
+        self.files = files
+        sizes = {str(path.relative_to(root)): path.stat().st_size for path in files}
+        self.bytes = sum(sizes.values())
+        self.fingerprint = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+
+    @property
+    @abstractmethod
+    def n_chunks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def n_documents(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Chunk: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """Which file, and where in it, for messages."""
+
+    @property
+    def few(self) -> bool:
+        return self.n_documents < VALID_EVERY
+
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+        order = Permutation(self.n_chunks, seed, epoch)
+        for position in range(first, self.n_chunks):
+            self.doing = f"reading {self.where(order[position])}"
+            yield self.read(order[position])
+
+
+class TextFiles(IndexedDocuments):
+    """A file is a document."""
+
+    def __init__(self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict") -> None:
+        super().__init__(files, root)
+        self.errors = errors
+        self.name = f"{name} ({len(files):,} files, {self.bytes / 1e6:.1f} MB)"
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.files)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.files)
+
+    def where(self, index: int) -> str:
+        return str(self.files[index])
+
+    def read(self, index: int) -> Chunk:
+        try:
+            return Chunk([self.files[index].read_text(encoding="utf-8", errors=self.errors)], index)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.files[index]} is not UTF-8 text: {error}") from error
+
+
+class JsonLines(IndexedDocuments):
+    """A line is a document. The files are read once when opened, to know where the lines are."""
+
+    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str) -> None:
+        super().__init__(files, root)
+        self.text_key = text_key
+        # File, offset of its first line, number of that line in the file (from 1), lines, number of its first document.
+        self.index: list[tuple[Path, int, int, int, int]] = []
+        self.total = 0
+        for path in files:
+            self.add(path)
+        self.name = f"jsonl ({len(files):,} files, {self.total:,} lines, {self.bytes / 1e6:.1f} MB)"
+
+    def add(self, path: Path) -> None:
+        offset, begin, count, number = 0, 0, 0, 1
+        with path.open("rb") as file:
+            for line in file:
+                offset += len(line)
+                count += 1
+                if count == LINES:
+                    self.index.append((path, begin, number, count, self.total))
+                    self.total, number, begin, count = self.total + count, number + count, offset, 0
+        if count:
+            self.index.append((path, begin, number, count, self.total))
+            self.total += count
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.index)
+
+    @property
+    def n_documents(self) -> int:
+        return self.total
+
+    def where(self, index: int) -> str:
+        path, _, number, count, _ = self.index[index]
+        return f"{path}, lines {number} to {number + count - 1}"
+
+    def read(self, index: int) -> Chunk:
+        path, offset, number, count, first = self.index[index]
+        with path.open("rb") as file:
+            file.seek(offset)
+            lines = [file.readline() for _ in range(count)]
+        return Chunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
+
+    def parse(self, line: bytes, where: str) -> str:
+        line = line.strip()
+        if not line:
+            return ""
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not a line of JSON: {error}") from error
+        text = values.get(self.text_key) if isinstance(values, dict) else None
+        if not isinstance(text, str):
+            found = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{where} has no text: data.text_key is {self.text_key!r}, the line has {found}")
+        return text
+
+
+class Parquet(IndexedDocuments):
+    """A row is a document, a row group is a chunk."""
+
+    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str) -> None:
+        super().__init__(files, root)
+        self.text_key = text_key
+        # File, row group, number of its first document, rows.
+        self.index: list[tuple[Path, int, int, int]] = []
+        self.total = 0
+        for path in files:
+            self.add(path)
+        self.name = f"parquet ({len(files):,} files, {self.total:,} rows, {self.bytes / 1e6:.1f} MB)"
+
+    def open(self, path: Path) -> Any:
+        arrow = import_module("pyarrow")
+        try:
+            return import_module("pyarrow.parquet").ParquetFile(path)
+        except arrow.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a parquet file: {error}") from error
+
+    def add(self, path: Path) -> None:
+        with self.open(path) as file:
+            columns = file.schema_arrow.names
+            require(self.text_key in columns, "data.text_key", self.text_key, f"a column of {path}: {columns}")
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                self.index.append((path, group, self.total, rows))
+                self.total += rows
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.index)
+
+    @property
+    def n_documents(self) -> int:
+        return self.total
+
+    def where(self, index: int) -> str:
+        path, group, _, _ = self.index[index]
+        return f"{path}, row group {group}"
+
+    def read(self, index: int) -> Chunk:
+        path, group, first, _ = self.index[index]
+        with self.open(path) as file:
+            texts = file.read_row_group(group, columns=[self.text_key])[self.text_key].to_pylist()
+        for row, text in enumerate(texts):
+            if not (text is None or isinstance(text, str)):
+                raise ValueError(f"{path}, row group {group}, row {row}: {self.text_key!r} is a {type(text).__name__}")
+        return Chunk([text or "" for text in texts], first)
+
+
+def standard_library(root: Path | None = None) -> TextFiles:
+    """Python's own source files; `root` for another folder of them."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
+    require(bool(files), "root", str(root), "a folder with Python source files")
+    # A stray byte in someone's Python must not stop the one source that always works.
+    return TextFiles(files, root, name="stdlib", errors="replace")
+
+
+def open_files(source: str, path: str, text_key: str) -> IndexedDocuments:
+    """The documents of the files that `path` names: a file, a folder, or a pattern."""
+    files, root = find_files(path, SUFFIXES[source])
+    if source == "text":
+        return TextFiles(files, root, name="text")
+    if source == "jsonl":
+        return JsonLines(files, root, text_key=text_key)
+    require(
+        find_spec("pyarrow") is not None,
+        "data.source",
+        source,
+        "another one, because the package `pyarrow` is not installed (pip install pyarrow)",
+    )
+    return Parquet(files, root, text_key=text_key)
+
+
+def find_files(path: str, suffixes: Sequence[str]) -> tuple[list[Path], Path]:
+    """Sorted, and the folder that their names are told from."""
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [given], given.parent
+    if given.is_dir():
+        files = sorted(file for suffix in suffixes for file in given.rglob(f"*{suffix}") if file.is_file())
+        require(bool(files), "data.path", path, f"a folder with files that end in {', '.join(suffixes)}")
+        return files, given
+    files = sorted(file for file in map(Path, glob(str(given), recursive=True)) if file.is_file())
+    require(bool(files), "data.path", path, "a file, a folder, or a pattern that files match")
+    return files, Path(os.path.commonpath([file.parent for file in files]))

@@ -1,0 +1,231 @@
+"""Windows of `seq_len + 1` tokens, in pools that are shuffled within: the one order that all ranks agree on.
+
+The documents of an epoch, shuffled, make one long row of tokens; a pool is the next stretch of it, cut into windows.
+Two neighbouring windows share a token, the last target of one and the first input of the next. What is left at the end
+of an epoch, less than a window, is dropped. A pool knows where it begins, so that it can be made again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nsa.config import require
+from nsa.data.config import Split
+from nsa.data.documents import VALID_EVERY, Chunk, Documents
+from nsa.data.shuffle import Permutation, mix
+from nsa.data.tokenizer import Tokenizer
+
+# Windows of synthetic data that are made at once.
+SYNTHETIC_WINDOWS = 256
+
+
+class Window(NamedTuple):
+    # [seq_len + 1]
+    tokens: Tensor
+    # Where documents begin in it, ascending; whether one begins with the window itself makes no difference.
+    starts: Tensor
+
+
+class Pool(ABC):
+    """`mark`: JSON types, from which the same pool is made again."""
+
+    mark: dict[str, Any]
+    order: Permutation
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @abstractmethod
+    def window(self, index: int) -> Window: ...
+
+
+class Pools(Protocol):
+    name: str
+    fingerprint: str
+    tokenizer: Tokenizer
+
+    @property
+    def doing(self) -> str: ...
+
+    def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
+        """Without end, from `mark` on; None: from the beginning. No pool is empty."""
+        ...
+
+
+class RowPool(Pool):
+    """A row of tokens in memory."""
+
+    def __init__(self, tokens: Tensor, starts: Tensor, seq_len: int, mark: dict[str, Any], order: Permutation) -> None:
+        self.tokens, self.starts, self.seq_len, self.mark, self.order = tokens, starts, seq_len, mark, order
+
+    def window(self, index: int) -> Window:
+        begin = self.order[index] * self.seq_len
+        end = begin + self.seq_len + 1
+        first, last = torch.searchsorted(self.starts, torch.tensor([begin, end])).tolist()
+        return Window(self.tokens[begin:end], self.starts[first:last] - begin)
+
+
+class Mark(NamedTuple):
+    """A place in the text: a token of a document of a chunk of an epoch."""
+
+    epoch: int = 0
+    chunk: int = 0
+    document: int = 0
+    token: int = 0
+    bookmark: Any = None
+
+
+class Encoded(NamedTuple):
+    mark: Mark
+    tokens: Tensor
+
+
+class TextPools:
+    """Pools from documents, which are tokenized on the way.
+
+    Every rank reads and tokenizes all of it and uses its share of the windows. So all ranks agree on the position
+    without asking each other. For many GPUs, `nsa data prepare` does this work once.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        *,
+        split: Split,
+        seq_len: int,
+        seed: int,
+        doc_batch: int,
+        shuffle_tokens: int,
+    ) -> None:
+        self.documents, self.tokenizer, self.split = documents, tokenizer, split
+        self.seq_len, self.seed, self.doc_batch = seq_len, seed, doc_batch
+        self.windows = max(1, shuffle_tokens // seq_len)
+        self.name, self.fingerprint = documents.name, documents.fingerprint
+
+    @property
+    def doing(self) -> str:
+        return self.documents.doing
+
+    def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
+        start = Mark(**mark) if mark else Mark()
+        while True:
+            tokens = windows = 0
+            for row in self.rows(start):
+                tokens += sum(len(document.tokens) for document in row)
+                pool = self.pool(row)
+                if pool is not None:
+                    windows += len(pool)
+                    yield pool
+            require(
+                windows > 0,
+                f"the {self.split} split of {self.name}",
+                f"{tokens:,} tokens",
+                f"at least seq_len + 1 = {self.seq_len + 1:,}",
+            )
+            start = Mark(epoch=start.epoch + 1)
+
+    def rows(self, start: Mark) -> Iterator[list[Encoded]]:
+        """What each pool of an epoch is cut from; the last window's last token is the first of the next row."""
+        full = self.windows * self.seq_len
+        row: list[Encoded] = []
+        length = 0
+        for document in self.encoded(start):
+            row.append(document)
+            length += len(document.tokens)
+            while length > full:
+                mark, tokens = row.pop()
+                # So many tokens of the last document are before the border; the one after it is needed as a target.
+                before = full - (length - len(tokens))
+                yield [*row, Encoded(mark, tokens[: before + 1])]
+                row, length = [], length - full
+                rest = tokens[before:]
+                row.append(Encoded(mark._replace(token=mark.token + before), rest))
+        yield row
+
+    def pool(self, row: list[Encoded]) -> RowPool | None:
+        """The windows of a row; None where there is not one."""
+        lengths = [len(document.tokens) for document in row]
+        count = (sum(lengths) - 1) // self.seq_len
+        if count < 1:
+            return None
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        mark = row[0].mark
+        order = Permutation(count, self.seed, mark.epoch, mark.chunk, mark.document, mark.token)
+        return RowPool(torch.cat([d.tokens for d in row]), starts, self.seq_len, mark._asdict(), order)
+
+    def encoded(self, start: Mark) -> Iterator[Encoded]:
+        """The documents of the rest of an epoch as tokens, `doc_batch` at a time."""
+        waiting: list[tuple[Mark, str]] = []
+        for place in self.texts(start):
+            waiting.append(place)
+            if len(waiting) == self.doc_batch:
+                yield from self.encode(waiting)
+                waiting = []
+        yield from self.encode(waiting)
+
+    def encode(self, waiting: list[tuple[Mark, str]]) -> Iterator[Encoded]:
+        if waiting:
+            rows = self.tokenizer.encode_documents([text for _, text in waiting])
+            for (mark, _), tokens in zip(waiting, rows, strict=True):
+                yield Encoded(mark, tokens[mark.token :])
+
+    def texts(self, start: Mark) -> Iterator[tuple[Mark, str]]:
+        chunks = self.documents.chunks(self.seed, start.epoch, start.chunk, start.bookmark)
+        for number, chunk in enumerate(chunks, start.chunk):
+            texts = self.part(chunk)
+            order = Permutation(len(texts), self.seed, start.epoch, number, 1)
+            resumed = number == start.chunk
+            for index in range(start.document if resumed else 0, len(texts)):
+                token = start.token if resumed and index == start.document else 0
+                yield Mark(start.epoch, number, index, token, chunk.bookmark), texts[order[index]]
+
+    def part(self, chunk: Chunk) -> list[str]:
+        """What the split has of a chunk."""
+        return split_texts(chunk, self.split, few=self.documents.few)
+
+
+def split_texts(chunk: Chunk, split: Split, *, few: bool) -> list[str]:
+    """One document in VALID_EVERY is for validation; where there are too few, the end of each one."""
+    if few:
+        cuts = [(text, len(text) - len(text) // VALID_EVERY) for text in chunk.texts]
+        texts = [text[:cut] if split == "train" else text[cut:] for text, cut in cuts]
+    else:
+        numbered = enumerate(chunk.texts, chunk.first)
+        texts = [text for number, text in numbered if (number % VALID_EVERY == 0) == (split == "valid")]
+    return [text for text in texts if text]
+
+
+class SyntheticPools:
+    """Random phrases, each said twice: the second half of a window can be learned, the first cannot."""
+
+    doing = "making random tokens"
+
+    def __init__(self, tokenizer: Tokenizer, *, split: Split, seq_len: int, seed: int) -> None:
+        self.tokenizer, self.seq_len = tokenizer, seq_len
+        self.key = mix(seed, int(split == "valid"))
+        self.name = f"synthetic ({tokenizer.vocab_size:,} tokens)"
+        self.fingerprint = f"synthetic-{tokenizer.vocab_size}"
+
+    def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
+        number = mark["number"] if mark else 0
+        while True:
+            yield self.pool(number)
+            number += 1
+
+    def pool(self, number: int) -> RowPool:
+        # Signed 63 bits is what torch takes for a seed.
+        generator = torch.Generator().manual_seed(mix(self.key, number) >> 1)
+        half = (self.seq_len + 1) // 2
+        shape = (SYNTHETIC_WINDOWS, half)
+        phrases = torch.randint(self.tokenizer.vocab_size, shape, generator=generator, dtype=torch.int32)
+        row = torch.cat([phrases, phrases, phrases], 1)[:, : self.seq_len].flatten()
+        starts = torch.arange(SYNTHETIC_WINDOWS) * self.seq_len
+        # The last window needs one more token as its last target.
+        row = torch.cat([row, phrases[-1:, 0]])
+        return RowPool(row, starts, self.seq_len, {"number": number}, Permutation(SYNTHETIC_WINDOWS, number))

@@ -1,0 +1,218 @@
+"""Tokenize a corpus once: files of tokens that training maps into memory.
+
+nsa data prepare --source text --path books/ --out data/books
+nsa data check data/books
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+from nsa.config import require, require_positive_int
+from nsa.data.config import HUB, SOURCES, DataConfig, Split
+from nsa.data.documents import Documents, IndexedDocuments
+from nsa.data.loader import open_documents
+from nsa.data.pools import split_texts
+from nsa.data.shards import SUFFIX, Shard, ShardWriter
+from nsa.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+EXAMPLES = """examples:
+  nsa data prepare --source text --path books/ --out data/books
+  nsa data prepare --source jsonl --path wiki.jsonl --train-bpe 16384 --out data/wiki
+  nsa data prepare --source fineweb_edu --tokenizer tokenizer.json --limit-tokens 1000000000 --out data/fwe
+  nsa data check data/books
+"""
+
+# Characters of the training documents that a BPE is trained on: more makes it no better.
+BPE_CHARACTERS = 100_000_000
+
+# Seconds between two lines where nobody sees a bar.
+LINE_EVERY = 10.0
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+def prepare(
+    config: DataConfig,
+    out: Path,
+    *,
+    bpe_vocab_size: int | None = None,
+    shard_tokens: int = 2**27,
+    limit_tokens: int | None = None,
+) -> dict[Split, ShardWriter]:
+    """Write the documents of `config` into `out`, in one pass over them; a BPE of their own takes a part of another."""
+    require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
+    require(not list(out.glob(f"*{SUFFIX}")), "out", str(out), f"a folder without {SUFFIX} files")
+    require_positive_int("shard_tokens", shard_tokens)
+    documents = open_documents(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    if bpe_vocab_size is not None:
+        require(config.tokenizer == "bytes", "tokenizer", config.tokenizer, "none, where a BPE is trained")
+        print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
+        tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(out)
+    writers = {split: ShardWriter(out, split, tokenizer.vocab_size, shard_tokens) for split in SPLITS}
+    try:
+        write(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
+        for writer in writers.values():
+            writer.publish()
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    found = sum(writer.tokens for writer in writers.values())
+    require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
+    return writers
+
+
+def write(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    writers: dict[Split, ShardWriter],
+    *,
+    doc_batch: int,
+    limit_tokens: int | None,
+) -> None:
+    total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
+    shown = show_progress(total)
+    try:
+        # The order does not matter: training shuffles the windows.
+        for done, chunk in enumerate(documents.chunks(0, 0, 0, None), 1):
+            for split, writer in writers.items():
+                texts = split_texts(chunk, split, few=documents.few)
+                for begin in range(0, len(texts), doc_batch):
+                    writer.add(tokenizer.encode_documents(texts[begin : begin + doc_batch]))
+            tokens = sum(writer.tokens for writer in writers.values())
+            shown.show(done, f"{tokens:,} tokens")
+            if limit_tokens is not None and tokens >= limit_tokens:
+                return
+    finally:
+        shown.close()
+
+
+def training_texts(documents: Documents) -> Iterator[str]:
+    seen = 0
+    for chunk in documents.chunks(0, 0, 0, None):
+        for text in split_texts(chunk, "train", few=documents.few):
+            yield text
+            seen += len(text)
+            if seen >= BPE_CHARACTERS:
+                return
+
+
+class Lines:
+    """Now and then a line."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total, self.next = total, time.monotonic() + LINE_EVERY
+
+    def show(self, done: int, text: str) -> None:
+        if done == self.total or time.monotonic() >= self.next:
+            self.next = time.monotonic() + LINE_EVERY
+            print(f"{done:,}{f' of {self.total:,}' if self.total else ''} chunks, {text}", flush=True)
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+
+class Bar:
+    def __init__(self, total: int | None) -> None:
+        rich = import_module("rich.progress")
+        self.bar: Any = rich.Progress(
+            rich.BarColumn(),
+            rich.TaskProgressColumn(),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.description}"),
+        )
+        self.task = self.bar.add_task("", total=total)
+        self.bar.start()
+
+    def show(self, done: int, text: str) -> None:
+        self.bar.update(self.task, completed=done, description=text)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def show_progress(total: int | None) -> Lines | Bar:
+    return Bar(total) if find_spec("rich") is not None and sys.stdout.isatty() else Lines(total)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Prepare training data. `nsa data COMMAND --help` explains one command."
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    make = commands.add_parser(
+        "prepare",
+        help="tokenize a corpus into files that training maps into memory",
+        description="Tokenize a corpus into files that training maps into memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    make.add_argument("--source", default="text", help=f"{', '.join(text_sources())} or {HUB}NAME (default: text)")
+    make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
+    make.add_argument("--name", help="the configuration of a data set of the hub")
+    make.add_argument("--text-key", default="text", help="the field or column with the text (default: text)")
+    make.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a folder with one")
+    make.add_argument("--train-bpe", type=int, metavar="N", help="train a BPE of N tokens on this corpus, and use it")
+    make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
+    make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
+    make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
+    make.add_argument("--out", type=Path, required=True, help="the folder to write")
+    check = commands.add_parser("check", help="read every token of a prepared folder and compare the checksums")
+    check.add_argument("folder", type=Path)
+
+
+def text_sources() -> list[str]:
+    return [name for name in SOURCES if name not in ("shards", "synthetic")]
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_check(args.folder) if args.data_command == "check" else run_prepare(args)
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    config = DataConfig(
+        source=args.source,
+        path=args.path,
+        name=args.name,
+        tokenizer=args.tokenizer,
+        text_key=args.text_key,
+        doc_batch=args.doc_batch,
+    )
+    if args.limit_tokens is not None:
+        require_positive_int("--limit-tokens", args.limit_tokens)
+    writers = prepare(
+        config,
+        args.out,
+        bpe_vocab_size=args.train_bpe,
+        shard_tokens=args.shard_tokens,
+        limit_tokens=args.limit_tokens,
+    )
+    for split, writer in writers.items():
+        print(f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, {len(writer.paths)} files")
+    vocab_size = writers["train"].vocab_size
+    print(f"go on with: nsa train --set data.source=shards --set data.path={args.out} (vocabulary {vocab_size:,})")
+    counts = {split: {"documents": w.documents, "tokens": w.tokens} for split, w in writers.items()}
+    print(json.dumps({"out": str(args.out), "vocab_size": vocab_size, **counts}))
+    return 0
+
+
+def run_check(folder: Path) -> int:
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    require(bool(paths), "folder", str(folder), f"a folder with {SUFFIX} files")
+    for path in paths:
+        shard = Shard(path)
+        shard.check_tokens()
+        print(f"{path.name}: {shard.header.documents:,} documents, {shard.header.tokens:,} tokens, intact")
+    return 0

@@ -1,0 +1,166 @@
+"""Text to tokens and back: bytes, or the `tokenizer.json` of the Hugging Face `tokenizers` package.
+
+A tokenizer is saved as one file, `tokenizer.json`, next to what was made with it: a run, an export, shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nsa.config import require, require_int
+
+FILE = "tokenizer.json"
+
+# What tokenizers call the token that ends a document, the most common names first.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    # For people and for comparison: two tokenizers of one name give the same tokens.
+    name: str
+    vocab_size: int
+    # The token that ends a document.
+    end: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
+        """int32 on the CPU, each with its end."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class ByteTokenizer:
+    """One byte of UTF-8, one token. A document ends with byte 0, which text does not hold."""
+
+    name = "bytes"
+    vocab_size = 256
+    end = 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """What is not UTF-8, or no byte at all (a vocabulary may be larger), shows as the replacement character."""
+        return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
+        buffers = [bytearray(text.encode() + bytes([self.end])) for text in texts]
+        return [torch.frombuffer(buffer, dtype=torch.uint8).to(torch.int32) for buffer in buffers]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps({"type": self.name, "vocab_size": self.vocab_size}) + "\n")
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` package, from the text of its `tokenizer.json`."""
+
+    def __init__(self, text: str, origin: str) -> None:
+        require(
+            find_spec("tokenizers") is not None,
+            "tokenizer",
+            origin,
+            "'bytes' where the package `tokenizers` is not installed (pip install tokenizers)",
+        )
+        try:
+            self.inner: Any = import_module("tokenizers").Tokenizer.from_str(text)
+        # The package raises bare Exceptions, with the position in the file.
+        except Exception as error:
+            raise ValueError(
+                f"tokenizer is {origin!r}; accepted: a tokenizer.json that can be read: {error}"
+            ) from error
+        # A text that spells a special token is text: it must not end the document it is in.
+        self.inner.encode_special_tokens = True
+        # Lengths are the loader's business.
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        self.text = text
+        vocabulary = self.inner.get_vocab(with_added_tokens=True)
+        require(bool(vocabulary), "tokenizer", origin, "a tokenizer with a vocabulary")
+        # Not the number of entries: there may be holes.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.name = f"{self.inner.model.__class__.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        ends = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
+        require(bool(ends), "tokenizer", origin, f"one with a token that ends a document: {', '.join(END_TOKENS)}")
+        self.end: int = ends[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The vocabulary of a model may be larger: what is no token shows as the replacement character."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in [*tokens, -1]:
+            if 0 <= token < self.vocab_size:
+                run.append(token)
+                continue
+            parts += [self.inner.decode(run, skip_special_tokens=False), "\N{REPLACEMENT CHARACTER}"]
+            run = []
+        return "".join(parts[:-1])
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
+        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [torch.tensor([*encoding.ids, self.end], dtype=torch.int32) for encoding in encodings]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(self.text)
+
+
+def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
+    """`"bytes"`, a `tokenizer.json`, or a folder that holds one."""
+    if folder_or_name == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = Path(folder_or_name)
+    path = path / FILE if path.is_dir() else path
+    require(path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {FILE}, or a folder that holds one")
+    try:
+        text = path.read_text()
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"tokenizer is {str(path)!r}; accepted: a file with JSON: {error}") from error
+    if isinstance(values, dict) and values.get("type") == ByteTokenizer.name:
+        return ByteTokenizer()
+    return FileTokenizer(text, str(path))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """A model needs a row for every token."""
+    require(
+        tokenizer.vocab_size <= vocab_size,
+        "model.vocab_size",
+        vocab_size,
+        f"at least {tokenizer.vocab_size}, the vocabulary of the tokenizer {tokenizer.name}",
+    )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """A byte-level BPE of your own text: every text can be encoded, whatever the training text held."""
+    require_int("vocab_size", vocab_size, at_least=257)
+    require(find_spec("tokenizers") is not None, "tokenizer", "bpe", "'bytes' without `pip install tokenizers`")
+    package = import_module("tokenizers")
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return FileTokenizer(tokenizer.to_str(pretty=True), "a BPE that was just trained")
