@@ -1,0 +1,333 @@
+"""Checkpoints of a run: saved while it goes on, kept a few, read back on any number of ranks.
+
+    checkpoints = Checkpoints(run / "checkpoints", keep=3)
+    found = checkpoints.load(model, optimizer)            # None in a new run, else (step, extra)
+    checkpoints.save(step, model, optimizer, {"data": loader.state_dict(), "rng": rng_state()}, loss=loss)
+    checkpoints.close()
+
+`torch.distributed.checkpoint` plans who writes and reads what, copies the state to the CPU within `save`, and writes in
+a thread; `nsa.train.storage` is where it goes. In a distributed run every rank makes every call.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import re
+import shutil
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from nsa.config import require, require_bool, require_int, require_positive_int
+from nsa.model import LM, save_model
+from nsa.train.storage import ASIDE, Damaged, Index, Reader, Writer, recover, remove
+
+T = TypeVar("T")
+
+STEP = re.compile(r"step_(\d+)")
+
+
+class Checkpoints:
+    """The folder `step_N` for each of the `keep` newest steps and, with `keep_best`, for the one of the lowest loss.
+
+    An error of a save in the background is raised by the next call, whichever it is. It never costs an older
+    checkpoint: those are removed only once the new one has its name.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True) -> None:
+        require_positive_int("keep", keep)
+        require_bool("keep_best", keep_best)
+        require(not folder.exists() or folder.is_dir(), "folder", str(folder), "a folder, or a path where one can be")
+        self.folder = folder
+        self.keep = keep
+        self.keep_best = keep_best
+        # The thread speaks with other ranks' threads while training does: that needs a group of its own, on the CPU.
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.pending: tuple[int, Future[Any]] | None = None
+        self.current: int | None = None
+        self.rejected: list[int] = []
+        self.losses: dict[int, float | None] = {}
+        # torch finds it remarkable that there is one process; here that is the usual case.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: dict[str, Any],
+        *,
+        loss: float | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Copy the state to the CPU, return, and write it in the background; with `wait`, return when it is written.
+
+        `extra` is each rank's own. A save that is still being written is waited for first.
+        """
+        require_int("step", step, at_least=0)
+        self.wait()
+        # A signal often comes where a checkpoint was just read or written: it is the same state.
+        if step == self.current and loss is None:
+            return
+        writer = Writer(self.path(step), step, loss, plain_json("extra", extra), lambda: self.prune(step))
+        if self.rank == 0:
+            self.set_aside()
+        answer = dcp.async_save(state_of(model, optimizer), storage_writer=writer, process_group=self.group)
+        self.pending = (step, answer if isinstance(answer, Future) else answer.upload_completion)
+        if wait:
+            self.wait()
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
+        """Read the newest intact checkpoint into both; its step and `extra`, or None where there is none at all.
+
+        A damaged one is passed over with a warning. `extra` is what this rank saved, or what rank 0 did if there were
+        more or fewer ranks. The optimizer's hyperparameters are not read: the configuration has them.
+        """
+        self.wait()
+        if self.rank == 0:
+            recover(self.folder)
+        steps = self.from_rank_0(self.steps())
+        for step in reversed(steps):
+            index, problem = self.inspect(step)
+            if index is not None and problem is None:
+                self.read(index, model, optimizer)
+                self.current = step
+                same = len(index.extra) == self.ranks
+                return step, index.extra[self.rank if same else 0]
+            self.rejected.append(step)
+            if self.rank == 0:
+                message = f"{self.path(step)} is damaged ({problem}); going back to the checkpoint before it"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if steps:
+            raise ValueError(
+                f"folder is {str(self.folder)!r}; accepted: one with an intact checkpoint, or none: all of {steps} are "
+                "damaged (move the folder away to start anew)"
+            )
+        return None
+
+    def wait(self) -> None:
+        """Until what is being written has its name; an error of it is raised here."""
+        if self.pending is None:
+            return
+        step, future = self.pending
+        self.pending = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            if self.rank == 0:
+                shutil.rmtree(self.path(step).with_name(self.path(step).name + ASIDE), ignore_errors=True)
+            raise plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error) from error
+        self.current = step
+
+    def close(self) -> None:
+        """Wait for the last save. The ranks' own group goes when the run's does."""
+        self.wait()
+
+    def latest(self) -> int | None:
+        """The newest step that has its name on the disk."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the lowest loss, of those that were saved with one."""
+        losses = {step: self.loss(step) for step in self.steps()}
+        finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        return min(finite, key=lambda step: (finite[step], -step), default=None)
+
+    def steps(self) -> list[int]:
+        if not self.folder.exists():
+            return []
+        names = (STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def loss(self, step: int) -> float | None:
+        if step not in self.losses:
+            try:
+                self.losses[step] = Index.read(self.path(step)).loss
+            except Damaged:
+                self.losses[step] = None
+        return self.losses[step]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def inspect(self, step: int) -> tuple[Index | None, str | None]:
+        """The index, and what is wrong, the same on every rank; each looks at a part of the files."""
+        index, problem = None, None
+        try:
+            index = Index.read(self.path(step))
+            index.check(self.path(step), sorted(index.files)[self.rank :: self.ranks])
+        except Damaged as error:
+            problem = str(error)
+        if self.group is not None:
+            problems: list[str | None] = [None] * self.ranks
+            dist.all_gather_object(problems, problem, group=self.group)
+            problem = next((text for text in problems if text is not None), None)
+        return index, problem
+
+    def read(self, index: Index, model: nn.Module, optimizer: Optimizer) -> None:
+        # A state that was saved before the first step has nothing of the optimizer's.
+        began = any(name.startswith("optimizer.") for name in index.tensors)
+        state = state_of(model, optimizer, create=began)
+        saved, wanted = index.tensors, {name: tuple(x.shape) for name, x in state.items()}
+        if not began:
+            wanted = {name: shape for name, shape in wanted.items() if name.startswith("model.")}
+        missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+        other = [name for name in sorted(wanted.keys() & saved.keys()) if saved[name].size != wanted[name]]
+        if missing or unknown or other:
+            shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
+            parts = {"without": missing, "with": unknown, "and": shapes}
+            said = "; ".join(f"{word} {names[0]}{and_more(names)}" for word, names in parts.items() if names)
+            raise ValueError(f"{self.path(index.step)} is of another model: {said}")
+        try:
+            # In place: these are the tensors of the model and of the optimizer, not copies.
+            dcp.load(
+                {name: state[name] for name in wanted},
+                storage_reader=Reader(self.path(index.step), index),
+                process_group=self.group,
+            )
+        except CheckpointException as error:
+            raise plain_error(f"{self.path(index.step)} could not be read", error) from error
+
+    def set_aside(self) -> None:
+        """Damaged checkpoints lose their names before a new one is written: they must not count as the newest."""
+        for step in self.rejected:
+            if self.path(step).exists():
+                self.path(step).rename(self.folder / f"damaged_step_{step}")
+        self.rejected.clear()
+
+    def prune(self, saved: int) -> None:
+        """Runs on rank 0, in the thread that wrote `saved`, which therefore stays whatever its number."""
+        self.losses.pop(saved, None)
+        steps = self.steps()
+        kept = {*steps[-self.keep :], saved, self.best() if self.keep_best else None}
+        for step in steps:
+            if step not in kept:
+                remove(self.path(step))
+
+    def from_rank_0(self, value: T) -> T:
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) -> dict[str, Tensor]:
+    """Every tensor of both by a name that is the same sharded, replicated, compiled or plain; not copies.
+
+    An optimizer makes its tensors at its first step: `create` has them made before.
+    """
+    state: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
+    if create or optimizer.state:
+        flat = get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        ).items()
+        state |= {f"optimizer.{name.removeprefix('state.')}": x for name, x in flat if name.startswith("state.")}
+    strange = sorted(name for name, x in state.items() if not isinstance(x, Tensor))
+    require(not strange, "the state", f"one with {strange}", "tensors alone: anything else would be pickled")
+    return state
+
+
+def and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def plain_json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is not plain JSON ({error}); accepted: dict, list, str, int, float, bool, None"
+        ) from error
+
+
+def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError:
+    """torch wraps what each rank ran into; the reader wants the sentence."""
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    said = "; ".join(
+        f"rank {rank}: {failure}" if len(failures) > 1 else f"{failure}" for rank, failure in failures.items()
+    )
+    disk = all(isinstance(failure, OSError) for failure in failures.values())
+    return OSError(f"{what}: {said}; older checkpoints are as they were") if disk else RuntimeError(f"{what}: {said}")
+
+
+# The state of the random number generators, as text that JSON holds.
+
+
+def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Of Python, of torch, and of `device` where it has its own."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": to_text(torch.get_rng_state())}
+    if torch.device(device).type == "cuda":
+        state["cuda"] = to_text(torch.cuda.get_rng_state(device))
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
+    """A run that goes on elsewhere keeps what that machine has: a GPU's state is no use to a CPU."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(from_text(state["torch"]))
+    if "cuda" in state and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(from_text(state["cuda"]), device)
+
+
+def to_text(x: Tensor) -> str:
+    return base64.b64encode(bytes(x.tolist())).decode()
+
+
+def from_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# What others load.
+
+
+class HasSave(Protocol):
+    """All that is asked of a tokenizer here."""
+
+    def save(self, folder: Path) -> None: ...
+
+
+def export(model: nn.Module, folder: Path, tokenizer: HasSave | None) -> Path:
+    """Write the whole model with its configuration and tokenizer for `nsa.model.load_model`; the parameters' file.
+
+    Every rank calls it, rank 0 writes. Each file is written aside and renamed: until then an earlier one stays whole.
+    """
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    # FSDP2 makes a class of its own of the model's, which is still one of these; DDP and compilation wrap it.
+    config = next(module.config for module in model.modules() if isinstance(module, LM))
+    aside = folder / f"export{ASIDE}"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with torch.device("meta"):
+            whole = LM(config)
+        whole.load_state_dict(state, assign=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        name = save_model(whole, aside).name
+        if tokenizer is not None:
+            tokenizer.save(aside)
+        for path in sorted(aside.iterdir()):
+            path.replace(folder / path.name)
+        aside.rmdir()
+        # One folder, one model: what an earlier export wrote in the other format would be read in its place.
+        for path in folder.glob("model.*"):
+            if path.name not in (name, "model.json"):
+                path.unlink()
+        return folder / name
+    return folder

@@ -1,0 +1,128 @@
+"""What a run writes down as it goes: `metrics.jsonl`, `heartbeat.jsonl`, and TensorBoard's files where it is installed.
+
+One JSON object a line, flushed line by line. A process that is killed in the middle of a line loses that line: the next
+one drops it and goes on. Lines that `nsa.train.report` knows how to draw (it draws other numbers too, by their name):
+
+    step       step, loss, grad_norm, lr
+    eval       step, loss
+    speed      step, tokens_per_s, data_wait (part of the time), mfu, gpu_util, memory_gib
+    gates      step, mean, entropy: one {"cmp": .., "sel": .., "win": ..} a layer, None for a layer without
+    distances  step, counts: how many of the selected blocks lie 0, 1, 2, ... blocks back
+    fallbacks  step, counts: {reason: how often}
+    sample     step, text
+    end        whatever sums the run up
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+METRICS, HEARTBEAT, TENSORBOARD = "metrics.jsonl", "heartbeat.jsonl", "tensorboard"
+
+
+class RunLog:
+    """The files of one run. On rank 0 alone: other ranks have nothing to add."""
+
+    def __init__(self, folder: Path, *, resume: bool, tensorboard: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metrics = open_lines(folder / METRICS, resume)
+        self.beats = open_lines(folder / HEARTBEAT, resume)
+        self.board: Any = None
+        # Made when there is a number to show: the import takes seconds.
+        self.board_folder = folder / TENSORBOARD if tensorboard and find_spec("tensorboard") is not None else None
+
+    def write(self, kind: str, **values: Any) -> None:
+        """A line of metrics. Times are no part of it: the same run twice gives the same lines."""
+        self.metrics.write(json.dumps({"kind": kind, **plain(values)}) + "\n")
+        self.metrics.flush()
+        step = values.get("step")
+        if isinstance(step, int):
+            self.show(kind, {name: value for name, value in values.items() if name != "step"}, step)
+
+    def heartbeat(self, step: int, **values: Any) -> None:
+        """A sign of life, with the time in seconds since 1970: whoever watches compares it with their clock."""
+        self.beats.write(json.dumps({"time": round(time.time(), 3), "step": step, **plain(values)}) + "\n")
+        self.beats.flush()
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.beats.close()
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+
+    def show(self, kind: str, values: dict[str, Any], step: int) -> None:
+        if self.board_folder is None:
+            return
+        numbers = dict(scalars(kind, values))
+        if numbers and self.board is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                warnings.warn(f"TensorBoard is installed and cannot be used: {error}", RuntimeWarning, stacklevel=3)
+                self.board_folder = None
+                return
+            self.board = SummaryWriter(str(self.board_folder))
+        for name, number in numbers.items():
+            self.board.add_scalar(name, number, step)
+
+
+def open_lines(path: Path, resume: bool) -> IO[str]:
+    """For adding lines: to what is there without its torn end, or to an empty file."""
+    if resume and path.exists():
+        with path.open("r+b") as file:
+            file.truncate(whole_lines(file.read()))
+    return path.open("a" if resume else "w", encoding="utf-8")
+
+
+def whole_lines(content: bytes) -> int:
+    """How much of it is lines that ended."""
+    return content.rfind(b"\n") + 1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that may still be written to: a torn last line is left out, and so is a missing file."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    lines = content[: whole_lines(content)].decode(errors="replace").splitlines()
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            # A disk that was full, or a machine that lost power, can tear a line that others follow.
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def plain(value: Any) -> Any:
+    """JSON has no word for what is not finite: "nan", "inf" and "-inf" are text, and the line stays readable to all."""
+    if isinstance(value, dict):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number in a nested value, by its path."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from scalars(f"{name}/{key}", entry)
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from scalars(f"{name}/{index}", entry)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)

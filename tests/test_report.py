@@ -1,0 +1,259 @@
+"""What a run writes down survives what happens to the run, and the page is drawn from it alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nsa.train.metrics import RunLog, read_lines
+from nsa.train.report import POINTS, middle, number, thin, ticks, write_report
+
+
+def full_run(folder: Path) -> RunLog:
+    log = RunLog(folder, resume=False, tensorboard=False)
+    for step in range(1, 41):
+        log.write("step", step=step, loss=5 / step, grad_norm=1.0, lr=1e-3 / step)
+    for step in (20, 40):
+        log.write("eval", step=step, loss=5.5 / step)
+        log.write("speed", step=step, tokens_per_s=1000.0 + step, data_wait=0.01, mfu=0.4, odd_number=step)
+        gates = {"cmp": 0.25, "sel": 0.5, "win": 0.75}
+        log.write("gates", step=step, mean=[gates, None], entropy=[gates, None])
+        log.heartbeat(step, loss=1.0, gpu_util=0.97)
+    log.write("distances", step=40, counts=[10, 20, 5, 5, 0, 0, 1])
+    log.write("fallbacks", step=40, counts={"selected on triton: <too large>": 2})
+    log.write("sample", step=40, text="def <b>bold</b>():\n    pass")
+    (folder / "config.yaml").write_text("steps: 40\n")
+    (folder / "run.json").write_text(json.dumps({"hash": "abc", "environment": {"torch": "2.13", "gpu": None}}))
+    return log
+
+
+class Checker(HTMLParser):
+    """Every tag that is opened is closed, and nothing is fetched."""
+
+    VOID = ("meta", "line", "rect", "polyline", "circle", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert tag not in ("img", "link", "iframe", "object", "embed", "audio", "video"), tag
+        assert not {"src", "href", "srcset", "xlink:href"} & {name for name, _ in attrs}, attrs
+        if tag not in self.VOID or (tag == "rect" and self.rawdata[self.offset_of() :].split(">", 1)[0][-1] != "/"):
+            self.open.append(tag)
+
+    def offset_of(self) -> int:
+        line, column = self.getpos()
+        return sum(len(text) + 1 for text in self.rawdata.split("\n")[: line - 1]) + column
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(path: Path) -> str:
+    text = path.read_text()
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert not re.search(r"https?:|url\(|@import", text), "nothing from the network"
+    assert "default-src 'none'" in text
+    return text
+
+
+def captions(text: str) -> list[str]:
+    return [re.sub("<span.*", "", caption) for caption in re.findall(r"<figcaption>(.*?)</figcaption>", text)]
+
+
+def test_the_page_shows_everything_there_is(tmp_path: Path) -> None:
+    full_run(tmp_path).close()
+    text = checked(write_report(tmp_path))
+    assert captions(text) == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens a second",
+        "Waiting for data, part of the time",
+        "Model FLOPs, part of the peak",
+        "GPU utilisation",
+        "Odd number",
+        "Mean gate, mean of the layers",
+        "Mean gate by layer, step 40",
+        "Gate entropy, bits, mean of the layers",
+        "Gate entropy, bits by layer, step 40",
+        "Selected blocks by how many blocks back they lie, in bins that double, step 40",
+        "Step 40",
+        "config.yaml",
+    ]
+    for said in ("training", "validation", "selected on triton: &lt;too large&gt;", "environment.torch", "steps: 40"):
+        assert said in text
+    assert "def &lt;b&gt;bold&lt;/b&gt;():" in text, "what a model says is text, not page"
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log.write("eval", step=0, loss=2.0)
+    log.close()
+    text = checked(write_report(tmp_path))
+    assert "<h2>" not in text
+    assert "2.000" in text
+
+
+def test_numbers_that_are_not_finite_leave_a_gap_and_no_invalid_json(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    for step, loss in enumerate([1.0, math.nan, math.inf, 2.0]):
+        log.write("step", step=step, loss=loss)
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines] == [1.0, "nan", "inf", 2.0]
+    assert "nan" not in checked(write_report(tmp_path)).split("</style>")[1].split("<script>")[0]
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run is .*; accepted: a folder with metrics.jsonl"):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match="the folder of a run"):
+        write_report(tmp_path / "none")
+
+
+def test_odd_lines_do_not_stop_the_page(tmp_path: Path) -> None:
+    lines = [
+        '{"kind": "gates", "step": 1, "mean": "x", "entropy": [1, {}]}',
+        '{"kind": "distances", "counts": []}',
+        '{"kind": "sample", "text": 3}',
+        '{"kind": "end", "fallbacks": {}}',
+        "[1, 2]",
+        "not json",
+        '{"step": true, "loss": "x"}',
+        '{"kind": "step", "step": 1, "loss": 1.5}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "run.json").write_text("{torn")
+    assert "<b>none</b>" in checked(write_report(tmp_path))
+
+
+def test_a_step_done_again_counts_as_it_was_last(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    for step, loss in ((1, 4.0), (2, 9.0)):
+        log.write("step", step=step, loss=loss)
+    log.close()
+    log = RunLog(tmp_path, resume=True, tensorboard=False)
+    for step, loss in ((2, 3.0), (3, 2.0)):
+        log.write("step", step=step, loss=loss)
+    log.close()
+    text = checked(write_report(tmp_path))
+    assert "9" not in re.findall(r"<polyline[^>]*>", text)[0].split('class="')[0]
+    assert [text for _, text in json.loads(unescape_data(text))[0][1]] == ["1: 4", "2: 3", "3: 2"]
+
+
+def unescape_data(text: str) -> str:
+    return re.findall(r'data-lines="(.*?)"', text)[0].replace("&quot;", '"')
+
+
+def test_a_torn_line_is_dropped_on_resume(tmp_path: Path) -> None:
+    full_run(tmp_path).close()
+    path = tmp_path / "metrics.jsonl"
+    before = read_lines(path)
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 41, "lo')
+    assert read_lines(path) == before
+    log = RunLog(tmp_path, resume=True, tensorboard=False)
+    log.write("step", step=41, loss=1.0)
+    log.close()
+    assert read_lines(path) == [*before, {"kind": "step", "step": 41, "loss": 1.0}]
+    assert len(path.read_text().splitlines()) == len(before) + 1
+
+
+def test_a_new_run_begins_with_empty_files(tmp_path: Path) -> None:
+    full_run(tmp_path).close()
+    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    RunLog(tmp_path / "other", resume=True, tensorboard=False).close()
+
+
+def test_lines_are_there_at_once_and_beats_have_the_time(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log.write("step", step=1, loss=1.0)
+    log.heartbeat(1, loss=1.0)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"kind": "step", "step": 1, "loss": 1.0}]
+    beat = read_lines(tmp_path / "heartbeat.jsonl")[0]
+    assert beat.pop("time") > 1.7e9
+    assert beat == {"step": 1, "loss": 1.0}
+    log.close()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path, resume=False)
+    log.write("sample", step=1, text="words make no board")
+    assert not (tmp_path / "tensorboard").exists()
+    log.write("step", step=2, loss=1.5)
+    log.write("gates", step=2, mean=[{"cmp": 0.5}, None])
+    log.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert sorted(board.Tags()["scalars"]) == ["gates/mean/0/cmp", "step/loss"]
+    assert [(event.step, event.value) for event in board.Scalars("step/loss")] == [(2, 1.5)]
+
+
+def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.train.metrics.find_spec", lambda name: None)
+    log = RunLog(tmp_path, resume=False)
+    log.write("step", step=1, loss=1.0)
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.jsonl", "metrics.jsonl"]
+
+
+def test_a_broken_tensorboard_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.train.metrics.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = RunLog(tmp_path, resume=False)
+    with pytest.warns(RuntimeWarning, match="TensorBoard"):
+        log.write("step", step=1, loss=1.0)
+    log.write("step", step=2, loss=1.0)
+    log.close()
+
+
+def test_many_points_become_few_and_keep_their_spikes() -> None:
+    points = [(float(i), 1.0) for i in range(50_000)]
+    points[31_234] = (31_234.0, 99.0)
+    few = thin(points)
+    assert len(few) <= POINTS
+    assert (31_234.0, 99.0) in few
+    assert few == sorted(few)
+    assert max(y for _, y in middle(points)) == 1.0, "a spike does not move the middle"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.1, 2.2), (0, 6e-4), (-3, 50_000), (5, 5), (0, 0)])
+def test_ticks_are_round_and_around_the_values(low: float, high: float) -> None:
+    marks = ticks(low, high, 4)
+    assert marks[0] <= low
+    assert marks[-1] >= high
+    assert 2 <= len(marks) <= 7
+    assert marks == sorted(set(marks))
+
+
+def test_numbers_read_well() -> None:
+    assert [number(x) for x in (0, 0.25, 6e-4, 1234, 297_319.5, 1.5e6, -2e9)] == [
+        "0",
+        "0.25",
+        "6.0e-4",
+        "1234",
+        "297.3k",
+        "1.5M",
+        "-2G",
+    ]
