@@ -11,11 +11,12 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,train]'
 	touch $@
 
 demo: setup
-	$(BIN)/nsa train --preset tiny --out runs/demo
+	rm -rf runs/demo
+	$(BIN)/nsa train --config tiny --out runs/demo
 
 test: lint types unit kernels
 

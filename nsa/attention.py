@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nsa.cache import NSACache, Pair
 from nsa.compression import Compression
-from nsa.config import BRANCHES, NSAConfig, require, require_int
+from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.functional import attend
 from nsa.geometry import compressed_starts, query_positions
 from nsa.ops.checks import (
@@ -89,6 +89,7 @@ class NSAAttention(nn.Module):
         """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
         `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
         self.check(x, cu_seqlens, attention_mask, cache, position_offset)
+        require_bool("return_stats", return_stats)
         # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             return self.compute(x, cu_seqlens, attention_mask, cache, position_offset, return_stats)
@@ -161,15 +162,18 @@ class NSAAttention(nn.Module):
         require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension")
         weight = self.q_proj.weight
         check_same("x", "device", x.device, "the layer", weight.device)
-        if not torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type):
+            require(x.dtype != torch.float64, "x.dtype", x.dtype, "fp32 or half precision: autocast leaves fp64 alone")
+        else:
             check_same("x", "dtype", x.dtype, "the layer", weight.dtype)
-        check_finite(self.config.strict, x=x)
+        # A traced call has no values to look at; the ops look when they run.
+        traced = torch.compiler.is_compiling()
+        check_finite(self.config.strict and not traced, x=x)
         check_position_offset(position_offset, x)
         if cu_seqlens is not None:
             require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1, a packed batch is a single row")
             check_sequences(x, cu_seqlens, None)
-            # A traced call has no values to look at; the ops look when they run.
-            if not torch.compiler.is_compiling():
+            if not traced:
                 check_cu_seqlens_values(cu_seqlens, x.shape[1], self.config.strict)
             require(attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two")
             require(cache is None, "cache", "given with cu_seqlens", "one of the two: a cache row is one sequence")
@@ -228,7 +232,7 @@ def check_position_offset(position_offset: int | Tensor, x: Tensor) -> None:
         require_int("position_offset", position_offset, at_least=0)
         return
     accepted = f"one integer, or {x.shape[0]} of them, on {x.device}"
-    integer = not position_offset.is_floating_point() and position_offset.dtype != torch.bool
+    integer = position_offset.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     require(integer, "position_offset.dtype", position_offset.dtype, accepted)
     shape = tuple(position_offset.shape)
     require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, accepted)

@@ -44,7 +44,7 @@ class NSACache:
 
     `max_rollback` is how many tokens `crop` can always take back; it costs that many extra places in the two rings.
     `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. No length is then known to
-    the host, so a full row drops the token of a further step instead of raising, and what it returns means nothing.
+    the host, so a row drops what does not fit instead of raising, and what it returns for that means nothing.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class NSACache:
         max_rollback: int = 32,
         static: bool = False,
     ) -> None:
+        require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         require_positive_int("batch_size", batch_size)
         require_positive_int("max_len", max_len)
         require_int("max_rollback", max_rollback, at_least=0)
@@ -127,6 +128,7 @@ class NSACache:
             require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
             require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
+        require(n_new <= self.max_len, "new tokens in one step", n_new, f"at most the cache's max_len = {self.max_len}")
         longest = self.longest_after(n_new)
         start = self.lengths.clone()
         end = (start + n_new if counts is None else start + counts.int()).clamp_max(self.max_len)
@@ -227,10 +229,11 @@ class NSACache:
         wanted = torch.as_tensor(lengths, device=self.device)
         require(wanted.dtype in (torch.int32, torch.int64), "lengths.dtype", wanted.dtype, accepted)
         require(tuple(wanted.shape) in ((), (self.batch_size,)), "lengths.shape", tuple(wanted.shape), accepted)
-        wanted = wanted.int()
-        wanted = torch.where(wanted < 0, self.lengths + wanted, wanted)
+        # In 64 bits until it is known to be small.
+        present = self.lengths.long()
+        wanted = torch.where(wanted < 0, present + wanted, wanted.expand_as(present).long())
         require(bool((wanted >= 0).all()), "lengths", lengths, "no more tokens taken back than there are")
-        kept = torch.minimum(self.lengths, wanted)
+        kept = torch.minimum(present, wanted).int()
         for ring in (self.window, self.tail):
             lost = (kept - ring.reach).clamp_min(0) < self.high_water - ring.places
             require(

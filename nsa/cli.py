@@ -20,8 +20,10 @@ import nsa
 # Name: where it is, what it does.
 COMMANDS = {
     "train": ("nsa.train", "train a language model"),
+    "plan": ("nsa.train.plan", "memory, time and cost of a run before it starts"),
     "generate": ("nsa.generate", "continue a prompt with a trained model"),
     "bench": ("nsa.bench", "measure training and attention on this machine, and plot it"),
+    "data": ("nsa.data.prepare", "turn text into shards of tokens"),
     "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and whether every backend is right"),
 }
 
@@ -32,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nsa",
         description=f"Native sparse attention.\n\ncommands:\n{commands}",
-        epilog="examples:\n  nsa doctor\n  nsa train --preset tiny --steps 50\n  nsa generate --prompt 'import '\n\n"
+        epilog="examples:\n  nsa doctor\n  nsa train --config tiny --steps 50\n  nsa generate --prompt 'import '\n\n"
         "`nsa COMMAND --help` explains one command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

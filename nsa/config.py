@@ -119,6 +119,7 @@ class NSAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> NSAConfig:
+        require(isinstance(values, dict), "values", values, "a dict of knobs")
         check_keys("values", values, cls)
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
@@ -169,6 +170,7 @@ def check_compression(block: int, stride: int, *, block_name: str = "block", str
     require_positive_int(block_name, block)
     require_positive_int(stride_name, stride)
     require(block % stride == 0, block_name, block, f"a multiple of {stride_name} = {stride}")
+    require(block < 2**31, block_name, block, "less than 2^31")
 
 
 def check_selection(

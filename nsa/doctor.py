@@ -4,6 +4,7 @@
     nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --dtype bfloat16 --device cuda
     NSA_FORCE_PARITY=1 nsa doctor --setting use_fa2=off --json
     nsa doctor --probe --repro crash.py
+    nsa doctor --config 125m --set batch_size=16
 
 `diagnose` gathers, `render` writes it out, `run` prints: nothing else touches the terminal.
 """
@@ -37,8 +38,13 @@ from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_rou
 from nsa.backends.triton import tuning
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
+from nsa.train import boot, preflight
+from nsa.train.config import TrainConfig, load_config, parse_set
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The shape that is routed where none is given: a 125M model's.
+SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
 
 TRITON_NOTE = (
     "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come out "
@@ -104,7 +110,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        return not self.failures
+        return not self.failures and not self.tiles.startswith("WRONG")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types that JSON knows; an infinite error is null."""
@@ -140,7 +146,7 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
         versions=find_versions(),
         gpus=find_gpus(),
         backends=backend_states(router),
-        tiles=tiles_origin(router.config),
+        tiles=tiles_origin(),
         flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
@@ -199,10 +205,10 @@ def backend_states(router: Router) -> tuple[BackendState, ...]:
     )
 
 
-def tiles_origin(config: Settings) -> str:
-    """A broken file is a finding, not the doctor's end."""
+def tiles_origin() -> str:
+    """What the kernels of this process read. A broken file is a finding, not the doctor's end."""
     try:
-        return tuning.origin(tuning.user_file(config))
+        return tuning.origin(tuning.user_file())
     except ValueError as error:
         return f"WRONG: {error}"
 
@@ -256,7 +262,7 @@ def render(report: Report) -> str:
         "settings": render_settings(report),
         "what ran in this process": render_counts(report.counts),
         "route": render_routes(report),
-        "self-test": render_checks(report.checks),
+        "self-test": f"{selftest.tested(report.forward.problem)}\n{render_checks(report.checks)}",
         "verdict": render_verdict(report),
     }
     return "\n\n".join(f"{title}\n{indent(body)}" for title, body in sections.items())
@@ -343,15 +349,13 @@ def render_checks(checks: Sequence[Check]) -> str:
 def render_verdict(report: Report) -> str:
     if report.healthy:
         return "every backend here agrees with the reference"
+    if not report.failures:
+        return f"every backend here agrees with the reference, but the kernels cannot run: {report.tiles}"
     wrong = {check.backend for check in report.failures}
     right = [b.name for b in reversed(report.backends) if b.available and b.name not in wrong]
     # sdpa before the reference, which builds whole score matrices.
     instead = "sdpa" if "sdpa" in right else next(iter(right), None)
-    lines = []
-    for check in report.failures:
-        where = f"{check.backend} is wrong in {check.op} ({check.quantity}, {check.case}, {check.dtype})"
-        found = check.note or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
-        lines.append(f"{where}: {found}")
+    lines = [sentence(check) for check in report.failures]
     if instead:
         advice = (
             f'Until that is mended, pass backend="{instead}" (NSAConfig(backend="{instead}"), or to each of nsa.ops)'
@@ -359,6 +363,12 @@ def render_verdict(report: Report) -> str:
     else:
         advice = "Nothing here is right: suspect torch or the hardware before this library"
     return "\n".join([*lines, f"{advice}. A report is welcome, with the output of `nsa doctor --json`."])
+
+
+def sentence(check: Check) -> str:
+    """What is wrong with a backend."""
+    where = f"{check.backend} is wrong in {check.op} ({check.quantity}, {check.case}, {check.dtype})"
+    return f"{where}: {check.note or f'error {check.error:.2e}, allowed {check.allowed:.2e}'}"
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
@@ -380,14 +390,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  nsa doctor\n"
         "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
-        "  nsa doctor --setting force_parity=on --json | tail -1\n\n"
+        "  nsa doctor --setting force_parity=on --json | tail -1\n"
+        "  nsa doctor --config 125m --set batch_size=16     whether this machine is ready for that run\n\n"
         "The exit status is 0 only if every backend agrees with the reference."
     )
-    shape = parser.add_argument_group("the shape to route (by default a 125M model's)")
-    for flag, default in (("batch", 8), ("seq-len", 2048), ("heads", 12), ("groups", 2), ("d-k", 64), ("d-v", 64)):
-        shape.add_argument(f"--{flag}", type=int, default=default, metavar="N", help="default: %(default)s")
+    shape = parser.add_argument_group("the shape to route (by default a 125M model's, or the config's)")
+    for name, default in SHAPE.items():
+        shape.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default: {default}")
     shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 elsewhere")
     shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    before = parser.add_argument_group("a run to come: is this machine ready for it?")
+    before.add_argument("--config", help="a name in configs/, a YAML file, or a run's folder")
+    before.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, dotted")
     add_setting_arguments(parser)
     flash = parser.add_argument_group("FlashAttention")
     flash.add_argument("--probe", action="store_true", help="try its libraries again, each in a process of its own")
@@ -396,7 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings (command line, then environment, then file, then default)")
+    group = parser.add_argument_group("what if these were set, over the environment; other commands read that alone")
     group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")
 
@@ -414,24 +428,53 @@ def problem_of(args: argparse.Namespace) -> Problem:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda'; accepted: 'cpu', because torch sees no GPU here")
-    config = nsa.NSAConfig(
-        dim=args.heads * args.d_k, n_heads=args.heads, n_kv_groups=args.groups, d_k=args.d_k, d_v=args.d_v
-    )
+    given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in SHAPE.items()}
+    heads, groups, d_k, d_v = (given[name] for name in ("heads", "groups", "d_k", "d_v"))
+    config = nsa.NSAConfig(dim=heads * d_k, n_heads=heads, n_kv_groups=groups, d_k=d_k, d_v=d_v)
     for name in ("batch", "seq_len"):
-        nsa.config.require_positive_int(name, getattr(args, name))
+        nsa.config.require_positive_int(name, given[name])
     dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if device == "cuda" else torch.float32
-    return Problem.of_config(config, batch=args.batch, length=args.seq_len, dtype=dtype, device=device)
+    return Problem.of_config(config, batch=given["batch"], length=given["seq_len"], dtype=dtype, device=device)
+
+
+def config_of(args: argparse.Namespace, config: Settings) -> TrainConfig:
+    """The run to come, with what else the arguments say of it."""
+    for name in SHAPE:
+        flag = f"--{name.replace('_', '-')}"
+        nsa.config.require(
+            getattr(args, name) is None, flag, getattr(args, name), "nothing with --config; --set changes it"
+        )
+    given = {name: getattr(args, name) for name in ("device", "dtype") if getattr(args, name) is not None}
+    return load_config(args.config, given | parse_set(args.set), env=config)
+
+
+def verdict_on(config: TrainConfig, report: Report, router: Router) -> tuple[str, bool]:
+    """The last lines about a run to come, and whether it may start."""
+    wrong = [*preflight.problems(config, router), *map(sentence, report.failures)]
+    if not wrong:
+        return "[OK] Environment validated", True
+    return "\n".join([f"[WRONG] {len(wrong)} to mend before this run:", *(f"- {line}" for line in wrong)]), False
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
-    """The command: 0 when every backend agrees with the reference, 1 when one does not."""
-    problem, router = problem_of(args), make_router(load_settings(args))
+    """The command: 0 when every backend agrees with the reference and a run to come can start, else 1."""
+    loaded = load_settings(args)
+    nsa.config.require(bool(args.config) or not args.set, "--set", args.set, "nothing without --config")
+    config = config_of(args, loaded) if args.config else None
+    problem, router = (
+        problem_of(args) if config is None else boot.problem_of(config, backward=False),
+        make_router(loaded),
+    )
     if args.probe or args.repro:
         print(f"probe\n{indent(probe(router, problem, args.repro))}\n")
     if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
         print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
     report = diagnose(problem, router)
     print(render(report))
+    ready = report.healthy
+    if config is not None:
+        verdict, ready = verdict_on(config, report, router)
+        print(f"\n{verdict}")
     if args.json:
         print(json.dumps(report.to_dict(), allow_nan=False))
-    return 0 if report.healthy else 1
+    return 0 if ready else 1

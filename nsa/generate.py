@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import require, require_positive_int
-from nsa.data.corpus import decode, encode
+from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from nsa.model import LM, load_model
 
 RUNS = Path("runs")
@@ -99,6 +99,11 @@ def newest_run(runs: Path = RUNS) -> Path:
     return found[-1].parent
 
 
+def tokenizer_of(run: Path) -> Tokenizer:
+    """A model that was saved alone reads bytes."""
+    return load_tokenizer(run if (run / FILE).is_file() else "bytes")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Continue a prompt with a model that `nsa train` wrote."
     parser.epilog = 'example: nsa generate --run runs/tiny-nsa --prompt "def main(" --temperature 0.8 --top-k 40'
@@ -115,17 +120,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device)
-    model = load_model(args.run or newest_run(), device)
+    folder = args.run or newest_run()
+    model, tokenizer = load_model(folder, device), tokenizer_of(folder)
     prompts = args.prompt or ["def "]
     generator = torch.Generator(device).manual_seed(args.seed)
     new = generate(
         model,
-        [encode(prompt) for prompt in prompts],
+        [tokenizer.encode(prompt) for prompt in prompts],
         args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         generator=generator,
     )
     for prompt, tokens in zip(prompts, new.tolist(), strict=True):
-        print(prompt + decode(tokens))
+        print(prompt + tokenizer.decode(tokens))
     return 0

@@ -136,14 +136,12 @@ class Settings:
     accum_batches: int | None = setting("NSA_ACCUM", None, "batches per optimizer step", needs="nsa.train")
     no_gc: bool = setting("NSA_NO_GC", False, "no activation checkpointing", needs="nsa.train")
     fwe_doc_batch: int | None = setting(
-        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", needs="nsa.data.stream"
+        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", needs="nsa.data"
     )
     fwe_prefetch: bool = setting(
-        "NSA_FWE_PREFETCH", True, "the streaming loader works ahead in the background", needs="nsa.data.stream"
+        "NSA_FWE_PREFETCH", True, "the streaming loader works ahead in the background", needs="nsa.data"
     )
-    fwe_queue: int | None = setting(
-        "NSA_FWE_Q", None, "batches the streaming loader keeps ready", needs="nsa.data.stream"
-    )
+    fwe_queue: int | None = setting("NSA_FWE_Q", None, "batches the streaming loader keeps ready", needs="nsa.data")
     test_fa2: bool = setting("NSA_TEST_FA2", False, "run the tests that need the flash_attn package", needs=FLASH)
 
     sources: Mapping[str, Source] = field(default_factory=dict)
@@ -243,6 +241,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     spelled = {candidate.lower().removeprefix("nsa_"): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower().removeprefix("nsa_"), spelled, n=1, cutoff=0.0)
     return spelled[close[0]]
+
+
+def user_path(text: str) -> Path | None:
+    """The path that `text` names, with the user's home for `~`; None where a user has none."""
+    expanded = os.path.expanduser(text)
+    return None if expanded.startswith("~") else Path(expanded)
 
 
 @cache

@@ -26,6 +26,10 @@ hypothesis.settings.load_profile("nsa")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="how often tests/test_train_resume.py kills its run")
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Every test starts from the same random state."""

@@ -804,3 +804,10 @@ def test_statistics_of_a_batch_that_is_all_padding_are_zero() -> None:
     mask = torch.zeros(1, 9, dtype=torch.bool)
     _, stats = layer()(tokens(9), attention_mask=mask, return_stats=True)
     assert stats.reads_per_step == 0
+
+
+def test_strict_layers_compile_too() -> None:
+    config = NSAConfig(dim=32, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, strict=True)
+    attn = NSAAttention(config)
+    x = torch.randn(1, 70, 32)
+    torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend="eager")(x), attn(x))

@@ -583,7 +583,7 @@ def test_of_a_chunk_that_overflows_a_static_cache_the_part_that_fits_is_kept() -
 
     cache = NSACache(config, 1, max_len, dtype=FP64, max_rollback=max_rollback, static=True)
     cache.commit(cache.stage(**some(0, 4)))
-    cache.commit(cache.stage(**some(4, 30)))
+    cache.commit(cache.stage(**some(4, 24)))
     assert cache.lengths.tolist() == [max_len]
     assert cache.selected[0][0, :max_len, 0, 0].tolist() == [float(t + 1) for t in range(max_len)]
     cache.crop(-max_rollback)
@@ -742,3 +742,21 @@ def test_a_wrong_call_of_the_cache_is_a_value_error_that_names_the_argument(
 ) -> None:
     with pytest.raises(ValueError, match=f"{name}.*accepted"):
         call(layer().new_cache(2, 8))
+
+
+@pytest.mark.parametrize("lengths", [2**31 + 5, 2**32, torch.tensor([2**32, 2**33])])
+def test_cropping_to_more_than_there_is_changes_nothing(lengths: int | Tensor) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 20)
+    with torch.no_grad():
+        attn(torch.randn(2, 9, attn.config.dim, dtype=FP64), cache=cache)
+    cache.crop(lengths)
+    assert cache.lengths.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_more_tokens_than_the_cache_is_long_are_refused_by_their_number(static: bool) -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 20, static=static)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"30.*max_len = 20"):
+        attn(torch.randn(2, 30, attn.config.dim, dtype=FP64), cache=cache)

@@ -201,7 +201,7 @@ def test_the_log_line_has_branch_path_shapes_dtypes_strides_milliseconds_and_rea
         "branch=sliding",
         "path=flash.sliding_forward",
         "(1, 9, 2, 8):float32:(144, 16, 8, 1)",
-        "reason='first that supports it'",
+        "reason='NSA_USE_FA2 is on (environment)'",
     ):
         assert part in caplog.text
     assert re.search(r"ms=\d+\.\d+", caplog.text)

@@ -25,6 +25,7 @@ from nsa.backends.flash.trial import cases_of, main
 from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, report, run_cases
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Router
+from nsa.data import Batch
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library
 from nsa.settings import Settings
@@ -67,7 +68,8 @@ def losses_of(router: Router, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     torch.manual_seed(0)
     step = TrainStep(LM(replace(PRESETS["tiny"], seq_len=64)), dtype=torch.float32, compile=False)
     tokens = torch.randint(0, 60, (2, 65), generator=torch.Generator().manual_seed(0))
-    return [step([(tokens[:, :-1], tokens[:, 1:])], lr=1e-3).loss.item() for _ in range(2)]
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], None)
+    return [step([batch], lr=1e-3).loss.item() for _ in range(2)]
 
 
 WORDS = {
@@ -262,3 +264,27 @@ def test_the_repro_script_of_torch_s_kernels_needs_torch_alone(tmp_path: Path) -
     assert "_flash_attention_forward" in done.stderr
     assert "CPU" in done.stderr
     assert "window=100" in done.stdout
+
+
+def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import sys\nfor line in sys.stdin:\n"
+        "    print('warning: {odd}')\n    print('{\"call\": \"f\"}')\n    print('[1]')\n"
+        "    print('{\"problem\": null}', flush=True)\n"
+    )
+    case = {"name": "one", "feature": "dense", "backward": False}
+    (outcome,) = run_cases([sys.executable, str(script)], [case], case_seconds=10.0)
+    assert (outcome.problem, outcome.call) == (None, "f")
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    subject = Subject.here("stand-in", "1", "cpu")
+    for folder in (tmp_path / "file" / "below", None):
+        verdicts = Verdicts(folder, subject)
+        verdicts.put("kind", [])
+        assert verdicts.get("kind") is None
+    assert "cannot be kept" in caplog.text

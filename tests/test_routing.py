@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import ops
+from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, Preference, Router
@@ -93,6 +93,52 @@ def test_auto_goes_on_after_a_failure_and_says_so_once(caplog: pytest.LogCapture
         assert part in record.message
 
 
+def test_what_failed_on_a_problem_is_not_tried_again_and_explain_says_why() -> None:
+    broken = Fake("triton", raises=BackendFailure("does not compile"))
+    router = router_of(broken, Fake("sdpa"))
+    assert run(router) == "sdpa"
+    broken.raises = AssertionError("tried again")
+    assert run(router) == "sdpa"
+    assert router.counts.failures.total() == 2
+    assert router.route(PROBLEM).chosen == "sdpa"
+    assert router.route(PROBLEM).reasons["triton"] == "failed before: does not compile"
+    with pytest.raises(BackendFailure, match=r"triton failed before .*does not compile; strict forbids"):
+        run(router, strict=True)
+    # Another problem is another kernel.
+    broken.raises = None
+    assert run(router, replace(PROBLEM, n_queries=65)) == "triton"
+
+
+def test_when_everything_failed_before_that_is_said() -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("one")))
+    for match in ("one; no other backend is left", "failed before: one"):
+        with pytest.raises(BackendFailure, match=match):
+            run(router)
+
+
+def test_a_failure_is_said_once_for_each_kind_of_call(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("no")), Fake("sdpa"))
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        for problem in (PROBLEM, replace(PROBLEM, n_queries=7), replace(PROBLEM, dtype=torch.bfloat16)):
+            run(router, problem)
+    assert len(caplog.records) == 2
+
+
+def test_a_named_backend_that_fails_says_where(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(Fake("triton", raises=BackendFailure("boom")), Fake("sdpa"))
+    with pytest.raises(BackendFailure, match=r"triton failed in sliding_forward on sliding .*boom; backend='triton'"):
+        run(router, backend="triton")
+    assert router.counts.failures.total() == 1
+
+
+@pytest.mark.parametrize("environ", [{"NSA_USE_FA2": "1"}, {"NSA_FA2_MIN_LEN_WIN": "64"}], ids=str)
+def test_who_switches_flash_on_gets_it_before_the_others(environ: dict[str, str]) -> None:
+    router = router_of(Fake("triton"), Fake("flash"), Fake("sdpa"), config=Settings.load(environ=environ))
+    assert run(router) == "flash"
+    assert "NSA_" in router.route(PROBLEM).why
+    assert router.route(replace(PROBLEM, op="selected")).chosen == "triton"
+
+
 def test_strict_turns_a_fallback_into_an_error() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
     with pytest.raises(
@@ -138,7 +184,7 @@ def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
     with pytest.raises(ValueError, match="flash: not in this version of nsa"):
         run(router, backend="flash")
     assert router.route(PROBLEM).reasons["flash"] == "not in this version of nsa"
-    with pytest.raises(ValueError, match=r"backend is 'cudnn'; accepted: 'auto' or one of \['sdpa'\]"):
+    with pytest.raises(ValueError, match=r"backend is 'cudnn'; accepted: 'auto' or one of \['sdpa', 'flash'\]"):
         run(router, backend="cudnn")
 
 
@@ -310,8 +356,8 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
     documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
-    # The values' compression is posed like the keys', only in their own width.
-    ops.compress_mean(k, block=32, stride=16, **documents).sum().backward()
+    for x in (k, v):
+        ops.compress_mean(x, block=32, stride=16, **documents).sum().backward()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
     choice: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
     indices = ops.select_blocks(q, k_cmp, lse, **choice, **documents)
@@ -332,6 +378,26 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
 def test_explain_tells_nothing_of_compression_where_a_cache_does_it_itself() -> None:
     cached = replace(PROBLEM.for_op("attention"), n_queries=1, cached=True)
     assert set(OPS) - Router([sdpa], Settings()).explain(cached).routes.keys() == {"compress"}
+
+
+def test_explain_poses_a_cached_step_as_the_layer_does() -> None:
+    config = NSAConfig(dim=32, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, w=24)
+    attn = NSAAttention(config)
+    cache = attn.new_cache(1, 300, static=True)
+    router = routing.router()
+    with torch.no_grad():
+        attn(torch.randn(1, 100, 32), cache=cache)
+        router.routes.clear()
+        attn(torch.randn(1, 1, 32), cache=cache)
+    whole = replace(PROBLEM.for_op("attention"), n_queries=1, n_keys=300, cached=True)
+    explained = router.explain(whole, block=config.l, stride=config.d, window=config.w).routes
+    posed = {problem.op: problem for problem, _ in router.routes if problem.op == "sliding"}
+    assert explained["sliding"].problem == posed["sliding"]
+
+
+def test_explain_tells_of_values_where_they_are_as_wide_as_no_key() -> None:
+    routes = router_of(Fake("sdpa")).explain(replace(PROBLEM.for_op("attention"), d_v=8)).routes
+    assert (routes["compress"].problem.d_k, routes["compress (values)"].problem.d_k) == (16, 8)
 
 
 def test_counters_tell_what_ran_and_can_be_cleared() -> None:

@@ -216,5 +216,6 @@ def test_a_setting_claims_an_effect_exactly_when_the_code_reads_it() -> None:
         if setting.needs in (settings.ROUTING, settings.FLASH):
             continue
         spec = find_spec(setting.needs) if find_spec(setting.needs.rpartition(".")[0]) else None
-        read = re.search(rf"(settings\.current\(\)|env|config|settings)\.{setting.name}\b", source)
+        # By attribute, or by name in the trainer's table of them.
+        read = re.search(rf'(settings\.current\(\)|env|config|settings)\.{setting.name}\b|"{setting.name}": "', source)
         assert bool(spec) == bool(read), f"{setting.name}: needs {setting.needs}, read in the code: {bool(read)}"

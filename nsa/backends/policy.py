@@ -1,8 +1,8 @@
 """When FlashAttention may be used: the effective flags of the `NSA_*FA2*` settings, worked out here and nowhere else.
 
 A branch is `off` where a setting says so, also for a backend asked for by name; `by name` where `auto` must never pick
-it; `on` where the user switched it on or named a length; and otherwise `measured`: `auto` takes it only where the
-thresholds file says that it wins on this GPU.
+it; `on` where the user switched it on or named a length: it then goes first; and otherwise `measured`: `auto` takes it
+only where the thresholds file says that it wins on this GPU.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def flag(config: Settings, op: str) -> Flag:
 
 def flags(config: Settings) -> dict[str, Flag]:
     return {op: flag(config, op) for op in BRANCHES}
+
+
+def insists(config: Settings, op: str) -> bool:
+    """Whether the user switched FlashAttention on for the branch: then it goes before what was measured."""
+    return op in BRANCHES and flag(config, op).state == "on"
 
 
 def reason_against(config: Settings, op: str, n_keys: int, *, named: bool, measured: bool) -> str | None:

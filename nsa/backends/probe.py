@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from nsa import settings
+
 log = logging.getLogger("nsa")
 
 # Loading torch and a GPU takes seconds, a case milliseconds.
@@ -32,7 +34,7 @@ CASE_SECONDS = 30.0
 # The status by which a child says: the last case is answered, the others need a new one.
 RESTART = 75
 NOT_STARTED = "did not start"
-CACHE_FOLDER = Path(".cache") / "nsa" / "probe"
+CACHE_FOLDER = "~/.cache/nsa/probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +85,28 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     return found.group(1) if found else "unknown"
 
 
-def cache_folder() -> Path:
-    return Path.home() / CACHE_FOLDER
+def cache_folder() -> Path | None:
+    return settings.user_path(CACHE_FOLDER)
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdicts of one subject, kind of problem by kind of problem, in one file of `folder`."""
+    """The verdicts of one subject, kind of problem by kind of problem, in one file of `folder`.
 
-    folder: Path
+    Without a folder, or in one that cannot be written, a verdict holds for this process and is found anew by the next.
+    """
+
+    folder: Path | None
     subject: Subject
 
     @property
-    def path(self) -> Path:
-        return self.folder / self.subject.file_name
+    def path(self) -> Path | None:
+        return None if self.folder is None else self.folder / self.subject.file_name
 
     def read(self) -> dict[str, list[Outcome]]:
         """A file that is not there, or not ours, says nothing."""
+        if self.path is None:
+            return {}
         try:
             kinds = json.loads(self.path.read_text())["kinds"]
             return {kind: [Outcome(**outcome) for outcome in outcomes] for kind, outcomes in kinds.items()}
@@ -116,13 +123,19 @@ class Verdicts:
             "subject": asdict(self.subject),
             "kinds": {name: [asdict(outcome) for outcome in found] for name, found in kinds.items()},
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False) as file:
-            json.dump(content, file, indent=1)
-        Path(file.name).replace(self.path)
+        if self.folder is None or self.path is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False) as file:
+                json.dump(content, file, indent=1)
+            Path(file.name).replace(self.path)
+        except OSError as error:
+            log.warning("nsa: the verdict on %s cannot be kept in %s: %s", self.subject.library, self.folder, error)
 
     def forget(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def run_cases(
@@ -159,7 +172,7 @@ def run_child(
                 # It died before it read; how is asked below.
                 pass
             ended = wait(child, answers, start_seconds, case_seconds)
-        lines = [json.loads(line) for line in answers.read_text().splitlines() if line.endswith("}")]
+        lines = answers_in(answers.read_text())
         calls = [line["call"] for line in lines if "call" in line]
         problems = [line["problem"] for line in lines if "problem" in line]
         finished = [outcome_of(case, p, c) for case, p, c in zip(cases, problems, calls, strict=False)]
@@ -170,6 +183,19 @@ def run_child(
             # Another child would fare no better.
             return [outcome_of(case, f"{NOT_STARTED}: {why}", "") for case in cases]
         return [*finished, outcome_of(cases[len(finished)], why, calls[-1])]
+
+
+def answers_in(text: str) -> list[dict[str, Any]]:
+    """The child's answers among whatever else the library printed."""
+    found = []
+    for line in text.splitlines():
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(answer, dict):
+            found.append(answer)
+    return found
 
 
 def outcome_of(case: Mapping[str, Any], problem: str | None, call: str) -> Outcome:

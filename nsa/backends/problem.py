@@ -70,6 +70,7 @@ class Problem:
         backward: bool = False,
     ) -> Problem:
         """The whole attention of `config` on `batch` sequences of `length` tokens."""
+        require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         return cls(
             batch=batch,
             n_queries=length,

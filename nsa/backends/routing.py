@@ -27,7 +27,7 @@ import torch
 from nsa import settings
 from nsa.backends import policy
 from nsa.backends.problem import OPS, Problem
-from nsa.config import check_compression, require
+from nsa.config import check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
@@ -72,6 +72,8 @@ class Route:
     why: str  # why the chosen one is; where nothing is chosen, who was asked for
     reasons: Mapping[str, str]  # why each backend that is not chosen is not
     may_fall_back: bool = False
+    # Backends that would have served and failed on this problem before, and why.
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.problem.op:<11} {f'{self.chosen}: {self.why}' if self.chosen else 'nothing serves this'}"]
@@ -183,6 +185,8 @@ class Router:
         self.absent = dict(absent or {})
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
+        # A kernel that cannot be compiled for a problem is not tried again at every step.
+        self.failed: dict[tuple[Problem, str], str] = {}
         self.said: set[object] = set()
         self.logs_calls = config.debug_timing or config.sdpa_audit
         if self.logs_calls:
@@ -198,6 +202,8 @@ class Router:
     def order(self, problem: Problem) -> tuple[list[str], str]:
         """The backends in the order to try them, and whose order that is."""
         names = list(self.backends)
+        if "flash" in names and policy.insists(self.config, problem.op):
+            return ["flash", *(name for name in names if name != "flash")], policy.flag(self.config, problem.op).why
         preference = self.preference(problem)
         if preference is None:
             return names, "first that supports it"
@@ -210,13 +216,15 @@ class Router:
         if found is None:
             if len(self.routes) >= MAX_ROUTES:
                 self.routes.clear()
+                self.failed.clear()
                 self.said.clear()
             found = self.routes[problem, backend] = self.decide(problem, backend)
         return found
 
     def decide(self, problem: Problem, backend: str) -> Route:
         if backend != "auto" and backend not in self.backends and backend not in self.absent:
-            raise ValueError(f"backend is {backend!r}; accepted: 'auto' or one of {list(self.backends)}")
+            known = [*self.backends, *self.absent]
+            raise ValueError(f"backend is {backend!r}; accepted: 'auto' or one of {known}")
         if self.config.force_parity:
             why = self.config.describe("force_parity")
             if backend not in ("auto", "reference"):
@@ -228,14 +236,17 @@ class Router:
             return Route(problem, None if reason else backend, why, {backend: reason} if reason else {})
 
         order, why = self.order(problem)
-        reasons, chosen = dict(self.absent), None
+        reasons, chosen, failed = dict(self.absent), None, {}
         for name in order:
             reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
+            if reason is None and (problem, name) in self.failed:
+                failed[name] = self.failed[problem, name]
+                reason = f"failed before: {failed[name]}"
             if reason is None:
                 chosen = name
             else:
                 reasons[name] = reason
-        return Route(problem, chosen, why, reasons, may_fall_back=True)
+        return Route(problem, chosen, why, reasons, may_fall_back=True, failed=failed)
 
     def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
         """None when the backend can serve; settings are asked first. A named backend is not bound by a threshold."""
@@ -256,13 +267,25 @@ class Router:
         route = self.route(problem, backend)
         name, why = route.chosen, route.why
         if name is None:
-            raise ValueError(route.refusal())
+            raise BackendFailure(route.refusal()) if route.failed else ValueError(route.refusal())
         if not route.may_fall_back:
-            return self.call(name, problem, function, why, args, kwargs)
+            try:
+                return self.call(name, problem, function, why, args, kwargs)
+            except BackendFailure as failure:
+                self.counts.add_failure(problem.op, name, str(failure))
+                raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {why}") from failure
+        for broken, reason in route.failed.items():
+            self.counts.add_failure(problem.op, broken, reason)
+            if strict:
+                raise BackendFailure(
+                    f"{broken} failed before in {function} on {problem}: {reason}; strict forbids another backend"
+                )
         while True:
             try:
                 return self.call(name, problem, function, why, args, kwargs)
             except BackendFailure as failure:
+                self.failed[problem, name] = str(failure)
+                self.routes.pop((problem, backend), None)
                 following = None if strict else self.next_after(name, problem)
                 self.note_failure(name, problem, function, failure, following)
                 if following is None:
@@ -278,7 +301,11 @@ class Router:
     def note_failure(
         self, name: str, problem: Problem, function: str, failure: BackendFailure, following: str | None
     ) -> None:
-        if self.counts.add_failure(problem.op, name, str(failure)) == 1:
+        self.counts.add_failure(problem.op, name, str(failure))
+        # Lengths may never repeat: once for each kind of call, with the first of its shapes.
+        kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.packed, str(failure))
+        if kind not in self.said:
+            self.said.add(kind)
             served = f"{following} serves" if following else "nothing else serves"
             log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, failure, served)
 
@@ -328,22 +355,35 @@ class Router:
             self.said.add(message)
             log.warning("%s", message)
 
-    def explain(self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16) -> Explanation:
-        """The routes of the whole attention `problem`; `block` and `stride` tell how many compressed keys it has."""
+    def explain(
+        self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16, window: int = 512
+    ) -> Explanation:
+        """The routes of the whole attention `problem`; the knobs tell how many keys each branch has.
+
+        A static cache poses its capacity: `n_keys` is then its `max_len`.
+        """
         require(isinstance(problem, Problem), "problem", problem, "a Problem")
         require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
         require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
         check_compression(block, stride)
+        require_positive_int("window", window)
         # A cache compresses the few blocks that a step completes by itself.
         ops = [op for op in OPS if op != "compress" or not problem.cached]
-        return Explanation(problem, {op: self.route(as_posed(problem, op, block, stride), backend) for op in ops})
+        posed = {op: as_posed(problem, op, block, stride, window) for op in ops}
+        if "compress" in posed and problem.d_v != problem.d_k:
+            values = replace(problem, d_k=problem.d_v)
+            posed["compress (values)"] = as_posed(values, "compress", block, stride, window)
+        return Explanation(problem, {op: self.route(one, backend) for op, one in posed.items()})
 
 
-def as_posed(problem: Problem, op: str, block: int, stride: int) -> Problem:
+def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:
     """One op of the whole `problem`, exactly as `nsa.ops` poses it to the router."""
     if op == "compress":
         # Tokens without queries. Keys and values are compressed one after the other: these are the keys.
         problem = replace(problem, n_queries=problem.n_keys, n_heads=problem.n_groups, d_v=problem.d_k)
+    if op == "sliding" and problem.cached and window is not None:
+        # A cache hands out the keys that the new queries can see, and no others.
+        problem = replace(problem, n_keys=window - 1 + problem.n_queries)
     if op in ("compressed", "scores"):
         # Documents end anywhere: a packed row has a slot for every stride, as `compressed_starts` lays them out.
         n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
@@ -454,11 +494,18 @@ def counts_so_far() -> Counts:
 
 
 def explain(
-    problem: Problem, backend: str = "auto", *, config: Settings | None = None, block: int = 32, stride: int = 16
+    problem: Problem,
+    backend: str = "auto",
+    *,
+    config: Settings | None = None,
+    block: int = 32,
+    stride: int = 16,
+    window: int = 512,
 ) -> Explanation:
     """Which backend serves each branch of the attention `problem` describes, and why not the others.
 
     `config`: settings to explain with instead of this process's own.
     """
+    require(config is None or isinstance(config, Settings), "config", config, "a Settings, or None for this process's")
     chosen = router() if config is None else build_router(config)
-    return chosen.explain(problem, backend, block=block, stride=stride)
+    return chosen.explain(problem, backend, block=block, stride=stride, window=window)

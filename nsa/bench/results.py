@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import subprocess
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 
 from nsa.config import require
+from nsa.origin import commit, installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,23 +96,3 @@ def environment(device: torch.device, recorded_commit: str | None = None) -> dic
         "commit": recorded_commit or commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The checkout this package is in, `+` when files differ from it; None outside one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        answers = [
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain"))
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answers[0] + ("+" if answers[1] else "")

@@ -16,7 +16,7 @@ import torch
 from nsa.backends.routing import router
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
 from nsa.config import require, require_positive_int
-from nsa.data.corpus import synthetic
+from nsa.data import Batch, synthetic
 from nsa.model import LM, PRESETS, LMConfig
 from nsa.train.step import TrainStep
 
@@ -83,7 +83,8 @@ class Runner:
             self.model, dtype=DTYPES[bench.dtype], compile=bench.compile, cuda_graphs=bench.cuda_graphs
         )
         config = bench.model
-        self.batch = synthetic(bench.batch_size, config.seq_len, config.vocab_size, seed=0, device=self.device)
+        tokens = synthetic(bench.batch_size, config.seq_len, config.vocab_size, seed=0, device=self.device)
+        self.batch = Batch(*tokens, cu_seqlens=None)
 
     def run(self, steps: int) -> list[float]:
         """Milliseconds of each step, read when all are done: the host runs ahead as it does in training."""

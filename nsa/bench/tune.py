@@ -222,7 +222,10 @@ def run(args: argparse.Namespace) -> int:
 
     bar = progress(steps)
     where = environment(torch.device("cuda"), args.commit)
-    tuner = Tuner(args.out or tuning.user_file(), gpu, where, bar, time_calls)
+    out = args.out or tuning.user_file()
+    if out is None:
+        raise ValueError("--out is not given; accepted: a file, there being no home folder to put one in")
+    tuner = Tuner(out, gpu, where, bar, time_calls)
     outcomes: dict[Trial, list[Outcome]] = {}
     times: dict[int, tuple[float, float]] = {}
     try:

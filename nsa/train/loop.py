@@ -1,181 +1,457 @@
-"""Train a language model, from its first line of output to a sample of what it learned.
+"""The run, from its first line of output to a sample and a report of what it learned.
 
-nsa train                                            # a minute or two on two CPU cores
-nsa train --attention dense                          # the same with dense attention: the A/B is one flag
-nsa train --preset 125m --batch-size 8 --steps 2000  # on a GPU: bf16, compiled
+A step never waits for the device. What it computed is looked at every `log_every` steps, and there the run is timed,
+written down, and stopped if it has to be.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa import settings
-from nsa.backends.problem import Problem
-from nsa.backends.routing import explain, router
-from nsa.config import require, require_int, require_positive_int
-from nsa.data.corpus import Batch, Corpus, decode, encode, standard_library
-from nsa.generate import RUNS, generate, usable_device
-from nsa.model import LM, PRESETS, LMConfig, load_model, save_model
-from nsa.train.progress import progress
+from nsa.backends.routing import counts_so_far
+from nsa.data import Batch, Loader, open_loader
+from nsa.data.config import Split
+from nsa.generate import generate
+from nsa.model import LM, load_model
+from nsa.train.boot import backends, boot_line, check_folder, write_down
+from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
+from nsa.train.config import DTYPES, TrainConfig
+from nsa.train.distributed import Ranks, any_rank, mean_over_ranks, parallelize
+from nsa.train.guards import RunStopped, Signals, Skips, Watchdog, branch_profile
+from nsa.train.metrics import RunLog
+from nsa.train.progress import Progress, progress
+from nsa.train.report import write_report
+from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
 from nsa.train.step import StepResult, TrainStep, autocast, learning_rate
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-# How long and how fast each preset trains when nobody says otherwise.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {"steps": 180, "batch_size": 4, "lr": 3e-3, "warmup": 20},
-    "125m": {"steps": 1000, "batch_size": 8, "lr": 6e-4, "warmup": 100},
-}
-
-SAMPLE_PROMPT = "def "
-SAMPLE_LENGTH = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One run. The length of a sequence is the model's."""
-
-    model: LMConfig
-    steps: int
-    batch_size: int
-    lr: float
-    out: Path
-    device: str = "cpu"
-    dtype: str = "float32"
-    compile: bool = False
-    # Batches whose gradients make one step.
-    accum: int = 1
-    # Activation checkpointing: less memory, a third more work.
-    gc: bool = False
-    warmup: int = 0
-    # The learning rate at the end, as a part of `lr`.
-    lr_floor: float = 0.1
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    seed: int = 0
-    log_every: int = 20
-    eval_batches: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accum", "log_every", "eval_batches"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("warmup", "seed"):
-            require_int(name, getattr(self, name), at_least=0)
-        require(self.lr > 0, "lr", self.lr, "a positive number")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "out": str(self.out)}
+# Steps that are timed before `min_tokens_per_s` is held against them; the one before them compiles.
+SMOKE_STEPS = 10
 
 
 class Trainer:
     """`train()` runs it all; `step()` is one update."""
 
-    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
-        self.config = config
-        self.corpus = corpus
-        require(
-            corpus.vocab_size <= config.model.vocab_size,
-            "vocab_size",
-            config.model.vocab_size,
-            f"at least the corpus's {corpus.vocab_size}",
+    def __init__(self, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        self.config = c = config
+        self.ranks = ranks or Ranks(torch.device(c.device))
+        self.device = self.ranks.device
+        self.dtype = DTYPES[c.dtype]
+        self.changed = check_folder(c)
+        self.loader = self.open_data("train")
+        # The same few batches every time; held, because a stream would have to be opened again.
+        with self.open_data("valid") as loader:
+            self.valid = list(islice(loader, c.eval_batches))
+        torch.manual_seed(c.seed)
+        self.model = LM(c.model).to(self.device)
+        self.model.recompute = c.gc
+        # Before anything is sharded: then each rank would count its own part.
+        self.boot = boot_line(c, self.model, self.loader.source, self.ranks)
+        self.flops_per_token = self.model.flops_per_token(c.model.seq_len)
+        module = parallelize(
+            self.model,
+            parallel=c.parallel,
+            device=self.device,
+            dtype=self.dtype,
+            compile=c.compile,
+            grad_compression=c.grad_compression,
         )
-        self.device = torch.device(config.device)
-        self.dtype = DTYPES[config.dtype]
-        torch.manual_seed(config.seed)
-        self.model = LM(config.model).to(self.device)
-        self.model.recompute = config.gc
         self.update = TrainStep(
             self.model,
+            module=module,
             dtype=self.dtype,
-            compile=config.compile,
-            weight_decay=config.weight_decay,
-            grad_clip=config.grad_clip,
+            compile=c.compile and c.parallel != "fsdp",
+            cuda_graphs=c.cuda_graphs,
+            weight_decay=c.weight_decay,
+            grad_clip=c.grad_clip,
         )
-        self.metrics = Metrics(config.out / "metrics.jsonl")
+        self.checkpoints = Checkpoints(c.out / "checkpoints", keep=c.keep)
+        self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
+        self.log: RunLog | None = None
+        self.shown: Progress | None = None
+        # What a checkpoint would hold besides parameters: the steps done, and where the data stood after them.
+        self.done = 0
+        self.position = self.loader.state_dict()
+        self.loss_start: float | None = None
+        # The last validation, as (step, loss).
+        self.validated: tuple[int, float] | None = None
+        # Held while parameters change or are copied, so that the watchdog never saves half a step.
+        self.changing = threading.Lock()
+        # Steps that were computed and not looked at yet, with the batches that they were computed from.
+        self.waiting: list[tuple[int, StepResult, list[Batch]]] = []
+        # The batches of the newest step.
+        self.fetched: list[Batch] = []
+        self.clock = Clock()
 
-    def train(self) -> Summary:
+    def open_data(self, split: Split) -> Loader:
         c = self.config
-        print(boot_line(c, self.model, self.corpus), flush=True)
-        (c.out / "train.json").write_text(json.dumps(c.to_dict(), indent=2) + "\n")
-        loss_start = self.evaluate(0)
-        waiting: list[tuple[int, StepResult]] = []
-        shown = progress(c.steps)
-        began = time.perf_counter()
-        try:
-            for step in range(c.steps):
-                waiting.append((step, self.step(step)))
-                if step == 0:
-                    # The first step compiles and warms up: the clock starts after it.
-                    self.metrics.write_steps(waiting, self.lr)
-                    began = time.perf_counter()
-                elif (step + 1) % c.log_every == 0 or step + 1 == c.steps:
-                    loss = self.metrics.write_steps(waiting, self.lr)
-                    rate = step * self.tokens_per_step / (time.perf_counter() - began)
-                    shown.show(step + 1, f"loss {loss:.3f}  lr {self.lr(step):.2e}  {rate:,.0f} tokens/s")
-        finally:
-            shown.close()
-        timed = c.steps - 1
-        tokens_per_s = timed * self.tokens_per_step / (time.perf_counter() - began) if timed else None
-        loss_end = self.evaluate(c.steps)
-        checkpoint = save_model(self.model, c.out)
-        summary = Summary(loss_start, loss_end, tokens_per_s, fallbacks(), self.sample(), checkpoint)
-        self.metrics.write("end", **summary.to_dict())
-        return summary
-
-    def step(self, step: int) -> StepResult:
-        return self.update(
-            [self.batch("train", step * self.config.accum + i) for i in range(self.config.accum)], self.lr(step)
+        return open_loader(
+            c.data,
+            split=split,
+            batch_size=c.batch_size,
+            seq_len=c.model.seq_len,
+            seed=c.seed,
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            vocab_size=c.model.vocab_size,
         )
+
+    # The run.
+
+    def train(self) -> Summary | None:
+        """None where a signal ended it before its last step."""
+        c = self.config
+        self.say(self.boot)
+        try:
+            began = self.resume()
+            if self.ranks.first:
+                write_down(c, step=began, ranks=self.ranks)
+                self.log = RunLog(c.out, resume=began > 0)
+            if self.loss_start is None:
+                self.loss_start = self.evaluate()
+            watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
+            with Signals() as signals, watchdog:
+                self.shown = progress(c.steps) if self.ranks.first else None
+                self.run_steps(signals, watchdog)
+                self.close_progress()
+                if self.done < c.steps:
+                    self.say(f"[stop] {signals.asked or 'another rank'}: step {self.done} is saved in {c.out}")
+                    self.say(f"go on with: nsa train --resume {c.out}")
+                    return None
+                return self.finish()
+        finally:
+            self.close_progress()
+            self.loader.close()
+            self.checkpoints.close()
+            if self.log is not None:
+                self.log.close()
+
+    def run_steps(self, signals: Signals, watchdog: Watchdog) -> None:
+        """Until the last step, or until a signal has been heeded."""
+        c = self.config
+        first = self.done
+        self.clock.begin(self.loader.waited)
+        while self.done < c.steps:
+            self.advance(self.fetch())
+            watchdog.beat()
+            ran, last = self.done - first, self.done == c.steps
+            smoke = c.min_tokens_per_s > 0 and ran == 1 + SMOKE_STEPS
+            looks = self.due(c.log_every) or last or ran == 1
+            # One rank stops where it is; several can only agree where they wait for each other anyway.
+            stops = signals.asked is not None and self.ranks.size == 1
+            if not (
+                looks
+                or smoke
+                or stops
+                or any(map(self.due, (c.eval_every, c.sample_every, c.stats_every, c.save_every)))
+            ):
+                continue
+            self.look(timed=ran > 1)
+            if smoke:
+                self.check_speed()
+            if looks:
+                stops = any_rank(signals.asked is not None, self.device)
+            if self.due(c.stats_every):
+                self.write_stats()
+            if not last:
+                self.look_closer()
+                if stops:
+                    self.save(wait=True)
+                    return
+            watchdog.beat()
+            self.clock.begin(self.loader.waited)
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.done % every == 0
+
+    def look_closer(self) -> None:
+        """What the end of a run does anyway."""
+        if self.due(self.config.eval_every):
+            self.evaluate()
+        if self.due(self.config.sample_every) and self.config.parallel != "fsdp" and self.ranks.first:
+            self.write_sample(self.sample(self.model))
+        if self.due(self.config.save_every):
+            self.save()
+
+    def fetch(self) -> list[Batch]:
+        try:
+            self.fetched = list(islice(self.loader, self.config.accum))
+        except (OSError, RuntimeError, ValueError):
+            # The data is lost, the run need not be.
+            if self.ranks.size == 1:
+                self.save(wait=True)
+            raise
+        return self.fetched
+
+    def advance(self, batches: list[Batch]) -> None:
+        with self.changing:
+            self.waiting.append((self.done, self.step(self.done, batches), batches))
+            self.done += 1
+            self.position = self.loader.state_dict()
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        return self.update([self.to_device(batch) for batch in batches], self.lr(step))
 
     def lr(self, step: int) -> float:
         c = self.config
-        return learning_rate(step, c.steps, peak=c.lr, warmup=c.warmup, floor=c.lr_floor)
+        return learning_rate(
+            step, c.steps, peak=c.lr, warmup=c.warmup, floor=c.lr_floor, schedule=c.schedule, decay=c.decay
+        )
+
+    def to_device(self, batch: Batch) -> Batch:
+        # Only from pinned memory can a copy go on behind the host's back.
+        def move(x: Tensor) -> Tensor:
+            return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
+
+        cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
+        return Batch(move(batch.tokens), move(batch.targets), cu_seqlens)
+
+    # Looking: the only times that the device is waited for.
+
+    def look(self, *, timed: bool) -> None:
+        """Read back the steps that wait, write them down, and stop the run if too many of them were not finite.
+
+        The first step of a process compiles, and is not `timed`.
+        """
+        values = torch.stack([torch.stack(result) for _, result, _ in self.waiting]).tolist()
+        self.clock.end(len(self.waiting) * self.tokens_per_step, self.loader.waited, timed=timed)
+        for (step, _, batches), (loss, grad_norm, skipped) in zip(self.waiting, values, strict=True):
+            record = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": self.lr(step)}
+            self.write("step", **record, **({"skipped": True} if skipped else {}))
+            kept = self.skips.note(step + 1, bool(skipped), batches)
+            if kept is not None:
+                self.say(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; its batch is in {kept}")
+            if self.skips.too_many:
+                self.waiting.clear()
+                self.save(wait=True)
+                raise RunStopped(
+                    f"the loss or the gradients of {self.skips.in_a_row} steps in a row were not finite, up to step "
+                    f"{step + 1}. They changed nothing: {self.checkpoints.folder} holds the last good state, "
+                    f"{self.skips.folder} their batches. A lower --lr may help"
+                )
+        self.waiting.clear()
+        self.show(loss, grad_norm)
+
+    def show(self, loss: float, grad_norm: float) -> None:
+        """One look for the screen, the metrics and whoever watches from outside."""
+        c, clock = self.config, self.clock
+        speed: dict[str, Any] = machine_numbers(self.device)
+        text = f"loss {loss:.3f}  lr {self.lr(self.done - 1):.2e}"
+        if clock.rate is not None:
+            peak = peak_flops(self.device)
+            speed |= {"tokens_per_s": round(clock.rate, 1), "data_wait": round(clock.data_wait, 4)}
+            speed |= {"cpu_cores": round(clock.cpu_cores, 2)}
+            text += f"  {clock.rate:,.0f} tokens/s"
+            if peak is not None:
+                speed["mfu"] = round(clock.rate * self.flops_per_token / (peak * self.ranks.size), 4)
+                text += f"  MFU {speed['mfu']:.1%}"
+            left = (c.steps - self.done) * self.tokens_per_step / clock.rate
+            text += f"  ETA {duration(left)}"
+        if c.price_per_hour:
+            speed["cost"] = round(clock.total / 3600 * c.price_per_hour, 2)
+            text += f"  cost {speed['cost']:.2f}"
+        if self.skips.total:
+            text += f"  skipped {self.skips.total}"
+        if speed:
+            self.write("speed", step=self.done, **speed)
+        failed = fallbacks()
+        if failed:
+            self.write("fallbacks", step=self.done, counts=failed)
+        if self.log is not None:
+            beat = {
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "skipped": self.skips.total,
+                "fallbacks": sum(failed.values()),
+            }
+            self.log.heartbeat(self.done, **beat, **speed)
+        if self.shown is not None:
+            self.shown.show(self.done, text)
+
+    def check_speed(self) -> None:
+        """The smoke phase's verdict."""
+        least, rate = self.config.min_tokens_per_s, self.clock.rate
+        slow = rate is not None and rate < least
+        if any_rank(slow, self.device):
+            batch = self.to_device(self.valid[0])
+            profile = branch_profile(self.update.module, batch, self.dtype)
+            raise RunStopped(
+                f"{rate:,.0f} tokens/s in the first steps, and at least {least:,.0f} were asked for\n{profile}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the same few validation batches every time."""
+        with autocast(self.device, self.dtype):
+            losses = [
+                self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
+                for batch in map(self.to_device, self.valid)
+            ]
+        loss = mean_over_ranks(torch.stack(losses).mean()).item()
+        self.validated = (self.done, loss)
+        self.write("eval", step=self.done, loss=loss)
+        return loss
+
+    def write_stats(self) -> None:
+        found = attention_stats(self.model, self.to_device(self.valid[0]), self.dtype)
+        if found is not None:
+            gates, distances = found
+            self.write("gates", step=self.done, **gates)
+            self.write("distances", step=self.done, **distances)
+
+    def sample(self, model: LM) -> str:
+        c, tokenizer = self.config, self.loader.tokenizer
+        generator = torch.Generator(self.device).manual_seed(c.seed)
+        prompt = tokenizer.encode(c.sample_prompt)
+        new = generate(model, [prompt], c.sample_tokens, temperature=0.8, generator=generator)
+        return c.sample_prompt + tokenizer.decode(new[0].tolist())
+
+    def write_sample(self, text: str) -> str:
+        self.write("sample", step=self.done, text=text)
+        return text
+
+    # Keeping.
+
+    def save(self, *, wait: bool = False) -> None:
+        with self.changing:
+            self.save_unlocked(wait=wait)
+
+    def save_unlocked(self, *, wait: bool) -> None:
+        validated = self.validated[1] if self.validated and self.validated[0] == self.done else None
+        extra = {
+            "data": self.position,
+            "rng": rng_state(self.device),
+            "scaler": self.update.scaler.state_dict(),
+            "skipped": self.skips.total,
+            "loss_start": self.loss_start if math.isfinite(self.loss_start or 0.0) else None,
+            "seconds": self.clock.total,
+        }
+        self.checkpoints.save(self.done, self.model, self.update.optimizer, extra, loss=validated, wait=wait)
+
+    def resume(self) -> int:
+        """Go on from the newest intact checkpoint of the run's folder; the step it is of, 0 if there is none."""
+        found = self.checkpoints.load(self.model, self.update.optimizer)
+        if found is None:
+            return 0
+        self.done, extra = found
+        self.loader.load_state_dict(extra["data"])
+        self.position = extra["data"]
+        set_rng_state(extra["rng"], self.device)
+        self.update.scaler.load_state_dict(extra["scaler"])
+        self.skips.total = extra["skipped"]
+        self.loss_start = extra["loss_start"]
+        self.clock.total = extra["seconds"]
+        self.say(f"[resume] step {self.done} of {self.config.out}")
+        for key, (then, now) in self.changed.items():
+            self.say(f"[resume] {key}: {then!r} -> {now!r}")
+        return self.done
+
+    def rescue(self) -> str:
+        """Save the last finished step from another thread, if no step is under way."""
+        if self.ranks.size > 1:
+            return "no checkpoint: the other ranks would have to take part"
+        if not self.changing.acquire(blocking=False):
+            return "no checkpoint: the step under way has changed part of the state"
+        try:
+            self.save_unlocked(wait=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            return f"no checkpoint: {error}"
+        finally:
+            self.changing.release()
+        return f"step {self.done} is saved in {self.checkpoints.folder}"
+
+    def describe(self) -> str:
+        """For the watchdog: what was asked of the machine last, and who serves it."""
+        shapes = [
+            {name: tuple(x.shape) for name, x in batch._asdict().items() if x is not None} for batch in self.fetched
+        ]
+        return "\n".join(
+            [
+                f"steps done: {self.done}, not looked at yet: {len(self.waiting)}",
+                f"data: {self.loader.source}, {self.loader.waited:.0f} s waited for",
+                f"last batches: {shapes}",
+                f"routes: {backends(self.config)}",
+                f"calls and failures: {counts_so_far().as_dict()}",
+            ]
+        )
+
+    def finish(self) -> Summary:
+        c = self.config
+        loss_end = self.evaluate()
+        self.save(wait=True)
+        checkpoint = export(self.model, c.out, self.loader.tokenizer)
+        # What speaks is what others will load.
+        sample = self.write_sample(self.sample(load_model(c.out, self.device))) if self.ranks.first else ""
+        rate = self.clock.mean_rate
+        assert self.loss_start is not None
+        summary = Summary(self.loss_start, loss_end, rate, self.skips.total, fallbacks(), sample, checkpoint, None)
+        self.write("end", **summary.to_dict())
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+            summary.report = write_report(c.out)
+        return summary
+
+    # Speaking, which one rank does for all.
 
     @property
     def tokens_per_step(self) -> int:
-        return self.config.accum * self.config.batch_size * self.config.model.seq_len
+        return self.config.accum * self.config.tokens_per_batch * self.ranks.size
 
-    def batch(self, split: str, index: int) -> Batch:
-        c = self.config
-        tokens, targets = self.corpus.batch(split, c.batch_size, c.model.seq_len, seed=c.seed, step=index)
-        return self.to_device(tokens), self.to_device(targets)
+    def write(self, kind: str, **values: Any) -> None:
+        if self.log is not None:
+            self.log.write(kind, **values)
 
-    def to_device(self, x: Tensor) -> Tensor:
-        # Only from pinned memory can a copy go on behind the host's back.
-        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+    def say(self, text: str) -> None:
+        if self.ranks.first:
+            print(text, flush=True)
 
-    @torch.no_grad()
-    def evaluate(self, step: int) -> float:
-        """The mean loss over the same few validation batches every time."""
-        self.model.eval()
-        with autocast(self.device, self.dtype):
-            losses = [self.model(*self.batch("valid", index)) for index in range(self.config.eval_batches)]
-        self.model.train()
-        loss = torch.stack(losses).mean().item()
-        self.metrics.write("eval", step=step, loss=loss)
-        return loss
-
-    def sample(self) -> str:
-        """A few lines from the model that was saved: what speaks is what others will load."""
-        model = load_model(self.config.out, self.device)
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        new = generate(model, [encode(SAMPLE_PROMPT)], SAMPLE_LENGTH, temperature=0.8, generator=generator)
-        return SAMPLE_PROMPT + decode(new[0].tolist())
+    def close_progress(self) -> None:
+        if self.shown is not None:
+            self.shown.close()
+            self.shown = None
 
 
-@dataclass(frozen=True)
+class Clock:
+    """How long the steps between two looks took, with nothing else in between."""
+
+    def __init__(self) -> None:
+        self.began = (0.0, 0.0, 0.0)
+        # Tokens a second, and the parts of that time that the data and the processor took; None: not known yet.
+        self.rate: float | None = None
+        self.data_wait = 0.0
+        self.cpu_cores = 0.0
+        # Seconds of the run so far, and tokens and seconds of the steps that count for its speed.
+        self.total = 0.0
+        self.timed = (0, 0.0)
+
+    def begin(self, waited: float) -> None:
+        self.began = (time.perf_counter(), time.process_time(), waited)
+
+    def end(self, tokens: int, waited: float, *, timed: bool) -> None:
+        seconds, cpu, wait = (
+            now - then for now, then in zip((time.perf_counter(), time.process_time(), waited), self.began, strict=True)
+        )
+        self.total += seconds
+        if timed:
+            self.rate, self.data_wait, self.cpu_cores = tokens / seconds, wait / seconds, cpu / seconds
+            self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
+
+    @property
+    def mean_rate(self) -> float | None:
+        tokens, seconds = self.timed
+        return tokens / seconds if tokens else None
+
+
+@dataclass
 class Summary:
     """What a run comes to."""
 
@@ -183,12 +459,14 @@ class Summary:
     loss_end: float
     # None for a run of one step, which is not timed.
     tokens_per_s: float | None
+    skipped: int
     fallbacks: dict[str, int]
     sample: str
     checkpoint: Path
+    report: Path | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "checkpoint": str(self.checkpoint)}
+        return {**asdict(self), "checkpoint": str(self.checkpoint), "report": str(self.report)}
 
     def __str__(self) -> str:
         failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
@@ -197,154 +475,14 @@ class Summary:
             [
                 f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
                 "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
-                f"fallbacks: {failures or 'none'}",
-                f"saved {self.checkpoint}",
+                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}",
                 f"sample:\n{self.sample}",
+                f"saved {self.checkpoint}",
+                f"report {self.report}",
             ]
         )
 
 
-class Metrics:
-    """A file with one JSON object a line: `kind` is step, eval or end."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("w")
-
-    def write(self, kind: str, **values: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self.file.flush()
-
-    def write_steps(self, waiting: list[tuple[int, StepResult]], lr: Callable[[int], float]) -> float:
-        """Read back the steps that wait, the only time the device is waited for; returns the last loss."""
-        values = torch.stack([torch.stack([result.loss, result.grad_norm]) for _, result in waiting]).tolist()
-        for (step, _), (loss, grad_norm) in zip(waiting, values, strict=True):
-            self.write("step", step=step + 1, loss=loss, grad_norm=grad_norm, lr=lr(step))
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss of step {step + 1} is {loss}; a lower --lr may help")
-        waiting.clear()
-        return values[-1][0]
-
-
-def boot_line(config: TrainConfig, model: LM, corpus: Corpus) -> str:
-    """Everything that decides what runs, in one line that a log can be searched for."""
-    switch = {True: "on", False: "off"}
-    parts = {
-        "S": config.model.seq_len,
-        "B": config.batch_size,
-        "accum": config.accum,
-        "gc": switch[config.gc],
-        "attention": config.model.attention,
-        "params": f"{sum(model.parameter_counts().values()):,}",
-        "steps": config.steps,
-        "lr": config.lr,
-        "seed": config.seed,
-        "device": config.device,
-        "dtype": config.dtype,
-        "compile": switch[config.compile],
-        **backends(config),
-        "data": corpus.source,
-    }
-    return "[boot] effective config: " + " ".join(f"{name}={value}" for name, value in parts.items())
-
-
-def backends(config: TrainConfig) -> dict[str, str]:
-    """Which backend serves each branch; where the backward has another one, both."""
-    if config.model.attention == "dense":
-        return {"backend": "torch-sdpa"}
-    attn = config.model.attn
-    served = []
-    for backward in (False, True):
-        problem = Problem.of_config(
-            attn,
-            batch=config.batch_size,
-            length=config.model.seq_len,
-            dtype=DTYPES[config.dtype],
-            device=torch.device(config.device).type,
-            backward=backward,
-        )
-        routes = explain(problem, attn.backend).routes
-        served.append({op: route.chosen or "none" for op, route in routes.items()})
-    forward, backward_ = served
-    return {op: name if backward_[op] == name else f"{name}/{backward_[op]}" for op, name in forward.items()}
-
-
-def fallbacks() -> dict[str, int]:
-    """Backends that said yes and failed while they ran, and how often."""
-    failures = router().counts.failures
-    return {f"{op} on {backend}: {reason}": times for (op, backend, reason), times in failures.items()}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train a language model on the source code of Python's standard library, one byte a token."
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  nsa train                       a minute or two on two CPU cores\n"
-        "  nsa train --attention dense     the same with dense attention\n"
-        "  nsa train --preset 125m --steps 2000 --batch-size 8\n\n"
-        "NSA_SEQ_LEN, NSA_BATCH_SIZE, NSA_ACCUM and NSA_NO_GC are used where the flag is not given."
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
-    model.add_argument("--attention", choices=("nsa", "dense"), default="nsa")
-    model.add_argument("--seq-len", type=int, help="tokens in a sequence (default: the preset's)")
-    model.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
-    run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
-    run.add_argument("--batch-size", type=int, help="sequences in a batch (default: the preset's)")
-    run.add_argument("--accum", type=int, help="batches in a step (default: 1)")
-    run.add_argument("--lr", type=float, help="peak learning rate (default: the preset's)")
-    run.add_argument("--warmup", type=int, help="steps up to the peak (default: the preset's)")
-    run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--log-every", type=int, default=20, help="steps between two looks at the loss")
-    run.add_argument("--eval-batches", type=int, default=4, help="validation batches (default: %(default)s)")
-    run.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    machine.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="of products (default: bfloat16 on a GPU, else float32)"
-    )
-    machine.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (default: on a GPU)"
-    )
-    machine.add_argument("--gc", action=argparse.BooleanOptionalAction, help="activation checkpointing (default: off)")
-
-
-def run(args: argparse.Namespace) -> int:
-    usable_device(args.device)
-    config = config_from(args, settings.current())
-    summary = Trainer(config, standard_library()).train()
-    print(summary)
-    print(f'go on with: nsa generate --run {config.out} --prompt "import "')
-    return 0
-
-
-def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig:
-    """The command line, else the environment, else the preset."""
-    preset = LMConfig.preset(args.preset)
-    model = replace(preset, attention=args.attention, seq_len=first(args.seq_len, env.seq_len, preset.seq_len))
-    default = DEFAULTS[args.preset]
-    on_gpu = torch.device(args.device).type == "cuda"
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return TrainConfig(
-        model=model.with_backend(args.backend),
-        steps=first(args.steps, default["steps"]),
-        batch_size=first(args.batch_size, env.batch_size, default["batch_size"]),
-        lr=first(args.lr, default["lr"]),
-        out=first(args.out, RUNS / f"{args.preset}-{args.attention}-{stamp}"),
-        device=args.device,
-        dtype=first(args.dtype, "bfloat16" if on_gpu else "float32"),
-        compile=first(args.compile, on_gpu),
-        accum=first(args.accum, env.accum_batches, 1),
-        gc=first(args.gc, False if env.no_gc else None, False),
-        warmup=first(args.warmup, default["warmup"]),
-        seed=args.seed,
-        log_every=args.log_every,
-        eval_batches=args.eval_batches,
-    )
-
-
-def first(*values: Any) -> Any:
-    """The first that was given."""
-    return next(value for value in values if value is not None)
+def duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

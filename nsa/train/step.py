@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, clip, update.
 
 Used by the trainer and by the benchmark, so that what is measured is what trains. It never waits for the device: losses
-and norms stay tensors until someone reads them.
+and norms stay tensors until someone reads them, and whether a step counts is decided where they are.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nsa.data.corpus import Batch
+from nsa.data import Batch
 from nsa.model import LM
+from nsa.train.distributed import mean_over_ranks, own_gradients, whole
 
 
 class StepResult(NamedTuple):
-    """Tensors on the device."""
+    """Tensors on the device, the same on every rank."""
 
     loss: Tensor
     grad_norm: Tensor
+    # 1 where loss or gradients were not finite: nothing was updated.
+    skipped: Tensor
 
 
 class TrainStep:
-    """AdamW on fp32 parameters; products in `dtype` by autocast."""
+    """AdamW on fp32 parameters; products in `dtype` by autocast.
+
+    `module` is what is called in place of `model`: what `distributed.parallelize` made of it.
+    """
 
     def __init__(
         self,
@@ -37,37 +43,63 @@ class TrainStep:
         cuda_graphs: bool = False,
         weight_decay: float = 0.1,
         grad_clip: float = 1.0,
+        module: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.dtype = dtype
         self.grad_clip = grad_clip
+        self.cuda_graphs = cuda_graphs
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
+        self.module = model if module is None else module
         # A graph replays a whole forward or backward in one launch: what the host needs for thousands no longer counts.
         mode = "reduce-overhead" if cuda_graphs else None
-        self.forward = torch.compile(model, dynamic=False, mode=mode) if compile or cuda_graphs else model
+        self.forward = torch.compile(self.module, dynamic=False, mode=mode) if compile or cuda_graphs else self.module
         # Norms and biases are not decayed: they set scales, they do not multiply.
         groups = [
             {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         fused = self.device.type in ("cuda", "cpu")
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+        # Any: `found_inf`, which a fused optimizer reads, is no declared attribute.
+        self.optimizer: Any = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+        # fp16 has too few exponents for gradients; the others need no scale, and the scaler then does nothing.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One update from the mean gradient of `batches`, which lie on the device."""
+        # A graph's gradients lie where its next replay writes: a second batch must be added to a place of its own.
+        own_place = self.cuda_graphs and len(batches) > 1
+        if own_place:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         loss = torch.zeros((), device=self.device)
-        for tokens, targets in batches:
-            with autocast(self.device, self.dtype):
-                part = self.forward(tokens, targets) / len(batches)
-            part.backward()
+        for index, batch in enumerate(batches):
+            # Ranks exchange gradients once a step, with the last batch.
+            with own_gradients(self.module) if index + 1 < len(batches) else nullcontext():
+                with autocast(self.device, self.dtype):
+                    part = self.forward(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) / len(batches)
+                self.scaler.scale(part).backward()
             loss += part.detach()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+        result = self.apply(mean_over_ranks(loss), lr)
+        self.optimizer.zero_grad(set_to_none=not own_place)
+        return result
+
+    def apply(self, loss: Tensor, lr: float) -> StepResult:
+        """Clip and update, unless something is not finite."""
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = whole(nn.utils.clip_grad_norm_(self.parameters, self.grad_clip))
+        skipped = (~torch.isfinite(loss + grad_norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, grad_norm)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            # The fused update reads this flag on the device and then leaves everything as it is, step count included.
+            self.optimizer.found_inf = skipped
+            self.optimizer.step()
+        return StepResult(loss, grad_norm, skipped)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -75,9 +107,17 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
-def learning_rate(step: int, steps: int, *, peak: float, warmup: int, floor: float) -> float:
-    """Linear to `peak` over `warmup` steps, then half a cosine down to `floor * peak` at the last of `steps`."""
+def learning_rate(
+    step: int, steps: int, *, peak: float, warmup: int, floor: float, schedule: str = "cosine", decay: int = 0
+) -> float:
+    """Linear to `peak` over `warmup` steps, in the end `floor * peak`.
+
+    In between half a cosine, or with "wsd" the peak until `decay` steps are left, and then straight down.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
+    if schedule == "wsd":
+        left = (steps - 1 - step) / decay if decay else 1.0
+        return peak * (floor + (1 - floor) * min(1.0, left))
     done = (step - warmup) / max(1, steps - 1 - warmup)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

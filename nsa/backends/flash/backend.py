@@ -49,7 +49,7 @@ class FlashBackend:
     config: Settings
     libraries: tuple[Library, ...]
     absent: dict[str, str] = field(default_factory=dict)
-    folder: Path = field(default_factory=cache_folder)
+    folder: Path | None = field(default_factory=cache_folder)
     prober: Prober = probe_in_child
     name: str = "flash"
     # What this process has found out: a decision costs a look-up, a cast is said once.

@@ -22,7 +22,6 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import torch
 
 from nsa import settings
-from nsa.settings import Settings
 
 PACKAGED = Path(__file__).with_name("tuned.json")
 
@@ -142,7 +141,7 @@ def tuned() -> Tuned:
     """What holds in this process: the user's file over the packaged one."""
     user = user_file()
     packaged = read(PACKAGED)
-    return read(user).over(packaged) if is_file(user) else packaged
+    return read(user).over(packaged) if user is not None and is_file(user) else packaged
 
 
 @cache
@@ -150,10 +149,9 @@ def pick(kernel: str, kind: type[T], gpu: Gpu, d_k: int, d_v: int, dtype: torch.
     return tuned().tile(kernel, kind, gpu, width_class(d_k, d_v), dtype_class(dtype))
 
 
-def user_file(config: Settings | None = None) -> Path:
-    """Where the user's own tiles are, or would be; by this process's settings unless others are given."""
-    config = settings.current() if config is None else config
-    return Path(os.path.expanduser(config.tuned_tiles))
+def user_file() -> Path | None:
+    """Where the user's own tiles are, or would be; None for a user without a home."""
+    return settings.user_path(settings.current().tuned_tiles)
 
 
 def is_file(path: Path) -> bool:
@@ -161,10 +159,10 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)
 
 
-def origin(user: Path) -> str:
+def origin(user: Path | None) -> str:
     """Where tiles come from, in words, `user` being the user's file."""
-    if not is_file(user):
-        return f"{PACKAGED} (there is no {user})"
+    if user is None or not is_file(user):
+        return f"{PACKAGED} ({user or 'a home folder'} is no file)"
     return f"{user} ({len(read(user).tiles)} tiles) over {PACKAGED}"
 
 

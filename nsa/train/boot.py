@@ -1,0 +1,146 @@
+"""What a run says of itself when it starts: one line for the log, and files for whoever asks later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nsa
+from nsa import settings
+from nsa.backends.problem import Problem
+from nsa.backends.routing import explain
+from nsa.config import require
+from nsa.model import LM
+from nsa.origin import commit, installed
+from nsa.train.config import DTYPES, FILE, TrainConfig, diff, load_config, write_yaml
+from nsa.train.distributed import Ranks
+
+RUN = "run.json"
+
+
+def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
+    """Everything that decides what runs, in one line that a log can be searched for."""
+    switch = {True: "on", False: "off"}
+    parts = {
+        "S": config.model.seq_len,
+        "B": config.batch_size,
+        "accum": config.accum,
+        "gc": switch[config.gc],
+        "attention": attention_kinds(config),
+        "params": f"{sum(model.parameter_counts().values()):,}",
+        "steps": config.steps,
+        "lr": config.lr,
+        "schedule": config.schedule,
+        "seed": config.seed,
+        "device": config.device,
+        "dtype": config.dtype,
+        "compile": switch[config.compile],
+        "cuda_graphs": switch[config.cuda_graphs],
+        "parallel": config.parallel,
+        "ranks": ranks.size,
+        **backends(config),
+        "hash": config.hash,
+        "out": config.out,
+        "data": source,
+    }
+    return "[boot] effective config: " + " ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def attention_kinds(config: TrainConfig) -> str:
+    """`nsa`, or `nsa*6+dense*6` where layers differ."""
+    kinds = Counter(config.model.kinds)
+    return "+".join(kinds) if len(kinds) == 1 else "+".join(f"{kind}*{count}" for kind, count in kinds.items())
+
+
+def backends(config: TrainConfig) -> dict[str, str]:
+    """Which backend serves each branch; where the backward has another one, both."""
+    kinds = set(config.model.kinds)
+    if kinds == {"dense"}:
+        return {"backend": "torch-sdpa"}
+    attn = config.model.attn
+    served = []
+    for backward in (False, True):
+        problem = problem_of(config, backward=backward)
+        routes = explain(problem, attn.backend, block=attn.l, stride=attn.d, window=attn.w).routes
+        # The alternatives are made of these two ops.
+        ops = routes if "nsa" in kinds else ("selected", "sliding")
+        served.append({op: routes[op].chosen or "none" for op in ops})
+    forward, backward_ = served
+    both = {op: name if backward_[op] == name else f"{name}/{backward_[op]}" for op, name in forward.items()}
+    return both | ({"dense": "torch-sdpa"} if "dense" in kinds else {})
+
+
+def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
+    """The attention of one batch."""
+    packed = config.data.pack
+    problem = Problem.of_config(
+        config.model.attn,
+        batch=1 if packed else config.batch_size,
+        length=config.tokens_per_batch if packed else config.model.seq_len,
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device).type,
+        backward=backward,
+    )
+    return replace(problem, packed=packed)
+
+
+def write_down(config: TrainConfig, *, step: int, ranks: Ranks) -> None:
+    """The resolved config, its hash, the environment and the commit, in the run's folder."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    write_yaml(config.out / FILE, config)
+    record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
+    (config.out / RUN).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    current = settings.current()
+    said = {s.env: getattr(current, s.name) for s in settings.SETTINGS if current.source(s.name) != "default"}
+    return {
+        "commit": commit(),
+        "command": sys.argv,
+        "nsa": nsa.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": installed("triton"),
+        "machine": platform.node(),
+        "system": platform.platform(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "settings": said,
+    }
+
+
+def config_of(run: Path) -> TrainConfig:
+    """The config that a run's folder holds, whatever this process's environment says."""
+    return load_config(run, {"out": str(run)}, env=settings.Settings())
+
+
+def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """How `config` differs from the run that its folder holds, if it holds one; another model is an error."""
+    if not (config.out / FILE).is_file():
+        return {}
+    changed = diff(config_of(config.out), config)
+    model = [key for key in changed if key.startswith("model.") and key != "model.attn.backend"]
+    require(
+        not model or not (config.out / "checkpoints").is_dir(),
+        "out",
+        str(config.out),
+        f"another folder: this one holds the run of a model with another {', '.join(model)}",
+    )
+    return changed
+
+
+def describe_difference(run: Path, config: TrainConfig) -> str:
+    """`nsa train --diff RUN`: how a start now would differ from that run's, in config and environment."""
+    record = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
+    then, now = record.get("environment", {}), environment(torch.device(config.device))
+    lines = [f"{key}: {a!r} -> {b!r}" for key, (a, b) in diff(config_of(run), config).items()]
+    told = [name for name in now if name not in ("command", "machine")]
+    lines += [f"{name}: {then.get(name)!r} -> {now[name]!r}" for name in told if then.get(name) != now[name]]
+    return "\n".join([f"{run} -> a start now", *(f"  {line}" for line in lines or ["no difference"])])

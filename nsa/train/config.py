@@ -1,0 +1,352 @@
+"""What a run is: one object, from a YAML file, the environment and the command line.
+
+    load_config("tiny", {"model.attention": "dense", "steps": 50})
+
+The command line (`overrides`) beats the environment, which beats the file, which beats the defaults here. A key that
+does not exist is an error that names the nearest one. The result holds no "auto": what it says is what runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
+
+import torch
+import torch.distributed as dist
+
+from nsa import settings
+from nsa.backends.routing import preferences_path
+from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
+from nsa.data import DataConfig
+from nsa.model import LMConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+RUNS = Path("runs")
+
+# The file in a run's folder that says what the run is.
+FILE = "config.yaml"
+
+# Settings of the environment and the keys they are.
+ENVIRONMENT = {
+    "seq_len": "model.seq_len",
+    "batch_size": "batch_size",
+    "accum_batches": "accum",
+    "fwe_doc_batch": "data.doc_batch",
+    "fwe_prefetch": "data.prefetch",
+    "fwe_queue": "data.queue",
+}
+
+
+# Keys that need not be said.
+FOUND_OUT = {"data", "out"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run. The length of a sequence is the model's."""
+
+    model: LMConfig
+    data: DataConfig
+    out: Path
+
+    steps: int
+    # Sequences in a batch of one rank, and batches whose gradients make one step.
+    batch_size: int
+    accum: int = 1
+
+    lr: float
+    # "cosine" falls all the way from the warm-up; "wsd" stays at the peak and falls in the last `decay` steps.
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: int = 0
+    decay: int = 0
+    # The learning rate at the end, as a part of `lr`.
+    lr_floor: float = 0.1
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    seed: int = 0
+
+    device: str = "cpu"
+    # Of products; parameters and sums are fp32.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    compile: bool = False
+    # Replay each pass as one launch. Needs shapes that never change, so no packed documents.
+    cuda_graphs: bool = False
+    # Activation checkpointing: less memory, a third more work.
+    gc: bool = False
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    # What ddp sends: gradients as they are, or rounded.
+    grad_compression: Literal["none", "bf16"] = "none"
+
+    # In steps; 0: only where the run begins and ends.
+    log_every: int = 20
+    eval_every: int = 0
+    eval_batches: int = 4
+    sample_every: int = 0
+    sample_prompt: str = "def "
+    sample_tokens: int = 200
+    # What the gates and the selection do, layer by layer.
+    stats_every: int = 0
+    save_every: int = 0
+    # Checkpoints kept besides the best.
+    keep: int = 3
+
+    # Steps in a row without a finite gradient before the run stops.
+    max_skips: int = 8
+    # Seconds without a step before every thread's stack is written down.
+    watchdog_s: float = 600.0
+    # A run that is slower stops after its first steps; 0: any speed will do.
+    min_tokens_per_s: float = 0.0
+    # What an hour of all machines costs, for the display; 0: not known.
+    price_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accum", "log_every", "eval_batches", "sample_tokens", "keep", "max_skips"):
+            require_positive_int(name, getattr(self, name))
+        for name in ("warmup", "decay", "seed", "eval_every", "sample_every", "stats_every", "save_every"):
+            require_int(name, getattr(self, name), at_least=0)
+        for name in ("lr", "grad_clip", "watchdog_s"):
+            require_positive_number(name, getattr(self, name))
+        for name in ("lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour"):
+            if getattr(self, name) != 0:
+                require_positive_number(name, getattr(self, name))
+        for name in ("compile", "cuda_graphs", "gc"):
+            require_bool(name, getattr(self, name))
+        hints = get_type_hints(type(self))
+        for name in ("schedule", "dtype", "parallel", "grad_compression"):
+            require(getattr(self, name) in get_args(hints[name]), name, getattr(self, name), f"{get_args(hints[name])}")
+        require(self.lr_floor <= 1, "lr_floor", self.lr_floor, "a part of lr, 0 to 1")
+        require(
+            self.schedule == "wsd" or self.decay == 0, "decay", self.decay, "0 for a cosine, which falls all the way"
+        )
+        require(
+            isinstance(self.sample_prompt, str) and self.sample_prompt != "",
+            "sample_prompt",
+            self.sample_prompt,
+            "a text of at least one character",
+        )
+        require(
+            not (self.cuda_graphs and self.data.pack),
+            "cuda_graphs",
+            True,
+            "False with data.pack: packed documents have no fixed shape",
+        )
+        require(
+            self.cuda_graphs is False or self.parallel == "none",
+            "cuda_graphs",
+            True,
+            f"False with parallel = {self.parallel}: a graph cannot wait for other ranks",
+        )
+        require(
+            self.grad_compression == "none" or (self.parallel == "ddp" and self.device.startswith("cuda")),
+            "grad_compression",
+            self.grad_compression,
+            "'none', or with ddp on GPUs 'bf16'; fsdp has its own mixed precision",
+        )
+        require(
+            self.dtype != "float16" or self.parallel != "fsdp",
+            "dtype",
+            self.dtype,
+            "'bfloat16' or 'float32' with fsdp, whose ranks would each scale their own losses",
+        )
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Of one rank."""
+        return self.batch_size * self.model.seq_len
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, nested as the YAML file is."""
+        return {**asdict(self), "model": self.model.to_dict(), "out": str(self.out)}
+
+    @property
+    def hash(self) -> str:
+        """The same for the same run, wherever it is written."""
+        values = {name: value for name, value in self.to_dict().items() if name != "out"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def load_config(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, *, env: settings.Settings | None = None
+) -> TrainConfig:
+    """`source`: a name in `configs/`, a YAML file, or a run's folder. `overrides`: by dotted key."""
+    path = find_config(source)
+    tree = read_yaml(path)
+    for layer in (from_environment(env or settings.current()), overrides or {}):
+        for key, value in layer.items():
+            put(tree, key, value)
+    values = checked(TrainConfig, tree, where=str(path))
+    values["model"] = LMConfig.from_dict(values["model"])
+    values["data"] = DataConfig(**values.get("data", {}))
+    values = on_this_machine(values)
+    if "out" not in values:
+        name = path.parent.name if path.name == FILE else path.stem
+        kind = values["model"].attention
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        values["out"] = RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
+    values["out"] = Path(values["out"])
+    return TrainConfig(**values)
+
+
+def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
+    """What is not said, or "auto", follows from the device and from who started this process."""
+
+    def unsaid(name: str) -> bool:
+        return values.get(name) in (None, "auto")
+
+    if unsaid("device"):
+        values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = str(values["device"]).startswith("cuda")
+    if unsaid("dtype"):
+        values["dtype"] = "bfloat16" if on_gpu else "float32"
+    if unsaid("parallel"):
+        values["parallel"] = "ddp" if dist.is_torchelastic_launched() else "none"
+    if unsaid("compile"):
+        values["compile"] = on_gpu
+    if unsaid("cuda_graphs"):
+        static = not values["data"].pack
+        values["cuda_graphs"] = bool(on_gpu and values["compile"] and static and values["parallel"] == "none")
+    return values
+
+
+def configs_folder() -> Path:
+    return preferences_path().parent
+
+
+def find_config(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        require((path / FILE).is_file(), "config", str(source), f"a folder with {FILE}, as `nsa train` writes it")
+        return path / FILE
+    if path.suffix in (".yaml", ".yml"):
+        require(path.is_file(), "config", str(source), "a file that exists")
+        return path
+    named = configs_folder() / f"{source}.yaml"
+    if not named.is_file():
+        names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
+        near = f"; the nearest is {settings.nearest(str(source), names)}" if names else ""
+        raise ValueError(f"config is {str(source)!r}; accepted: a .yaml file, a run's folder, or one of {names}{near}")
+    return named
+
+
+def yaml() -> Any:
+    try:
+        return import_module("yaml")
+    except ModuleNotFoundError:
+        raise ValueError("configs are YAML, and PyYAML is not installed: pip install 'nsa[train]'") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml().safe_load(path.read_text())
+    except yaml().YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    require(isinstance(tree, dict), str(path), type(tree).__name__, "keys and values")
+    return tree
+
+
+def write_yaml(path: Path, config: TrainConfig) -> None:
+    """All but where the run is written: whoever starts from the file starts a run of their own."""
+    values = {name: value for name, value in config.to_dict().items() if name != "out"}
+    # A tuple is Python's, and safe_load would not know it: JSON has lists alone.
+    path.write_text(yaml().safe_dump(json.loads(json.dumps(values)), sort_keys=False))
+
+
+def parse_set(texts: list[str]) -> dict[str, Any]:
+    """`["model.attn.w=256", ...]`, values as YAML reads them."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        require(equals == "=" and key != "", "--set", text, "key=value")
+        try:
+            found[key] = yaml().safe_load(value)
+        except yaml().YAMLError:
+            raise ValueError(f"--set is {text!r}; accepted: key=value, the value as YAML reads it") from None
+    return found
+
+
+def from_environment(env: settings.Settings) -> dict[str, Any]:
+    """What the environment itself says; the defaults of the settings say nothing here."""
+    found = {key: getattr(env, name) for name, key in ENVIRONMENT.items() if env.source(name) != "default"}
+    return found | ({"gc": False} if env.no_gc else {})
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key`; a mapping is laid over the one that is there."""
+    head, _, rest = key.partition(".")
+    if rest:
+        if not isinstance(tree.get(head), dict):
+            tree[head] = {}
+        put(tree[head], rest, value)
+    elif isinstance(value, dict) and isinstance(tree.get(head), dict):
+        for inner, x in value.items():
+            put(tree[head], inner, x)
+    else:
+        tree[head] = value
+
+
+def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
+    """`tree` with the keys that `cls` has, and no others; its own checks see to the values."""
+    hints = get_type_hints(cls)
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - FOUND_OUT)
+    require(not missing, f"the keys of {where}", sorted(tree), f"{missing} too")
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            near = settings.nearest(name, list(keys_of(TrainConfig)))
+            raise ValueError(f"{name!r} is not a key of a config (in {where} or laid over it); the nearest is {near}")
+        kinds = get_args(hints[key]) or (hints[key],)
+        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
+        if value is None and NoneType in kinds:
+            values[key] = None
+        elif inner is not None:
+            require(isinstance(value, dict), name, value, "keys and values")
+            values[key] = checked(inner, value, where=where, prefix=f"{name}.")
+        elif float in kinds and isinstance(value, str):
+            # YAML 1.1 takes 1e-3 for text.
+            values[key] = as_number(value)
+        else:
+            require(str not in kinds or isinstance(value, str), name, value, "text")
+            values[key] = value
+    return values
+
+
+def as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        # "auto", or a mistake that the config's own checks will name.
+        return text
+
+
+def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key there is."""
+    for key, hint in get_type_hints(cls).items():
+        yield f"{prefix}{key}"
+        for kind in get_args(hint) or (hint,):
+            if is_dataclass(kind):
+                yield from keys_of(kind, f"{prefix}{key}.")
+
+
+def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two runs differ, but for where they are written."""
+    left, right = (dict(flat(replace(config, out=Path()).to_dict())) for config in (a, b))
+    keys = [*left, *(key for key in right if key not in left)]
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,134 @@
+"""Many processes, one run: the ranks that torchrun started, and PyTorch's own engines around the model.
+
+torchrun --nproc-per-node 8 -m nsa.cli train --config 125m                    # DDP
+torchrun --nproc-per-node 8 -m nsa.cli train --config 1b --parallel fsdp      # FSDP2
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.config import require
+from nsa.generate import usable_device
+from nsa.model import LM
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """The one that speaks and writes."""
+        return self.rank == 0
+
+
+@contextmanager
+def ranks(device: str, parallel: str) -> Iterator[Ranks]:
+    """The ranks of this run, which torchrun's environment names; one alone without it."""
+    launched = dist.is_torchelastic_launched()
+    if parallel == "none":
+        require(not launched, "parallel", parallel, "'ddp' or 'fsdp' under torchrun, whose processes are one run")
+        yield Ranks(usable_device(device))
+        return
+    require(launched, "parallel", parallel, "'none', because torchrun did not start this process")
+    on_gpu = torch.device(device).type == "cuda"
+    own = usable_device(f"cuda:{dist.get_node_local_rank()}" if on_gpu else device)
+    if on_gpu:
+        torch.cuda.set_device(own)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        yield Ranks(own, dist.get_rank(), dist.get_world_size())
+        # No rank leaves while another still writes for all.
+        dist.barrier()
+    finally:
+        # A sharded model is a cycle that holds on to the group, and a group that outlives Python aborts the process.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def parallelize(
+    model: LM, *, parallel: str, device: torch.device, dtype: torch.dtype, compile: bool, grad_compression: str
+) -> nn.Module:
+    """What a training step calls in place of `model`; its parameters are sharded in place with "fsdp".
+
+    Only the blocks of a sharded model are compiled, here; everything else is compiled by who calls it.
+    """
+    if parallel == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        replicated = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        if grad_compression == "bf16":
+            replicated.register_comm_hook(None, bf16_compress_hook)
+        return replicated
+    if parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        # Inputs stay as they are: the residual stream is fp32, and autocast rounds what enters a product.
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for block in model.blocks:
+            if compile:
+                block.compile(dynamic=False)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+@contextmanager
+def own_gradients(module: nn.Module) -> Iterator[None]:
+    """Gradients of a forward and backward in here stay with this rank, to be exchanged with later ones."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        yield
+        module.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """In place; what is not finite on one rank is not finite on any, so that all decide the same."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
+
+
+def from_first(value: str) -> str:
+    """What the first rank has."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether it holds on one of them; waits for all."""
+    if not dist.is_initialized():
+        return flag
+    x = torch.tensor(float(flag), device=device)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return bool(x.item())
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which each rank holds a part, on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -1,0 +1,187 @@
+"""What stands between a long run and a bad end: signals, stalls, numbers that are not finite, a run too slow."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from nsa.data import Batch
+from nsa.train.step import autocast
+from nsa.train.storage import read_tensors, write_tensors
+
+
+class RunStopped(RuntimeError):
+    """A guard ended the run; the message says why and what is left on the disk."""
+
+
+class Signals:
+    """SIGTERM and SIGINT ask the run to stop after its step; a second one ends the process as usual."""
+
+    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        # Python lets only the main thread have handlers; elsewhere whoever started the thread has them.
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self.note) for number in self.NUMBERS}
+        return self
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.before = {}
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+class Skips:
+    """Steps whose loss or gradients were not finite: counted, their batches kept for replay, many in a row an end."""
+
+    def __init__(self, folder: Path, limit: int, *, rank: int = 0) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.rank = rank
+        self.total = 0
+        self.in_a_row = 0
+
+    def note(self, step: int, skipped: bool, batches: Sequence[Batch]) -> Path | None:
+        """The file with the step's batches, if it was skipped."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if not skipped:
+            return None
+        self.total += 1
+        rank = f".rank_{self.rank}" if self.rank else ""
+        return save_batches(self.folder / f"step_{step}{rank}.safetensors", batches)
+
+    @property
+    def too_many(self) -> bool:
+        return self.in_a_row >= self.limit
+
+
+def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
+    tensors = {
+        f"{name}.{index}": x.cpu().contiguous()
+        for index, batch in enumerate(batches)
+        for name, x in batch._asdict().items()
+        if x is not None
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(path, tensors)
+    return path
+
+
+def load_batches(path: Path) -> list[Batch]:
+    """What `save_batches` wrote: the batches of one step, to be trained on again."""
+    tensors = read_tensors(path)
+    count = sum(name.startswith("tokens.") for name in tensors)
+    return [
+        Batch(tensors[f"tokens.{index}"], tensors[f"targets.{index}"], tensors.get(f"cu_seqlens.{index}"))
+        for index in range(count)
+    ]
+
+
+class Watchdog:
+    """A thread that writes down where every other one is when no step has come for `seconds`.
+
+    `describe` tells what the run was doing; `rescue` saves what can be saved and tells that. The run itself is left
+    alone: it may only be slow, and it is looked at again after twice the time.
+    """
+
+    def __init__(self, path: Path, seconds: float, *, describe: Callable[[], str], rescue: Callable[[], str]) -> None:
+        self.path = path
+        self.seconds = seconds
+        self.describe = describe
+        self.rescue = rescue
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="nsa-watchdog", daemon=True)
+        self.beat()
+
+    def beat(self) -> None:
+        """All is well."""
+        self.last = time.monotonic()
+        self.patience = self.seconds
+
+    def __enter__(self) -> Watchdog:
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended.set()
+
+    def watch(self) -> None:
+        while not self.ended.wait(self.seconds / 10):
+            idle = time.monotonic() - self.last
+            if idle >= self.patience:
+                self.patience = 2 * idle
+                self.bark(idle)
+
+    def bark(self, idle: float) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(f"no step for {idle:.0f} s\n{self.describe()}\n\n")
+            # It writes past Python's buffer.
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n")
+        print(
+            f"[watchdog] no step for {idle:.0f} s: every thread's stack is in {self.path}", file=sys.stderr, flush=True
+        )
+        saved = self.rescue()
+        with self.path.open("a") as file:
+            file.write(f"{saved}\n\n")
+        print(f"[watchdog] {saved}", file=sys.stderr, flush=True)
+
+
+# Names of what torch's own attention shows in a profile.
+TORCH_ATTENTION = ("aten::scaled_dot_product_attention", "flex_attention")
+
+
+def branch_profile(module: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
+    """Where the time of a forward and backward goes, branch by branch; uncompiled, because compiled code shows none."""
+    device = batch.tokens.device
+    on_gpu = device.type == "cuda"
+
+    def once() -> float:
+        begin = time.perf_counter()
+        with autocast(device, dtype):
+            loss = module(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
+        loss.backward()
+        module.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    once()
+    total = once()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as measured:
+        once()
+    rows = []
+    for event in measured.key_averages():
+        if event.key.startswith(("nsa::", *TORCH_ATTENTION)):
+            spent = event.device_time_total if on_gpu else event.cpu_time_total
+            rows.append((event.key.removeprefix("nsa::"), event.count, spent / 1e3))
+    rows.sort(key=lambda row: -row[2])
+    clock = "GPU" if on_gpu else "CPU"
+    lines = [f"  {name:<32}{count:>6} calls {spent:>10.2f} ms of {clock} time" for name, count, spent in rows]
+    return "\n".join([f"one batch, uncompiled, forward and backward: {total:.1f} ms", *lines])

@@ -1,0 +1,118 @@
+"""Before a long run: everything that could end it in its first minute or its last, looked at now.
+
+`nsa doctor --config C` calls this on top of what it always looks at.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+import torch
+
+from nsa import settings
+from nsa.backends.routing import Router
+from nsa.data import Batch, open_loader
+from nsa.data.config import Split
+from nsa.generate import usable_device
+from nsa.model import LM
+from nsa.train.boot import check_folder, problem_of
+from nsa.train.config import DTYPES, TrainConfig
+from nsa.train.step import TrainStep
+
+# Bytes of a parameter in a checkpoint: itself and Adam's two moments.
+CHECKPOINT_BYTES = 12
+
+
+def problems(config: TrainConfig, router: Router, environ: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with this machine for that run, each as a sentence; nothing is left behind."""
+    return [
+        *(f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()),
+        *device_problems(config),
+        *route_problems(config, router),
+        *folder_problems(config),
+        *data_problems(config),
+    ]
+
+
+def device_problems(config: TrainConfig) -> Iterator[str]:
+    try:
+        device = usable_device(config.device)
+    except ValueError as error:
+        yield str(error)
+        return
+    if device.type != "cuda":
+        return
+    if config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield "dtype is 'bfloat16'; accepted: 'float16' or 'float32', because this GPU has no bfloat16"
+    try:
+        try_step(config, device)
+    except torch.cuda.OutOfMemoryError as error:
+        yield f"one batch does not fit this GPU: {error}; a smaller --batch-size, or --gc, may"
+    finally:
+        torch.cuda.empty_cache()
+
+
+def try_step(config: TrainConfig, device: torch.device) -> None:
+    """One uncompiled step on tokens that mean nothing."""
+    with device:
+        model = LM(config.model)
+        tokens = torch.randint(config.model.vocab_size, (config.batch_size, config.model.seq_len))
+    model.recompute = config.gc
+    batch = Batch(tokens, tokens, None)
+    if config.data.pack:
+        ends = torch.arange(config.batch_size + 1, dtype=torch.int32, device=device) * config.model.seq_len
+        batch = Batch(tokens.view(1, -1), tokens.view(1, -1), ends)
+    TrainStep(model, dtype=DTYPES[config.dtype], compile=False)([batch], lr=0.0)
+
+
+def route_problems(config: TrainConfig, router: Router) -> Iterator[str]:
+    if "nsa" not in config.model.kinds:
+        return
+    for backward in (False, True):
+        problem = problem_of(config, backward=backward)
+        attn = config.model.attn
+        routes = router.explain(problem, attn.backend, block=attn.l, stride=attn.d, window=attn.w).routes
+        for op, route in routes.items():
+            if route.chosen is None:
+                yield f"nothing serves {op}{' backward' if backward else ''}: {route.refusal()}"
+            elif route.chosen == "reference" and problem.device == "cuda" and attn.backend == "auto":
+                yield f"only the reference serves {op}{' backward' if backward else ''}, which is slow: {route.reasons}"
+
+
+def folder_problems(config: TrainConfig) -> Iterator[str]:
+    """Whether the run can write what it will write."""
+    try:
+        check_folder(config)
+    except ValueError as error:
+        yield str(error)
+    there = next(folder for folder in (config.out, *config.out.absolute().parents) if folder.is_dir())
+    if not os.access(there, os.W_OK):
+        yield f"out is {str(config.out)!r}; accepted: a folder that can be written, and {there} cannot"
+        return
+    with torch.device("meta"):
+        parameters = sum(LM(config.model).parameter_counts().values())
+    # One more is written before the oldest goes, the best is kept besides, and the export comes last.
+    needed = parameters * (CHECKPOINT_BYTES * (config.keep + 2) + 4)
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        yield f"{there} has {free / 2**30:.1f} GiB free, and the checkpoints of this run take {needed / 2**30:.1f} GiB"
+
+
+def data_problems(config: TrainConfig) -> Iterator[str]:
+    splits: tuple[Split, ...] = get_args(Split)
+    for split in splits:
+        try:
+            with open_loader(
+                config.data,
+                split=split,
+                batch_size=config.batch_size,
+                seq_len=config.model.seq_len,
+                seed=config.seed,
+                vocab_size=config.model.vocab_size,
+            ) as loader:
+                next(loader)
+        except (ValueError, OSError, RuntimeError) as error:
+            yield f"{split} data: {error}"

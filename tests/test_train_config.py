@@ -1,0 +1,221 @@
+"""Configs: what a file, the environment and the command line say together, and what they may not say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import config_file, small_run
+
+from nsa import cli, train
+from nsa.model import LM, PRESETS
+from nsa.settings import Settings
+from nsa.train.command import config_from
+from nsa.train.config import TrainConfig, configs_folder, diff, keys_of, load_config, put
+
+NAMES = sorted(path.stem for path in configs_folder().glob("*.yaml"))
+PLAIN = Settings.load(environ={})
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(["--device", "cpu", *words])
+
+
+def test_every_promised_config_is_there() -> None:
+    assert NAMES == ["125m", "125m-32k", "1b", "340m", "tiny"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_loads_and_has_its_dense_twin(name: str) -> None:
+    config = load_config(name, env=PLAIN)
+    twin = load_config(name, {"model.attention": "dense"}, env=PLAIN)
+    assert set(diff(config, twin)) == {"model.attention"}
+    with torch.device("meta"):
+        sizes = [sum(LM(c.model).parameter_counts().values()) for c in (config, twin)]
+    expected = {"tiny": 0.5e6, "125m": 125e6, "125m-32k": 125e6, "340m": 345e6, "1b": 1.1e9}[name]
+    assert sizes[0] == pytest.approx(expected, rel=0.05)
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_presets_are_the_configs(name: str) -> None:
+    assert load_config(name, env=PLAIN).model == PRESETS[name]
+
+
+def test_the_command_line_beats_the_environment_which_beats_the_file() -> None:
+    env = Settings.load(
+        environ={"NSA_SEQ_LEN": "128", "NSA_BATCH_SIZE": "3", "NSA_ACCUM": "2", "NSA_NO_GC": "1",
+                 "NSA_FWE_DOC_BATCH": "7", "NSA_FWE_PREFETCH": "0", "NSA_FWE_Q": "9"}
+    )  # fmt: skip
+    assert config_from(parse(), PLAIN).model.seq_len == 512
+    config = config_from(parse("--batch-size", "5"), env)
+    assert (config.model.seq_len, config.batch_size, config.accum, config.gc) == (128, 5, 2, False)
+    assert (config.data.doc_batch, config.data.prefetch, config.data.queue) == (7, False, 9)
+    assert config_from(parse("--seq-len", "64", "--gc"), env).model.seq_len == 64
+    assert config_from(parse("--gc"), env).gc
+    assert config_from(parse("--no-gc"), PLAIN).gc is False
+    assert config_from(parse("--steps", "3", "--set", "steps=4"), PLAIN).steps == 4
+
+
+def test_any_key_can_be_set() -> None:
+    words = ["model.attn.w=64", "lr=1e-4", "data.pack=true", "model.attention=[nsa, dense]", "schedule=wsd", "decay=5"]
+    config = config_from(parse(*(x for word in words for x in ("--set", word))), PLAIN)
+    assert (config.model.attn.w, config.lr, config.data.pack) == (64, 1e-4, True)
+    assert config.model.attention == ("nsa", "dense")
+    assert (config.schedule, config.decay) == ("wsd", 5)
+    config = config_from(
+        parse("--attention", "sliding,bigbird", "--accum-batches", "3", "--dataset", "synthetic"), PLAIN
+    )
+    assert config.model.attention == ("sliding", "bigbird")
+    assert (config.accum, config.data.source) == (3, "synthetic")
+
+
+def test_defaults_follow_the_device() -> None:
+    config = config_from(parse(), PLAIN)
+    assert (config.device, config.dtype, config.compile, config.cuda_graphs) == ("cpu", "float32", False, False)
+    assert config.out.parent == Path("runs")
+    on_gpu = config_from(parse("--device", "cuda"), PLAIN)
+    assert (on_gpu.dtype, on_gpu.compile, on_gpu.cuda_graphs) == ("bfloat16", True, True)
+    assert not config_from(parse("--device", "cuda", "--pack"), PLAIN).cuda_graphs
+    assert not config_from(parse("--device", "cuda", "--no-compile"), PLAIN).cuda_graphs
+    assert config.gc is on_gpu.gc is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("steps", 0, "steps is 0"),
+        ("steps", "many", "steps is 'many'"),
+        ("lr", "fast", "lr is 'fast'"),
+        ("model.seq_len", -1, "seq_len is -1"),
+        ("model.atn", {}, "'model.atn' is not a key of a config.*the nearest is model.attn"),
+        ("warm_up", 3, "'warm_up' is not a key.*the nearest is warmup"),
+        ("data.sorce", "text", "the nearest is data.source"),
+        ("data.source", 3, "data.source is 3; accepted: text"),
+        ("model", 3, "model is 3; accepted: keys and values"),
+        ("model", None, "model is None; accepted: keys and values"),
+        ("schedule", "linear", "schedule is 'linear'"),
+        ("decay", 3, "decay is 3; accepted: 0 for a cosine"),
+        ("dtype", "int8", "dtype is 'int8'"),
+        ("compile", "yes please", "compile is 'yes please'"),
+        ("grad_compression", "bf16", "grad_compression is 'bf16'"),
+        ("sample_prompt", "", "sample_prompt is ''"),
+    ],
+)
+def test_wrong_values_and_typos_are_named(key: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config("tiny", {key: value}, env=PLAIN)
+
+
+def test_what_excludes_each_other_is_refused() -> None:
+    for changes in ({"data.pack": True}, {"parallel": "ddp"}):
+        with pytest.raises(ValueError, match="cuda_graphs is True; accepted: False"):
+            load_config("tiny", {"cuda_graphs": True, **changes}, env=PLAIN)
+    with pytest.raises(ValueError, match="dtype is 'float16'"):
+        load_config("tiny", {"parallel": "fsdp", "dtype": "float16"}, env=PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "is not YAML"),
+        ("- 1", "list"),
+        ("steps: 3", r"\['batch_size', 'lr', 'model'\] too"),
+        ("{steps: 3, batch_size: 1, lr: 1, model: {vocab_size: 3}}", "model.attn"),
+        ("!!python/object/apply:os.system ['false']", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(path, env=PLAIN)
+
+
+def test_a_name_that_is_not_there_has_a_neighbour() -> None:
+    with pytest.raises(ValueError, match=r"config is 'timy'; accepted: .*; the nearest is tiny"):
+        load_config("timy", env=PLAIN)
+    with pytest.raises(ValueError, match=r"config is 'nowhere\.yaml'; accepted: a file that exists"):
+        load_config("nowhere.yaml", env=PLAIN)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    for config in (
+        small_run(tmp_path),
+        small_run(tmp_path, model=replace(small_run(tmp_path).model, n_layers=2, attention=("nsa", "dense"))),
+    ):
+        again = load_config(config_file(tmp_path, config), {"out": str(tmp_path)}, env=PLAIN)
+        assert again == config
+        assert again.hash == config.hash
+
+
+def test_the_hash_is_of_what_runs_not_of_where() -> None:
+    config = small_run(Path("a"))
+    assert replace(config, out=Path("b")).hash == config.hash
+    assert replace(config, lr=1e-3).hash != config.hash
+    assert diff(config, replace(config, lr=1e-3, out=Path("b"))) == {"lr": (1e-2, 1e-3)}
+
+
+def test_a_mapping_is_laid_over_and_anything_else_replaces() -> None:
+    tree: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}}
+    put(tree, "a.c", {"e": 3})
+    put(tree, "a.b", 4)
+    put(tree, "x.y", 5)
+    assert tree == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
+    put(tree, "a.c", None)
+    assert tree["a"] == {"b": 4, "c": None}
+
+
+def test_every_key_is_known_by_its_dotted_name() -> None:
+    keys = set(keys_of(TrainConfig))
+    assert {"steps", "model.attn.w", "model.attn.rope_scaling.factor", "data.on_stall"} <= keys
+
+
+def test_the_doctor_validates_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], environment: Callable[..., None]
+) -> None:
+    file = config_file(tmp_path, small_run(tmp_path, kind="nsa"))
+    assert cli.main(["doctor", "--config", file, "--set", f"out={tmp_path / 'run'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "[OK] Environment validated"
+    assert not (tmp_path / "run").exists()
+
+    environment(NSA_SEQLEN="3")
+    words = ["--set", "data.source=text", "--set", "data.path=/nowhere", "--set", "model.attn.backend=triton"]
+    assert cli.main(["doctor", "--config", file, *words]) == 1
+    printed = capsys.readouterr().out
+    wrong = printed[printed.index("[WRONG]") :]
+    for said in ("NSA_SEQLEN is not a setting", "nothing serves compressed", "train data: ", "/nowhere"):
+        assert said in wrong
+    assert "[OK]" not in printed
+
+
+def test_the_doctor_takes_a_shape_or_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--config", "tiny", "--heads", "3"]) == 2
+    assert "--heads is 3; accepted: nothing with --config" in capsys.readouterr().err
+    assert cli.main(["doctor", "--set", "steps=3"]) == 2
+    assert "nothing without --config" in capsys.readouterr().err
+
+
+def test_the_doctor_sees_a_full_disk_and_a_folder_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa.train import preflight
+    from nsa.train.boot import write_down
+    from nsa.train.distributed import Ranks
+
+    config = small_run(tmp_path)
+    write_down(config, step=0, ranks=Ranks(torch.device("cpu")))
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: argparse.Namespace(free=1024))
+    other = replace(config, model=replace(config.model, hidden=32))
+    first, second = preflight.folder_problems(other)
+    assert "another folder: this one holds the run of a model with another model.hidden" in first
+    assert "0.0 GiB free" in second
+    preflight.try_step(small_run(tmp_path, kind="nsa"), torch.device("cpu"))

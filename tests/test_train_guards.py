@@ -1,0 +1,220 @@
+"""What a run does when something goes wrong: it says so, keeps what it has, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import lines_of, losses, small_run
+
+from nsa.data import Batch
+from nsa.train import Trainer, loop
+from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
+from nsa.train.step import StepResult
+
+
+class Interfering(Trainer):
+    """`before[step]` is called before that step, with the trainer."""
+
+    before: dict[int, Any]
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        self.before.get(step, lambda trainer: None)(self)
+        return super().step(step, batches)
+
+
+def interfering(config: Any, before: dict[int, Any]) -> Interfering:
+    trainer = Interfering(config)
+    trainer.before = before
+    return trainer
+
+
+def spoil(trainer: Trainer) -> None:
+    """The next forward is not finite."""
+
+    def once(module: Any, args: Any, y: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return y * float("nan")
+
+    handle = trainer.model.norm.register_forward_hook(once)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[Batch]] = []
+
+    def spoil_and_note(trainer: Trainer) -> None:
+        seen.append(trainer.fetched)
+        spoil(trainer)
+
+    trainer = interfering(small_run(tmp_path, accum=2), {2: spoil_and_note})
+    summary = trainer.train()
+    assert summary is not None
+    assert summary.skipped == 1
+    assert [record["step"] for record in lines_of(tmp_path, "step") if "skipped" in record] == [3]
+    assert "[skip] step 3: loss nan" in capsys.readouterr().out
+    kept = load_batches(tmp_path / "skipped" / "step_3.safetensors")
+    assert len(kept) == 2
+    for one, other in zip(kept, seen[0], strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.targets, other.targets)
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_batches_for_replay_keep_their_documents(tmp_path: Path) -> None:
+    batch = Batch(torch.arange(6)[None], torch.arange(6)[None], torch.tensor([0, 2, 6], dtype=torch.int32))
+    (again,) = load_batches(save_batches(tmp_path / "x" / "step_1.safetensors", [batch]))
+    assert again.cu_seqlens is not None
+    assert all(torch.equal(a, b) for a, b in zip(again, batch, strict=True))
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_last_good_state(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    Trainer(small_run(whole)).train()
+    run = tmp_path / "run"
+    before = dict.fromkeys(range(3, 6), spoil)
+    config = small_run(run, max_skips=3, steps=20, log_every=1)
+    with pytest.raises(RunStopped, match="3 steps in a row were not finite, up to step 6"):
+        interfering(config, before).train()
+    # Three good steps, three that changed nothing: what follows is what would have followed the three.
+    good = interfering(small_run(tmp_path / "good", steps=3), {})
+    good.train()
+    again = Trainer(config)
+    assert again.resume() == 6
+    for name, x in again.model.state_dict().items():
+        assert torch.equal(x, good.model.state_dict()[name])
+    again.loader.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_next_start_goes_on_as_if_nothing_had_been(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = [signal.getsignal(number) for number in Signals.NUMBERS]
+    Trainer(small_run(tmp_path / "whole", kind="nsa")).train()
+    run = small_run(tmp_path / "run", kind="nsa")
+    assert interfering(run, {2: lambda trainer: os.kill(os.getpid(), number)}).train() is None
+    assert f"[stop] {number.name}: step 3 is saved" in capsys.readouterr().out
+    assert [signal.getsignal(number) for number in Signals.NUMBERS] == handlers
+    summary = Trainer(run).train()
+    assert summary is not None
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert lines_of(tmp_path / "run", "eval") == lines_of(tmp_path / "whole", "eval")
+
+
+def test_a_second_signal_is_not_held_back() -> None:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.asked == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    config = small_run(tmp_path)
+    first = Trainer(config).train()
+    again = Trainer(config).train()
+    assert first is not None
+    assert again is not None
+    assert (again.loss_start, again.loss_end, again.sample) == (first.loss_start, first.loss_end, first.sample)
+    assert len(lines_of(tmp_path, "step")) == 6
+
+
+def test_data_that_fails_costs_nothing_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small_run(tmp_path))
+    real = trainer.loader
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def __iter__(self) -> Iterator[Batch]:
+            if trainer.done == 4:
+                raise OSError("the disk is gone")
+            return iter(real)
+
+    monkeypatch.setattr(trainer, "loader", Failing())
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    assert trainer.checkpoints.latest() == 4
+
+
+def test_the_watchdog_writes_down_where_everyone_is_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(small_run(tmp_path, kind="nsa", watchdog_s=0.3))
+    real = trainer.fetch
+
+    def slow() -> list[Batch]:
+        barked = tmp_path / "watchdog.txt"
+        end = time.monotonic() + 10
+        while trainer.done == 3 and not barked.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        if trainer.done == 3:
+            time.sleep(0.5)
+        return real()
+
+    monkeypatch.setattr(trainer, "fetch", slow)
+    trainer.train()
+    text = (tmp_path / "watchdog.txt").read_text()
+    assert "no step for" in text
+    assert "steps done: 3" in text
+    assert "'tokens': (2, 32)" in text
+    assert "'sliding': 'sdpa'" in text
+    assert "Current thread" in text
+    assert "in slow" in text
+    assert f"step 3 is saved in {tmp_path / 'checkpoints'}" in text
+    assert "[watchdog] no step for" in capsys.readouterr().err
+
+
+def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
+    trainer = Trainer(small_run(tmp_path))
+    with trainer.changing:
+        assert "changed part of the state" in trainer.rescue()
+    assert trainer.checkpoints.latest() is None
+    assert "step 0 is saved" in trainer.rescue()
+    trainer.loader.close()
+
+
+def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
+    barks: list[str] = []
+    path = tmp_path / "dog.txt"
+    with Watchdog(path, 0.2, describe=lambda: "here", rescue=lambda: barks.append("x") or "saved") as dog:
+        for _ in range(10):
+            time.sleep(0.04)
+            dog.beat()
+        assert not barks
+        time.sleep(0.5)
+    assert barks
+    assert "here" in path.read_text()
+    assert "saved" in path.read_text()
+    dog.thread.join(1)
+    assert "nsa-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_run_that_is_too_slow_stops_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SMOKE_STEPS", 3)
+    config = small_run(tmp_path / "slow", kind="nsa", steps=8, min_tokens_per_s=1e9)
+    with pytest.raises(RunStopped, match="at least 1,000,000,000 were asked for") as stopped:
+        Trainer(config).train()
+    for op in ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention", "combine"):
+        assert op in str(stopped.value)
+    assert len(lines_of(tmp_path / "slow", "step")) == 4
+    fast = Trainer(small_run(tmp_path / "fast", kind="nsa", steps=5, min_tokens_per_s=0.001))
+    assert fast.train() is not None
+
+
+def test_a_dense_profile_names_its_attention(tmp_path: Path) -> None:
+    trainer = Trainer(small_run(tmp_path))
+    text = branch_profile(trainer.model, trainer.valid[0], torch.float32)
+    assert "scaled_dot_product_attention" in text
+    assert all(p.grad is None for p in trainer.model.parameters())
+    trainer.loader.close()

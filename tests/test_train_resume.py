@@ -1,0 +1,61 @@
+"""Kill -9 at any moment: the next start goes on with the losses, to the bit, of a run that nobody killed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training import config_file, lines_of, losses, small_run
+
+from nsa.train import Trainer
+from nsa.train.config import TrainConfig
+
+STEPS = 24
+
+
+def config(out: Path) -> TrainConfig:
+    # A checkpoint a step: a kill finds one half written more often than not.
+    return small_run(out, kind="nsa", steps=STEPS, save_every=1, log_every=1, eval_every=8)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody killed."""
+    out = tmp_path_factory.mktemp("whole")
+    Trainer(config(out)).train()
+    return out
+
+
+def start(file: str, out: Path) -> subprocess.Popen[str]:
+    # One thread, as here: how many there are decides the order of sums.
+    code = "import torch; torch.set_num_threads(1); from nsa.cli import main; raise SystemExit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "train", "--config", file, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_kills_change_no_bit(tmp_path: Path, whole: Path, pytestconfig: pytest.Config) -> None:
+    """Three times here; `pytest tests/test_train_resume.py --kills 20` for longer."""
+    chance = random.Random(pytestconfig.getoption("--kills"))
+    out = tmp_path / "run"
+    file = config_file(tmp_path, config(out))
+    for _ in range(pytestconfig.getoption("--kills")):
+        process = start(file, out)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("[boot]")
+        time.sleep(chance.uniform(0.0, 1.5))
+        process.kill()
+        process.wait()
+    last = start(file, out)
+    printed, _ = last.communicate(timeout=120)
+    assert last.returncode == 0, printed
+    assert losses(out) == losses(whole)
+    evaluated = {record["step"]: record["loss"] for record in lines_of(out, "eval")}
+    assert evaluated == {record["step"]: record["loss"] for record in lines_of(whole, "eval")}
