@@ -110,7 +110,7 @@ print(time.perf_counter() - begin)
 # Who imports whom. Lower layers know nothing of higher ones.
 
 LAYERS = (
-    ("config", "geometry", "settings", "reference"),
+    ("config", "geometry", "origin", "settings", "reference"),
     ("backends",),
     ("ops",),
     ("attention", "cache", "compression", "functional", "rope"),

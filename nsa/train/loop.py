@@ -33,7 +33,7 @@ from nsa.train.report import write_report
 from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
 from nsa.train.step import StepResult, TrainStep, autocast, learning_rate
 
-# Steps that are timed before `min_tokens_per_s` is held against them; the one before them compiles.
+# Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10
 
 
@@ -138,13 +138,15 @@ class Trainer:
         """Until the last step, or until a signal has been heeded."""
         c = self.config
         first = self.done
+        # The first step compiles; graphs are recorded in the two after it.
+        warmup = 3 if c.cuda_graphs else 1
         self.clock.begin(self.loader.waited)
         while self.done < c.steps:
             self.advance(self.fetch())
             watchdog.beat()
             ran, last = self.done - first, self.done == c.steps
-            smoke = c.min_tokens_per_s > 0 and ran == 1 + SMOKE_STEPS
-            looks = self.due(c.log_every) or last or ran == 1
+            smoke = c.min_tokens_per_s > 0 and ran == warmup + SMOKE_STEPS
+            looks = self.due(c.log_every) or last or ran == warmup
             # One rank stops where it is; several can only agree where they wait for each other anyway.
             stops = signals.asked is not None and self.ranks.size == 1
             if not (
@@ -154,7 +156,7 @@ class Trainer:
                 or any(map(self.due, (c.eval_every, c.sample_every, c.stats_every, c.save_every)))
             ):
                 continue
-            self.look(timed=ran > 1)
+            self.look(timed=ran > warmup)
             if smoke:
                 self.check_speed()
             if looks:
@@ -219,7 +221,7 @@ class Trainer:
     def look(self, *, timed: bool) -> None:
         """Read back the steps that wait, write them down, and stop the run if too many of them were not finite.
 
-        The first step of a process compiles, and is not `timed`.
+        What a process does to warm up is not `timed`.
         """
         values = torch.stack([torch.stack(result) for _, result, _ in self.waiting]).tolist()
         self.clock.end(len(self.waiting) * self.tokens_per_step, self.loader.waited, timed=timed)
@@ -247,8 +249,9 @@ class Trainer:
         text = f"loss {loss:.3f}  lr {self.lr(self.done - 1):.2e}"
         if clock.rate is not None:
             peak = peak_flops(self.device)
-            speed |= {"tokens_per_s": round(clock.rate, 1), "data_wait": round(clock.data_wait, 4)}
-            speed |= {"cpu_cores": round(clock.cpu_cores, 2)}
+            speed["tokens_per_s"] = round(clock.rate, 1)
+            speed["data_wait"] = round(clock.data_wait, 4)
+            speed["cpu_cores"] = round(clock.cpu_cores, 2)
             text += f"  {clock.rate:,.0f} tokens/s"
             if peak is not None:
                 speed["mfu"] = round(clock.rate * self.flops_per_token / (peak * self.ranks.size), 4)
@@ -271,6 +274,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "skipped": self.skips.total,
                 "fallbacks": sum(failed.values()),
+                "stand_ins": self.loader.stand_ins,
             }
             self.log.heartbeat(self.done, **beat, **speed)
         if self.shown is not None:
@@ -278,7 +282,7 @@ class Trainer:
 
     def check_speed(self) -> None:
         """The smoke phase's verdict."""
-        least, rate = self.config.min_tokens_per_s, self.clock.rate
+        least, rate = self.config.min_tokens_per_s, self.clock.mean_rate
         slow = rate is not None and rate < least
         if any_rank(slow, self.device):
             batch = self.to_device(self.valid[0])
@@ -348,7 +352,7 @@ class Trainer:
         self.update.scaler.load_state_dict(extra["scaler"])
         self.skips.total = extra["skipped"]
         self.loss_start = extra["loss_start"]
-        self.clock.total = extra["seconds"]
+        self.clock.earlier = extra["seconds"]
         self.say(f"[resume] step {self.done} of {self.config.out}")
         for key, (then, now) in self.changed.items():
             self.say(f"[resume] {key}: {then!r} -> {now!r}")
@@ -421,29 +425,34 @@ class Trainer:
 
 
 class Clock:
-    """How long the steps between two looks took, with nothing else in between."""
+    """How long the run takes, and how long the steps between two looks, with nothing else in between."""
 
     def __init__(self) -> None:
+        self.started = time.perf_counter()
+        # Seconds of the run before this process.
+        self.earlier = 0.0
         self.began = (0.0, 0.0, 0.0)
         # Tokens a second, and the parts of that time that the data and the processor took; None: not known yet.
         self.rate: float | None = None
         self.data_wait = 0.0
         self.cpu_cores = 0.0
-        # Seconds of the run so far, and tokens and seconds of the steps that count for its speed.
-        self.total = 0.0
+        # Tokens and seconds of the steps that count for the run's speed.
         self.timed = (0, 0.0)
 
     def begin(self, waited: float) -> None:
         self.began = (time.perf_counter(), time.process_time(), waited)
 
     def end(self, tokens: int, waited: float, *, timed: bool) -> None:
-        seconds, cpu, wait = (
-            now - then for now, then in zip((time.perf_counter(), time.process_time(), waited), self.began, strict=True)
-        )
-        self.total += seconds
+        now = (time.perf_counter(), time.process_time(), waited)
+        seconds, cpu, wait = (end - begin for end, begin in zip(now, self.began, strict=True))
         if timed:
             self.rate, self.data_wait, self.cpu_cores = tokens / seconds, wait / seconds, cpu / seconds
             self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the run, everything in it."""
+        return self.earlier + time.perf_counter() - self.started
 
     @property
     def mean_rate(self) -> float | None:
