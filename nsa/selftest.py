@@ -207,8 +207,8 @@ def affordable(shape: Problem, dtype: torch.dtype) -> Problem:
     half = dtype in (torch.float16, torch.bfloat16)
     on_cpu = shape.device == "cpu"
     groups = min(shape.n_groups, 1 if on_cpu and half else 2)
-    heads = min(shape.heads_per_group, 2 if on_cpu and half else 6 if on_cpu else MOST_HEADS)
-    width = 8 if on_cpu and half else 64 if on_cpu else WIDEST
+    heads = min(shape.heads_per_group, 2 if on_cpu and half else 3 if on_cpu else MOST_HEADS)
+    width = 8 if on_cpu and half else 32 if on_cpu else WIDEST
     return replace(shape, n_heads=groups * heads, n_groups=groups, d_k=min(shape.d_k, width), d_v=min(shape.d_v, width))
 
 
