@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import bench_rows
 import pytest
 import torch
 
@@ -19,28 +20,20 @@ from nsa.bench.flash import Point, as_json, order_of, ranges, table, thresholds,
 from nsa.bench.results import Row, append
 from nsa.settings import Settings
 
-ROW = Row(
+ROW = replace(
+    bench_rows.ROW,
     suite="flash",
     op="compressed",
-    impl="nsa-sdpa",
     mode="fwd",
     B=1,
     S=4096,
     Hq=16,
     G=4,
-    Dk=64,
-    Dv=64,
-    dtype="bfloat16",
     p20_ms=1.0,
     p50_ms=1.0,
     p80_ms=1.0,
     peak_gib=0.1,
     tokens_per_s=None,
-    gpu="NVIDIA H200",
-    torch="2.11.0",
-    triton="3.6.0",
-    commit="abc1234",
-    date="2026-11-15",
 )
 
 

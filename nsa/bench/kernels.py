@@ -127,6 +127,4 @@ class Workbench:
 
     def backward_tile(self, kernel: str, tile: Any, *, sliding: bool) -> tiles.BackwardTile:
         picked = tiles.pick_backward(self.q, self.v, sliding)
-        if kernel.endswith("-dq"):
-            return replace(picked, dq=tile)
-        return tiles.backward_tile(picked.dq, tile)
+        return replace(picked, **{kernel.rpartition("-")[2]: tile})

@@ -8,7 +8,7 @@ the picked tiles, and every candidate tile is checked at the widths it is meant 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -19,16 +19,21 @@ from interpreted import DEVICE, INTERPRETED  # isort: skip
 
 from nsa import reference
 from nsa.backends.triton import compressed, sliding
-from nsa.backends.triton.tiles import BackwardTile, Tile, candidates
+from nsa.backends.triton.tiles import BackwardTile, SplitTile, Tile, candidates
+
+
+def split(tile: Tile, **how: int) -> SplitTile:
+    return SplitTile(**asdict(tile), **how)
+
 
 SMALL = Tile(32, 16, 4, 2)
 POINTERS = Tile(16, 32, 4, 2, desc_rows=False, desc_keys=False)
 ONE_LOOP = Tile(32, 16, 4, 2, mask_all=True)
 # `waves=0` gives every tile of keys to one program, `least=1` splits its rows as far as they go.
 TILES = {
-    "descriptors": (SMALL, BackwardTile(SMALL, SMALL, least=2)),
-    "pointers": (POINTERS, BackwardTile(POINTERS, POINTERS, least=1)),
-    "one-loop": (ONE_LOOP, BackwardTile(ONE_LOOP, ONE_LOOP, waves=0)),
+    "descriptors": (SMALL, BackwardTile(SMALL, split(SMALL, least=2))),
+    "pointers": (POINTERS, BackwardTile(POINTERS, split(POINTERS, least=1))),
+    "one-loop": (ONE_LOOP, BackwardTile(ONE_LOOP, split(ONE_LOOP, waves=0))),
 }
 
 
@@ -207,8 +212,8 @@ def test_every_candidate_on_the_gpu(kernel: str, width: int, heads: int, branch:
         for tile in candidates(kernel, width):
             tiles: tuple[Tile | None, BackwardTile | None] = (tile, None)
             if kernel != "forward":
-                others = {other: candidates(other, width)[0] for other in ("dq", "dkv")}
-                tiles = (None, BackwardTile(**(others | {kernel: tile})))
+                both = {other: candidates(other, width)[0] for other in ("dq", "dkv")} | {kernel: tile}
+                tiles = (None, BackwardTile(both["dq"], split(both["dkv"])))
             first = by_kernel(case, branch, x, *tiles)
             check(case, branch, first, x)
             again = by_kernel(case, branch, x, *tiles)

@@ -35,6 +35,7 @@ from nsa.backends.triton.primitives import (
 from nsa.backends.triton.tiles import (
     BackwardTile,
     Ranges,
+    SplitTile,
     Tile,
     block_width,
     describe,
@@ -297,15 +298,15 @@ def ranged_dkv_kernel(
 
 
 def split_keys(
-    ranges: Ranges, tile: BackwardTile, n_programs: int, n_rows: int, heads: int, n_processors: int
+    ranges: Ranges, tile: SplitTile, n_programs: int, n_rows: int, heads: int, n_processors: int
 ) -> tuple[int, int]:
     """How many parts the rows of a tile of keys are split into, and how many rows a part has.
 
     In the compressed branch half of the programs see (nearly) nothing, so twice as many are wanted.
     """
-    block_m = tile.dkv.block_m
+    block_m = tile.block_m
     if ranges.sliding:
-        n_rows = min(n_rows, (tile.dkv.block_n + ranges.span) * heads + block_m)
+        n_rows = min(n_rows, (tile.block_n + ranges.span) * heads + block_m)
     wanted = (1 if ranges.sliding else 2) * tile.waves * n_processors
     n_parts = max(1, min(wanted // n_programs, n_rows // (tile.least * block_m)))
     part_rows = triton.cdiv(triton.cdiv(n_rows, n_parts), block_m) * block_m
@@ -412,15 +413,14 @@ def key_gradients(
     delta: Tensor,
     ranges: Ranges,
     scale: float,
-    tile: BackwardTile,
+    cut: SplitTile,
 ) -> tuple[Tensor, Tensor]:
     batch, n_keys, n_groups, _ = k.shape
     if n_keys == 0:
         return torch.empty_like(k), torch.empty_like(v)
-    cut = tile.dkv
     heads = q.shape[2] // n_groups
     n_programs = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
-    n_parts, part_rows = split_keys(ranges, tile, n_programs, lse2.shape[1], heads, processors(q.device))
+    n_parts, part_rows = split_keys(ranges, cut, n_programs, lse2.shape[1], heads, processors(q.device))
     part_dtype = k.dtype if n_parts == 1 else torch.float32
     dk = torch.empty(n_parts, *k.shape, dtype=part_dtype, device=k.device)
     dv = torch.empty(n_parts, *v.shape, dtype=part_dtype, device=v.device)
@@ -466,4 +466,4 @@ def ranged_backward(
     do, o = row_contiguous(do), row_contiguous(o)
     lse2, delta = prepare(do, dlse, o, lse, k.shape[2])
     dq = query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq)
-    return dq, *key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile)
+    return dq, *key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)

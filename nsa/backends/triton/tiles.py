@@ -50,12 +50,10 @@ class SplitTile(Tile):
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """Tiles of the query-major and of the key-major kernel; `waves` and `least` as in `SplitTile`."""
+    """Tiles of the query-major and of the key-major kernel."""
 
     dq: Tile
-    dkv: Tile
-    waves: int = 8
-    least: int = 8
+    dkv: SplitTile
 
 
 @dataclass(frozen=True)
@@ -241,8 +239,5 @@ def pick_forward(q: Tensor, v: Tensor, sliding: bool) -> Tile:
 def pick_backward(q: Tensor, v: Tensor, sliding: bool) -> BackwardTile:
     branch = "sliding" if sliding else "compressed"
     problem = (capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
-    return backward_tile(tuning.pick(f"{branch}-dq", Tile, *problem), tuning.pick(f"{branch}-dkv", SplitTile, *problem))
-
-
-def backward_tile(dq: Tile, dkv: SplitTile) -> BackwardTile:
-    return BackwardTile(dq, dkv, waves=dkv.waves, least=dkv.least)
+    dq, dkv = tuning.pick(f"{branch}-dq", Tile, *problem), tuning.pick(f"{branch}-dkv", SplitTile, *problem)
+    return BackwardTile(dq, dkv)
