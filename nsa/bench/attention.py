@@ -155,23 +155,24 @@ def branch_tasks(impl: str, inputs: Inputs, shape: Shape) -> Iterator[Task]:
 
 
 def time_calls(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of single calls, by events; a buffer larger than the cache is overwritten before each."""
+    """Milliseconds of single calls, by events; a buffer larger than the cache is overwritten before each. Nothing waits
+    for a call, so that the host runs ahead and what it costs shows only where it is slower than the GPU."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
-    def once() -> float:
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+    def times(count: int) -> list[float]:
+        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in events]
 
-    once()
-    rough = max(once(), 1e-3)
-    for _ in range(max(1, round(WARMUP_MS / rough))):
-        once()
-    return [once() for _ in range(max(5, min(200, round(MEASURE_MS / rough))))]
+    times(1)
+    rough = max(times(2)[-1], 1e-3)
+    times(max(1, round(WARMUP_MS / rough)))
+    return times(max(5, min(200, round(MEASURE_MS / rough))))
 
 
 def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: str | None) -> Iterator[Row]:
