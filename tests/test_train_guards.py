@@ -110,6 +110,15 @@ def test_a_signal_saves_and_the_next_start_goes_on_as_if_nothing_had_been(
     assert lines_of(tmp_path / "run", "eval") == lines_of(tmp_path / "whole", "eval")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts in the background with SIGINT ignored, and the tests with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_is_not_held_back() -> None:
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)

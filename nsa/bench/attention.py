@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -175,15 +176,38 @@ def time_calls(call: Callable[[], object]) -> list[float]:
     return times(max(5, min(200, round(MEASURE_MS / rough))))
 
 
-def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: str | None) -> Iterator[Row]:
-    """Rows for forward and, where there is a gradient, backward."""
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The same work as one CUDA graph: what is timed is then the GPU's time alone.
+
+    The caller is on a side stream, where the forward pass must have run too: a backward pass runs where it did.
+    """
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that is allocated at once, inputs included."""
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated()
+
+
+def measure(
+    task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: str | None, graphs: bool = False
+) -> Iterator[Row]:
+    """Rows for forward and, where there is a gradient, backward, with the peak of a forward and backward pass."""
+    prepared = captured if graphs else lambda call: call
 
     def row(mode: str, times: list[float], peak: int) -> Row:
         p20, p50, p80 = quantiles(times)
         return Row(
             suite=suite,
             op=task.op,
-            impl=task.impl,
+            impl=task.impl + ("-graphs" if graphs else ""),
             mode=mode,
             B=shape.batch,
             S=shape.length,
@@ -200,17 +224,24 @@ def measure(task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: st
             **environment(torch.device("cuda"), commit),
         )
 
-    with task.within():
-        torch.cuda.reset_peak_memory_stats()
+    def gradients(out: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, task.leaves, grad, retain_graph=again)
+
+    def both() -> object:
+        out = task.forward()
+        return gradients(out, torch.randn_like(out), again=False)
+
+    with task.within(), torch.cuda.stream(torch.cuda.Stream()):
         with torch.no_grad():
-            times = time_calls(task.forward)
-        yield row("fwd", times, torch.cuda.max_memory_allocated())
+            task.forward()
+            peak = peak_bytes(task.forward)
+            yield row("fwd", time_calls(prepared(task.forward)), peak)
         if task.leaves:
-            torch.cuda.reset_peak_memory_stats()
+            both()
+            peak = peak_bytes(both)
             out = task.forward()
             grad = torch.randn_like(out)
-            times = time_calls(lambda: torch.autograd.grad(out, task.leaves, grad, retain_graph=True))
-            yield row("bwd", times, torch.cuda.max_memory_allocated())
+            yield row("bwd", time_calls(prepared(lambda: gradients(out, grad, again=True))), peak)
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:
@@ -227,6 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
     parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
     add_output_arguments(parser)
 
@@ -244,13 +276,14 @@ def run(args: argparse.Namespace) -> int:
 def run_shape(shape: Shape, args: argparse.Namespace, suite: str) -> None:
     inputs = Inputs.of(shape, torch.bfloat16, "cuda", args.smooth)
     for impl in args.impl:
-        tasks: Sequence[Task] = [whole_task(impl, inputs, shape)]
+        tasks: Iterable[Task] = [whole_task(impl, inputs, shape)]
         if args.branches and impl not in DENSE:
-            tasks = [*tasks, *branch_tasks(impl, inputs, shape)]
+            # The branches' own inputs are made when their turn comes: they must not count in the whole's memory.
+            tasks = chain(tasks, branch_tasks(impl, inputs, shape))
         for task in tasks:
-            for row in measure(task, shape, torch.bfloat16, suite, args.commit):
+            for row in measure(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
                 print(
-                    f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<12} {row.mode} "
+                    f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<18} {row.mode} "
                     f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",
                     flush=True,
                 )

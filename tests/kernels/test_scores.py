@@ -158,8 +158,8 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(scores, "SCORE_BUDGET", 1024)
     assert len(scores.query_chunks(80, 4, 8, 8)) > 3
     assert torch.equal(kernel(q, k, lse, KNOBS), want)
-    spans = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, span=2, rows=3)
-    assert torch.equal(kernel(q, k, lse, KNOBS, tile=spans), want)
+    small = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
+    assert torch.equal(kernel(q, k, lse, KNOBS, tile=small), want)
 
 
 def test_unwritten_scores_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from nsa.backends.triton.selected_index import Blocks, build_index, launches
 FORWARD = {
     "query": ForwardTile("query", common_m=0),
     "query-pairs": ForwardTile("query", blocks=2, common_m=16),
-    "block": ForwardTile("block", block_m=16, segment=64, common_m=0),
+    "block": ForwardTile("block", block_m=16, segment=64, common_m=16),
     "block-chunked": ForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
 }
 BACKWARD = {

@@ -3,17 +3,14 @@
     importance[t, j] = sum_head sum_i overlap(i, j) * exp(scale * q[t, head] . k_cmp[i] - lse[t, head])
 
 A compressed block `i = j*R + u` (`R = l_sel/d`, `L = l/d`) reaches from selection block `j` into `j + c` with weight
-`|[u, u + L) ∩ [c*R, (c + 1)*R)|`. `score_kernel` writes one plane per `c`, shifted by `c` columns, so that
+`|[u, u + L) ∩ [c*R, (c + 1)*R)|`, for `c` up to `REACH`. A program goes through the blocks of its queries in order and
+carries what a tile has for the first blocks of the next. Queries go through in chunks: their importance, `[B*G, chunk,
+J]`, is the only memory, and is bounded.
 
-    importance[t, j] = sum_c plane_c[t, j]
-
-and no tile ever needs a block of its neighbour. Queries go through in chunks: the planes `[C, B*G, chunk, J]` are the
-only memory, and are bounded.
-
-`score_kernel`, grid (tiles of queries, B*G, spans of blocks). One program owns `BLOCK_M` columns, `Q` queries times the
-heads of one group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The product is `k q^T`, with columns
+`score_kernel`, grid (tiles of queries, B*G). One program owns `BLOCK_M` columns, `Q` queries times the heads of one
+group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The product is `k q^T`, with columns
 ordered `head * Q + query`: the sum over heads is then over registers of one thread, and what is masked, pooled and
-written is `h` times smaller than the scores. Every plane element is written at most once, by one program.
+written is `h` times smaller than the scores. Every importance is written at most once, by one program.
 
 `choose_kernel`, grid (runs of queries, B*G). One program owns whole rows. Importance is never negative, so its bits,
 read as an integer, are in the same order: the value of the last block that is taken is found by bisection with counts,
@@ -36,7 +33,7 @@ from nsa.geometry import compressed_offsets, documents, n_compressed
 
 LOG2_E = 1.4426950408889634
 
-# Floats in the planes of one chunk: 256 MiB, large enough that a chunk fills a GPU several times over.
+# Floats of importance of one chunk: 256 MiB, large enough that a chunk fills a GPU several times over.
 SCORE_BUDGET = 1 << 26
 
 # More selection blocks than one program can hold in registers, and more compressed blocks in one of them than a tile.
@@ -49,14 +46,13 @@ FEW_HEADS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """`block_m`: queries times (padded) heads. `block_n`: compressed blocks a step. `span`: steps of one program.
+    """`block_m`: queries times (padded) heads. `block_n`: compressed blocks a step.
     `rows`: queries for which one program of the choice works, one after the other."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    span: int = 64
     rows: int = 4
 
 
@@ -89,14 +85,24 @@ def complete_blocks(o_pos, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def from_earlier(b_now, b_before, C: tl.constexpr):
+    """`[BLOCK_J, Q]`: for each row what lies `C` rows up, in this tile or at the end of the one before it."""
+    BLOCK_J: tl.constexpr = b_now.shape[0]
+    Q: tl.constexpr = b_now.shape[1]
+    o_j = tl.arange(0, BLOCK_J)
+    # The last rows of this tile are the next one's to take, so those of the one before can be in their place.
+    b_both = tl.where((o_j < BLOCK_J - C)[:, None], b_now, b_before)
+    return tl.gather(b_both, tl.broadcast_to(((o_j + BLOCK_J - C) % BLOCK_J)[:, None], [BLOCK_J, Q]), 0)
+
+
+@triton.jit
 def score_document(
-    q0, q1, b_lse, k, planes, o_row, o_seen, m_t, n_seen, n_keys, stride_kn, stride_plane, n_columns, j_lo, j_hi,
-    scale_log2,
-    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, PLANES: tl.constexpr,
+    q0, q1, b_lse, k, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr,
     H_PAD: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Planes of one tile of queries over selection blocks `[j_lo, j_hi)` of one document, whose blocks start at `k`."""
+    """Importance of one document's selection blocks for one tile of queries; its compressed blocks start at `k`."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     REPEATS: tl.constexpr = BLOCK_N // (16 * ROW_WARPS)
     # A thread holds rows 8 apart, and those a round of warps apart: it shall hold neighbours in memory, because
@@ -107,8 +113,9 @@ def score_document(
     o_j = tl.arange(0, BLOCK_J)
     o_d = tl.arange(0, BLOCK_D)
     o_unit = tl.arange(0, R_PAD)
-    j_end = tl.minimum(j_hi, tl.cdiv(n_seen, R))
-    for j in range(j_lo, j_end, BLOCK_J):
+    b_before = tl.zeros([BLOCK_J, R_PAD, Q], dtype=tl.float32)
+    # Up to the last block that a seen one reaches into.
+    for j in range(0, tl.cdiv(n_seen + OVERLAP - 1, R), BLOCK_J):
         # [BLOCK_N], rows past the last block repeat it and are masked below
         o_i = (j + o_n // R_PAD) * R + o_n % R_PAD
         p_k = k + tl.minimum(o_i, n_keys - 1).to(tl.int64)[:, None] * stride_kn
@@ -129,14 +136,20 @@ def score_document(
             m_p = m_p & (o_n % R_PAD < R)[:, None]
         b_p = tl.reshape(tl.where(m_p, b_p, 0.0), [REPEATS, ROW_WARPS, 2, 8, Q])
         b_p = tl.reshape(tl.permute(b_p, (1, 3, 0, 2, 4)), [BLOCK_J, R_PAD, Q])
-        for c in tl.static_range(PLANES):
-            shared = tl.minimum(o_unit + OVERLAP, (c + 1) * R) - tl.maximum(o_unit, c * R)
-            b_w = tl.maximum(shared, 0).to(tl.float32)
-            # [BLOCK_J, Q]
-            b_i = tl.sum(b_p * b_w[None, :, None], 1)
-            o_column = j + o_j + c
-            p_plane = planes + c * stride_plane + o_row[None, :] + o_column[:, None]
-            tl.store(p_plane, b_i, mask=(o_column < n_columns)[:, None] & m_t[None, :])
+        # [BLOCK_J, Q]
+        b_i = weighed(b_p, o_unit, 0, R, OVERLAP)
+        for c in tl.static_range(1, REACH + 1):
+            b_i += from_earlier(weighed(b_p, o_unit, c, R, OVERLAP), weighed(b_before, o_unit, c, R, OVERLAP), c)
+        b_before = b_p
+        p_out = p_row[None, :] + (j + o_j)[:, None]
+        tl.store(p_out, b_i, mask=(j + o_j < n_columns)[:, None] & m_t[None, :])
+
+
+@triton.jit
+def weighed(b_p, o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
+    """What the `R` compressed blocks that start in each selection block give the one `C` further on."""
+    shared = tl.minimum(o_unit + OVERLAP, (C + 1) * R) - tl.maximum(o_unit, C * R)
+    return tl.sum(b_p * tl.maximum(shared, 0).to(tl.float32)[None, :, None], 1)
 
 
 @triton.jit
@@ -153,22 +166,19 @@ def load_columns(
 
 @triton.jit(do_not_specialize=COUNTS)
 def score_kernel(
-    q, k_cmp, lse, planes, document, cu_seqlens, k_offset,
+    q, k_cmp, lse, importance, document, cu_seqlens, k_offset,
     t_lo, t_hi, n_keys, n_columns, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_lt, stride_lh, stride_plane,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_lt, stride_lh,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, PLANES: tl.constexpr, PACKED: tl.constexpr,
-    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SPAN: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, PACKED: tl.constexpr,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Planes of queries `[t_lo, t_hi)`: one tile of `Q` queries, one group, `SPAN` steps of blocks."""
+    """Importance for queries `[t_lo, t_hi)`: one tile of `Q` queries, one group."""
     # The longest rows first: they are what the last wave would wait for.
     i_q = tl.num_programs(0) - 1 - tl.program_id(0)
     i_b = tl.program_id(1) // G
     i_g = tl.program_id(1) % G
-    BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
-    j_lo = tl.program_id(2) * (SPAN * BLOCK_J)
-    j_hi = j_lo + SPAN * BLOCK_J
     t_first = t_lo + i_q * Q
     t_last = tl.minimum(t_first + Q, t_hi) - 1
 
@@ -192,8 +202,8 @@ def score_kernel(
     # [Q], from here on the heads of a group are one
     o_t = t_first + tl.arange(0, Q)
     m_t = o_t < t_hi
-    planes += (tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + i_q * Q) * n_columns
-    o_row = tl.arange(0, Q) * n_columns
+    importance += (tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + i_q * Q) * n_columns
+    p_row = importance + tl.arange(0, Q) * n_columns
     if PACKED:
         for i_d in range(tl.load(document + t_first), tl.load(document + t_last) + 1):
             start = tl.load(cu_seqlens + i_d)
@@ -203,19 +213,17 @@ def score_kernel(
             n_seen = complete_blocks(tl.minimum(t_last, end - 1) - start, BLOCK, STRIDE)
             n_seen = tl.minimum(n_seen, n_keys - i_k)
             score_document(
-                b_q0, b_q1, b_lse, k_cmp + i_k.to(tl.int64) * stride_kn, planes, o_row, tl.minimum(o_seen, n_seen),
-                m_t & (o_t >= start) & (o_t < end), n_seen, n_keys - i_k, stride_kn, stride_plane, n_columns,
-                j_lo, j_hi, scale_log2,
-                R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, PLANES=PLANES, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
+                b_q0, b_q1, b_lse, k_cmp + i_k.to(tl.int64) * stride_kn, p_row, tl.minimum(o_seen, n_seen),
+                m_t & (o_t >= start) & (o_t < end), n_seen, n_keys - i_k, stride_kn, n_columns, scale_log2,
+                R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
                 BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
             )  # fmt: skip
     else:
         n_seen = tl.minimum(complete_blocks(t_last, BLOCK, STRIDE), n_keys)
         o_seen = tl.minimum(complete_blocks(o_t, BLOCK, STRIDE), n_keys)
         score_document(
-            b_q0, b_q1, b_lse, k_cmp, planes, o_row, o_seen, m_t, n_seen, n_keys, stride_kn, stride_plane, n_columns,
-            j_lo, j_hi, scale_log2,
-            R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, PLANES=PLANES, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
+            b_q0, b_q1, b_lse, k_cmp, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
+            R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
             BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
         )  # fmt: skip
 
@@ -247,8 +255,8 @@ def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.
 
 @triton.jit
 def choose_row(
-    planes, indices, own, n_seen, stride_plane,
-    R: tl.constexpr, PLANES: tl.constexpr, N_SELECT: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
+    importance, indices, own, n_seen,
+    R: tl.constexpr, OVERLAP: tl.constexpr, N_SELECT: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
     SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """The `N_SELECT` of the blocks `0 .. own` to read, for a query with more candidates than that."""
@@ -257,11 +265,9 @@ def choose_row(
     m_forced = (o_j < N_INIT) | ((o_j > own - N_LOCAL) & (o_j <= own))
     m_taken = m_forced
     if N_FREE > 0:
-        b_i = tl.zeros([BLOCK_J], dtype=tl.float32)
-        for c in tl.static_range(PLANES):
-            # Loads in fours: what else comes along, or was never written, is dropped.
-            b_plane = tl.load(planes + c * stride_plane + o_j, mask=o_j // 4 <= own // 4, other=0.0)
-            b_i += tl.where((o_j >= c) & ((o_j - c) * R < n_seen), b_plane, 0.0)
+        # Loads in fours: what else comes along, or was never written, is dropped.
+        b_i = tl.load(importance + o_j, mask=o_j // 4 <= own // 4, other=0.0)
+        b_i = tl.where((o_j * R < n_seen + OVERLAP - 1) & (n_seen > 0), b_i, 0.0)
         b_key = tl.maximum(b_i.to(tl.int32, bitcast=True), 0)
         b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
         key, exact = last_taken(b_key, N_FREE=N_FREE, SEGMENTS=SEGMENTS, BLOCK_J=BLOCK_J)
@@ -278,9 +284,9 @@ def choose_row(
 
 @triton.jit(do_not_specialize=COUNTS)
 def choose_kernel(
-    planes, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_plane, stride_ib, stride_it,
+    importance, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_ib, stride_it,
     G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,
-    PLANES: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    OVERLAP: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Indices of up to `ROWS` queries from `t_lo` on, one group."""
@@ -304,8 +310,8 @@ def choose_kernel(
             n_seen = tl.minimum(complete_blocks(position, BLOCK, STRIDE), n_here)
             i_row = tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + (i_t - t_lo)
             choose_row(
-                planes + i_row * n_columns, p_index, own, n_seen, stride_plane,
-                R=R, PLANES=PLANES, N_SELECT=N_SELECT, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SEGMENTS=SEGMENTS,
+                importance + i_row * n_columns, p_index, own, n_seen,
+                R=R, OVERLAP=OVERLAP, N_SELECT=N_SELECT, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SEGMENTS=SEGMENTS,
                 BLOCK_J=BLOCK_J,
             )  # fmt: skip
 
@@ -329,7 +335,7 @@ def choose_shape(n_columns: int) -> tuple[int, int, int, int]:
 
 
 def query_chunks(length: int, floats_per_column: int, select_block: int, multiple: int) -> list[tuple[int, int]]:
-    """Runs of queries whose planes stay within the budget; early ones have fewer columns and so longer runs."""
+    """Runs of queries whose importance stays within the budget; early ones have fewer columns and so longer runs."""
     chunks, lo = [], 0
     while lo < length:
         hi = length
@@ -368,6 +374,7 @@ def select_blocks(
     n_keys, n_groups = k_cmp.shape[1:3]
     heads = n_heads // n_groups
     ratio, overlap = select_block // stride, block // stride
+    reach = (ratio + overlap - 2) // ratio
     if ratio > MAX_RATIO:
         raise ValueError(f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks a selection block")
     if columns(length, select_block) > MAX_SELECT_BLOCKS:
@@ -376,9 +383,9 @@ def select_blocks(
     tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
     h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
     queries = max(1, tile.block_m // h_pad)
-    block_n = max(tile.block_n, r_pad, 16)
+    # What reaches further than a tile of blocks would have to be carried over several.
+    block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
     block_d, block_e = split_width(dim)
-    n_planes = (ratio + overlap - 2) // ratio + 1
     if cu_seqlens is None:
         document = cu = k_offset = None
     else:
@@ -388,9 +395,9 @@ def select_blocks(
 
     indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
     rows = batch * n_groups
-    chunks = query_chunks(length, n_planes * rows, select_block, queries)
-    planes = torch.empty(
-        max(n_planes * rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks),
+    chunks = query_chunks(length, rows, select_block, queries)
+    importance = torch.empty(
+        max(rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks),
         dtype=torch.float32,
         device=q.device,
     )
@@ -399,28 +406,26 @@ def select_blocks(
         "BLOCK": block,
         "STRIDE": stride,
         "R": ratio,
-        "PLANES": n_planes,
+        "OVERLAP": overlap,
         "PACKED": cu_seqlens is not None,
     }
     for lo, hi in chunks:
         n_columns = columns(hi, select_block)
-        stride_plane = rows * (hi - lo) * n_columns
-        steps = -(-min(n_keys, n_compressed(hi, block, stride)) // (block_n // r_pad * ratio))
-        if steps > 0:
-            score_kernel[(triton.cdiv(hi - lo, queries), rows, triton.cdiv(steps, tile.span))](
-                q=q, k_cmp=k_cmp, lse=lse, planes=planes, document=document, cu_seqlens=cu, k_offset=k_offset,
+        if min(n_keys, n_compressed(hi, block, stride)) > 0:
+            score_kernel[(triton.cdiv(hi - lo, queries), rows)](
+                q=q, k_cmp=k_cmp, lse=lse, importance=importance, document=document, cu_seqlens=cu, k_offset=k_offset,
                 t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns, scale_log2=scale * LOG2_E,
                 stride_qb=q.stride(0), stride_qt=q.stride(1), stride_qh=q.stride(2),
                 stride_kb=k_cmp.stride(0), stride_kn=k_cmp.stride(1), stride_kg=k_cmp.stride(2),
-                stride_lb=lse.stride(0), stride_lt=lse.stride(1), stride_lh=lse.stride(2), stride_plane=stride_plane,
-                H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, OVERLAP=overlap, Q=queries, BLOCK_N=block_n, BLOCK_D=block_d,
-                BLOCK_E=block_e, SPAN=tile.span, ROW_WARPS=min(tile.num_warps, block_n // 16), PRECISION="ieee",
+                stride_lb=lse.stride(0), stride_lt=lse.stride(1), stride_lh=lse.stride(2),
+                H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, REACH=reach, Q=queries, BLOCK_N=block_n, BLOCK_D=block_d,
+                BLOCK_E=block_e, ROW_WARPS=min(tile.num_warps, block_n // 16), PRECISION="ieee",
                 **shared, num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
         block_j, segments, warps, registers = choose_shape(n_columns)
         choose_kernel[(triton.cdiv(hi - lo, tile.rows), rows)](
-            planes=planes, indices=indices, document=document, cu_seqlens=cu, k_offset=k_offset,
-            t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns, stride_plane=stride_plane,
+            importance=importance, indices=indices, document=document, cu_seqlens=cu, k_offset=k_offset,
+            t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns,
             stride_ib=indices.stride(0), stride_it=indices.stride(1),
             SELECT_BLOCK=select_block, N_SELECT=n_select, N_PAD=triton.next_power_of_2(n_select), N_INIT=n_init,
             N_LOCAL=n_local, SEGMENTS=segments, BLOCK_J=block_j, ROWS=tile.rows, **shared,

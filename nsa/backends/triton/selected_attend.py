@@ -7,10 +7,11 @@ through the L2 for every query. A program owns the `h` rows of its query and wri
 
 `block`: a program per segment (at most `segment` of the queries that chose one block) holds the block's keys and values
 and streams the queries' rows past them. Each (query, slot) gets a partial output and a base-2 log-sum-exp, written
-once; then a program per tile of rows puts a query's partials together. Per pair that moves `3 * h * D_v` elements,
-where `query` moves `2 * l_sel * D`: it wins when groups are small.
+once; `selected_common.py` puts a query's together. Per pair that moves `3 * h * D_v` elements, where `query` moves
+`2 * l_sel * D`: it wins when groups are small.
 
-Either starts from what runs of neighbouring queries have in common, `selected_common.py`, and treats the rest.
+Both leave what runs of neighbouring queries have in common to `selected_common.py`: `query` starts from its result,
+`block` hands its own to it.
 
 Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to the group size.
 """
@@ -25,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E
-from nsa.backends.triton.selected_common import Split, common_forward, split_choice
-from nsa.backends.triton.selected_index import Blocks, Launch, chosen_block, launches
+from nsa.backends.triton.selected_common import Parts, Split, common_forward, split_choice
+from nsa.backends.triton.selected_index import Blocks, Launch, launches
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class ForwardTile:
     """`method`: which kernel. `block_m`: rows a tile (`block`). `blocks`: blocks an iteration (`query`).
 
     `segment`: rows a program streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
-    run whose common blocks are attended to first, 0 for none.
+    run whose common blocks are attended to together; 0, none, is for `query` alone. `common_registers`: at most so many
+    a thread there, so that more programs share a processor.
     """
 
     method: str = "block"
@@ -44,10 +46,10 @@ class ForwardTile:
     num_stages: int = 3
     segment: int = 2048
     scratch: int = 1 << 30
-    merge_warps: int = 1
     common_m: int = 128
     common_warps: int = 8
     common_stages: int = 3
+    common_registers: int | None = None
 
 
 @triton.jit
@@ -207,57 +209,6 @@ def block_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def merge_kernel(
-    p_part, p_part_lse, p_o, p_lse, p_indices, p_doc_start, p_block_offset,
-    n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
-    H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, COMMON: tl.constexpr,
-):  # fmt: skip
-    """The partials of BLOCK_R rows, weighed by their log-sum-exp: writes `o` and the natural `lse`.
-
-    With COMMON `o` and `lse` hold one more partial, and are replaced.
-    """
-    i_local = tl.program_id(1)
-    i_row = row_0 + i_local
-    i_b = (i_row // n_groups).to(tl.int64)
-    i_g = (i_row % n_groups).to(tl.int64)
-    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_t = o_row // H
-    o_head = o_row % H
-    m_row = o_t < n_queries
-    o_slot = tl.arange(0, BLOCK_S)
-    o_dv = tl.arange(0, BLOCK_DV)
-    p_row = p_indices + i_b * stride_ib + i_g * stride_ig
-    b_block = chosen_block(
-        p_row, (query_0 + o_t)[:, None], o_slot[None, :], m_row[:, None] & (o_slot < N_SELECT)[None, :],
-        stride_it, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED,
-    )  # fmt: skip
-    o_part = (((i_local.to(tl.int64) * n_queries + o_t) * N_SELECT) * H + o_head)[:, None] + (o_slot * H)[None, :]
-    # [BLOCK_R, BLOCK_S, BLOCK_DV]: all partials are asked for at once.
-    m_x = (b_block >= 0)[:, :, None] & (o_dv < D_V)[None, None, :]
-    b_x = tl.load(p_part + (o_part * D_V)[:, :, None] + o_dv[None, None, :], mask=m_x, other=0.0)
-    b_lse = tl.load(p_part_lse + o_part, mask=b_block >= 0, other=float("-inf"))
-    o_out = ((i_b * n_tokens + query_0 + o_t) * n_groups + i_g) * H + o_head
-    p_out = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
-    m_out = m_row[:, None] & (o_dv < D_V)[None, :]
-    b_m = tl.maximum(tl.max(b_lse, 1), FLOOR)
-    if COMMON:
-        b_own = tl.load(p_lse + o_out, mask=m_row, other=float("-inf"))
-        b_m = tl.maximum(b_m, b_own)
-    b_l = tl.sum(tl.math.exp2(b_lse - b_m[:, None]), 1)
-    if COMMON:
-        b_l += tl.math.exp2(b_own - b_m)
-    # A finite total, also for a row that sees nothing: its weights are zero.
-    b_total = tl.where(b_l > 0, b_m + tl.math.log2(tl.where(b_l > 0, b_l, 1.0)), 0.0)
-    b_w = tl.math.exp2(b_lse - b_total[:, None])
-    b_o = tl.sum(b_x.to(tl.float32) * b_w[:, :, None], 1)
-    if COMMON:
-        b_o += tl.load(p_out, mask=m_out, other=0.0).to(tl.float32) * tl.math.exp2(b_own - b_total)[:, None]
-    tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_out)
-    tl.store(p_lse + o_out, tl.where(b_l > 0, b_total * LN_2, float("-inf")), mask=m_row)
-
-
-@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_indices, p_doc_start,
     scale_log2, n_tokens, n_groups, query_0,
@@ -344,11 +295,6 @@ def widths(d_k: int, d_v: int, select_block: int) -> dict[str, int]:
     }
 
 
-def rows_to_merge(n_select: int, width: int, num_warps: int) -> int:
-    """Rows whose `n_select` parts are put together at once: about 128 elements a thread in flight."""
-    return max(1, 4096 * num_warps // (triton.next_power_of_2(n_select) * width))
-
-
 def is_wide(part: Tensor, *inputs: Tensor) -> bool:
     """Whether an offset into `part` or into one batch entry of the inputs may not fit 32 bits."""
     spans = [x.shape[1] * x.stride(1) for x in inputs]
@@ -383,10 +329,13 @@ def attend_common(
     select_block: int,
     scale: float,
     tile: ForwardTile,
+    query_0: int,
+    parts: Parts | None = None,
 ) -> None:
     common_forward(
-        q, k, v, split, o, lse, select_block, scale * LOG2_E,
-        num_warps=tile.common_warps, num_stages=tile.common_stages, sizes=widths(q.shape[3], v.shape[3], select_block),
+        q, k, v, split, o, lse, select_block, scale * LOG2_E, query_0=query_0, parts=parts,
+        num_warps=tile.common_warps, num_stages=tile.common_stages, registers=tile.common_registers,
+        sizes=widths(q.shape[3], v.shape[3], select_block),
     )  # fmt: skip
 
 
@@ -405,18 +354,12 @@ def block_forward(
     """Writes `o` and natural `lse` of the queries from `query_0` on, a multiple of `LONGEST_RUN`."""
     n_tokens, n_groups = k.shape[1:3]
     heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
-    shape = {"H": heads, "N_SELECT": n_select, "SELECT_BLOCK": blocks.select_block, "D_V": d_v, "PACKED": blocks.packed}
-    size = widths(q.shape[3], d_v, blocks.select_block)
-    if tile.common_m > 0:
-        split = split_choice(indices, blocks, heads, tile.common_m, query_0)
-        indices = split.rest
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
+    split = split_choice(indices, blocks, heads, tile.common_m, query_0)
     bytes_per_query = n_select * heads * (d_v * q.element_size() + 4)
     segment = max(1, tile.segment // heads)
-    rows = rows_to_merge(n_select, size["BLOCK_DV"], tile.merge_warps)
     part = part_lse = None
     for launch in launches(
-        indices,
+        split.rest,
         blocks,
         query_0,
         bytes_per_query=bytes_per_query,
@@ -427,8 +370,6 @@ def block_forward(
         n_parts = launch.n_rows * launch.n_queries * n_select * heads
         part = at_least(part, n_parts, (d_v,), q.dtype, q.device)
         part_lse = at_least(part_lse, n_parts, (), torch.float32, q.device)
-        where = {"n_tokens": n_tokens, "n_groups": n_groups, "row_0": launch.row_0}
-        chunk = {"query_0": launch.query_0, "n_queries": launch.n_queries}
         block_kernel[(launch.n_segments,)](
             p_q=q,
             p_k=k,
@@ -437,36 +378,27 @@ def block_forward(
             p_lse=part_lse,
             **segment_arguments(launch, blocks),
             scale_log2=scale * LOG2_E,
-            **where,
-            **chunk,
+            n_tokens=n_tokens,
+            n_groups=n_groups,
+            row_0=launch.row_0,
+            query_0=launch.query_0,
+            n_queries=launch.n_queries,
             **strides(q_bth=q, k_bng=k, v_bng=v),
-            **shape,
+            H=heads,
+            N_SELECT=n_select,
+            SELECT_BLOCK=blocks.select_block,
+            PACKED=blocks.packed,
             D_K=q.shape[3],
-            **size,
+            D_V=d_v,
+            **widths(q.shape[3], d_v, blocks.select_block),
             BLOCK_M=tile.block_m,
             SEGMENT=segment,
             WIDE=is_wide(part, q),
             NUM_STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
-        merge_kernel[(triton.cdiv(launch.n_queries * heads, rows), launch.n_rows)](
-            p_part=part,
-            p_part_lse=part_lse,
-            p_o=o,
-            p_lse=lse,
-            p_indices=indices,
-            p_doc_start=blocks.doc_start,
-            p_block_offset=blocks.offset,
-            **where,
-            **chunk,
-            **strides(i_btg=indices),
-            **shape,
-            BLOCK_R=rows,
-            BLOCK_S=triton.next_power_of_2(n_select),
-            BLOCK_DV=size["BLOCK_DV"],
-            COMMON=tile.common_m > 0,
-            num_warps=tile.merge_warps,
-        )
+        parts = Parts(launch.row_0, launch.n_rows, launch.query_0, launch.n_queries, part, part_lse)
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, query_0, parts)
 
 
 def segment_arguments(launch: Launch, blocks: Blocks) -> dict[str, object]:
@@ -503,7 +435,7 @@ def query_forward(
     if tile.common_m > 0:
         split = split_choice(indices, blocks, heads, tile.common_m, query_0)
         indices = split.rest
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, query_0)
     query_kernel[(n_tokens - query_0, batch * n_groups)](
         p_q=q,
         p_k=k,

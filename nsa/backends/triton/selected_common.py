@@ -3,10 +3,11 @@
 The forced blocks (the first ones, and those ending at the query's own) are the same for all queries of a block, and
 neighbouring queries of a trained model choose much the same others too. So the choice is split: what all queries of a
 run have in common is read once for the run, with `queries * h` rows in one tile; what is left goes the general way
-(`selected_attend.py`), starting from the run's result. Nothing here knows which blocks were forced.
+(`selected_attend.py`). Nothing here knows which blocks were forced.
 
 `split`: a program per (run, group) writes the run's common blocks and, for each query, the rest of its choice.
-`common`: a program per (run, group) owns the run's rows and writes their `o` and base-2 log-sum-exp once.
+`common`: a program per (run, group) owns the run's rows. It attends to the common blocks and, where the rest went by
+block, adds the partial results of the rest: its products and another program's wait for memory then overlap.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import COUNTS, FLOOR
-from nsa.backends.triton.selected_index import Blocks
+from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2
+from nsa.backends.triton.selected_index import WORD, Blocks
 
-# A power of two; work that starts at a multiple of it starts with a whole run.
-LONGEST_RUN = 64
+# Work is cut at multiples of a word of queries; cut there, it starts and ends with a whole run.
+LONGEST_RUN = WORD
+
+# Bytes of partial results on their way to a program, which then has little else to do than to wait for them.
+PART_BYTES = 64 << 10
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -74,17 +78,48 @@ def split_kernel(
     tl.store(p_rest + o_slot[None, :], tl.full([RUN, BLOCK_S], -1, tl.int32), mask=m_pair & m_gap)
 
 
+@triton.jit
+def add_parts(
+    b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, i_start, i_stop,
+    H: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A running softmax goes on over the partial outputs in slots `[i_start, i_stop)` of each row."""
+    o_dv = tl.arange(0, BLOCK_DV)
+    for i_slot in tl.range(i_start, i_stop, num_stages=NUM_STAGES):
+        o_x = o_part + i_slot * H
+        p_x = p_part + (o_x * D_V)[:, None] + o_dv[None, :]
+        if MASKED:
+            m_part = i_slot < n_parts
+            b_x = tl.load(p_x, mask=m_part[:, None] & (o_dv < D_V)[None, :], other=0.0)
+            b_lse = tl.load(p_part_lse + o_x, mask=m_part, other=float("-inf"))
+        else:
+            b_x = tl.load(p_x) if D_V == BLOCK_DV else tl.load(p_x, mask=(o_dv < D_V)[None, :], other=0.0)
+            b_lse = tl.load(p_part_lse + o_x)
+        b_m_new = tl.maximum(b_m, b_lse)
+        b_alpha = tl.math.exp2(b_m - b_m_new)
+        b_w = tl.math.exp2(b_lse - b_m_new)
+        b_l = b_l * b_alpha + b_w
+        b_o = b_o * b_alpha[:, None] + b_x.to(tl.float32) * b_w[:, None]
+        b_m = b_m_new
+    return b_m, b_l, b_o
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def common_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_common, p_n_common, scale_log2, n_tokens, n_groups, run_0, n_runs,
+    p_q, p_k, p_v, p_o, p_lse, p_common, p_n_common, p_rest, p_part, p_part_lse,
+    scale_log2, n_tokens, n_groups, n_runs, row_0, query_0, n_queries,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
-    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, PART_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a run over its common blocks; `lse` in base 2, -inf where a run has nothing in common."""
-    i_run = run_0 + tl.program_id(0)
-    i_row = tl.program_id(1)
+    """The rows of a run over its common blocks and, with PARTS, the partial results of the others.
+
+    Writes `o` and `lse`: the natural one with PARTS; else in base 2, -inf where a run has nothing in common.
+    """
+    i_run = query_0 // RUN + tl.program_id(0)
+    i_local = tl.program_id(1)
+    i_row = row_0 + i_local
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
     o_row = tl.arange(0, BLOCK_M)
@@ -122,12 +157,37 @@ def common_kernel(
         b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_alpha[:, None], input_precision="ieee")
         b_m = b_m_new
-    b_o = b_o * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
-    b_lse = tl.where(b_l > 0, b_m + tl.math.log2(b_l), float("-inf"))
-    o_out = ((i_b * n_tokens + o_t) * n_groups + i_g) * H + o_head
-    m_o = m_row[:, None] & (o_dv < D_V)[None, :]
-    tl.store(p_o + (o_out * D_V)[:, None] + o_dv[None, :], b_o.to(p_o.dtype.element_ty), mask=m_o)
-    tl.store(p_lse + o_out, b_lse, mask=m_row)
+    o_query = (i_b * n_tokens + o_t) * n_groups + i_g
+    if PARTS:
+        o_slot = tl.arange(0, BLOCK_S)
+        m_rest = m_row[:, None] & (o_slot < N_SELECT)[None, :]
+        b_rest = tl.load(p_rest + (o_query * N_SELECT)[:, None] + o_slot[None, :], mask=m_rest, other=-1)
+        # Parts fill a row's first slots. Rows past the end read the run's first query's and are not written.
+        n_parts = tl.sum((b_rest >= 0).to(tl.int32), 1)
+        n_all = tl.min(tl.where(m_row, n_parts, N_SELECT))
+        o_local = tl.where(m_row, o_row, 0)
+        o_part = i_local.to(tl.int64) * n_queries + i_run * RUN - query_0 + o_local // H
+        o_part = o_part * (N_SELECT * H) + o_local % H
+        b_m, b_l, b_o = add_parts(
+            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, 0, n_all, H, D_V, BLOCK_DV, False, PART_STAGES
+        )
+        b_m, b_l, b_o = add_parts(
+            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, n_all, tl.max(n_parts), H, D_V, BLOCK_DV, True, 1
+        )
+    b_sum = tl.where(b_l > 0, b_l, 1.0)
+    b_lse = b_m + tl.math.log2(b_sum)
+    if PARTS:
+        b_lse *= LN_2
+    o_out = o_query * H + o_head
+    p_out = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
+    b_o = (b_o * (1.0 / b_sum)[:, None]).to(p_o.dtype.element_ty)
+    tl.store(p_out, b_o, mask=m_row[:, None] & (o_dv < D_V)[None, :])
+    tl.store(p_lse + o_out, tl.where(b_l > 0, b_lse, float("-inf")), mask=m_row)
+
+
+def part_stages(block_m: int, block_dv: int, element_size: int) -> int:
+    """Slots whose parts are on their way at once, and the one at hand."""
+    return 1 + max(1, min(4, PART_BYTES // (block_m * block_dv * element_size)))
 
 
 def run_length(heads: int, block_m: int, select_block: int) -> int:
@@ -143,10 +203,21 @@ class Split:
     """The choice in two: what the queries of each run have in common, and what is left of every query's."""
 
     run: int  # queries in a run
-    run_0: int  # runs before this one are not there
     common: Tensor  # [rows, runs, n] int32 first tokens
     n_common: Tensor  # [rows, runs] int32
     rest: Tensor  # [B, S, G, n] int32
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Partial results of rows `[row_0, row_0 + n_rows)` and queries `[query_0, query_0 + n_queries)`."""
+
+    row_0: int
+    n_rows: int
+    query_0: int
+    n_queries: int
+    o: Tensor  # [rows, queries, n, h, D_v]
+    lse: Tensor  # [rows, queries, n, h] base 2
 
 
 def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int, query_0: int) -> Split:
@@ -179,7 +250,7 @@ def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int, quer
         PACKED=blocks.packed,
         num_warps=4 if run >= 16 else 2,
     )
-    return Split(run, run_0, common, n_common, rest)
+    return Split(run, common, n_common, rest)
 
 
 def common_forward(
@@ -192,16 +263,24 @@ def common_forward(
     select_block: int,
     scale_log2: float,
     *,
+    query_0: int,
+    parts: Parts | None,
     num_warps: int,
     num_stages: int,
+    registers: int | None,
     sizes: dict[str, int],
 ) -> None:
-    """Fills `o` and `lse` (base 2) with what comes of the common blocks."""
+    """With `parts` fills their queries' `o` and natural `lse`; without, `o` and `lse` in base 2 with what comes of the
+    common blocks alone, for all queries from `query_0` on."""
     n_tokens, n_heads, d_k = q.shape[1:]
     n_groups, d_v = v.shape[2:]
     heads = n_heads // n_groups
     rows, n_runs, n_select = split.common.shape
-    common_kernel[(n_runs - split.run_0, rows)](
+    row_0, n_queries = 0, n_tokens - query_0
+    if parts is not None:
+        row_0, rows, query_0, n_queries = parts.row_0, parts.n_rows, parts.query_0, parts.n_queries
+    block_m = max(16, triton.next_power_of_2(split.run * heads))
+    common_kernel[(triton.cdiv(n_queries, split.run), rows)](
         p_q=q,
         p_k=k,
         p_v=v,
@@ -209,11 +288,16 @@ def common_forward(
         p_lse=lse,
         p_common=split.common,
         p_n_common=split.n_common,
+        p_rest=split.rest,
+        p_part=None if parts is None else parts.o,
+        p_part_lse=None if parts is None else parts.lse,
         scale_log2=scale_log2,
         n_tokens=n_tokens,
         n_groups=n_groups,
-        run_0=split.run_0,
         n_runs=n_runs,
+        row_0=row_0,
+        query_0=query_0,
+        n_queries=n_queries,
         stride_qb=q.stride(0),
         stride_qt=q.stride(1),
         stride_qh=q.stride(2),
@@ -229,8 +313,12 @@ def common_forward(
         D_K=d_k,
         D_V=d_v,
         RUN=split.run,
-        BLOCK_M=max(16, triton.next_power_of_2(split.run * heads)),
+        BLOCK_M=block_m,
+        BLOCK_S=triton.next_power_of_2(n_select),
         **sizes,
+        PARTS=parts is not None,
         NUM_STAGES=num_stages,
+        PART_STAGES=part_stages(block_m, sizes["BLOCK_DV"], q.element_size()),
         num_warps=num_warps,
+        maxnreg=registers,
     )

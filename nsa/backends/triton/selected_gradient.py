@@ -30,7 +30,6 @@ from nsa.backends.triton.selected_attend import (
     masked_rows,
     offset,
     own_segment,
-    rows_to_merge,
     segment_arguments,
     strides,
     widths,
@@ -243,10 +242,16 @@ def sum_segments_kernel(
     b_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     if ACCUMULATE:
         b_x += tl.load(p_x, mask=m_x, other=0.0)
-    for i_segment in tl.range(i_last - n_segments, i_last):
+    # Six on their way at once: every query chose the first block, whose many segments others would wait for.
+    for i_segment in tl.range(i_last - n_segments, i_last, num_stages=6):
         o_part = (tl.full([BLOCK_R], 0, tl.int64) + i_segment) * SELECT_BLOCK + o_n
         b_x += tl.load(p_part + (o_part * D)[:, None] + o_d[None, :], mask=m_x, other=0.0)
     tl.store(p_x, b_x.to(p_out.dtype.element_ty), mask=m_x)
+
+
+def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
+    """Rows whose `n_select` parts are summed at once: about 128 elements a thread in flight."""
+    return max(1, 4096 * num_warps // (triton.next_power_of_2(n_select) * width))
 
 
 def row_deltas(do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
@@ -291,7 +296,7 @@ def block_backward(
     size = widths(d_k, d_v, select_block)
     packing = {"SELECT_BLOCK": select_block, "PACKED": blocks.packed}
     segment = max(1, tile.segment // heads)
-    rows = rows_to_merge(n_select, size["BLOCK_DK"], tile.merge_warps)
+    rows = rows_to_sum(n_select, size["BLOCK_DK"], tile.merge_warps)
     delta = row_deltas(do, o, dlse)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
