@@ -171,9 +171,10 @@ def time_calls(call: Callable[[], object]) -> list[float]:
         return [begin.elapsed_time(end) for begin, end in events]
 
     times(1)
-    rough = max(times(2)[-1], 1e-3)
-    times(max(1, round(WARMUP_MS / rough)))
-    return times(max(5, min(200, round(MEASURE_MS / rough))))
+    rough = max(times(1)[0], 1e-3)
+    if rough < WARMUP_MS:
+        times(round(WARMUP_MS / rough))
+    return times(max(3, min(200, round(MEASURE_MS / rough))))
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
