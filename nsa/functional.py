@@ -23,7 +23,10 @@ def nsa_attention(
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """NSA of `q [B,S,Hq,Dk]` over already compressed, selected and sliding keys; `gates [B,S,Hq,3]`. Returns `o`."""
+    """NSA of `q [B,S,Hq,Dk]` over already compressed, selected and sliding keys; returns `o`.
+
+    `gates [B,S,Hq,3]`, none negative: a sigmoid's or a softmax's.
+    """
     o, _ = attend(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, config=config, cu_seqlens=cu_seqlens)
     return o
 
@@ -46,22 +49,44 @@ def attend(
     """`(o, indices)`. With a cache `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
     check_widths(q, k_cmp, v_cmp, config)
     served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
-    compression: dict[str, Any] = {"block": config.l, "stride": config.d, "q_start": q_start}
-    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression, **served)
+    compression: dict[str, Any] = {"block": config.l, "stride": config.d}
+    # The branches are computed without autograd, and differentiated together with the gate that mixes them.
+    leaves = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    q0, k_cmp0, v_cmp0, k_sel0, v_sel0, k_win0, v_win0 = (x.detach() for x in leaves)
+    o_cmp, lse_cmp = ops.compressed_attention(q0, k_cmp0, v_cmp0, q_start=q_start, **compression, **served)
     indices = ops.select_blocks(
-        q,
-        k_cmp,
-        lse,
+        q0,
+        k_cmp0,
+        lse_cmp,
         select_block=config.l_sel,
         n_select=config.n_sel,
         n_init=config.n_init,
         n_local=config.n_local,
+        q_start=q_start,
         **compression,
         **served,
     )
-    o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=config.l_sel, q_start=q_start, **served)
-    o_win, _ = ops.sliding_attention(q, k_win, v_win, window=config.w, q_start=window_start, **served)
-    return ops.combine(o_cmp, o_sel, o_win, gates, backend=config.backend, strict=config.strict), indices
+    chosen: dict[str, Any] = {"select_block": config.l_sel, "q_start": q_start}
+    o_sel, lse_sel = ops.selected_attention(q0, k_sel0, v_sel0, indices, **chosen, **served)
+    o_win, lse_win = ops.sliding_attention(q0, k_win0, v_win0, window=config.w, q_start=window_start, **served)
+    o = ops.mixture(
+        q,
+        k_cmp,
+        v_cmp,
+        k_sel,
+        v_sel,
+        k_win,
+        v_win,
+        gates,
+        branches=((o_cmp, lse_cmp), (o_sel, lse_sel), (o_win, lse_win)),
+        indices=indices,
+        window=config.w,
+        window_start=window_start,
+        **chosen,
+        **compression,
+        **served,
+    )
+    return o, indices
 
 
 def check_widths(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig) -> None:

@@ -47,9 +47,10 @@ class Documents:
 def documents(cu_seqlens: Tensor, length: int) -> Documents:
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(length, device=cu_seqlens.device)
-    index = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    # A wrong total is refused where values may be looked at; elsewhere it must at least not read out of bounds.
-    index = index.clamp_max(cu_seqlens.numel() - 2)
+    # In the whole tensor, not in a slice: inductor cannot search in a slice on a GPU.
+    index = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    # Wrong values are refused where they may be looked at; elsewhere they must at least not read out of bounds.
+    index = index.clamp(0, cu_seqlens.numel() - 2)
     start = cu_seqlens[index]
     return Documents(cu_seqlens, index, start, token - start)
 
@@ -76,7 +77,7 @@ def compressed_starts(cu_seqlens: Tensor, length: int, block: int, stride: int) 
     """
     offsets = compressed_offsets(cu_seqlens, block, stride)
     slot = torch.arange(length // stride, device=cu_seqlens.device)
-    document = torch.searchsorted(offsets[1:].contiguous(), slot, right=True).clamp_max(cu_seqlens.numel() - 2)
+    document = (torch.searchsorted(offsets, slot, right=True) - 1).clamp(0, cu_seqlens.numel() - 2)
     position = (slot - offsets[document]) * stride
     token = cu_seqlens.long()[document] + position
     # The second holds by itself; a wrong total that nobody looked at must not read out of bounds.

@@ -149,6 +149,52 @@ def test_the_mixture_backward_op_passes_opcheck() -> None:
     torch.library.opcheck(library.combine_backward, arguments)
 
 
+def whole_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """The arguments of the gated mixture: inputs, what the branches gave for them, places and knobs."""
+    places = where_queries_lie(case)
+    where = dict(zip(("cu_seqlens", "q_start"), places, strict=True))
+    inputs = random_inputs(case, dtype)
+    q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
+    keys = [inputs.of(branch)[1:] for branch in BRANCHES]
+    o_cmp, lse = ops.compressed_attention(q, *keys[0], **case.compression, **where, backend=backend)
+    indices = ops.select_blocks(q, keys[0][0], lse, **case.selection, **where, backend=backend)
+    selected = ops.selected_attention(q, *keys[1], indices, select_block=case.select_block, **where, backend=backend)
+    slid = ops.sliding_attention(q, *keys[2], window=case.window, **where, backend=backend)
+    gates = torch.rand(*q.shape[:3], 3, dtype=dtype)
+    # A gate may be closed altogether.
+    gates[:, ::3, 0] = 0.0
+    leaves = [x.detach().clone().requires_grad_() for x in (q, *(x for pair in keys for x in pair), gates)]
+    knobs = (case.block, case.stride, case.select_block, case.window, case.d_k**-0.5)
+    return (*leaves, o_cmp, lse, *selected, *slid, indices, *places, places[1], *knobs, backend, False)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_whole_s_ops_pass_opcheck(kind: str) -> None:
+    arguments = whole_arguments(CASES[kind], "sdpa")
+    torch.library.opcheck(library.mixture, arguments)
+    backward = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    torch.library.opcheck(library.mixture_backward, (torch.randn_like(arguments[8]), *backward))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", CASES)
+def test_the_whole_s_gradient_is_that_of_its_parts(kind: str, backend: str) -> None:
+    case = CASES[kind]
+    arguments = whole_arguments(case, backend, torch.float64)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = leaves = arguments[:8]
+    indices, cu_seqlens, q_start = arguments[14:17]
+    where = {"cu_seqlens": cu_seqlens, "q_start": q_start, "backend": backend}
+    o_cmp, _ = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **where)
+    o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=case.select_block, **where)
+    o_win, _ = ops.sliding_attention(q, k_win, v_win, window=case.window, **where)
+    parts = ops.combine(o_cmp, o_sel, o_win, gates, backend=backend)
+    whole = library.mixture(*arguments)
+    assert torch.equal(whole, parts)
+    do = torch.randn_like(whole)
+    for got, want in zip(*(torch.autograd.grad(o, leaves, do) for o in (whole, parts)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 # What a compiler believes about an op must be what it does.
 
 

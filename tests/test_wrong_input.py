@@ -39,6 +39,13 @@ def good_arguments(op: str) -> dict[str, Any]:
         return {"q": q, **keys, "indices": indices, "select_block": 8}
     if op == "sliding_attention":
         return {"q": q, **keys, "window": 5}
+    if op == "mixture":
+        indices = torch.tensor([0, 2, -1], dtype=torch.int32).expand(B, S, G, 3).contiguous()
+        own = {f"{name}_{branch}": x for branch in ("sel", "win") for name, x in keys.items()}
+        branches = tuple((torch.randn(B, S, HEADS, DV), torch.full((B, S, HEADS), 3.0)) for _ in range(3))
+        knobs = {"block": BLOCK, "stride": STRIDE, "select_block": 8, "window": 5}
+        gates = torch.rand(B, S, HEADS, 3)
+        return {"q": q, **compressed, **own, "gates": gates, "branches": branches, "indices": indices, **knobs}
     o = {name: torch.randn(B, S, HEADS, DV) for name in ("o_cmp", "o_sel", "o_win")}
     return {**o, "gates": torch.rand(B, S, HEADS, 3)}
 
@@ -60,7 +67,7 @@ PACKED_OPS = (
     "selected_attention",
     "sliding_attention",
 )
-OPS = (*PACKED_OPS, "combine")
+OPS = (*PACKED_OPS, "combine", "mixture")
 
 
 def test_every_op_is_spoiled_below() -> None:
@@ -140,6 +147,16 @@ WRONG_CALLS = [
     # Who serves it, and how strictly.
     Wrong("backend is None", WINDOW, "backend", put(backend=None)),
     Wrong("strict is text", MIXTURE, "strict", put(strict="a")),
+    Wrong("a gate below 0", "mixture", "gates", put(gates=lambda x: x - 0.5)),
+    Wrong("keys of another width", "mixture", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
+    Wrong(
+        "a normaliser in half precision",
+        "mixture",
+        "lse.dtype",
+        put(branches=lambda x: (*x[:2], (x[2][0], x[2][1].half()))),
+    ),
+    Wrong("window is 0", "mixture", "window", put(window=0)),
+    Wrong("indices of 64 bits", "mixture", "indices.dtype", put(indices=Tensor.long)),
     Wrong("window past 64 bits", WINDOW, "window", put(window=2**70)),
     # What a tensor is.
     Wrong("q is a list", WINDOW, "q", put(q=[[1.0]])),

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from nsa import settings
-from nsa.backends import policy
+from nsa.backends import gated, policy
 from nsa.backends.problem import OPS, Problem
 from nsa.config import check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
@@ -312,7 +312,7 @@ class Router:
     def call(
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        compute: Callable[..., Any] = getattr(self.backends[name], function)
+        compute = gated.function_of(self.backends[name], function)
         # A custom op's body still runs under the caller's autocast, which would round the fp32 sums in it.
         with torch.autocast(problem.device, enabled=False):
             if self.logs_calls:

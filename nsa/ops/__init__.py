@@ -22,6 +22,7 @@ __all__ = [
     "compress_mean",
     "compressed_attention",
     "gather_blocks",
+    "mixture",
     "select_blocks",
     "selected_attention",
     "sliding_attention",
@@ -201,3 +202,54 @@ def combine(
     checks.check_combine(o_cmp, o_sel, o_win, gates)
     checks.check_serving(backend, strict)
     return library.combine(o_cmp, o_sel, o_win, gates, backend, strict)
+
+
+def mixture(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    branches: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+    indices: Tensor,
+    block: int,
+    stride: int,
+    select_block: int,
+    window: int,
+    cu_seqlens: Tensor | None = None,
+    q_start: Tensor | None = None,
+    window_start: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """`combine` of the `(o, lse)` that the three attentions gave for these inputs, differentiable in the inputs.
+
+    The branches come without autograd: their gradients are taken here, all at once, which spares the three copies of
+    the output's gradient and the three gradients of `q` that autograd would hold. Gates are not negative. `q_start` is
+    for the compressed and selected keys, `window_start` for the sliding ones.
+    """
+    (o_cmp, lse_cmp), (o_sel, lse_sel), (o_win, lse_win) = branches
+    checks.check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
+    checks.check_keys_values(q, k_sel, v_sel, "k_sel", "v_sel")
+    checks.check_keys_values(q, k_win, v_win, "k_win", "v_win")
+    checks.check_combine(o_cmp, o_sel, o_win, gates)
+    for lse in (lse_cmp, lse_sel, lse_win):
+        checks.check_lse(q, lse)
+    checks.check_indices(q, k_sel, indices)
+    check_compression(block, stride)
+    require_positive_int("select_block", select_block)
+    require_positive_int("window", window)
+    checks.check_sequences(q, cu_seqlens, q_start)
+    checks.check_sequences(q, cu_seqlens, window_start)
+    checks.check_scale(scale)
+    checks.check_serving(backend, strict)
+    return library.mixture(
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates,
+        o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices, cu_seqlens, q_start, window_start,
+        block, stride, select_block, window, scale or q.shape[-1] ** -0.5, backend, strict,
+    )  # fmt: skip

@@ -211,6 +211,12 @@ def check_indices_values(
     require(bool(ordered.all()), "indices", "not in order", "ascending, distinct, padded with -1 at the end")
 
 
+def check_gates_values(gates: Tensor, strict: bool) -> None:
+    if may_look(gates, strict):
+        least = float(gates.detach().min())
+        require(not least < 0, "gates", f"as low as {least:g}", "none below 0 (`nsa.ops.combine` takes any)")
+
+
 def check_finite(strict: bool, **tensors: Tensor) -> None:
     if strict:
         for name, x in tensors.items():

@@ -492,6 +492,10 @@ differentiate(sliding_attention, sliding_attention_backward)
 
 @custom_op("nsa::combine", mutates_args=())
 def combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
+    return mix(o_cmp, o_sel, o_win, gates, backend, strict)
+
+
+def mix(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
     checks.check_finite(strict, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates)
     problem = problem_of("combine", o_cmp, o_sel, o_cmp.shape[3])
     o = router().run(problem, "combine_forward", o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
@@ -528,3 +532,139 @@ def differentiate_combine(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
 
 
 combine.register_autograd(differentiate_combine, setup_context=save_combine)
+
+
+@custom_op("nsa::mixture", mutates_args=())
+def mixture(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    lse_cmp: Tensor,
+    o_sel: Tensor,
+    lse_sel: Tensor,
+    o_win: Tensor,
+    lse_win: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    window_start: Tensor | None,
+    block: int,
+    stride: int,
+    select_block: int,
+    window: int,
+    scale: float,
+    backend: str,
+    strict: bool,
+) -> Tensor:
+    """The gated sum of branches that were computed without autograd; its gradient is that of all of them."""
+    checks.check_gates_values(gates, strict)
+    return mix(o_cmp, o_sel, o_win, gates, backend, strict)
+
+
+@mixture.register_fake
+def _(*inputs: Any) -> Tensor:
+    o_cmp = inputs[8]
+    return o_cmp.new_empty(o_cmp.shape)
+
+
+@custom_op("nsa::mixture_backward", mutates_args=())
+def mixture_backward(
+    do: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    lse_cmp: Tensor,
+    o_sel: Tensor,
+    lse_sel: Tensor,
+    o_win: Tensor,
+    lse_win: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    window_start: Tensor | None,
+    block: int,
+    stride: int,
+    select_block: int,
+    window: int,
+    scale: float,
+    backend: str,
+    strict: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    served: dict[str, Any] = {"backend": backend, "strict": strict}
+    whole: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, **served}
+    g_cmp, g_sel, g_win = gates.unbind(dim=-1)
+    run = router().run
+
+    def problem(op: str, k: Tensor, v: Tensor) -> Problem:
+        return problem_of(op, q, k, v.shape[3], cu_seqlens, q_start, backward=True)
+
+    d_gates = run(
+        problem_of("combine", o_cmp, o_sel, o_cmp.shape[3], backward=True),
+        "gates_backward",
+        *(do, o_cmp, o_sel, o_win, gates),
+        **served,
+    )
+    # One dq for all three: the first makes it, the others add to it.
+    dq, dk_sel, dv_sel = run(
+        problem("selected", k_sel, v_sel),
+        "gated_selected_backward",
+        *(do, None, q, k_sel, v_sel, indices, o_sel, lse_sel),
+        select_block=select_block,
+        q_start=q_start,
+        gate=g_sel,
+        into=None,
+        **whole,
+    )
+    dq, dk_win, dv_win = run(
+        problem("sliding", k_win, v_win),
+        "gated_sliding_backward",
+        *(do, None, q, k_win, v_win, o_win, lse_win),
+        window=window,
+        q_start=window_start,
+        gate=g_win,
+        into=dq,
+        **whole,
+    )
+    dq, dk_cmp, dv_cmp = run(
+        problem("compressed", k_cmp, v_cmp),
+        "gated_compressed_backward",
+        *(do, None, q, k_cmp, v_cmp, o_cmp, lse_cmp),
+        block=block,
+        stride=stride,
+        q_start=q_start,
+        gate=g_cmp,
+        into=dq,
+        **whole,
+    )
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates.contiguous()
+
+
+@mixture_backward.register_fake
+def _(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(*inputs[:8])
+
+
+def save_mixture(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:18])
+    ctx.knobs = inputs[18:]
+
+
+def differentiate_mixture(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    grads = mixture_backward(do.contiguous(), *ctx.saved_tensors, *ctx.knobs)
+    # What the branches gave, the choice and the knobs have no gradient here.
+    return (*grads, *[None] * (10 + len(ctx.knobs)))
+
+
+mixture.register_autograd(differentiate_mixture, setup_context=save_mixture)

@@ -56,6 +56,14 @@ def run(case: Case, dtype: torch.dtype) -> None:
     gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)
     combine.combine_forward(o, chosen, slid, gates)
     combine.combine_backward(do, o, chosen, slid, gates)
+    # The three as parts of one gradient.
+    combine.gates_backward(do, o, chosen, slid, gates)
+    mixed = [{"gate": gate} for gate in gates.unbind(dim=-1)]
+    dq, _, _ = selected.selected_backward(
+        do, None, q, k, v, indices, chosen, chosen_lse, select_block=case.select_block, **mixed[1], **whole
+    )
+    sliding.sliding_backward(do, None, q, k, v, slid, slid_lse, window=case.window, **mixed[2], into=dq, **whole)
+    compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut, **mixed[0], into=dq, **whole)
 
     place = {**cut, "cu_seqlens": cu}
     compress.compress_mean_backward(compress.compress_mean_forward(k, **place), length=case.length, **place)

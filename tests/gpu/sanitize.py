@@ -2,17 +2,19 @@
 
 python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck]
 
-The exit status is 0 only if each tool reports no error. The tool watches the kernels of this library alone: torch's own
-are left out by name.
+The exit status is 0 only if each tool reports no error of ours. Torch's own kernels are left out by name, but not from
+initcheck, which must see them write what ours read: there what they are accused of themselves is counted and let pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -24,16 +26,25 @@ OURS = "regex=.*_kernel"
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
+# A report's line that says where: a function of ours by its plain name, one of torch's with its namespace.
+ACCUSED = re.compile(r"^=+\s+at (\w+_kernel)\b", re.MULTILINE)
+
+
 def check(tool: str) -> bool:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", OURS]
+    watched = [] if tool == "initcheck" else ["--kernel-name", OURS]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "10000", *watched]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [*command, sys.executable, str(PROGRAM)], cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    shown = lines if done.returncode else lines[-3:]
-    print(f"{tool}: {'clean' if done.returncode == 0 else 'FAILED'}", *shown[-40:], sep="\n  ", flush=True)
-    return done.returncode == 0
+    said = done.stdout + done.stderr
+    accused = Counter(ACCUSED.findall(said))
+    clean = not accused and (done.returncode == 0 or (tool == "initcheck" and done.returncode == 9))
+    lines = [line for line in said.splitlines() if line.strip() and "Host Frame" not in line]
+    print(f"{tool}: {'clean' if clean else 'FAILED'}", *lines[-3 if clean else -40 :], sep="\n  ", flush=True)
+    for kernel, times in accused.most_common():
+        print(f"  {kernel}: {times} reports")
+    return clean
 
 
 def main() -> int:

@@ -162,7 +162,8 @@ def test_without_a_measurement_auto_does_not_pick_it() -> None:
 @pytest.mark.slow
 def test_a_sample_of_shapes_is_clean_under_compute_sanitizer() -> None:
     script = Path(__file__).with_name("flash_shapes.py")
-    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    tests = script.parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     words = [
         "compute-sanitizer",
         "--tool",

@@ -18,7 +18,7 @@ from nsa.backends.sdpa.compress import (
     gather_blocks_backward,
     gather_blocks_forward,
 )
-from nsa.backends.sdpa.mixture import combine_backward, combine_forward
+from nsa.backends.sdpa.mixture import combine_backward, combine_forward, gates_backward
 from nsa.backends.sdpa.selected import selected_backward, selected_forward
 from nsa.backends.sdpa.selection import select_blocks
 
@@ -37,6 +37,7 @@ __all__ = [
     "compress_mean_forward",
     "compressed_backward",
     "compressed_forward",
+    "gates_backward",
     "gather_blocks_backward",
     "gather_blocks_forward",
     "name",

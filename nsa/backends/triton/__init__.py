@@ -95,3 +95,8 @@ sliding_forward = launcher("sliding", "sliding_forward")
 sliding_backward = launcher("sliding", "sliding_backward")
 combine_forward = launcher("combine", "combine_forward")
 combine_backward = launcher("combine", "combine_backward")
+gates_backward = launcher("combine", "gates_backward")
+# Each takes a gate, and a `dq` to add to.
+gated_compressed_backward = compressed_backward
+gated_selected_backward = selected_backward
+gated_sliding_backward = sliding_backward

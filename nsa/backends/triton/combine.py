@@ -98,7 +98,7 @@ def combine_backward_kernel(
     stride_gb, stride_gt, stride_gh, stride_gc, stride_db, stride_dt, stride_dh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The three branch gradients are laid out alike (`stride_d*`); `d_gates` is contiguous."""
+    """The three branch gradients, if wanted, are laid out alike (`stride_d*`); `d_gates` is contiguous."""
     i_tile = tl.program_id(0)
     i_b = tl.program_id(1)
     o_gate, m_row = row_offsets(i_tile, n_rows, stride_gt, stride_gh, HEADS, BLOCK_R)
@@ -108,16 +108,16 @@ def combine_backward_kernel(
     b_cmp = load_tile(o_cmp, i_b, i_tile, n_rows, stride_cb, stride_ct, stride_ch, HEADS, D, BLOCK_R, BLOCK_D)
     b_sel = load_tile(o_sel, i_b, i_tile, n_rows, stride_sb, stride_st, stride_sh, HEADS, D, BLOCK_R, BLOCK_D)
     b_win = load_tile(o_win, i_b, i_tile, n_rows, stride_wb, stride_wt, stride_wh, HEADS, D, BLOCK_R, BLOCK_D)
-    b_gc = tl.load(p_g, mask=m_row, other=0.0).to(tl.float32)
-    b_gs = tl.load(p_g + stride_gc, mask=m_row, other=0.0).to(tl.float32)
-    b_gw = tl.load(p_g + 2 * stride_gc, mask=m_row, other=0.0).to(tl.float32)
-
-    b_dc = b_gc[:, None] * b_do
-    store_tile(d_cmp, b_dc, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
-    b_ds = b_gs[:, None] * b_do
-    store_tile(d_sel, b_ds, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
-    b_dw = b_gw[:, None] * b_do
-    store_tile(d_win, b_dw, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+    if d_cmp is not None:
+        b_gc = tl.load(p_g, mask=m_row, other=0.0).to(tl.float32)
+        b_gs = tl.load(p_g + stride_gc, mask=m_row, other=0.0).to(tl.float32)
+        b_gw = tl.load(p_g + 2 * stride_gc, mask=m_row, other=0.0).to(tl.float32)
+        b_dc = b_gc[:, None] * b_do
+        store_tile(d_cmp, b_dc, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+        b_ds = b_gs[:, None] * b_do
+        store_tile(d_sel, b_ds, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+        b_dw = b_gw[:, None] * b_do
+        store_tile(d_win, b_dw, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
     tl.store(p_dg, tl.sum(b_do * b_cmp, 1).to(d_gates.dtype.element_ty), mask=m_row)
     tl.store(p_dg + 1, tl.sum(b_do * b_sel, 1).to(d_gates.dtype.element_ty), mask=m_row)
     tl.store(p_dg + 2, tl.sum(b_do * b_win, 1).to(d_gates.dtype.element_ty), mask=m_row)
@@ -153,17 +153,39 @@ def combine_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the three branches and of the gates."""
+    branches = (o_cmp, o_sel, o_win)
+    d_cmp, d_sel, d_win = (contiguous_like(o, o.dtype) for o in branches)
+    return d_cmp, d_sel, d_win, launch_backward(do, branches, gates, (d_cmp, d_sel, d_win), tile)
+
+
+def gates_backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None
+) -> Tensor:
+    """The gradient of the gates alone."""
+    return launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, None, None), tile)
+
+
+def launch_backward(
+    do: Tensor,
+    branches: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tile: Tile | None,
+) -> Tensor:
+    """Fills the branches' gradients, if there are tensors for them, and returns that of the gates."""
+    o_cmp, o_sel, o_win = branches
+    d_cmp, d_sel, d_win = grads
     batch, length, heads, dim = o_cmp.shape
     tile = tile or default_tile(o_cmp, backward=True)
     block_d = triton.next_power_of_2(dim)
     block_r = max(1, tile.elements // block_d)
-    d_cmp, d_sel, d_win = (contiguous_like(o, o.dtype) for o in (o_cmp, o_sel, o_win))
     d_gates = contiguous_like(gates, gates.dtype)
     combine_backward_kernel[(triton.cdiv(length * heads, block_r), batch)](
         do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
         d_cmp=d_cmp, d_sel=d_sel, d_win=d_win, d_gates=d_gates, n_rows=length * heads,
-        **strides(do, "y"), **strides(o_cmp, "c"), **strides(o_sel, "s"), **strides(o_win, "w"), **strides(d_cmp, "d"),
+        **strides(do, "y"), **strides(o_cmp, "c"), **strides(o_sel, "s"), **strides(o_win, "w"),
+        **strides(do if d_cmp is None else d_cmp, "d"),
         stride_gb=gates.stride(0), stride_gt=gates.stride(1), stride_gh=gates.stride(2), stride_gc=gates.stride(3),
         HEADS=heads, D=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
     )  # fmt: skip
-    return d_cmp, d_sel, d_win, d_gates
+    return d_gates

@@ -26,6 +26,16 @@ COUNTS = [
 
 
 @triton.jit
+def gated(b_lse2, b_gate):
+    """The normaliser with which a probability comes out as `gate * p`.
+
+    A branch that is mixed in with a gate has `dv = (gate * p)^T do` and `ds = gate * p * (do.v - do.o)`: its gradients
+    are the plain ones of `do`, of these probabilities. A gate of 0 gives +inf, and 0; a gate is not negative.
+    """
+    return b_lse2 - tl.math.log2(b_gate.to(tl.float32))
+
+
+@triton.jit
 def split_rows(i_row, H: tl.constexpr, BLOCK_M: tl.constexpr):
     """First query of the tile of rows from `i_row` on, and each row's query past that one and head.
 

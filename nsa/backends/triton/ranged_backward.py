@@ -25,6 +25,7 @@ from nsa.backends.triton.primitives import (
     COUNTS,
     LN_2,
     LOG2_E,
+    gated,
     load_keys,
     load_rows,
     seeing_queries,
@@ -53,13 +54,13 @@ ROW_PAD = 128
 
 @triton.jit(do_not_specialize=COUNTS)
 def prepare_kernel(
-    p_o, p_do, p_lse, p_dlse, p_lse2, p_delta, n_queries, n_groups,
+    p_o, p_do, p_lse, p_dlse, p_gate, p_lse2, p_delta, n_queries, n_groups,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    stride_lb, stride_lt, stride_lh, stride_eb, stride_et, stride_eh,
+    stride_lb, stride_lt, stride_lh, stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh,
     H: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """`lse2 = lse / ln(2)` and `delta`, `[B * G, rows]`; `+inf` and 0 for rows that see nothing or do not exist, which
-    makes their probabilities and gradients exactly 0 in every tile."""
+    makes their probabilities and gradients exactly 0 in every tile. See `gated` for what a gate does."""
     i_row = tl.program_id(0) * BLOCK_M
     i_b = tl.program_id(1) // n_groups
     i_g = tl.program_id(1) % n_groups
@@ -79,7 +80,11 @@ def prepare_kernel(
 
     m_empty = b_lse == float("-inf")
     o_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * BLOCK_M + i_row + tl.arange(0, BLOCK_M)
-    tl.store(p_lse2 + o_row, tl.where(m_empty, float("inf"), b_lse / LN_2))
+    b_lse2 = b_lse / LN_2
+    if p_gate is not None:
+        o_gate = i_b.to(tl.int64) * stride_gb + o_t.to(tl.int64) * stride_gt + o_h * stride_gh
+        b_lse2 = gated(b_lse2, tl.load(p_gate + o_gate, mask=m_t, other=1.0))
+    tl.store(p_lse2 + o_row, tl.where(m_empty, float("inf"), b_lse2))
     tl.store(p_delta + o_row, tl.where(m_empty, 0.0, b_delta))
 
 
@@ -128,9 +133,9 @@ def ranged_dq_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
+    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against all the keys they see, as in the forward."""
+    """One tile of rows against all the keys they see, as in the forward; ACCUMULATE adds to the `dq` that is there."""
     n_rows = n_queries * H
     n_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_bg = tl.num_programs(0) // n_tiles
@@ -175,9 +180,12 @@ def ranged_dq_kernel(
         n_keys, scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
         D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
     )  # fmt: skip
-    store_rows(
-        p_dq, b_dq * scale, i_b, i_g, i_row, n_queries, stride_xb, stride_xt, stride_xh, H, D_K, BLOCK_M, BLOCK_DK
-    )
+    b_dq *= scale
+    if ACCUMULATE:
+        b_dq += load_rows(
+            p_dq, i_b, i_g, i_row, n_queries, stride_xb, stride_xt, stride_xh, H, D_K, BLOCK_M, BLOCK_DK, False
+        ).to(tl.float32)
+    store_rows(p_dq, b_dq, i_b, i_g, i_row, n_queries, stride_xb, stride_xt, stride_xh, H, D_K, BLOCK_M, BLOCK_DK)
 
 
 @triton.jit
@@ -313,7 +321,9 @@ def split_keys(
     return triton.cdiv(n_rows, part_rows), part_rows
 
 
-def prepare(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
+def prepare(
+    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, gate: Tensor | None, n_groups: int
+) -> tuple[Tensor, Tensor]:
     """`lse2` and `delta`, each `[B * G, rows]`, padded."""
     if dlse is None:
         dlse = lse.new_zeros(1, 1, 1).expand_as(lse)
@@ -327,6 +337,7 @@ def prepare(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, n_groups: i
         p_do=do,
         p_lse=lse,
         p_dlse=dlse,
+        p_gate=gate,
         p_lse2=lse2,
         p_delta=delta,
         n_queries=n_queries,
@@ -335,6 +346,7 @@ def prepare(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, n_groups: i
         **strides("d", do),
         **strides("l", lse),
         **strides("e", dlse),
+        **strides("g", lse if gate is None else gate),
         H=heads,
         D_V=d_v,
         BLOCK_M=ROW_PAD,
@@ -378,11 +390,20 @@ def shared_arguments(
 
 
 def query_gradient(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, scale: float, cut: Tile
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    ranges: Ranges,
+    scale: float,
+    cut: Tile,
+    into: Tensor | None,
 ) -> Tensor:
     batch, n_queries, n_heads, _ = q.shape
     n_groups = k.shape[2]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
     q_src, do_src = row_sources(q, do, n_heads // n_groups, cut)
     k_src, v_src = key_sources(k, v, cut)
     n_tiles = triton.cdiv(n_queries * (n_heads // n_groups), cut.block_m)
@@ -400,6 +421,7 @@ def query_gradient(
         **shared_arguments(do, q, k, v, lse2, ranges, scale, cut),
         DESC_Q=q_src is not q,
         DESC_KV=k_src is not k,
+        ACCUMULATE=into is not None,
     )
     return dq
 
@@ -460,10 +482,15 @@ def ranged_backward(
     ranges: Ranges,
     scale: float,
     tile: BackwardTile | None = None,
+    gate: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of."""
+    """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of; of `gate * o`, if there is a gate.
+
+    `into`, contiguous, is a `dq` to add to. It is written last: whoever steps in for a failure finds it as it was.
+    """
     tile = tile or pick_backward(q, v, ranges.sliding)
     do, o = row_contiguous(do), row_contiguous(o)
-    lse2, delta = prepare(do, dlse, o, lse, k.shape[2])
-    dq = query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq)
-    return dq, *key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)
+    lse2, delta = prepare(do, dlse, o, lse, gate, k.shape[2])
+    dk, dv = key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)
+    return query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq, into), dk, dv

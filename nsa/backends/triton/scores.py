@@ -326,10 +326,10 @@ def split_width(dim: int) -> tuple[int, int]:
 
 
 def choose_shape(n_columns: int) -> tuple[int, int, int, int]:
-    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 2048 keys, four neighbours a lane. Left alone, the
+    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbours a lane. Left alone, the
     compiler takes all registers there are, and too few programs would share an SM to hide each other's waiting."""
     block_j = max(16, triton.next_power_of_2(n_columns))
-    warps = min(16, max(1, block_j // 2048))
+    warps = min(16, max(1, block_j // 1024))
     per_lane = block_j // (32 * warps)
     return block_j, min(32 * warps, block_j // 4), warps, 96 if per_lane <= 32 else 168
 

@@ -137,9 +137,11 @@ def selected_backward(
     scale: float,
     cu_seqlens: Tensor | None,
     q_start: Tensor | None,
+    gate: Tensor | None = None,
+    into: Tensor | None = None,
     tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq, dk, dv`, each contiguous and in its input's dtype."""
+    """`dq, dk, dv`, contiguous, in their inputs' dtypes; with a gate, of `gate * o`. `into`: a `dq` to add to."""
     if q_start is not None:
         raise ValueError("q_start: the Triton selected branch serves whole sequences, not cached ones")
     do, q, k, v, indices, o = (row_contiguous(x) for x in (do, q, k, v, indices, o))
@@ -148,4 +150,5 @@ def selected_backward(
     tile = tile or pick_backward(q.shape[3], v.shape[3], q.dtype, capability(q.device))
     indices, select_block = fit_blocks(indices, select_block, max(q.shape[3], v.shape[3]))
     blocks = Blocks.of(q.shape[1], select_block, cu_seqlens)
-    return block_backward(do, dlse, q, k, v, indices, o, lse.contiguous(), blocks, scale, tile)
+    dq, dk, dv = block_backward(do, dlse, q, k, v, indices, o, lse, blocks, scale, tile, gate)
+    return (dq if into is None else into.add_(dq)), dk, dv

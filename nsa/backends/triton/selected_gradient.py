@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import COUNTS
+from nsa.backends.triton.primitives import COUNTS, LN_2, gated
 from nsa.backends.triton.selected_attend import (
     at_least,
     is_wide,
@@ -56,12 +56,13 @@ class BackwardTile:
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def delta_kernel(
-    p_do, p_o, p_dlse, p_delta, n_tokens, n_heads,
+def statistics_kernel(
+    p_do, p_o, p_lse, p_dlse, p_gate, p_lse2, p_delta, n_tokens, n_heads,
     stride_db, stride_dt, stride_dh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+    stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh,
     D_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """`delta [B, S, Hq]` of BLOCK_R rows, and nothing kept in fp32 that is as wide as `o`."""
+    """`lse2`, in base 2, and `delta`, `[B, S, Hq]`, of BLOCK_R rows. See `gated` for what a gate does."""
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     i_b = tl.program_id(1).to(tl.int64)
     m_row = o_row < n_tokens * n_heads
@@ -73,14 +74,21 @@ def delta_kernel(
     o_o = i_b * stride_ob + o_t * stride_ot + o_head * stride_oh
     b_do = tl.load(p_do + o_do[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_o = tl.load(p_o + o_o[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
-    o_dlse = i_b * stride_lb + o_t * stride_lt + o_head * stride_lh
+    o_dlse = i_b * stride_eb + o_t * stride_et + o_head * stride_eh
     b_dlse = tl.load(p_dlse + o_dlse, mask=m_row, other=0.0).to(tl.float32)
-    tl.store(p_delta + i_b * n_tokens * n_heads + o_row, tl.sum(b_do * b_o, 1) - b_dlse, mask=m_row)
+    o_lse = i_b * stride_lb + o_t * stride_lt + o_head * stride_lh
+    b_lse2 = tl.load(p_lse + o_lse, mask=m_row, other=0.0) / LN_2
+    if p_gate is not None:
+        o_gate = i_b * stride_gb + o_t * stride_gt + o_head * stride_gh
+        b_lse2 = gated(b_lse2, tl.load(p_gate + o_gate, mask=m_row, other=1.0))
+    o_out = i_b * n_tokens * n_heads + o_row
+    tl.store(p_lse2 + o_out, b_lse2, mask=m_row)
+    tl.store(p_delta + o_out, tl.sum(b_do * b_o, 1) - b_dlse, mask=m_row)
 
 
 @triton.jit
 def differentiate_segment(
-    p_q, p_do, p_lse, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
+    p_q, p_do, p_lse2, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
     i_start, i_stop, i_low, n_rows, i_first, i_pair_0, scale, n_heads, stride_qt, stride_qh, stride_dt, stride_dh,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -104,12 +112,12 @@ def differentiate_segment(
         b_q = tl.load(p_q + (o_t * stride_qt + o_head * stride_qh)[:, None] + o_dk[None, :], mask=m_q, other=0.0)
         b_do = tl.load(p_do + (o_t * stride_dt + o_head * stride_dh)[:, None] + o_dv[None, :], mask=m_do, other=0.0)
         # Rows past the end get probability 0 by an infinite normaliser.
-        b_lse = tl.load(p_lse + o_t * n_heads + o_head, mask=m_row, other=float("inf")) * LOG2_E
+        b_lse2 = tl.load(p_lse2 + o_t * n_heads + o_head, mask=m_row, other=float("inf"))
         b_delta = tl.load(p_delta + o_t * n_heads + o_head, mask=m_row, other=0.0) * scale
 
         # [BLOCK_N, BLOCK_M]
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        b_p = tl.math.exp2(b_s * (scale * LOG2_E) - b_lse[None, :])
+        b_p = tl.math.exp2(b_s * (scale * LOG2_E) - b_lse2[None, :])
         if MASKED:
             b_p = tl.where((i_first + o_n)[:, None] <= b_t[None, :], b_p, 0.0)
         if SELECT_BLOCK < BLOCK_N:
@@ -129,7 +137,7 @@ def differentiate_segment(
 
 @triton.jit(do_not_specialize=COUNTS)
 def block_backward_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_dk, p_dv,
+    p_q, p_k, p_v, p_do, p_lse2, p_delta, p_dq, p_dk, p_dv,
     p_pair, p_order, p_item, p_low, p_high, p_last_segment, p_first_token, p_end_token,
     scale, n_items, n_blocks, n_tokens, n_groups, row_0, query_0, n_queries,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -159,7 +167,7 @@ def block_backward_kernel(
     n_heads = n_groups * H
     p_q += i_b * stride_qb + i_g * H * stride_qh
     p_do += i_b * stride_db + i_g * H * stride_dh
-    p_lse += i_b * n_tokens * n_heads + i_g * H
+    p_lse2 += i_b * n_tokens * n_heads + i_g * H
     p_delta += i_b * n_tokens * n_heads + i_g * H
     p_dq += i_local.to(tl.int64) * n_queries * N_SELECT * H * D_K
     i_pair_0 = query_0 * N_SELECT
@@ -168,12 +176,12 @@ def block_backward_kernel(
     b_dk = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     b_dk, b_dv = differentiate_segment(
-        p_q, p_do, p_lse, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
+        p_q, p_do, p_lse2, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
         0, n_masked, i_low, n_rows, i_first, i_pair_0, scale, n_heads, stride_qt, stride_qh, stride_dt, stride_dh,
         H, N_SELECT, SELECT_BLOCK, D_K, D_V, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV, True, WIDE, NUM_STAGES,
     )  # fmt: skip
     b_dk, b_dv = differentiate_segment(
-        p_q, p_do, p_lse, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
+        p_q, p_do, p_lse2, p_delta, p_dq, p_pair, b_k, b_v, b_dk, b_dv,
         n_masked, n_rows, i_low, n_rows, i_first, i_pair_0, scale, n_heads, stride_qt, stride_qh, stride_dt, stride_dh,
         H, N_SELECT, SELECT_BLOCK, D_K, D_V, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV, False, WIDE, NUM_STAGES,
     )  # fmt: skip
@@ -254,27 +262,33 @@ def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
     return max(1, 4096 * num_warps // (triton.next_power_of_2(n_select) * width))
 
 
-def row_deltas(do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
-    """`sum(do * o) - dlse`, `[B, S, Hq]` fp32."""
+def row_statistics(
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`lse` in base 2 and `delta = sum(do * o) - dlse`, `[B, S, Hq]` fp32."""
     if dlse is None:
         dlse = o.new_zeros(1, 1, 1, dtype=torch.float32).expand(o.shape[:3])
     batch, length, n_heads, d_v = do.shape
-    delta = torch.empty(batch, length, n_heads, dtype=torch.float32, device=do.device)
+    lse2 = torch.empty(batch, length, n_heads, dtype=torch.float32, device=do.device)
+    delta = torch.empty_like(lse2)
     rows = 16
-    delta_kernel[(triton.cdiv(length * n_heads, rows), batch)](
+    statistics_kernel[(triton.cdiv(length * n_heads, rows), batch)](
         p_do=do,
         p_o=o,
+        p_lse=lse,
         p_dlse=dlse,
+        p_gate=gate,
+        p_lse2=lse2,
         p_delta=delta,
         n_tokens=length,
         n_heads=n_heads,
-        **strides(d_bth=do, o_bth=o, l_bth=dlse),
+        **strides(d_bth=do, o_bth=o, l_bth=lse, e_bth=dlse, g_bth=lse if gate is None else gate),
         D_V=d_v,
         BLOCK_R=rows,
         BLOCK_DV=triton.next_power_of_2(d_v),
         num_warps=4,
     )
-    return delta
+    return lse2, delta
 
 
 def block_backward(
@@ -289,6 +303,7 @@ def block_backward(
     blocks: Blocks,
     scale: float,
     tile: BackwardTile,
+    gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_tokens, n_heads, d_k = q.shape[1:]
     n_groups, d_v = v.shape[2:]
@@ -297,7 +312,7 @@ def block_backward(
     packing = {"SELECT_BLOCK": select_block, "PACKED": blocks.packed}
     segment = max(1, tile.segment // heads)
     rows = rows_to_sum(n_select, size["BLOCK_DK"], tile.merge_warps)
-    delta = row_deltas(do, o, dlse)
+    lse2, delta = row_statistics(do, o, lse, dlse, gate)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     bytes_per_query = n_select * heads * d_k * q.element_size()
@@ -318,7 +333,7 @@ def block_backward(
             p_k=k,
             p_v=v,
             p_do=do,
-            p_lse=lse,
+            p_lse2=lse2,
             p_delta=delta,
             p_dq=dq_part,
             p_dk=dk_part,
