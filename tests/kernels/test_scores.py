@@ -14,6 +14,9 @@ from torch import Tensor
 # First: it skips this file where kernels cannot run.
 from interpreted import DEVICE  # isort: skip
 
+import triton
+import triton.language as tl
+
 from nsa import reference
 from nsa.backends.triton import scores
 
@@ -185,3 +188,33 @@ def test_cached_queries_are_declined() -> None:
     q, k, lse = inputs(20, 2, 1, 16, KNOBS, torch.float32)
     with pytest.raises(ValueError, match="q_start"):
         scores.select_blocks(q, k, lse, **KNOBS, scale=1.0, cu_seqlens=None, q_start=torch.zeros(1, dtype=torch.int32))
+
+
+@triton.jit
+def last_taken_kernel(p_key, p_found, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr):
+    lo, exact = scores.last_taken(tl.load(p_key + tl.arange(0, BLOCK_J)), N_FREE, SEGMENTS, BLOCK_J)
+    tl.store(p_found, lo)
+    tl.store(p_found + 1, exact.to(tl.int32))
+
+
+@pytest.mark.parametrize("segments", [4, 16])
+@pytest.mark.parametrize("kind", ["spread", "ties", "crowded", "few", "falling"])
+def test_the_last_one_taken_divides_the_keys(kind: str, segments: int) -> None:
+    """Wherever the greatest lie: one in each segment, all in one, equal, or with hardly any others."""
+    n, n_free = 64, 5
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        key = torch.randint(0, 2**30, (n,), generator=generator)
+        if kind == "ties":
+            key = key % 3
+        elif kind == "crowded":
+            key[:16] += 2**30
+        elif kind == "few":
+            key[n_free + 1 :] = -1
+        elif kind == "falling":
+            key = torch.arange(n, 0, -1) * 2**20
+        key, found = key.int().to(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        last_taken_kernel[(1,)](key, found, n_free, segments, n)
+        lo, exact = found.tolist()
+        at_least, above = int((key >= lo).sum()), int((key > lo).sum())
+        assert at_least == n_free if exact else at_least >= n_free > above

@@ -44,6 +44,10 @@ MAX_RATIO = 256
 FEW_HEADS = 4
 
 
+# Keys too many that are dropped one by one, the least first; more are bisected.
+FEW_TOO_MANY = tl.constexpr(3)
+
+
 @dataclass(frozen=True)
 class Tile:
     """`block_m`: queries times (padded) heads. `block_n`: compressed blocks a step.
@@ -232,9 +236,9 @@ def score_kernel(
 def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr):
     """A key `lo` with `count(key >= lo) >= N_FREE > count(key > lo)`, or any with exactly `N_FREE` keys at or above it;
     and whether it was found as one of the second kind. At least `N_FREE` keys must be 0 or more."""
-    lo = 0
     # Few segments, each the greatest of some keys: their N_FREE-th greatest is a lower bound, and cheap to come near.
     b_top = tl.max(tl.max(tl.reshape(b_key, [BLOCK_J // (4 * SEGMENTS), SEGMENTS, 4]), 2), 0)
+    lo = tl.maximum(tl.min(b_top, 0), 0)
     hi = tl.max(b_top, 0) + 1
     if SEGMENTS >= N_FREE:
         upper = hi
@@ -243,14 +247,30 @@ def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.
             enough = tl.sum((b_top >= middle).to(tl.int32), 0) >= N_FREE
             lo = tl.where(enough, middle, lo)
             upper = tl.where(enough, upper, middle)
-    exact = False
-    while (hi - lo > 1) & (exact == False):  # noqa: E712  a tensor
-        middle = lo + (hi - lo) // 2
-        count = tl.sum((b_key >= middle).to(tl.int32), 0)
-        exact = count == N_FREE
-        lo = tl.where(count >= N_FREE, middle, lo)
-        hi = tl.where(count >= N_FREE, hi, middle)
-    return lo, exact
+    else:
+        lo = 0
+    # `count` keys are at or above `lo`, fewer than N_FREE at or above `hi`.
+    count = tl.sum((b_key >= lo).to(tl.int32), 0)
+    while (hi - lo > 1) & (count != N_FREE):
+        if count > N_FREE + FEW_TOO_MANY:
+            middle = lo + (hi - lo) // 2
+            above = tl.sum((b_key >= middle).to(tl.int32), 0)
+            if above >= N_FREE:
+                lo = middle
+                count = above
+            else:
+                hi = middle
+        else:
+            # Where each segment holds one of the greatest, `lo` is right; for each that shares one, it is one too low.
+            least = tl.min(tl.where(b_key >= lo, b_key, 2147483647), 0)
+            above = tl.sum((b_key > least).to(tl.int32), 0)
+            if above >= N_FREE:
+                lo = least + 1
+                count = above
+            else:
+                lo = least
+                hi = least + 1
+    return lo, count == N_FREE
 
 
 @triton.jit
