@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import nsa
-from nsa import NSAConfig, ops
+from nsa import NSAConfig
+from nsa.backends import gated
 from nsa.generate import generate
 from nsa.model import (
     ATTENTION_KINDS,
@@ -505,7 +506,11 @@ ONLY_BRANCH = {
     "sel": {"l": 32, "d": 4, "n_sel": 4},
     "win": {"l": 32, "d": 4, "n_sel": 1, "n_init": 0, "w": RECALL_LENGTH},
 }
-BRANCH_OP = {"cmp": "compressed_attention", "sel": "selected_attention", "win": "sliding_attention"}
+BRANCH_GRADIENT = {
+    "cmp": "gated_compressed_backward",
+    "sel": "gated_selected_backward",
+    "win": "gated_sliding_backward",
+}
 
 
 def test_the_task_scores_questions_alone_and_has_one_answer() -> None:
@@ -544,11 +549,16 @@ def test_nsa_learns_through_each_branch(branch: str) -> None:
 
 @pytest.mark.parametrize("branch", ONLY_BRANCH)
 def test_a_branch_without_its_gradient_does_not_learn(branch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    intact = getattr(ops, BRANCH_OP[branch])
+    intact = gated.function_of
 
-    def broken(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        o, lse = intact(*args, **kwargs)
-        return o.detach(), lse
+    def broken(backend: Any, name: str) -> Callable[..., Any]:
+        run = intact(backend, name)
 
-    monkeypatch.setattr(ops, BRANCH_OP[branch], broken)
+        def without(*args: Any, into: Tensor | None, **knobs: Any) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = (torch.zeros_like(x) for x in run(*args, into=None, **knobs))
+            return (dq if into is None else into), dk, dv
+
+        return without if name == BRANCH_GRADIENT[branch] else run
+
+    monkeypatch.setattr(gated, "function_of", broken)
     assert not learns_to_recall(recall_config("nsa", ONLY_BRANCH[branch]))

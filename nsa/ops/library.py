@@ -602,22 +602,26 @@ def mixture_backward(
     backend: str,
     strict: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    served: dict[str, Any] = {"backend": backend, "strict": strict}
-    whole: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, **served}
+    whole: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
     g_cmp, g_sel, g_win = gates.unbind(dim=-1)
-    run = router().run
 
     def problem(op: str, k: Tensor, v: Tensor) -> Problem:
         return problem_of(op, q, k, v.shape[3], cu_seqlens, q_start, backward=True)
 
+    def run(shown: str, part: Problem, function: str, *args: Tensor | None, **knobs: Any) -> Any:
+        # A profile shows the branches' gradients apart, as if they were ops of their own.
+        with torch.profiler.record_function(f"nsa::{shown}_backward"):
+            return router().run(part, function, *args, **knobs, backend=backend, strict=strict)
+
     d_gates = run(
+        "combine",
         problem_of("combine", o_cmp, o_sel, o_cmp.shape[3], backward=True),
         "gates_backward",
         *(do, o_cmp, o_sel, o_win, gates),
-        **served,
     )
     # One dq for all three: the first makes it, the others add to it.
     dq, dk_sel, dv_sel = run(
+        "selected_attention",
         problem("selected", k_sel, v_sel),
         "gated_selected_backward",
         *(do, None, q, k_sel, v_sel, indices, o_sel, lse_sel),
@@ -628,6 +632,7 @@ def mixture_backward(
         **whole,
     )
     dq, dk_win, dv_win = run(
+        "sliding_attention",
         problem("sliding", k_win, v_win),
         "gated_sliding_backward",
         *(do, None, q, k_win, v_win, o_win, lse_win),
@@ -638,6 +643,7 @@ def mixture_backward(
         **whole,
     )
     dq, dk_cmp, dv_cmp = run(
+        "compressed_attention",
         problem("compressed", k_cmp, v_cmp),
         "gated_compressed_backward",
         *(do, None, q, k_cmp, v_cmp, o_cmp, lse_cmp),
