@@ -613,12 +613,13 @@ def mixture_backward(
         with torch.profiler.record_function(f"nsa::{shown}_backward"):
             return router().run(part, function, *args, **knobs, backend=backend, strict=strict)
 
-    d_gates = run(
+    products = run(
         "combine",
         problem_of("combine", o_cmp, o_sel, o_cmp.shape[3], backward=True),
         "gates_backward",
         *(do, o_cmp, o_sel, o_win, gates),
     )
+    p_cmp, p_sel, p_win = products.unbind(dim=-1)
     # One dq for all three: the first makes it, the others add to it.
     dq, dk_sel, dv_sel = run(
         "selected_attention",
@@ -628,6 +629,7 @@ def mixture_backward(
         select_block=select_block,
         q_start=q_start,
         gate=g_sel,
+        product=p_sel,
         into=None,
         **whole,
     )
@@ -639,6 +641,7 @@ def mixture_backward(
         window=window,
         q_start=window_start,
         gate=g_win,
+        product=p_win,
         into=dq,
         **whole,
     )
@@ -651,10 +654,11 @@ def mixture_backward(
         stride=stride,
         q_start=q_start,
         gate=g_cmp,
+        product=p_cmp,
         into=dq,
         **whole,
     )
-    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates.contiguous()
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, products.to(gates.dtype).contiguous()
 
 
 @mixture_backward.register_fake

@@ -57,8 +57,8 @@ def run(case: Case, dtype: torch.dtype) -> None:
     combine.combine_forward(o, chosen, slid, gates)
     combine.combine_backward(do, o, chosen, slid, gates)
     # The three as parts of one gradient.
-    combine.gates_backward(do, o, chosen, slid, gates)
-    mixed = [{"gate": gate} for gate in gates.unbind(dim=-1)]
+    products = combine.gates_backward(do, o, chosen, slid, gates)
+    mixed = [{"gate": gates[..., i], "product": products[..., i]} for i in range(3)]
     dq, _, _ = selected.selected_backward(
         do, None, q, k, v, indices, chosen, chosen_lse, select_block=case.select_block, **mixed[1], **whole
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers import Case, random_inputs
@@ -20,24 +22,23 @@ CASES = {
 }
 
 
-def forward_and_backward(
-    branch: str, case: Case, x: dict[str, Tensor], do: Tensor, **gated: Tensor
-) -> tuple[Tensor, ...]:
+def attend(branch: str, case: Case, x: dict[str, Tensor]) -> tuple[Tensor, Callable[..., tuple[Tensor, ...]]]:
+    """The branch's output, and its gradients as a function of the output's."""
     cu = None if case.cu_seqlens is None else case.cu_seqlens.to(DEVICE)
     whole = {"scale": case.d_k**-0.5, "cu_seqlens": cu, "q_start": None}
-    cut = {"block": case.block, "stride": case.stride}
+    cut = {"block": case.block, "stride": case.stride, **whole}
     q, k, v, k_cmp, v_cmp = (x[name] for name in ("q", "k", "v", "k_cmp", "v_cmp"))
     if branch == "sliding":
-        o, lse = sliding.sliding_forward(q, k, v, window=case.window, **whole)
-        return sliding.sliding_backward(do, None, q, k, v, o, lse, window=case.window, **whole, **gated)
-    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **cut, **whole)
+        knobs = {"window": case.window, **whole}
+        o, lse = sliding.sliding_forward(q, k, v, **knobs)
+        return o, lambda do, **gated: sliding.sliding_backward(do, None, q, k, v, o, lse, **knobs, **gated)
+    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
     if branch == "compressed":
-        return compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut, **whole, **gated)
+        return o, lambda do, **gated: compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut, **gated)
     indices = scores.select_blocks(q, k_cmp, lse, **case.selection, **whole)
-    o, lse = selected.selected_forward(q, k, v, indices, select_block=case.select_block, **whole)
-    return selected.selected_backward(
-        do, None, q, k, v, indices, o, lse, select_block=case.select_block, **whole, **gated
-    )
+    knobs = {"select_block": case.select_block, **whole}
+    o, lse = selected.selected_forward(q, k, v, indices, **knobs)
+    return o, lambda do, **gated: selected.selected_backward(do, None, q, k, v, indices, o, lse, **knobs, **gated)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,19 +48,21 @@ def test_a_gate_and_a_sum(branch: str, name: str) -> None:
     inputs = random_inputs(case, torch.float32).map(lambda x: x.to(DEVICE))
     _, k_cmp, v_cmp = inputs.of("compressed")
     q, k, v = inputs.of("selected")
-    x = {"q": q, "k": k, "v": v, "k_cmp": k_cmp, "v_cmp": v_cmp}
     gates = torch.rand(*q.shape[:3], 3, device=DEVICE)
     # Some are closed.
     gates[:, ::3] = 0.0
     gate = gates[..., 1]
     do = torch.randn(*q.shape[:3], case.d_v, device=DEVICE)
     before = torch.randn_like(q)
-    dq, dk, dv = forward_and_backward(branch, case, x, do * gate[..., None])
-    into = before.clone()
-    got = forward_and_backward(branch, case, x, do, gate=gate, into=into)
-    assert got[0] is into
-    for actual, expected in zip(got, (before + dq, dk, dv), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    o, backward = attend(branch, case, {"q": q, "k": k, "v": v, "k_cmp": k_cmp, "v_cmp": v_cmp})
+    dq, dk, dv = backward(do * gate[..., None])
+    products = torch.stack([(do * o).sum(dim=-1)] * 3, dim=-1)
+    for known in ({}, {"product": products[..., 2]}):
+        into = before.clone()
+        got = backward(do, gate=gate, into=into, **known)
+        assert got[0] is into
+        for actual, expected in zip(got, (before + dq, dk, dv), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gates_alone() -> None:

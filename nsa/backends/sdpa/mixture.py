@@ -21,10 +21,10 @@ def combine_backward(
     total = sum_dtype(do)
     g_cmp, g_sel, g_win = gates.to(total).unsqueeze(-2).unbind(dim=-1)
     d_cmp, d_sel, d_win = ((do.to(total) * g).to(do.dtype) for g in (g_cmp, g_sel, g_win))
-    return d_cmp, d_sel, d_win, gates_backward(do, o_cmp, o_sel, o_win, gates)
+    return d_cmp, d_sel, d_win, gates_backward(do, o_cmp, o_sel, o_win, gates).to(gates.dtype)
 
 
 def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
     total = sum_dtype(do)
     products = [(do.to(total) * o.to(total)).sum(dim=-1) for o in (o_cmp, o_sel, o_win)]
-    return torch.stack(products, dim=-1).to(gates.dtype)
+    return torch.stack(products, dim=-1)

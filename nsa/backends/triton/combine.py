@@ -155,14 +155,18 @@ def combine_backward(
     """Gradients of the three branches and of the gates."""
     branches = (o_cmp, o_sel, o_win)
     d_cmp, d_sel, d_win = (contiguous_like(o, o.dtype) for o in branches)
-    return d_cmp, d_sel, d_win, launch_backward(do, branches, gates, (d_cmp, d_sel, d_win), tile)
+    d_gates = contiguous_like(gates, gates.dtype)
+    launch_backward(do, branches, gates, (d_cmp, d_sel, d_win), d_gates, tile)
+    return d_cmp, d_sel, d_win, d_gates
 
 
 def gates_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None
 ) -> Tensor:
-    """The gradient of the gates alone."""
-    return launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, None, None), tile)
+    """The gradient of the gates alone, in fp32."""
+    d_gates = contiguous_like(gates, torch.float32)
+    launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, None, None), d_gates, tile)
+    return d_gates
 
 
 def launch_backward(
@@ -170,16 +174,16 @@ def launch_backward(
     branches: tuple[Tensor, Tensor, Tensor],
     gates: Tensor,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    d_gates: Tensor,
     tile: Tile | None,
-) -> Tensor:
-    """Fills the branches' gradients, if there are tensors for them, and returns that of the gates."""
+) -> None:
+    """Fills the branches' gradients, if there are tensors for them, and that of the gates."""
     o_cmp, o_sel, o_win = branches
     d_cmp, d_sel, d_win = grads
     batch, length, heads, dim = o_cmp.shape
     tile = tile or default_tile(o_cmp, backward=True)
     block_d = triton.next_power_of_2(dim)
     block_r = max(1, tile.elements // block_d)
-    d_gates = contiguous_like(gates, gates.dtype)
     combine_backward_kernel[(triton.cdiv(length * heads, block_r), batch)](
         do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
         d_cmp=d_cmp, d_sel=d_sel, d_win=d_win, d_gates=d_gates, n_rows=length * heads,
@@ -188,4 +192,3 @@ def launch_backward(
         stride_gb=gates.stride(0), stride_gt=gates.stride(1), stride_gh=gates.stride(2), stride_gc=gates.stride(3),
         HEADS=heads, D=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
     )  # fmt: skip
-    return d_gates

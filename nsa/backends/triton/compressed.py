@@ -41,9 +41,10 @@ def compressed_backward(
     cu_seqlens: Tensor | None,
     q_start: Tensor | None,
     gate: Tensor | None = None,
+    product: Tensor | None = None,
     into: Tensor | None = None,
     tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert q_start is None, "cached queries have no backward"
     ranges = compressed_ranges(q.shape[1], k.shape[1], block, stride, cu_seqlens)
-    return ranged_backward(do, dlse, q, k, v, o, lse, ranges, scale, tile, gate, into)
+    return ranged_backward(do, dlse, q, k, v, o, lse, ranges, scale, tile, gate, product, into)

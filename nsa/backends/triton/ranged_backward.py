@@ -54,9 +54,10 @@ ROW_PAD = 128
 
 @triton.jit(do_not_specialize=COUNTS)
 def prepare_kernel(
-    p_o, p_do, p_lse, p_dlse, p_gate, p_lse2, p_delta, n_queries, n_groups,
+    p_o, p_do, p_lse, p_dlse, p_gate, p_product, p_lse2, p_delta, n_queries, n_groups,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     stride_lb, stride_lt, stride_lh, stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh,
+    stride_pb, stride_pt, stride_ph,
     H: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """`lse2 = lse / ln(2)` and `delta`, `[B * G, rows]`; `+inf` and 0 for rows that see nothing or do not exist, which
@@ -67,16 +68,24 @@ def prepare_kernel(
     i_t, o_t, o_h = split_rows(i_row, H, BLOCK_M)
     o_t = i_t + o_t
     m_t = o_t < n_queries
-    b_o = load_rows(p_o, i_b, i_g, i_row, n_queries, stride_ob, stride_ot, stride_oh, H, D_V, BLOCK_M, BLOCK_DV, False)
-    b_do = load_rows(
-        p_do, i_b, i_g, i_row, n_queries, stride_db, stride_dt, stride_dh, H, D_V, BLOCK_M, BLOCK_DV, False
-    )
-    o_h += i_g * H
+    if p_product is None:
+        b_o = load_rows(
+            p_o, i_b, i_g, i_row, n_queries, stride_ob, stride_ot, stride_oh, H, D_V, BLOCK_M, BLOCK_DV, False
+        )
+        b_do = load_rows(
+            p_do, i_b, i_g, i_row, n_queries, stride_db, stride_dt, stride_dh, H, D_V, BLOCK_M, BLOCK_DV, False
+        )
+        b_product = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+        o_h += i_g * H
+    else:
+        o_h += i_g * H
+        o_product = i_b.to(tl.int64) * stride_pb + o_t.to(tl.int64) * stride_pt + o_h * stride_ph
+        b_product = tl.load(p_product + o_product, mask=m_t, other=0.0)
     o_lse = i_b.to(tl.int64) * stride_lb + o_t.to(tl.int64) * stride_lt + o_h * stride_lh
     o_dlse = i_b.to(tl.int64) * stride_eb + o_t.to(tl.int64) * stride_et + o_h * stride_eh
     b_lse = tl.load(p_lse + o_lse, mask=m_t, other=float("-inf"))
     b_dlse = tl.load(p_dlse + o_dlse, mask=m_t, other=0.0)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse
+    b_delta = b_product - b_dlse
 
     m_empty = b_lse == float("-inf")
     o_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * BLOCK_M + i_row + tl.arange(0, BLOCK_M)
@@ -322,7 +331,13 @@ def split_keys(
 
 
 def prepare(
-    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, gate: Tensor | None, n_groups: int
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    gate: Tensor | None,
+    product: Tensor | None,
+    n_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """`lse2` and `delta`, each `[B * G, rows]`, padded."""
     if dlse is None:
@@ -338,6 +353,7 @@ def prepare(
         p_lse=lse,
         p_dlse=dlse,
         p_gate=gate,
+        p_product=product,
         p_lse2=lse2,
         p_delta=delta,
         n_queries=n_queries,
@@ -347,6 +363,7 @@ def prepare(
         **strides("l", lse),
         **strides("e", dlse),
         **strides("g", lse if gate is None else gate),
+        **strides("p", lse if product is None else product),
         H=heads,
         D_V=d_v,
         BLOCK_M=ROW_PAD,
@@ -483,14 +500,16 @@ def ranged_backward(
     scale: float,
     tile: BackwardTile | None = None,
     gate: Tensor | None = None,
+    product: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of; of `gate * o`, if there is a gate.
 
+    `product` is `sum(do * o)`, fp32 `[B,S,Hq]`, where it is known already.
     `into`, contiguous, is a `dq` to add to. It is written last: whoever steps in for a failure finds it as it was.
     """
     tile = tile or pick_backward(q, v, ranges.sliding)
     do, o = row_contiguous(do), row_contiguous(o)
-    lse2, delta = prepare(do, dlse, o, lse, gate, k.shape[2])
+    lse2, delta = prepare(do, dlse, o, lse, gate, product, k.shape[2])
     dk, dv = key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)
     return query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq, into), dk, dv

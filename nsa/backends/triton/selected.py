@@ -138,6 +138,7 @@ def selected_backward(
     cu_seqlens: Tensor | None,
     q_start: Tensor | None,
     gate: Tensor | None = None,
+    product: Tensor | None = None,
     into: Tensor | None = None,
     tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,5 +151,5 @@ def selected_backward(
     tile = tile or pick_backward(q.shape[3], v.shape[3], q.dtype, capability(q.device))
     indices, select_block = fit_blocks(indices, select_block, max(q.shape[3], v.shape[3]))
     blocks = Blocks.of(q.shape[1], select_block, cu_seqlens)
-    dq, dk, dv = block_backward(do, dlse, q, k, v, indices, o, lse, blocks, scale, tile, gate)
+    dq, dk, dv = block_backward(do, dlse, q, k, v, indices, o, lse, blocks, scale, tile, gate, product)
     return (dq if into is None else into.add_(dq)), dk, dv

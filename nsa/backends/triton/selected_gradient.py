@@ -57,9 +57,9 @@ class BackwardTile:
 
 @triton.jit(do_not_specialize=COUNTS)
 def statistics_kernel(
-    p_do, p_o, p_lse, p_dlse, p_gate, p_lse2, p_delta, n_tokens, n_heads,
+    p_do, p_o, p_lse, p_dlse, p_gate, p_product, p_lse2, p_delta, n_tokens, n_heads,
     stride_db, stride_dt, stride_dh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-    stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh,
+    stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh, stride_pb, stride_pt, stride_ph,
     D_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """`lse2`, in base 2, and `delta`, `[B, S, Hq]`, of BLOCK_R rows. See `gated` for what a gate does."""
@@ -68,12 +68,17 @@ def statistics_kernel(
     m_row = o_row < n_tokens * n_heads
     o_t = (o_row // n_heads).to(tl.int64)
     o_head = o_row % n_heads
-    o_dv = tl.arange(0, BLOCK_DV)
-    m_x = m_row[:, None] & (o_dv < D_V)[None, :]
-    o_do = i_b * stride_db + o_t * stride_dt + o_head * stride_dh
-    o_o = i_b * stride_ob + o_t * stride_ot + o_head * stride_oh
-    b_do = tl.load(p_do + o_do[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_o = tl.load(p_o + o_o[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
+    if p_product is None:
+        o_dv = tl.arange(0, BLOCK_DV)
+        m_x = m_row[:, None] & (o_dv < D_V)[None, :]
+        o_do = i_b * stride_db + o_t * stride_dt + o_head * stride_dh
+        o_o = i_b * stride_ob + o_t * stride_ot + o_head * stride_oh
+        b_do = tl.load(p_do + o_do[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_o = tl.load(p_o + o_o[:, None] + o_dv[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_product = tl.sum(b_do * b_o, 1)
+    else:
+        o_product = i_b * stride_pb + o_t * stride_pt + o_head * stride_ph
+        b_product = tl.load(p_product + o_product, mask=m_row, other=0.0)
     o_dlse = i_b * stride_eb + o_t * stride_et + o_head * stride_eh
     b_dlse = tl.load(p_dlse + o_dlse, mask=m_row, other=0.0).to(tl.float32)
     o_lse = i_b * stride_lb + o_t * stride_lt + o_head * stride_lh
@@ -83,7 +88,7 @@ def statistics_kernel(
         b_lse2 = gated(b_lse2, tl.load(p_gate + o_gate, mask=m_row, other=1.0))
     o_out = i_b * n_tokens * n_heads + o_row
     tl.store(p_lse2 + o_out, b_lse2, mask=m_row)
-    tl.store(p_delta + o_out, tl.sum(b_do * b_o, 1) - b_dlse, mask=m_row)
+    tl.store(p_delta + o_out, b_product - b_dlse, mask=m_row)
 
 
 @triton.jit
@@ -263,7 +268,7 @@ def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
 
 
 def row_statistics(
-    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, gate: Tensor | None
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, gate: Tensor | None, product: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`lse` in base 2 and `delta = sum(do * o) - dlse`, `[B, S, Hq]` fp32."""
     if dlse is None:
@@ -278,11 +283,13 @@ def row_statistics(
         p_lse=lse,
         p_dlse=dlse,
         p_gate=gate,
+        p_product=product,
         p_lse2=lse2,
         p_delta=delta,
         n_tokens=length,
         n_heads=n_heads,
-        **strides(d_bth=do, o_bth=o, l_bth=lse, e_bth=dlse, g_bth=lse if gate is None else gate),
+        **strides(d_bth=do, o_bth=o, l_bth=lse, e_bth=dlse),
+        **strides(g_bth=lse if gate is None else gate, p_bth=lse if product is None else product),
         D_V=d_v,
         BLOCK_R=rows,
         BLOCK_DV=triton.next_power_of_2(d_v),
@@ -304,6 +311,7 @@ def block_backward(
     scale: float,
     tile: BackwardTile,
     gate: Tensor | None,
+    product: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_tokens, n_heads, d_k = q.shape[1:]
     n_groups, d_v = v.shape[2:]
@@ -312,7 +320,7 @@ def block_backward(
     packing = {"SELECT_BLOCK": select_block, "PACKED": blocks.packed}
     segment = max(1, tile.segment // heads)
     rows = rows_to_sum(n_select, size["BLOCK_DK"], tile.merge_warps)
-    lse2, delta = row_statistics(do, o, lse, dlse, gate)
+    lse2, delta = row_statistics(do, o, lse, dlse, gate, product)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     bytes_per_query = n_select * heads * d_k * q.element_size()

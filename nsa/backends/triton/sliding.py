@@ -39,9 +39,10 @@ def sliding_backward(
     cu_seqlens: Tensor | None,
     q_start: Tensor | None,
     gate: Tensor | None = None,
+    product: Tensor | None = None,
     into: Tensor | None = None,
     tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert q_start is None, "cached queries have no backward"
     ranges = sliding_ranges(q.shape[1], window, cu_seqlens)
-    return ranged_backward(do, dlse, q, k, v, o, lse, ranges, scale, tile, gate, into)
+    return ranged_backward(do, dlse, q, k, v, o, lse, ranges, scale, tile, gate, product, into)
