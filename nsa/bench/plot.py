@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nsa.bench.results import Row, read
 from nsa.config import require
@@ -31,6 +33,7 @@ COLOURS = {
     "sdpa-cudnn": "#333333",
 }
 OTHER_COLOUR = "#b0722f"
+NAMES = {"fwd": "forward", "bwd": "backward", "train": "training"}
 
 
 def draw(rows: list[Row], out: Path) -> None:
@@ -40,36 +43,46 @@ def draw(rows: list[Row], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels: dict[tuple[str, str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    panels: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        panels[row.op, row.mode, f"{row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), squeeze=False)
-    for axis, ((op, mode, heads), lines) in zip(axes[0], sorted(panels.items()), strict=True):
-        rate = mode == "train"
-        for impl, points in sorted(lines.items()):
-            points = sorted(points, key=lambda row: row.S)
-            values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
-            axis.plot([row.S for row in points], values, marker="o", label=impl, color=COLOURS.get(impl, OTHER_COLOUR))
-        axis.set(
-            title=f"training, heads {heads}" if rate else f"{op} {mode}, heads {heads}",
-            xlabel="sequence length",
-            ylabel="thousand tokens a second" if rate else "milliseconds",
-            xscale="log",
-            yscale="linear" if rate else "log",
-        )
-        lengths = sorted({row.S for points in lines.values() for row in points})
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False)
-        if rate:
-            axis.set_ylim(bottom=0)
+        panels[row.mode, f"{row.op}, heads {row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
+    # Directions below each other, shapes side by side.
+    modes = sorted({mode for mode, _ in panels}, key=["fwd", "bwd", "train"].index)
+    shapes = list(dict.fromkeys(shape for _, shape in panels))
+    size = (5.2 * len(shapes), 3.8 * len(modes))
+    figure, axes = pyplot.subplots(len(modes), len(shapes), figsize=size, squeeze=False)
+    for line, mode in zip(axes, modes, strict=True):
+        for axis, shape in zip(line, shapes, strict=True):
+            draw_panel(axis, mode, shape, panels[mode, shape])
     gpus = sorted({row.gpu for row in rows})
     figure.suptitle(", ".join(gpus), fontsize=9, color="#666666")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
     pyplot.close(figure)
+
+
+def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]]) -> None:
+    rate = mode == "train"
+    for impl, points in sorted(lines.items()):
+        points = sorted(points, key=lambda row: row.S)
+        values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
+        colour = COLOURS.get(impl, COLOURS.get(impl.removesuffix("-graphs"), OTHER_COLOUR))
+        axis.plot([row.S for row in points], values, marker="o", label=impl, color=colour)
+    axis.set(
+        title=f"{shape}: {NAMES.get(mode, mode)}",
+        xlabel="sequence length",
+        ylabel="thousand tokens a second" if rate else "milliseconds",
+        xscale="log",
+        yscale="linear" if rate else "log",
+    )
+    lengths = sorted({row.S for points in lines.values() for row in points})
+    axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False)
+    if rate:
+        axis.set_ylim(bottom=0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

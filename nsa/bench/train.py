@@ -1,6 +1,7 @@
 """Training throughput: the trainer's own step on synthetic tokens.
 
 nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --steps 20
+nsa bench train --preset 125m --seq-len 2048 8192 32768 --tokens 65536 --attention nsa dense
 """
 
 from __future__ import annotations
@@ -111,12 +112,11 @@ class Runner:
             torch.cuda.synchronize()
 
     def measure(self) -> Measurement:
+        self.forget()
         self.run(self.bench.warmup)
         # A graph that is replayed calls nobody and allocates nothing: what counts is who was captured, and its memory.
         if not self.bench.cuda_graphs:
-            router().counts.calls.clear()
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            self.forget()
         p20, p50, p80 = quantiles(self.run(self.bench.steps))
         tokens = self.bench.batch_size * self.bench.model.seq_len
         rate = tokens / p50 * 1e3
@@ -143,6 +143,11 @@ class Runner:
         calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}
         flops = rate * self.model.flops_per_token(self.bench.model.seq_len)
         return Measurement(row, flops / 1e12, sum(self.model.parameter_counts().values()), calls)
+
+    def forget(self) -> None:
+        router().counts.calls.clear()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def impl(self) -> str:
         """By what ran, not by what was asked for: under auto the ops may have had several backends."""
@@ -183,13 +188,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
     parser.epilog = (
-        "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --backend sdpa --steps 20"
+        "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense --steps 20"
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="125m" if on_gpu else "tiny")
-    parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa")
+    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa"])
     parser.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence (default: the preset's)")
-    parser.add_argument("--batch-size", type=int, default=8 if on_gpu else 4)
+    parser.add_argument("--seq-len", nargs="+", type=int, help="tokens in a sequence (default: the preset's)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--batch-size", type=int, default=8 if on_gpu else 4)
+    size.add_argument("--tokens", type=int, help="tokens in a batch, whatever the length of its sequences")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16" if on_gpu else "float32")
@@ -197,7 +204,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
     )
-    parser.add_argument("--cuda-graphs", action="store_true", help="compile, and replay each pass as one CUDA graph")
+    parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=on_gpu,
+        help="compile, and replay each pass as one CUDA graph, as `nsa train` does on a GPU",
+    )
     parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
     parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
     add_output_arguments(parser)
@@ -205,28 +217,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     preset = LMConfig.preset(args.preset)
-    model = replace(preset, attention=args.attention, seq_len=args.seq_len or preset.seq_len)
-    runner = Runner(
-        TrainBench(
-            model=model.with_backend(args.backend),
-            batch_size=args.batch_size,
-            steps=args.steps,
-            warmup=args.warmup,
-            dtype=args.dtype,
-            device=args.device,
-            compile=args.compile,
-            cuda_graphs=args.cuda_graphs,
-            gc=args.gc,
-            commit=args.commit,
-        )
+    for seq_len in args.seq_len or [preset.seq_len]:
+        require_positive_int("--seq-len", seq_len)
+        fits = args.tokens is None or args.tokens % seq_len == 0
+        require(fits, "--tokens", args.tokens, f"a multiple of --seq-len, {seq_len}")
+        for attention in args.attention:
+            model = replace(preset, attention=attention, seq_len=seq_len).with_backend(args.backend)
+            size = args.batch_size if args.tokens is None else args.tokens // seq_len
+            run_one(bench_of(args, model, size), args)
+    return 0
+
+
+def bench_of(args: argparse.Namespace, model: LMConfig, batch_size: int) -> TrainBench:
+    return TrainBench(
+        model=model,
+        batch_size=batch_size,
+        steps=args.steps,
+        warmup=args.warmup,
+        dtype=args.dtype,
+        device=args.device,
+        compile=args.compile,
+        cuda_graphs=args.cuda_graphs,
+        gc=args.gc,
+        commit=args.commit,
     )
+
+
+def run_one(bench: TrainBench, args: argparse.Namespace) -> None:
+    # What an earlier one compiled is its own: its graphs hold its memory.
+    torch.compiler.reset()
+    runner = Runner(bench)
     if args.check_sync:
         runner.check_sync()
         print("no host synchronisation in a training step")
-        return 0
+        return
     measurement = runner.measure()
     print(measurement)
     if args.out is not None:
         append(args.out, measurement.row)
-    print(json.dumps(asdict(measurement.row)))
-    return 0
+    print(json.dumps(asdict(measurement.row)), flush=True)

@@ -153,23 +153,16 @@ def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["query", "block"])
-def test_first_queries_read_every_block_and_the_rest_go_another_way(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = BASE.but(length=150, batch=2, heads=3, select_block=32, n_select=2)
-    monkeypatch.setattr(selected, "dense_queries", lambda *_: 64)
-    tile = replace(FORWARD["block-chunked"], method=method)
-    monkeypatch.setattr(selected, "pick_forward", lambda *_: tile)
-    inputs = random_inputs(case, torch.float32)
-    given = on_device(inputs)
-    o, lse = selected.selected_forward(*given.of("selected"), given.indices, **options(case))
-    exact = results(reference, "selected", inputs.to(torch.float64), case)
-    plain = results(reference, "selected", inputs, case)
-    names = ("o", "lse")
-    assert_within_derived_tolerance(
-        {"o": o.cpu(), "lse": lse.cpu()}, {n: exact[n] for n in names}, {n: plain[n] for n in names}
-    )
+def test_a_short_sequence_reads_every_block_and_a_long_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name in ("dense_forward", "block_forward"):
+        intact = getattr(selected, name)
+        monkeypatch.setattr(selected, name, lambda *args, f=intact, n=name: (taken.append(n), f(*args)))
+    case = BASE.but(select_block=64, n_select=1, n_local=0)
+    for length in (256, 257):
+        given = on_device(random_inputs(case.but(length=length), torch.float32))
+        selected.selected_forward(*given.of("selected"), given.indices, **options(case))
+    assert taken == ["dense_forward", "block_forward"]
 
 
 @pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["plain", "packed"])
@@ -237,7 +230,7 @@ def test_index_lists_every_pair_once_in_order(
     # Launches and segments hold every pair once, whatever they are cut into.
     found = []
     monkeypatch.setattr(selected_index, "SORT_FROM_QUERIES", 0)
-    for launch in launches(given.indices, blocks, 0, bytes_per_query=1, budget=1, segment=5, in_order=True):
+    for launch in launches(given.indices, blocks, bytes_per_query=1, budget=1, segment=5, in_order=True):
         assert sorted(launch.order.tolist()) == list(range(launch.n_segments))
         firsts = []
         for i in launch.order.tolist():

@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 # of a loop over one key; and nothing is gained by knowing that a count is a multiple of 16.
 COUNTS = [
     *("n_queries", "n_keys", "n_groups", "n_parts", "n_tokens", "n_blocks", "n_items", "n_runs", "n_tiles", "n_words"),
-    *("n_word_tiles", "row_0", "run_0", "query_0", "t_lo", "t_hi"),
+    *("n_word_tiles", "row_0", "query_0", "t_lo", "t_hi"),
 ]
 
 

@@ -1,7 +1,7 @@
 """The selected branch by our kernels: which of the three forward methods, which tiles, and the launches.
 
-The first queries of a sequence choose a good part of the blocks before them: `dense` reads all of those, masked, which
-is cheapest up to a measured number of blocks. The others go by `query` or by `block`.
+The queries of a short sequence choose a good part of the blocks before them: `dense` reads all of those, masked, which
+is cheapest up to a measured number of blocks. A longer one goes by `query` or by `block`.
 
 Per (query, block) `query` reads `2 * l_sel * D` elements through the L2, `block` moves `3 * h * D` through memory, half
 as fast. On an H200 at 65,536 tokens `block` is faster at 4, 6 and 16 heads a group (docs/kernels.md); past that
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nsa.backends.triton import tuning
 from nsa.backends.triton.selected_attend import ForwardTile, block_forward, query_forward
-from nsa.backends.triton.selected_common import LONGEST_RUN
 from nsa.backends.triton.selected_dense import dense_forward, dense_tile
 from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
 from nsa.backends.triton.selected_index import Blocks, halve_blocks
@@ -81,10 +80,9 @@ def fit_blocks(indices: Tensor, select_block: int, width: int) -> tuple[Tensor, 
     return indices, select_block
 
 
-def dense_queries(length: int, n_select: int, select_block: int, device: torch.device) -> int:
-    """How many of the first queries read all blocks: up to a measured number of blocks for each that is chosen."""
-    n_blocks = tuning.tuned().threshold("dense_up_to_blocks", capability(device)) * n_select
-    return min(length, max(1, n_blocks * select_block // LONGEST_RUN) * LONGEST_RUN)
+def is_short(length: int, n_select: int, select_block: int, device: torch.device) -> bool:
+    """Whether there are so few blocks for each that is chosen that it is cheapest to read them all."""
+    return length <= tuning.tuned().threshold("dense_up_to_blocks", capability(device)) * n_select * select_block
 
 
 def selected_forward(
@@ -111,15 +109,16 @@ def selected_forward(
     lse = q.new_empty(batch, length, n_heads, dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    cut = dense_tile(q, v, select_block) if tile is None and cu_seqlens is None else None
-    n_dense = 0
-    if cut is not None and method in (None, "dense"):
-        n_dense = length if method == "dense" else dense_queries(length, indices.shape[3], select_block, q.device)
-        dense_forward(q, k, v, indices, o, lse, select_block, scale, cut, n_dense)
-    if n_dense < length:
-        tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, method, capability(q.device))
-        run = query_forward if tile.method == "query" else block_forward
-        run(q, k, v, indices, o, lse, Blocks.of(length, select_block, cu_seqlens), scale, tile, n_dense)
+    if tile is None and method is None and cu_seqlens is None:
+        method = "dense" if is_short(length, indices.shape[3], select_block, q.device) else None
+    cut = dense_tile(q, v, select_block) if method == "dense" else None
+    if cut is not None:
+        dense_forward(q, k, v, indices, o, lse, select_block, scale, cut)
+        return o, lse
+    other = None if method == "dense" else method
+    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, other, capability(q.device))
+    run = query_forward if tile.method == "query" else block_forward
+    run(q, k, v, indices, o, lse, Blocks.of(length, select_block, cu_seqlens), scale, tile)
     return o, lse
 
 

@@ -211,7 +211,7 @@ def block_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_indices, p_doc_start,
-    scale_log2, n_tokens, n_groups, query_0,
+    scale_log2, n_tokens, n_groups,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ib, stride_it, stride_ig,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -222,7 +222,7 @@ def query_kernel(
 
     With COMMON `o` and `lse` hold what to start from, and are replaced.
     """
-    i_t = query_0 + tl.program_id(0)
+    i_t = tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
@@ -329,11 +329,10 @@ def attend_common(
     select_block: int,
     scale: float,
     tile: ForwardTile,
-    query_0: int,
     parts: Parts | None = None,
 ) -> None:
     common_forward(
-        q, k, v, split, o, lse, select_block, scale * LOG2_E, query_0=query_0, parts=parts,
+        q, k, v, split, o, lse, select_block, scale * LOG2_E, parts=parts,
         num_warps=tile.common_warps, num_stages=tile.common_stages, registers=tile.common_registers,
         sizes=widths(q.shape[3], v.shape[3], select_block),
     )  # fmt: skip
@@ -349,19 +348,17 @@ def block_forward(
     blocks: Blocks,
     scale: float,
     tile: ForwardTile,
-    query_0: int = 0,
 ) -> None:
-    """Writes `o` and natural `lse` of the queries from `query_0` on, a multiple of `LONGEST_RUN`."""
+    """Writes `o` and natural `lse`."""
     n_tokens, n_groups = k.shape[1:3]
     heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
-    split = split_choice(indices, blocks, heads, tile.common_m, query_0)
+    split = split_choice(indices, blocks, heads, tile.common_m)
     bytes_per_query = n_select * heads * (d_v * q.element_size() + 4)
     segment = max(1, tile.segment // heads)
     part = part_lse = None
     for launch in launches(
         split.rest,
         blocks,
-        query_0,
         bytes_per_query=bytes_per_query,
         budget=tile.scratch,
         segment=segment,
@@ -398,7 +395,7 @@ def block_forward(
             num_warps=tile.num_warps,
         )
         parts = Parts(launch.row_0, launch.n_rows, launch.query_0, launch.n_queries, part, part_lse)
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, query_0, parts)
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, parts)
 
 
 def segment_arguments(launch: Launch, blocks: Blocks) -> dict[str, object]:
@@ -426,17 +423,16 @@ def query_forward(
     blocks: Blocks,
     scale: float,
     tile: ForwardTile,
-    query_0: int = 0,
 ) -> None:
-    """Writes `o` and natural `lse` of the queries from `query_0` on, a multiple of `LONGEST_RUN`."""
+    """Writes `o` and natural `lse`."""
     batch, n_tokens, n_heads, d_k = q.shape
     n_groups, d_v = v.shape[2:]
     heads, n_select = n_heads // n_groups, indices.shape[3]
     if tile.common_m > 0:
-        split = split_choice(indices, blocks, heads, tile.common_m, query_0)
+        split = split_choice(indices, blocks, heads, tile.common_m)
         indices = split.rest
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, query_0)
-    query_kernel[(n_tokens - query_0, batch * n_groups)](
+        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
+    query_kernel[(n_tokens, batch * n_groups)](
         p_q=q,
         p_k=k,
         p_v=v,
@@ -447,7 +443,6 @@ def query_forward(
         scale_log2=scale * LOG2_E,
         n_tokens=n_tokens,
         n_groups=n_groups,
-        query_0=query_0,
         **strides(q_bth=q, k_bng=k, v_bng=v, i_btg=indices),
         H=heads,
         N_SELECT=n_select,

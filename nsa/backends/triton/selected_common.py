@@ -32,11 +32,11 @@ PART_BYTES = 64 << 10
 @triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
     p_indices, p_rest, p_common, p_n_common, p_doc_start,
-    n_tokens, n_groups, run_0, n_runs, stride_b, stride_t, stride_g,
+    n_tokens, n_groups, n_runs, stride_b, stride_t, stride_g,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1."""
-    i_run = run_0 + tl.program_id(0)
+    i_run = tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
@@ -220,17 +220,15 @@ class Parts:
     lse: Tensor  # [rows, queries, n, h] base 2
 
 
-def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int, query_0: int) -> Split:
-    """Of the queries from `query_0` on, which starts a run."""
+def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int) -> Split:
     batch, n_tokens, n_groups, n_select = indices.shape
     rows = batch * n_groups
     run = run_length(heads, block_m, blocks.select_block)
-    n_runs, run_0 = triton.cdiv(n_tokens, run), query_0 // run
-    assert query_0 % run == 0, "runs start at multiples of their length"
+    n_runs = triton.cdiv(n_tokens, run)
     common = torch.empty(rows, n_runs, n_select, dtype=torch.int32, device=indices.device)
     n_common = torch.empty(rows, n_runs, dtype=torch.int32, device=indices.device)
     rest = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
-    split_kernel[(n_runs - run_0, rows)](
+    split_kernel[(n_runs, rows)](
         p_indices=indices,
         p_rest=rest,
         p_common=common,
@@ -238,7 +236,6 @@ def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int, quer
         p_doc_start=blocks.doc_start,
         n_tokens=n_tokens,
         n_groups=n_groups,
-        run_0=run_0,
         n_runs=n_runs,
         stride_b=indices.stride(0),
         stride_t=indices.stride(1),
@@ -263,7 +260,6 @@ def common_forward(
     select_block: int,
     scale_log2: float,
     *,
-    query_0: int,
     parts: Parts | None,
     num_warps: int,
     num_stages: int,
@@ -271,12 +267,12 @@ def common_forward(
     sizes: dict[str, int],
 ) -> None:
     """With `parts` fills their queries' `o` and natural `lse`; without, `o` and `lse` in base 2 with what comes of the
-    common blocks alone, for all queries from `query_0` on."""
+    common blocks alone, for all queries."""
     n_tokens, n_heads, d_k = q.shape[1:]
     n_groups, d_v = v.shape[2:]
     heads = n_heads // n_groups
     rows, n_runs, n_select = split.common.shape
-    row_0, n_queries = 0, n_tokens - query_0
+    row_0, query_0, n_queries = 0, 0, n_tokens
     if parts is not None:
         row_0, rows, query_0, n_queries = parts.row_0, parts.n_rows, parts.query_0, parts.n_queries
     block_m = max(16, triton.next_power_of_2(split.run * heads))

@@ -2,8 +2,7 @@
 
 Half of the blocks of 2,048 tokens are chosen by every query, so a tile of queries reads nearly all of them whatever way
 it goes about it: then it is cheapest to read them in order, once for all queries of the tile, with no list of blocks
-and no partial results. The work grows with the square of the length, so it is for short sequences, and for the first
-queries of long ones.
+and no partial results. The work grows with the square of the length, so it is for short sequences.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def dense_forward(
     select_block: int,
     scale: float,
     tile: Tile,
-    n_queries: int,
 ) -> None:
-    """Writes `o` and natural `lse` of the first `n_queries`; one document a row."""
-    q, k, v, indices, o, lse = (x[:, :n_queries] for x in (q, k, v, indices, o, lse))
-    chosen = Chosen(mark(indices, Blocks.of(n_queries, select_block, None)), select_block)
+    """Writes `o` and natural `lse`; one document a row."""
+    chosen = Chosen(mark(indices, Blocks.of(q.shape[1], select_block, None)), select_block)
     ranged_forward(q, k, v, CAUSAL, scale, tile, chosen, (o, lse))

@@ -325,7 +325,7 @@ def block_backward(
 
     bytes_per_query = n_select * heads * d_k * q.element_size()
     dq_part = dk_part = dv_part = dk = dv = None
-    for launch in launches(indices, blocks, 0, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment):
+    for launch in launches(indices, blocks, bytes_per_query=bytes_per_query, budget=tile.scratch, segment=segment):
         dq_part = at_least(dq_part, launch.n_rows * launch.n_queries * n_select * heads, (d_k,), q.dtype, q.device)
         dk_part = at_least(dk_part, launch.n_segments, (select_block, d_k), torch.float32, q.device)
         dv_part = at_least(dv_part, launch.n_segments, (select_block, d_v), torch.float32, q.device)

@@ -275,7 +275,6 @@ class Launch:
 def launches(
     indices: Tensor,
     blocks: Blocks,
-    first_query: int,
     *,
     bytes_per_query: int,
     budget: int,
@@ -284,7 +283,7 @@ def launches(
 ) -> Iterator[Launch]:
     """Cut the queries' work so that `bytes_per_query` of scratch for each (row, query) stay below `budget`.
 
-    Queries before `first_query`, a multiple of 32, are left out. `in_order`: long launches go by their first query.
+    `in_order`: long launches go by their first query.
 
     Rows come one after the other with as many queries as fit, because a block's keys are read once a launch.
     """
@@ -292,7 +291,7 @@ def launches(
     rows = batch * n_groups
     part = max(WORD, MAX_WORDS // (rows * blocks.count) * WORD)
     fit = max(WORD, budget // bytes_per_query)
-    for query_0 in range(first_query, n_queries, part):
+    for query_0 in range(0, n_queries, part):
         query_1 = min(query_0 + part, n_queries)
         index = build_index(indices, blocks, query_0, query_1)
         length = query_1 - query_0

@@ -42,7 +42,7 @@ KERNELS = (
     "combine-backward",
 )
 # query_from_heads: heads per group from which on the selected forward goes by query, not by block.
-# dense_up_to_blocks: blocks for each chosen one up to which the selected forward reads all of them.
+# dense_up_to_blocks: how many blocks for each chosen one a sequence has at most whose selected forward reads them all.
 THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
 DTYPES = ("half", "fp32")
 # 192: one of keys and values is wider than 128, the other is not.
