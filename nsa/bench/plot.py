@@ -1,6 +1,6 @@
 """Plots of benchmark files: `nsa bench plot`. Reads rows, measures nothing.
 
-nsa bench plot --rows benchmarks/results/h200/train.csv --out docs/train.png
+nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Draw benchmark rows: one panel an op, mode and head shape, one line an implementation."
-    parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/train.csv --out docs/train.png"
+    parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png"
     parser.add_argument("--rows", type=Path, nargs="+", required=True, help="CSV files written by nsa bench")
     parser.add_argument("--out", type=Path, required=True, help="the picture, PNG or SVG by its ending")
 
