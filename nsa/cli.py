@@ -11,6 +11,7 @@ line, with status 2.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A wrong value or a file that is not there is the caller's to mend: the sentence helps, a traceback does not.
         print(f"nsa {name}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"nsa {name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

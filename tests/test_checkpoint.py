@@ -204,6 +204,9 @@ def damage(kind: str, folder: Path) -> None:
         os.truncate(data, data.stat().st_size - 1)
     elif kind == "no file":
         data.unlink()
+    elif kind == "a folder":
+        data.unlink()
+        data.mkdir()
     elif kind == "no index":
         (folder / "index.json").unlink()
     elif kind == "a torn index":
@@ -219,6 +222,7 @@ def damage(kind: str, folder: Path) -> None:
         ("a flipped bit", "rank_00000.safetensors does not have the checksum"),
         ("a short file", r"rank_00000.safetensors has [\d,]+ bytes instead of"),
         ("no file", "rank_00000.safetensors is missing"),
+        ("a folder", "rank_00000.safetensors cannot be read: Is a directory"),
         ("no index", "index.json is missing"),
         ("a torn index", "index.json does not have the checksum"),
         ("an edited index", "index.json does not have the checksum"),
@@ -241,6 +245,25 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     # It no longer counts as the newest: with one to keep, it would cost the next.
     again.save(4, *fresh, {}, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_3", "step_4"]
+
+
+def test_the_same_step_may_be_damaged_twice(tmp_path: Path, trained: Pair) -> None:
+    Checkpoints(tmp_path).save(2, *trained, {}, wait=True)
+    for _ in range(2):
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(3, *trained, {}, wait=True)
+        damage("a flipped bit", tmp_path / "step_3")
+        again = Checkpoints(tmp_path)
+        with pytest.warns(RuntimeWarning, match="step_3 is damaged"):
+            again.load(*make(seed=1))
+        again.save(3, *trained, {}, wait=True)
+    assert {"damaged_step_3", "damaged_step_3_2", "step_3"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_file_that_looks_like_a_leftover_is_removed(tmp_path: Path, trained: Pair) -> None:
+    (tmp_path / "x.tmp").touch()
+    Checkpoints(tmp_path).save(1, *trained, {}, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1"]
 
 
 def test_no_intact_one_left_is_an_error_not_a_new_start(tmp_path: Path, trained: Pair) -> None:

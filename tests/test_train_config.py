@@ -16,7 +16,7 @@ from nsa import cli, train
 from nsa.model import LM, PRESETS
 from nsa.settings import Settings
 from nsa.train.command import config_from
-from nsa.train.config import TrainConfig, configs_folder, diff, keys_of, load_config, put
+from nsa.train.config import TrainConfig, configs_folder, diff, keys_of, load_config, moved, put, write_yaml
 
 NAMES = sorted(path.stem for path in configs_folder().glob("*.yaml"))
 PLAIN = Settings.load(environ={})
@@ -219,3 +219,20 @@ def test_the_doctor_sees_a_full_disk_and_a_folder_of_another_model(
     assert "another folder: this one holds the run of a model with another model.hidden" in first
     assert "0.0 GiB free" in second
     preflight.try_step(small_run(tmp_path, kind="nsa"), torch.device("cpu"))
+
+
+def test_a_run_goes_on_with_other_ranks_and_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_yaml(tmp_path / "config.yaml", replace(small_run(tmp_path), parallel="ddp"))
+    assert moved(tmp_path) == {"parallel": "auto", "cuda_graphs": "auto"}
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    assert moved(tmp_path) == {}
+    write_yaml(tmp_path / "config.yaml", replace(small_run(tmp_path), device="cuda", compile=True, cuda_graphs=True))
+    assert set(moved(tmp_path)) == {"parallel", "device", "compile", "cuda_graphs"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "mps"), ("device", "meta"), ("out", 5), ("out", None), ("cuda_graphs", True)]
+)
+def test_what_no_run_can_have_is_named(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{key} is "):
+        load_config("tiny", {"device": "cpu", key: value}, env=Settings())

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from training import lines_of, losses, small_run
 
 from nsa.data import Batch
+from nsa.data.config import DataConfig
 from nsa.train import Trainer, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.step import StepResult
@@ -154,6 +156,84 @@ def test_data_that_fails_costs_nothing_of_the_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="the disk is gone"):
         trainer.train()
     assert trainer.checkpoints.latest() == 4
+    assert [line["step"] for line in lines_of(tmp_path, "step")] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_ends_the_wait_for_data_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small_run(tmp_path))
+    real = trainer.loader
+
+    class Hanging:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def __iter__(self) -> Iterator[Batch]:
+            if trainer.done == 3:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                time.sleep(30)
+            return iter(real)
+
+    monkeypatch.setattr(trainer, "loader", Hanging())
+    began = time.monotonic()
+    assert trainer.train() is None
+    assert time.monotonic() - began < 20
+    assert trainer.checkpoints.latest() == 3
+    assert [line["step"] for line in lines_of(tmp_path, "step")] == [1, 2, 3]
+
+
+def test_a_start_that_fails_is_not_what_the_run_goes_on_as(tmp_path: Path) -> None:
+    config = small_run(tmp_path, kind="nsa")
+    Trainer(replace(config, steps=4)).train()
+    before = (tmp_path / "config.yaml").read_text()
+    wrong = replace(config, model=config.model.with_backend("triton"))
+    with pytest.raises(ValueError, match="no backend serves"):
+        Trainer(wrong).train()
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert Trainer(config).train() is not None
+    assert (tmp_path / "config.yaml").read_text() != before
+
+
+def test_a_model_that_is_broken_is_not_kept_as_the_last_good_one(tmp_path: Path) -> None:
+    config = small_run(tmp_path, save_every=2, log_every=1, max_skips=2, steps=20)
+    trainer = Trainer(config)
+    step = trainer.step
+
+    def spoil(number: int, batches: list[Batch]) -> StepResult:
+        if number == 3:
+            with torch.no_grad():
+                trainer.model.norm.weight.fill_(float("nan"))
+        return step(number, batches)
+
+    trainer.step = spoil  # type: ignore[method-assign]
+    with pytest.raises(RunStopped, match=r"no finite loss any more: the last good state is that of step 2"):
+        trainer.train()
+    assert trainer.checkpoints.latest() == 2
+
+
+def test_every_checkpoint_has_a_loss_to_be_compared_by(tmp_path: Path) -> None:
+    trainer = Trainer(small_run(tmp_path, eval_every=4, save_every=3))
+    trainer.train()
+    assert all(trainer.checkpoints.loss(step) is not None for step in trainer.checkpoints.steps())
+
+
+def test_noise_does_not_stand_in_for_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    real = loop.open_loader
+
+    def note(data: DataConfig, **knobs: Any) -> Any:
+        asked[knobs["split"]] = data.on_stall
+        return real(data, **knobs)
+
+    monkeypatch.setattr(loop, "open_loader", note)
+    config = small_run(tmp_path)
+    Trainer(replace(config, data=replace(config.data, on_stall="synthetic"))).loader.close()
+    assert asked == {"train": "synthetic", "valid": "retry"}
+
+
+def test_a_short_run_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="at least 1,000,000,000"):
+        Trainer(small_run(tmp_path, kind="nsa", min_tokens_per_s=1e9)).train()
 
 
 def test_the_watchdog_writes_down_where_everyone_is_and_saves(
@@ -162,14 +242,14 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
     trainer = Trainer(small_run(tmp_path, kind="nsa", watchdog_s=0.3))
     real = trainer.fetch
 
-    def slow() -> list[Batch]:
+    def slow(*given: Any) -> list[Batch] | None:
         barked = tmp_path / "watchdog.txt"
         end = time.monotonic() + 10
         while trainer.done == 3 and not barked.exists() and time.monotonic() < end:
             time.sleep(0.05)
         if trainer.done == 3:
             time.sleep(0.5)
-        return real()
+        return real(*given)
 
     monkeypatch.setattr(trainer, "fetch", slow)
     trainer.train()

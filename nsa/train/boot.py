@@ -19,7 +19,7 @@ from nsa.backends.routing import explain
 from nsa.config import require
 from nsa.model import LM
 from nsa.origin import commit, installed
-from nsa.train.config import DTYPES, FILE, TrainConfig, diff, load_config, write_yaml
+from nsa.train.config import DTYPES, FILE, TrainConfig, diff, load_config, replace_text, write_yaml
 from nsa.train.distributed import Ranks
 
 RUN = "run.json"
@@ -96,7 +96,7 @@ def write_down(config: TrainConfig, *, step: int, ranks: Ranks) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     write_yaml(config.out / FILE, config)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
-    (config.out / RUN).write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(config.out / RUN, json.dumps(record, indent=2) + "\n")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

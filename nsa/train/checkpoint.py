@@ -19,6 +19,7 @@ import re
 import shutil
 import warnings
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -132,6 +133,11 @@ class Checkpoints:
             raise plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error) from error
         self.current = step
 
+    def look(self) -> None:
+        """Raise the error of a save that has failed meanwhile; one that is being written is left to it."""
+        if self.pending is not None and self.pending[1].done() and self.group is None:
+            self.wait()
+
     def close(self) -> None:
         """Wait for the last save. The ranks' own group goes when the run's does."""
         self.wait()
@@ -209,7 +215,8 @@ class Checkpoints:
         """Damaged checkpoints lose their names before a new one is written: they must not count as the newest."""
         for step in self.rejected:
             if self.path(step).exists():
-                self.path(step).rename(self.folder / f"damaged_step_{step}")
+                names = (f"damaged_step_{step}" + (f"_{n}" if n > 1 else "") for n in count(1))
+                self.path(step).rename(next(self.folder / name for name in names if not (self.folder / name).exists()))
         self.rejected.clear()
 
     def prune(self, saved: int) -> None:

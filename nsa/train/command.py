@@ -19,7 +19,7 @@ from nsa import settings
 from nsa.config import require
 from nsa.model import ATTENTION_KINDS
 from nsa.train.boot import describe_difference
-from nsa.train.config import DTYPES, TrainConfig, load_config, parse_set
+from nsa.train.config import DTYPES, TrainConfig, load_config, moved, parse_set
 from nsa.train.distributed import from_first, ranks
 from nsa.train.guards import RunStopped
 from nsa.train.loop import Trainer
@@ -135,4 +135,4 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
         return load_config(args.config or "tiny", given, env=env)
     require(args.config is None, "--config", args.config, "nothing with --resume, which takes the run's own")
     require("out" not in given, "--out", given.get("out"), "nothing with --resume, which goes on in the run's folder")
-    return load_config(args.resume, given | {"out": str(args.resume)}, env=env)
+    return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=env)

@@ -133,6 +133,18 @@ class TrainConfig:
             "a text of at least one character",
         )
         require(
+            self.device.partition(":")[0] in ("cpu", "cuda"),
+            "device",
+            self.device,
+            "'cpu', 'cuda' or 'cuda:0'",
+        )
+        require(
+            self.cuda_graphs is False or self.device.startswith("cuda"),
+            "cuda_graphs",
+            True,
+            f"False on {self.device}: only a CUDA GPU has graphs",
+        )
+        require(
             not (self.cuda_graphs and self.data.pack),
             "cuda_graphs",
             True,
@@ -191,6 +203,7 @@ def load_config(
         kind = values["model"].attention
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         values["out"] = RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
+    require(isinstance(values["out"], str | Path), "out", values["out"], "the path of a folder")
     values["out"] = Path(values["out"])
     return TrainConfig(**values)
 
@@ -214,6 +227,17 @@ def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
         static = not values["data"].pack
         values["cuda_graphs"] = bool(on_gpu and values["compile"] and static and values["parallel"] == "none")
     return values
+
+
+def moved(run: Path) -> dict[str, Any]:
+    """What of a run's config cannot stay as it was because this machine, or who started this process, is another."""
+    tree = read_yaml(find_config(run))
+    moves: dict[str, Any] = {}
+    if dist.is_torchelastic_launched() == (tree.get("parallel") == "none"):
+        moves |= {"parallel": "auto", "cuda_graphs": "auto"}
+    if str(tree.get("device")).startswith("cuda") and not torch.cuda.is_available():
+        moves |= {"device": "auto", "compile": "auto", "cuda_graphs": "auto"}
+    return moves
 
 
 def configs_folder() -> Path:
@@ -256,7 +280,14 @@ def write_yaml(path: Path, config: TrainConfig) -> None:
     """All but where the run is written: whoever starts from the file starts a run of their own."""
     values = {name: value for name, value in config.to_dict().items() if name != "out"}
     # A tuple is Python's, and safe_load would not know it: JSON has lists alone.
-    path.write_text(yaml().safe_dump(json.loads(json.dumps(values)), sort_keys=False))
+    replace_text(path, yaml().safe_dump(json.loads(json.dumps(values)), sort_keys=False))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Written aside and renamed: a disk that is full, or a kill, leaves the old file whole."""
+    aside = path.with_name(f"{path.name}.tmp")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def parse_set(texts: list[str]) -> dict[str, Any]:

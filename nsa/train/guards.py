@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -25,14 +26,22 @@ class RunStopped(RuntimeError):
     """A guard ended the run; the message says why and what is left on the disk."""
 
 
+class Asked(Exception):
+    """A signal came while the run was waiting for something that may never come."""
+
+
 class Signals:
-    """SIGTERM and SIGINT ask the run to stop after its step; a second one ends the process as usual."""
+    """SIGTERM and SIGINT ask the run to stop after its step; a second one ends the process as usual.
+
+    Within `waiting()` the first one ends the wait: nothing else would, if what is waited for never comes.
+    """
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.asked: str | None = None
         self.before: dict[int, Any] = {}
+        self.raises = False
 
     def __enter__(self) -> Signals:
         # Python lets only the main thread have handlers; elsewhere whoever started the thread has them.
@@ -43,6 +52,18 @@ class Signals:
     def note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name
         self.restore()
+        if self.raises:
+            raise Asked
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.raises = True
+        try:
+            if self.asked is not None:
+                raise Asked
+            yield
+        finally:
+            self.raises = False
 
     def restore(self) -> None:
         for number, handler in self.before.items():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from nsa.train.boot import backends, boot_line, check_folder, write_down
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
 from nsa.train.config import DTYPES, TrainConfig
 from nsa.train.distributed import Ranks, any_rank, mean_over_ranks, parallelize
-from nsa.train.guards import RunStopped, Signals, Skips, Watchdog, branch_profile
+from nsa.train.guards import Asked, RunStopped, Signals, Skips, Watchdog, branch_profile
 from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
@@ -47,14 +48,15 @@ class Trainer:
         self.dtype = DTYPES[c.dtype]
         self.changed = check_folder(c)
         self.loader = self.open_data("train")
-        # The same few batches every time; held, because a stream would have to be opened again.
-        with self.open_data("valid") as loader:
-            self.valid = list(islice(loader, c.eval_batches))
         torch.manual_seed(c.seed)
         self.model = LM(c.model).to(self.device)
         self.model.recompute = c.gc
         # Before anything is sharded: then each rank would count its own part.
         self.boot = boot_line(c, self.model, self.loader.source, self.ranks)
+        self.say(self.boot)
+        # The same few batches every time; held, because a stream would have to be opened again.
+        with self.open_data("valid") as loader:
+            self.valid = list(islice(loader, c.eval_batches))
         self.flops_per_token = self.model.flops_per_token(c.model.seq_len)
         module = parallelize(
             self.model,
@@ -76,6 +78,7 @@ class Trainer:
         self.checkpoints = Checkpoints(c.out / "checkpoints", keep=c.keep)
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
         self.log: RunLog | None = None
+        self.written = False
         self.shown: Progress | None = None
         # What a checkpoint would hold besides parameters: the steps done, and where the data stood after them.
         self.done = 0
@@ -93,8 +96,12 @@ class Trainer:
 
     def open_data(self, split: Split) -> Loader:
         c = self.config
+        data = c.data
+        if split == "valid" and data.on_stall == "synthetic":
+            # A loss on noise would say nothing, for the whole run.
+            data = replace(data, on_stall="retry")
         return open_loader(
-            c.data,
+            data,
             split=split,
             batch_size=c.batch_size,
             seq_len=c.model.seq_len,
@@ -109,18 +116,19 @@ class Trainer:
     def train(self) -> Summary | None:
         """None where a signal ended it before its last step."""
         c = self.config
-        self.say(self.boot)
+        watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            began = self.resume()
-            if self.ranks.first:
-                write_down(c, step=began, ranks=self.ranks)
-                self.log = RunLog(c.out, resume=began > 0)
-            if self.loss_start is None:
-                self.loss_start = self.evaluate()
-            watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
-            with Signals() as signals, watchdog:
+            with Signals() as signals:
+                began = self.resume()
+                if began == 0:
+                    self.write_down()
+                if self.ranks.first:
+                    self.log = RunLog(c.out, resume=began > 0)
+                if self.loss_start is None:
+                    self.loss_start = self.evaluate()
                 self.shown = progress(c.steps) if self.ranks.first else None
-                self.run_steps(signals, watchdog)
+                with watchdog:
+                    self.run_steps(signals, watchdog)
                 self.close_progress()
                 if self.done < c.steps:
                     self.say(f"[stop] {signals.asked or 'another rank'}: step {self.done} is saved in {c.out}")
@@ -142,10 +150,15 @@ class Trainer:
         warmup = 3 if c.cuda_graphs else 1
         self.clock.begin(self.loader.waited)
         while self.done < c.steps:
-            self.advance(self.fetch())
+            batches = self.fetch(signals)
+            if batches is None:
+                return
+            self.advance(batches)
             watchdog.beat()
             ran, last = self.done - first, self.done == c.steps
-            smoke = c.min_tokens_per_s > 0 and ran == warmup + SMOKE_STEPS
+            # A short run is judged at its end.
+            judged = ran == warmup + SMOKE_STEPS or (last and warmup < ran < warmup + SMOKE_STEPS)
+            smoke = c.min_tokens_per_s > 0 and judged
             looks = self.due(c.log_every) or last or ran == warmup
             # One rank stops where it is; several can only agree where they wait for each other anyway.
             stops = signals.asked is not None and self.ranks.size == 1
@@ -157,6 +170,7 @@ class Trainer:
             ):
                 continue
             self.look(timed=ran > warmup)
+            self.checkpoints.look()
             if smoke:
                 self.check_speed()
             if looks:
@@ -176,22 +190,35 @@ class Trainer:
 
     def look_closer(self) -> None:
         """What the end of a run does anyway."""
-        if self.due(self.config.eval_every):
-            self.evaluate()
+        saves = self.due(self.config.save_every)
+        if saves or self.due(self.config.eval_every):
+            # Without a loss a checkpoint could not be the best one; without a finite one it is nothing to go back to.
+            loss = self.evaluate()
+            saves = saves and math.isfinite(loss)
         if self.due(self.config.sample_every) and self.config.parallel != "fsdp" and self.ranks.first:
             self.write_sample(self.sample(self.model))
-        if self.due(self.config.save_every):
+        if saves:
             self.save()
 
-    def fetch(self) -> list[Batch]:
+    def fetch(self, signals: Signals | None = None) -> list[Batch] | None:
+        """The batches of a step; None where a signal came while they did not."""
         try:
-            self.fetched = list(islice(self.loader, self.config.accum))
+            with nullcontext() if signals is None or self.ranks.size > 1 else signals.waiting():
+                self.fetched = list(islice(self.loader, self.config.accum))
+        except Asked:
+            self.keep_what_is_done()
+            return None
         except (OSError, RuntimeError, ValueError):
             # The data is lost, the run need not be.
             if self.ranks.size == 1:
-                self.save(wait=True)
+                self.keep_what_is_done()
             raise
         return self.fetched
+
+    def keep_what_is_done(self) -> None:
+        if self.waiting:
+            self.look(timed=False)
+        self.save(wait=True)
 
     def advance(self, batches: list[Batch]) -> None:
         with self.changing:
@@ -233,14 +260,30 @@ class Trainer:
                 self.say(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; its batch is in {kept}")
             if self.skips.too_many:
                 self.waiting.clear()
-                self.save(wait=True)
                 raise RunStopped(
                     f"the loss or the gradients of {self.skips.in_a_row} steps in a row were not finite, up to step "
-                    f"{step + 1}. They changed nothing: {self.checkpoints.folder} holds the last good state, "
-                    f"{self.skips.folder} their batches. A lower --lr may help"
+                    f"{step + 1}. {self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
                 )
         self.waiting.clear()
+        self.write_down()
         self.show(loss, grad_norm)
+
+    def save_if_good(self) -> str:
+        """Steps without a finite gradient change nothing, but the last one that did may have been what broke the model:
+        such a state must not be what the run goes on from."""
+        if math.isfinite(self.evaluate()):
+            self.save(wait=True)
+            return f"They changed nothing: {self.checkpoints.folder} holds the last good state"
+        kept = self.checkpoints.latest()
+        good = "no checkpoint was saved before that" if kept is None else f"the last good state is that of step {kept}"
+        return f"The parameters themselves give no finite loss any more: {good}"
+
+    def write_down(self) -> None:
+        """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
+        not be what the next one takes for the run."""
+        if self.ranks.first and not self.written:
+            write_down(self.config, step=self.done, ranks=self.ranks)
+        self.written = True
 
     def show(self, loss: float, grad_norm: float) -> None:
         """One look for the screen, the metrics and whoever watches from outside."""
@@ -349,7 +392,9 @@ class Trainer:
         self.loader.load_state_dict(extra["data"])
         self.position = extra["data"]
         set_rng_state(extra["rng"], self.device)
-        self.update.scaler.load_state_dict(extra["scaler"])
+        # Empty where the run did not scale its losses so far.
+        if extra["scaler"]:
+            self.update.scaler.load_state_dict(extra["scaler"])
         self.skips.total = extra["skipped"]
         self.loss_start = extra["loss_start"]
         self.clock.earlier = extra["seconds"]
@@ -396,7 +441,10 @@ class Trainer:
         sample = self.write_sample(self.sample(load_model(c.out, self.device))) if self.ranks.first else ""
         rate = self.clock.mean_rate
         assert self.loss_start is not None
-        summary = Summary(self.loss_start, loss_end, rate, self.skips.total, fallbacks(), sample, checkpoint, None)
+        stood_in = self.loader.stand_ins
+        summary = Summary(
+            self.loss_start, loss_end, rate, self.skips.total, stood_in, fallbacks(), sample, checkpoint, None
+        )
         self.write("end", **summary.to_dict())
         if self.log is not None:
             self.log.close()
@@ -469,6 +517,8 @@ class Summary:
     # None for a run of one step, which is not timed.
     tokens_per_s: float | None
     skipped: int
+    # Batches of noise that stood in for data that did not come.
+    stand_ins: int
     fallbacks: dict[str, int]
     sample: str
     checkpoint: Path
@@ -484,7 +534,7 @@ class Summary:
             [
                 f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
                 "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
-                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}",
+                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}",
                 f"sample:\n{self.sample}",
                 f"saved {self.checkpoint}",
                 f"report {self.report}",

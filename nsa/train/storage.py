@@ -119,6 +119,8 @@ class Index:
             checksum, _, text = (folder / INDEX).read_text(encoding="utf-8", errors="replace").partition("\n")
         except FileNotFoundError:
             raise Damaged(f"{INDEX} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{INDEX} cannot be read: {error.strerror}") from error
         text = text.removesuffix("\n")
         if hashlib.sha256(text.encode()).hexdigest() != checksum:
             raise Damaged(f"{INDEX} does not have the checksum that it was written with")
@@ -147,6 +149,8 @@ class Index:
                     found = Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
             except FileNotFoundError:
                 raise Damaged(f"{name} is missing") from None
+            except OSError as error:
+                raise Damaged(f"{name} cannot be read: {error.strerror}") from error
             if found.bytes != written.bytes:
                 raise Damaged(f"{name} has {found.bytes:,} bytes instead of {written.bytes:,}")
             if found.sha256 != written.sha256:
@@ -375,7 +379,10 @@ def remove_leftovers(folder: Path) -> None:
     """What a process that was killed left aside."""
     recover(folder)
     for path in folder.glob(f"*{ASIDE}"):
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def remove(folder: Path) -> None:
