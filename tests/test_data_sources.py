@@ -201,6 +201,7 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
         ('{"text": 3}', r"corpus.jsonl:31 has no text"),
         ("[1]", r"corpus.jsonl:31 has no text: .* the line has list"),
         ("\udcff", r"corpus.jsonl:31 is not a line of JSON"),
+        (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 is not text that UTF-8 can hold: .*surrogates"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(
@@ -230,6 +231,35 @@ def test_a_wrong_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"corpus.parquet is not a parquet file"):
         opened(DataConfig(source="parquet", path=str(path)))
+
+
+@needs_pyarrow
+def test_a_parquet_page_that_does_not_unpack_is_named(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "corpus.parquet"
+    texts = [f"{index} " + "many words " * 50 for index in range(60)]
+    parquet.write_table(arrow.table({"text": texts}), path, compression="snappy", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[100:1500] = b"\xff" * 1400
+    path.write_bytes(data)
+    with (
+        opened(DataConfig(source="parquet", path=str(path))) as loader,
+        pytest.raises(ValueError, match=r"corpus.parquet, row group 0 cannot be read: "),
+    ):
+        next(loader)
+
+
+@needs_pyarrow
+def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "corpus.parquet"
+    column = arrow.array([b"abc\xff"]).view(arrow.string())
+    parquet.write_table(arrow.table({"text": column}), path)
+    with (
+        opened(DataConfig(source="parquet", path=str(path))) as loader,
+        pytest.raises(ValueError, match=r"corpus.parquet, row group 0 cannot be read: "),
+    ):
+        next(loader)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +352,15 @@ def test_a_hub_column_that_is_not_there_is_named(stand_in: list[tuple[Any, ...]]
         next(loader)
 
 
+def test_a_hub_row_that_is_no_text_is_named(stand_in: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:9], "half a pair: \ud800"])
+    with (
+        opened(DataConfig(source="hf:org/corpus")) as loader,
+        pytest.raises(ValueError, match="document 9 of hf:org/corpus is not text that UTF-8 can hold"),
+    ):
+        next(loader)
+
+
 def test_the_hub_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"data.source is 'hf:org/corpus'; .*pip install datasets"):
@@ -339,6 +378,21 @@ def test_bytes_survive_saving(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("naïve → code")) == "naïve → code"
     assert tokenizer.decode([0x64, 50_000]) == "d\N{REPLACEMENT CHARACTER}"
     assert tokenizer.encode_documents(["ab", ""])[0].tolist() == [97, 98, 0]
+
+
+def test_byte_0_is_left_out_of_text_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would end the document it is in."""
+    tokenizer = load_tokenizer("bytes")
+    rows = tokenizer.encode_documents(["a\0b", "cd"]) + tokenizer.encode_documents(["\0e\0"])
+    assert [row.tolist() for row in rows] == [[97, 98, 0], [99, 100, 0], [101, 0]]
+    (warning,) = caplog.messages
+    assert "byte 0 ends a document" in warning
+    assert r"begins with 'a\x00b'" in warning
+    (tmp_path / "a.txt").write_text("0123\0" * 100)
+    with opened(DataConfig(source="text", path=str(tmp_path))) as loader:
+        # The one document has no end within its first 380 characters.
+        assert all(0 not in next(loader).tokens for _ in range(19))
+    assert len(caplog.messages) == 2, "another source says it again"
 
 
 @needs_tokenizers
@@ -463,6 +517,10 @@ def test_prepare_says_what_it_made_and_how_to_go_on(tmp_path: Path, capsys: pyte
     assert "train: 42 documents" in lines[1]
     assert "valid: 3 documents" in lines[2]
     assert f"nsa train --set data.source=shards --set data.path={out}" in lines[3]
+    valid = json.loads(lines[-1])["valid"]["tokens"]
+    assert f"(model.vocab_size: at least 256, model.seq_len: at most {valid - 1})" in lines[3]
+    with opened(DataConfig(source="shards", path=str(out)), split="valid", seq_len=valid - 1) as loader:
+        next(loader)
     assert json.loads(lines[-1])["valid"]["documents"] == 3
 
 
@@ -520,15 +578,37 @@ def test_shards_bring_their_own_tokenizer(tmp_path: Path) -> None:
     with opened(DataConfig(source="shards", path=str(out), tokenizer=str(out))) as loader:
         next(loader)
     train_bpe(TEXTS[:9], 280).save(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"data.tokenizer is '.*other'; accepted: '.*out', the shards' own"):
-        opened(DataConfig(source="shards", path=str(out), tokenizer=str(tmp_path / "other")))
-    train_bpe(TEXTS[:9], 280).save(out)
-    with pytest.raises(ValueError, match=r"the vocabulary of .*train-00000.tokens is"):
-        opened(config)
+    for other in (str(tmp_path / "other"), "bytes"):
+        with pytest.raises(
+            ValueError, match=r"data.tokenizer is '(.*other|bytes)'; accepted: '.*out' or none: .* own, BPE-"
+        ):
+            opened(DataConfig(source="shards", path=str(out), tokenizer=other))
+
+
+@needs_tokenizers
+def test_a_tokenizer_that_others_tokens_were_made_with_is_refused(tmp_path: Path) -> None:
+    """Of the same size, so that every token is a word to it."""
+    texts = {"a": TEXTS, "b": [text.upper() for text in TEXTS]}
+    for name in texts:
+        path = jsonl_file(tmp_path / f"{name}.jsonl", texts[name])
+        words = ("--path", str(path), "--train-bpe", "270", "--out", str(tmp_path / name))
+        assert command("prepare", "--source", "jsonl", *words) == 0
+    a, b = (load_tokenizer(tmp_path / name) for name in texts)
+    assert a.vocab_size == b.vocab_size
+    assert a.name != b.name
+    a.save(tmp_path / "b")
+    message = rf"the tokenizer beside .*-00000.tokens is '{a.name}'; accepted: '{b.name}', which the tokens were made"
+    with pytest.raises(ValueError, match=message):
+        opened(DataConfig(source="shards", path=str(tmp_path / "b")))
+    with pytest.raises(ValueError, match=message):
+        command("check", str(tmp_path / "b"))
+    assert command("check", str(tmp_path / "a")) == 0
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
-    writer = shards.ShardWriter(tmp_path, "train", 100_000, 2**20)
+    large = load_tokenizer("bytes")
+    large.vocab_size = 100_000
+    writer = shards.ShardWriter(tmp_path, "train", large, 2**20)
     writer.add([torch.tensor([99_999, 0, 65_536], dtype=torch.int32)])
     writer.publish()
     shard = Shard(tmp_path / "train-00000.tokens")
@@ -541,14 +621,16 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:40], "it has 40 bytes, its header alone would have 64"),
+        (lambda data: data[:40], "it has 40 bytes, its header alone would have 128"),
         (lambda data: data[:-8], "bytes, its header says"),
         (lambda data: data + b"x", "bytes, its header says"),
         (lambda data: b"PK\3\4" + data[4:], "it begins with"),
+        (lambda data: data[:8] + b"\1" + data[9:], "it has version 1, this is for version 2"),
         (lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:], "its header does not match its CRC"),
+        (lambda data: data[:44] + b"other" + data[49:], "its header does not match its CRC"),
         (lambda data: data[:-4] + bytes([data[-4] ^ 1]) + data[-3:], "its document offsets do not match their CRC"),
     ],
-    ids=["cut header", "cut", "longer", "another format", "header", "offsets"],
+    ids=["cut header", "cut", "longer", "another format", "version", "header", "tokenizer", "offsets"],
 )
 def test_a_damaged_shard_is_refused_when_opened(damage: Any, message: str, prepared: Path) -> None:
     path = prepared / "train-00001.tokens"
@@ -560,10 +642,24 @@ def test_a_damaged_shard_is_refused_when_opened(damage: Any, message: str, prepa
 def test_damaged_tokens_are_found_by_the_check(prepared: Path) -> None:
     path = prepared / "train-00001.tokens"
     data = bytearray(path.read_bytes())
-    data[100] ^= 1
+    data[shards.HEADER_BYTES + 36] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match="its tokens do not match their CRC"):
         command("check", str(prepared))
+
+
+def test_a_token_that_no_vocabulary_has_is_named_where_it_is_read(prepared: Path) -> None:
+    """Not by the embedding, in the middle of a run."""
+    path = prepared / "train-00001.tokens"
+    data = bytearray(path.read_bytes())
+    place = shards.HEADER_BYTES + 2 * 20
+    data[place : place + 2] = b"\xff\xff"
+    path.write_bytes(data)
+    with (
+        opened(DataConfig(source="shards", path=str(prepared))) as loader,
+        pytest.raises(ValueError, match=rf"train-00001.tokens .* its token 20, at byte {place}, is 65535, .* has 256"),
+    ):
+        list(islice(loader, 200))
 
 
 def test_shards_that_are_too_short_are_refused(prepared: Path) -> None:
@@ -599,6 +695,26 @@ def test_prepare_stops_at_the_limit(tmp_path: Path) -> None:
     assert command(*words, "--limit-tokens", "200") == 0
     total = sum(Shard(path).header.tokens for path in (tmp_path / "out").glob("*.tokens"))
     assert 200 <= total < 300
+
+
+@pytest.mark.parametrize("limit", ["1", "200", "700"])
+def test_prepare_keeps_a_document_for_validation_whatever_the_limit(limit: str, tmp_path: Path) -> None:
+    words = ("prepare", "--path", str(text_files(tmp_path / "in")), "--out", str(tmp_path / "out"))
+    assert command(*words, "--limit-tokens", limit) == 0
+    documents = {split: Shard(tmp_path / "out" / f"{split}-00000.tokens").header.documents for split in prepare.SPLITS}
+    assert min(documents.values()) >= 1
+    total = sum(Shard(path).header.tokens for path in (tmp_path / "out").glob("*.tokens"))
+    assert total < int(limit) + 2 * max(map(len, TEXTS))
+
+
+def test_prepare_refuses_a_corpus_that_leaves_nothing_for_validation(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("too short")
+    with pytest.raises(
+        ValueError, match=r"the valid split of text .* is '0 tokens'; accepted: more or longer documents"
+    ):
+        command("prepare", "--path", str(tmp_path / "a.txt"), "--out", str(out))
+    assert not list(out.glob("*.tokens"))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"]])

@@ -11,9 +11,12 @@ import pytest
 import torch
 from bench_rows import ROW
 
+from nsa.backends.routing import build_router
 from nsa.bench.results import Row, append
 from nsa.model import LM, LMConfig
+from nsa.settings import Settings
 from nsa.train import plan as planning
+from nsa.train import preflight
 from nsa.train.config import TrainConfig, load_config
 from nsa.train.plan import GIB, PEAK_FLOPS, RESULTS, Plan, measurements, plan, render
 
@@ -60,7 +63,37 @@ def test_a_gpu_without_rows_takes_the_part_of_the_peak_and_says_so() -> None:
     assert "of the peak, as nsa-triton" in here.source
     assert here.tokens_per_s / there.tokens_per_s == pytest.approx(PEAK_FLOPS["A100"] / PEAK_FLOPS["H200"])
     nothing = plan(config(), "A100", rows=[row(impl="dense-sdpa"), row(gpu="cpu"), row(tokens_per_s=None)])
-    assert nothing.source == "assumed: 30% of the peak, nothing measured"
+    assert nothing.source == "estimated from FLOPs alone: at most 20% of the peak; nothing measured"
+
+
+def test_a_model_of_another_size_takes_no_measured_rate() -> None:
+    """The 80 million tokens a second of a tiny model that the rate of a large one gave."""
+    for name in ("tiny", "1b"):
+        found = plan(load_config(name, {"device": "cuda", "parallel": "none"}), "H200", rows=[row()])
+        assert found.source.startswith("estimated from FLOPs alone: at most 20% of the peak; no model of a like size")
+        if name == "tiny":
+            assert found.tokens_per_s < 1e7
+            assert " 0.6 ms" in render(load_config(name, {"device": "cuda"}), [found])
+    assert plan(load_config("340m", {"device": "cuda"}), "H200", rows=[row()]).source.startswith("carried over")
+
+
+def test_only_rows_of_what_the_run_has_are_taken() -> None:
+    graphs = row(impl="nsa-triton-graphs", tokens_per_s=300_000.0)
+    compiled = row(impl="nsa-triton-compiled", tokens_per_s=250_000.0)
+    eager, torchs = row(), row(impl="nsa-sdpa", tokens_per_s=60_000.0)
+    several = config(parallel="ddp", cuda_graphs=False)
+    assert "nsa-triton-graphs" in plan(config(), "H200", rows=[eager, graphs, torchs]).source
+    # Ranks turn graphs off, also where the config is one of a single process.
+    for given in (several, config()):
+        assert "nsa-triton-compiled" in plan(given, "H200", gpus=8, rows=[eager, graphs, compiled, torchs]).source
+    assert "nsa-triton," in plan(config(compile=False, cuda_graphs=False), "H200", rows=[eager, compiled]).source
+    # `auto` would not take torch's own path only because it alone was measured without graphs.
+    without = plan(several, "H200", gpus=8, rows=[graphs, torchs])
+    assert without.source.endswith("no model of a like size was measured with backend auto without CUDA graphs")
+    assert without.tokens_per_s < 8 * plan(config(), "H200", rows=[graphs]).tokens_per_s
+    named = config(model__attn__backend="sdpa")
+    assert "nsa-sdpa," in plan(named, "H200", rows=[graphs, torchs]).source
+    assert "measured with backend sdpa at all" in plan(named, "H200", rows=[graphs]).source
 
 
 def test_kinds_are_not_mixed_up() -> None:
@@ -142,3 +175,16 @@ def test_every_gpu_has_a_peak_and_mixed_layers_can_be_planned() -> None:
     found = plan(mixed, "B200")
     assert isinstance(found, Plan)
     assert "B200" in render(mixed, [found])
+
+
+def test_a_device_that_is_not_there_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    """Before anything is put on it; the other problems are listed too."""
+    given = load_config("tiny", {"device": "cuda:99", "data.source": "text", "data.path": str(tmp_path)})
+    absent = preflight.missing_device(given)
+    assert absent is not None
+    assert absent.startswith("device is 'cuda:99'; accepted: ")
+    found = preflight.problems(given, build_router(Settings()), {})
+    assert found[0] == absent
+    assert all("data: data.path is" in problem for problem in found[1:])
+    assert len(found) == 3
+    assert preflight.missing_device(load_config("tiny", {"device": "cpu"})) is None

@@ -46,9 +46,9 @@ class DataConfig:
     path: str | None = None
     # The configuration of a hub data set ("sample-10BT").
     name: str | None = None
-    # "bytes", or a tokenizer.json, or a folder with one: a run's, or what `nsa data prepare` wrote. Shards have their
-    # own, and then this is left alone.
-    tokenizer: str = "bytes"
+    # "bytes", or a tokenizer.json, or a folder with one: a run's, or what `nsa data prepare` wrote. None: the shards'
+    # own, or bytes. Shards take no other than their own.
+    tokenizer: str | None = None
     # The field of a JSON object, or the column, that holds the text.
     text_key: str = "text"
     # Documents do not see each other: they are laid out in one row with cu_seqlens.
@@ -81,7 +81,8 @@ class DataConfig:
             require_bool(f"data.{name}", getattr(self, name))
         for name in ("tokenizer", "text_key"):
             value = getattr(self, name)
-            require(isinstance(value, str) and value != "", f"data.{name}", value, "a name")
+            unsaid = name == "tokenizer" and value is None
+            require(unsaid or (isinstance(value, str) and value != ""), f"data.{name}", value, "a name")
 
     @property
     def needs_path(self) -> bool:

@@ -184,7 +184,7 @@ class JsonLines(IndexedDocuments):
         if not isinstance(text, str):
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{where} has no text: data.text_key is {self.text_key!r}, the line has {found}")
-        return text
+        return encodable(text, where)
 
 
 class Parquet(IndexedDocuments):
@@ -230,12 +230,26 @@ class Parquet(IndexedDocuments):
 
     def read(self, index: int) -> Chunk:
         path, group, first, _ = self.index[index]
+        arrow = import_module("pyarrow")
         with self.open(path) as file:
-            texts = file.read_row_group(group, columns=[self.text_key])[self.text_key].to_pylist()
+            try:
+                texts = file.read_row_group(group, columns=[self.text_key])[self.text_key].to_pylist()
+            # A page that does not unpack is an OSError, and text that is not UTF-8 is found only here.
+            except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}, row group {group} cannot be read: {error}") from error
         for row, text in enumerate(texts):
             if not (text is None or isinstance(text, str)):
                 raise ValueError(f"{path}, row group {group}, row {row}: {self.text_key!r} is a {type(text).__name__}")
         return Chunk([text or "" for text in texts], first)
+
+
+def encodable(text: str, where: str) -> str:
+    """JSON can spell half a surrogate pair, which is no text: tokenizers would fail on it without saying where."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is not text that UTF-8 can hold: {error}") from error
+    return text
 
 
 def standard_library(root: Path | None = None) -> TextFiles:

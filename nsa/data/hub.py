@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nsa.config import require
-from nsa.data.documents import Chunk
+from nsa.data.documents import Chunk, encodable
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_SUBSET = "sample-10BT"
@@ -48,14 +48,14 @@ class HubDocuments:
         rows = iter(stream)
         while True:
             self.doing = f"reading documents {first * ROWS:,} to {(first + 1) * ROWS - 1:,} of {self.name}"
-            texts = [self.text(row) for row in islice(rows, ROWS)]
+            texts = [self.text(row, number) for number, row in enumerate(islice(rows, ROWS), first * ROWS)]
             if not texts:
                 return
             yield Chunk(texts, first * ROWS, bookmark)
             first, bookmark = first + 1, stream.state_dict()
 
-    def text(self, row: dict[str, Any]) -> str:
+    def text(self, row: dict[str, Any], number: int) -> str:
         require(self.text_key in row, "data.text_key", self.text_key, f"a column of {self.name}: {sorted(row)}")
         text = row[self.text_key]
         require(text is None or isinstance(text, str), f"{self.text_key} in {self.name}", text, "text")
-        return text or ""
+        return encodable(text or "", f"document {number:,} of {self.name}")

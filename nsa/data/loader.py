@@ -164,7 +164,13 @@ class Loader:
         known = {*self.identity, "pool", "used"}
         require(set(state) == known, "the keys of the data's state", sorted(state), f"{sorted(known)}")
         for name, value in self.identity.items():
-            require(state[name] == value, f"{name} in the data's state", state[name], f"{value!r}, as in this run")
+            did = "was shuffled" if name in ("seed", "shuffle_tokens") else "was read"
+            require(
+                value == state[name],
+                f"{name} of the data",
+                value,
+                f"{state[name]!r}: the data of the run that is resumed {did} with it, and it cannot change now",
+            )
         require_int("used in the data's state", state["used"], at_least=0)
         self.close()
         self.position = Position(state["pool"], state["used"])
@@ -273,7 +279,7 @@ def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> 
         return ShardPools(
             Path(config.path).expanduser(), tokenizer=config.tokenizer, split=split, seq_len=seq_len, seed=seed
         )
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer or "bytes")
     if config.source == "synthetic":
         return SyntheticPools(tokenizer, split=split, seq_len=seq_len, seed=seed)
     return TextPools(

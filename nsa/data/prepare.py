@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from nsa.config import require, require_positive_int
 from nsa.data.config import HUB, SOURCES, DataConfig, Split
-from nsa.data.documents import Documents, IndexedDocuments
+from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments
 from nsa.data.loader import open_documents
 from nsa.data.pools import split_texts
 from nsa.data.shards import SUFFIX, Shard, ShardWriter
@@ -53,23 +53,31 @@ def prepare(
     require(not list(out.glob(f"*{SUFFIX}")), "out", str(out), f"a folder without {SUFFIX} files")
     require_positive_int("shard_tokens", shard_tokens)
     documents = open_documents(config)
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer or "bytes")
     if bpe_vocab_size is not None:
-        require(config.tokenizer == "bytes", "tokenizer", config.tokenizer, "none, where a BPE is trained")
+        require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
         print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
         tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(out)
-    writers = {split: ShardWriter(out, split, tokenizer.vocab_size, shard_tokens) for split in SPLITS}
+    writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
     try:
         write(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
+        found = sum(writer.tokens for writer in writers.values())
+        require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
+        for split, writer in writers.items():
+            require(
+                writer.tokens > 0,
+                f"the {split} split of {documents.name}",
+                "0 tokens",
+                f"more or longer documents: one in {VALID_EVERY} is for validation, and of fewer than {VALID_EVERY} "
+                "the end of each",
+            )
         for writer in writers.values():
             writer.publish()
     finally:
         for writer in writers.values():
             writer.discard()
-    found = sum(writer.tokens for writer in writers.values())
-    require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
     return writers
 
 
@@ -81,19 +89,23 @@ def write(
     doc_batch: int,
     limit_tokens: int | None,
 ) -> None:
+    """Up to the limit; and beyond it one chunk's documents for a split that has none, without which no run starts."""
     total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
     shown = show_progress(total)
     try:
         # The order does not matter: training shuffles the windows.
+        wanted = writers
         for done, chunk in enumerate(documents.chunks(0, 0, 0, None), 1):
-            for split, writer in writers.items():
+            for split, writer in wanted.items():
                 texts = split_texts(chunk, split, few=documents.few)
                 for begin in range(0, len(texts), doc_batch):
                     writer.add(tokenizer.encode_documents(texts[begin : begin + doc_batch]))
             tokens = sum(writer.tokens for writer in writers.values())
             shown.show(done, f"{tokens:,} tokens")
             if limit_tokens is not None and tokens >= limit_tokens:
-                return
+                wanted = {split: writer for split, writer in writers.items() if not writer.tokens}
+                if not wanted:
+                    return
     finally:
         shown.close()
 
@@ -163,13 +175,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
     make.add_argument("--name", help="the configuration of a data set of the hub")
     make.add_argument("--text-key", default="text", help="the field or column with the text (default: text)")
-    make.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a folder with one")
+    make.add_argument("--tokenizer", help="bytes (the default), a tokenizer.json, or a folder with one")
     make.add_argument("--train-bpe", type=int, metavar="N", help="train a BPE of N tokens on this corpus, and use it")
     make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
     make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
     make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
     make.add_argument("--out", type=Path, required=True, help="the folder to write")
-    check = commands.add_parser("check", help="read every token of a prepared folder and compare the checksums")
+    check = commands.add_parser(
+        "check", help="compare every token of a prepared folder, and its tokenizer, with what was written"
+    )
     check.add_argument("folder", type=Path)
 
 
@@ -202,7 +216,12 @@ def run_prepare(args: argparse.Namespace) -> int:
     for split, writer in writers.items():
         print(f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, {len(writer.paths)} files")
     vocab_size = writers["train"].vocab_size
-    print(f"go on with: nsa train --set data.source=shards --set data.path={args.out} (vocabulary {vocab_size:,})")
+    # A window stays within its file, and needs one token more than it scores.
+    longest = min(writer.longest for writer in writers.values()) - 1
+    print(
+        f"go on with: nsa train --set data.source=shards --set data.path={args.out} "
+        f"(model.vocab_size: at least {vocab_size}, model.seq_len: at most {longest})"
+    )
     counts = {split: {"documents": w.documents, "tokens": w.tokens} for split, w in writers.items()}
     print(json.dumps({"out": str(args.out), "vocab_size": vocab_size, **counts}))
     return 0
@@ -211,8 +230,10 @@ def run_prepare(args: argparse.Namespace) -> int:
 def run_check(folder: Path) -> int:
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     require(bool(paths), "folder", str(folder), f"a folder with {SUFFIX} files")
+    tokenizer = load_tokenizer(folder)
     for path in paths:
         shard = Shard(path)
+        shard.check_tokenizer(tokenizer)
         shard.check_tokens()
         print(f"{path.name}: {shard.header.documents:,} documents, {shard.header.tokens:,} tokens, intact")
     return 0

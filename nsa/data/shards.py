@@ -2,12 +2,13 @@
 
 A folder holds `train-00000.tokens`, `valid-00000.tokens`, ... and the tokenizer. A file is, all little-endian:
 
-    64 bytes    magic, version, bytes per token, vocabulary, CRC-32 of the tokens and of the offsets, number of tokens
-                and of documents, CRC-32 of all that
+    128 bytes   magic, version, bytes per token, vocabulary, CRC-32 of the tokens and of the offsets, number of tokens
+                and of documents, name of the tokenizer (which has its hash), CRC-32 of all that
     tokens      uint16 or uint32, documents one after the other, each with its end; zeros up to a multiple of 8 bytes
     offsets     int64 [documents + 1]: where each document begins, and the number of tokens
 
-Opening a file checks everything but the tokens, which takes no time; `check_tokens` reads those too.
+Opening a file checks everything but the tokens, which takes no time; `check_tokens` reads those too. A window that is
+read is only checked for tokens that no vocabulary has: a model would fail on those far from here.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from nsa.data.shuffle import Permutation
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
 
 MAGIC = b"NSATOKEN"
-VERSION = 1
-FIELDS = struct.Struct("<8s5I2Q")
+# 2 names the tokenizer.
+VERSION = 2
+FIELDS = struct.Struct("<8s5I2Q32s")
 SEAL = struct.Struct("<I")
-HEADER_BYTES = 64
+HEADER_BYTES = 128
 SUFFIX = ".tokens"
 DTYPES = {2: torch.uint16, 4: torch.uint32}
 
@@ -53,6 +55,12 @@ class Header(NamedTuple):
     offsets_crc: int
     tokens: int
     documents: int
+    # Filled up with zeros.
+    tokenizer: bytes
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.rstrip(b"\0").decode()
 
     def pack(self) -> bytes:
         fields = FIELDS.pack(*self)
@@ -88,6 +96,28 @@ class Shard:
             found = crc32(raw(block), found)
         damaged(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
+    def read(self, begin: int, end: int) -> Tensor:
+        """int64."""
+        tokens = self.tokens[begin:end].to(torch.int64)
+        if int(tokens.max()) >= self.header.vocab_size:
+            first = int((tokens >= self.header.vocab_size).nonzero()[0])
+            damaged(
+                False,
+                self.path,
+                f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * self.header.width:,}, is "
+                f"{tokens[first]}, and its vocabulary has {self.header.vocab_size:,}",
+            )
+        return tokens
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Another one would give its words to these tokens, and nothing would fail."""
+        require(
+            tokenizer.name == self.header.tokenizer_name,
+            f"the tokenizer beside {self.path}",
+            tokenizer.name,
+            f"{self.header.tokenizer_name!r}, which the tokens were made with",
+        )
+
 
 def read_header(path: Path) -> Header:
     with path.open("rb") as file:
@@ -95,9 +125,10 @@ def read_header(path: Path) -> Header:
     damaged(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
     header = Header(*FIELDS.unpack_from(start))
     damaged(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
+    # Before the seal, which is elsewhere in another version.
+    damaged(header.version == VERSION, path, f"it has version {header.version}, this is for version {VERSION}")
     (seal,) = SEAL.unpack_from(start, FIELDS.size)
     damaged(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
-    damaged(header.version == VERSION, path, f"it has version {header.version}, this is for version {VERSION}")
     damaged(header.width in DTYPES, path, f"it has {header.width} bytes per token")
     found = path.stat().st_size
     damaged(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
@@ -115,12 +146,14 @@ class ShardWriter:
     They are written aside and get their names together, in `publish`: a part of a corpus must not pass for the whole.
     """
 
-    def __init__(self, folder: Path, split: Split, vocab_size: int, shard_tokens: int) -> None:
-        self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
-        self.width = 2 if vocab_size <= 2**16 else 4
+    def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.vocab_size, self.tokenizer_name = tokenizer.vocab_size, tokenizer.name.encode()
+        self.width = 2 if self.vocab_size <= 2**16 else 4
         # Of all files, the one that is being written included.
         self.paths: list[Path] = []
-        self.tokens = self.documents = 0
+        # `longest`: tokens of the file with the most.
+        self.tokens = self.documents = self.longest = 0
         # Of the file that is being written.
         self.file: Any = None
         self.offsets: list[int] = []
@@ -153,8 +186,17 @@ class ShardWriter:
             return
         offsets = raw(torch.tensor(self.offsets))
         count = self.offsets[-1]
+        self.longest = max(self.longest, count)
         header = Header(
-            MAGIC, VERSION, self.width, self.vocab_size, self.crc, crc32(offsets), count, len(self.offsets) - 1
+            magic=MAGIC,
+            version=VERSION,
+            width=self.width,
+            vocab_size=self.vocab_size,
+            tokens_crc=self.crc,
+            offsets_crc=crc32(offsets),
+            tokens=count,
+            documents=len(self.offsets) - 1,
+            tokenizer=self.tokenizer_name,
         )
         self.file.write(bytes(header.offsets_at - HEADER_BYTES - count * self.width) + offsets)
         self.file.seek(0)
@@ -205,13 +247,13 @@ class ShardPool(Pool):
         begin = (number - (self.ends[at - 1] if at else 0)) * self.seq_len
         end = begin + self.seq_len + 1
         first, last = torch.searchsorted(shard.offsets[:-1], torch.tensor([begin, end])).tolist()
-        return Window(shard.tokens[begin:end].to(torch.int64), shard.offsets[first:last] - begin)
+        return Window(shard.read(begin, end), shard.offsets[first:last] - begin)
 
 
 class ShardPools:
     """Every rank reads only the windows that are its own."""
 
-    def __init__(self, folder: Path, *, tokenizer: str, split: Split, seq_len: int, seed: int) -> None:
+    def __init__(self, folder: Path, *, tokenizer: str | None, split: Split, seq_len: int, seed: int) -> None:
         self.shards = [Shard(path) for path in find_shards(folder, split)]
         self.tokenizer = own_tokenizer(folder, tokenizer, self.shards)
         self.seq_len, self.seed = seq_len, seed
@@ -243,18 +285,16 @@ def find_shards(folder: Path, split: Split) -> list[Path]:
     return paths
 
 
-def own_tokenizer(folder: Path, asked: str, shards: Sequence[Shard]) -> Tokenizer:
-    """The one the tokens were made with; another one that was asked for is an error. "bytes" is the default."""
+def own_tokenizer(folder: Path, asked: str | None, shards: Sequence[Shard]) -> Tokenizer:
+    """The one the tokens were made with; another one that was asked for is an error."""
     tokenizer = load_tokenizer(folder)
-    if asked != "bytes":
-        require(
-            load_tokenizer(asked).name == tokenizer.name, "data.tokenizer", asked, f"{str(folder)!r}, the shards' own"
-        )
     for shard in shards:
+        shard.check_tokenizer(tokenizer)
+    if asked is not None:
         require(
-            shard.header.vocab_size == tokenizer.vocab_size,
-            f"the vocabulary of {shard.path}",
-            shard.header.vocab_size,
-            f"{tokenizer.vocab_size}, as the tokenizer {tokenizer.name} beside it has",
+            load_tokenizer(asked).name == tokenizer.name,
+            "data.tokenizer",
+            asked,
+            f"{str(folder)!r} or none: the shards have their own, {tokenizer.name}",
         )
     return tokenizer

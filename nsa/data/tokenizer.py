@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import require, require_int
+
+log = logging.getLogger("nsa")
 
 FILE = "tokenizer.json"
 
@@ -43,11 +46,15 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One byte of UTF-8, one token. A document ends with byte 0, which text does not hold."""
+    """One byte of UTF-8, one token. A document ends with byte 0, which is left out of its text."""
 
     name = "bytes"
     vocab_size = 256
     end = 0
+
+    def __init__(self) -> None:
+        # A source with such a text may have a million of them.
+        self.warned = False
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -57,8 +64,20 @@ class ByteTokenizer:
         return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
-        buffers = [bytearray(text.encode() + bytes([self.end])) for text in texts]
+        end = bytes([self.end])
+        buffers = [bytearray(self.without_end(text).encode() + end) for text in texts]
         return [torch.frombuffer(buffer, dtype=torch.uint8).to(torch.int32) for buffer in buffers]
+
+    def without_end(self, text: str) -> str:
+        if "\0" not in text:
+            return text
+        if not self.warned:
+            self.warned = True
+            log.warning(
+                "byte 0 ends a document, and is left out where a text holds it; the first one that does begins with %r",
+                text[:60],
+            )
+        return text.replace("\0", "")
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,10 @@
 nsa plan --config 125m --gpu H200 --price 2.0
 nsa plan --config 1b --gpu H200 H100 A100 --gpus 8 --set parallel=fsdp
 
-Memory and arithmetic come from the model itself. The speed is what this repository has measured on that GPU, carried
-over by FLOPs where it was another model or length; on a GPU without measurements, the part of its peak that was reached
-on another one. Which of them it was is said in the answer. What ranks say to each other is not in it.
+Memory and arithmetic come from the model itself. The speed is what this repository has measured on that GPU with that
+backend, carried over by FLOPs where it was another length or a model of a like size; on a GPU without measurements, the
+part of its peak that was reached on another one. Where nothing near was measured it is an estimate from FLOPs alone.
+Which of them it was is said in the answer. What ranks say to each other is not in it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,19 @@ GIB = 2**30
 # What the makers state. The peaks are the trainer's own.
 MEMORY_GIB = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "RTX 4090": 24}
 
-# Where nothing was measured anywhere: an ordinary part of the peak for a model of this kind.
-ASSUMED_FRACTION = 0.3
+# Where nothing near was measured: a part of the peak somewhat below the 0.25 that the 125M model reaches on the H200.
+ASSUMED_FRACTION = 0.2
+
+# And no faster than kernels can follow each other: those of a layer, forward and backward, and the seconds from one to
+# the next. Without it a tiny model would look as busy as a large one.
+LAYER_KERNELS = 60
+KERNEL_S = 5e-6
+
+# A rate is carried over to a model with up to so many times the arithmetic of the measured one, or so many times less.
+NEAR = 4.0
+
+# What a run can do to go faster, as the names of measurements end, each on top of the one before.
+MODES = ("", "-compiled", "-graphs")
 
 # The context, the libraries and what the allocator cannot use.
 RESERVED_GIB = 2.0
@@ -63,6 +75,8 @@ class Rate:
 
     flops: float
     source: str
+    # Whether something was measured for it, if elsewhere.
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,12 +111,15 @@ def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = 
     with torch.device("meta"):
         model = LM(config.model)
     memory = memory_of(model, config, gpus)
-    rate = rate_of(name, config.model, list(rows))
+    # Several ranks turn graphs off, whatever the config says for one.
+    mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
+    rate = rate_of(name, config.model, list(rows), mode)
     # A forward that is done again is work that does not count as the model's.
     work = model.flops_per_token(config.model.seq_len) * (4 / 3 if config.gc else 1)
-    tokens_per_s = gpus * rate.flops / work
     tokens = gpus * config.accum * config.tokens_per_batch
-    step = tokens / tokens_per_s
+    step = tokens * work / (gpus * rate.flops)
+    if not rate.measured:
+        step = max(step, config.accum * config.model.n_layers * LAYER_KERNELS * KERNEL_S)
     total = step * config.steps
     return Plan(
         gpu=name,
@@ -111,7 +128,7 @@ def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = 
         memory_gib=MEMORY_GIB[name],
         fits=memory.total / GIB + RESERVED_GIB <= MEMORY_GIB[name],
         tokens_per_step=tokens,
-        tokens_per_s=tokens_per_s,
+        tokens_per_s=tokens / step,
         step_s=step,
         total_s=total,
         cost=None if price is None else total / 3600 * price * gpus,
@@ -183,16 +200,36 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
 # Speed.
 
 
-def rate_of(gpu: str, config: LMConfig, rows: list[Row]) -> Rate:
-    """From the rows of this GPU, else from the best known part of the peak elsewhere, else from an assumed part."""
+def rate_of(gpu: str, config: LMConfig, rows: list[Row], mode: int) -> Rate:
+    """From the rows of this GPU, else from the best known part of the peak elsewhere, else from an assumed part.
+
+    `mode`: the one of MODES that the run has.
+    """
     kind = "nsa" if "nsa" in config.kinds else "dense"
     usable = [(row, model) for row in rows if (model := measured_model(row, kind)) is not None]
-    here = [(row, model) for row, model in usable if gpu in row.gpu]
-    best = nearest_row(here or usable, config.seq_len)
-    if best is None:
-        return Rate(
-            ASSUMED_FRACTION * PEAK_FLOPS[gpu], f"assumed: {ASSUMED_FRACTION:.0%} of the peak, nothing measured"
+    usable = [(row, model) for row, model in usable if peak_of(row) is not None]
+    if not usable:
+        return estimate(gpu, "nothing measured")
+    size = flops_of(config, config.seq_len)
+    near = [(row, m) for row, m in usable if 1 / NEAR <= size / flops_of(m, config.seq_len) <= NEAR]
+    if not near:
+        return estimate(
+            gpu, f"no model of a like size was measured, up to {NEAR:g} times the arithmetic or as much less"
         )
+    wanted = config.attn.backend
+    # Dense attention is torch's own, whatever serves NSA.
+    if kind == "nsa" and wanted != "auto":
+        near = [(row, m) for row, m in near if backend_and_mode(row)[0] == wanted]
+    here = [(row, m) for row, m in near if gpu in row.gpu]
+    best = nearest_row(here or near, config.seq_len)
+    if best is not None:
+        # `auto` takes what is fastest, with graphs or without.
+        served = backend_and_mode(best[0])[0]
+        like = [(row, m) for row, m in here or near if backend_and_mode(row)[0] == served]
+        best = nearest_row([(row, m) for row, m in like if backend_and_mode(row)[1] <= mode], config.seq_len)
+    if best is None:
+        how = ("uncompiled", "without CUDA graphs", "at all")[mode]
+        return estimate(gpu, f"no model of a like size was measured with backend {wanted} {how}")
     row, model = best
     assert row.tokens_per_s is not None
     flops = flops_of(model, row.S) * row.tokens_per_s
@@ -201,13 +238,25 @@ def rate_of(gpu: str, config: LMConfig, rows: list[Row]) -> Rate:
     same = model_without_length(model) == model_without_length(config) and config.seq_len == row.S
     if here:
         return Rate(flops, f"measured: {said}" if same else f"carried over by FLOPs from: {said}")
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
-    if peak is None:
-        return Rate(
-            ASSUMED_FRACTION * PEAK_FLOPS[gpu], f"assumed: {ASSUMED_FRACTION:.0%} of the peak, nothing measured"
-        )
+    peak = peak_of(row)
+    assert peak is not None
     part = flops / peak
     return Rate(part * PEAK_FLOPS[gpu], f"assumed: {part:.1%} of the peak, as {said}")
+
+
+def estimate(gpu: str, why: str) -> Rate:
+    source = f"estimated from FLOPs alone: at most {ASSUMED_FRACTION:.0%} of the peak; {why}"
+    return Rate(ASSUMED_FRACTION * PEAK_FLOPS[gpu], source, measured=False)
+
+
+def peak_of(row: Row) -> float | None:
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
+
+
+def backend_and_mode(row: Row) -> tuple[str, int]:
+    """`nsa-triton-graphs`: triton, and the place of "-graphs" in MODES."""
+    mode = max(place for place, name in enumerate(MODES) if row.impl.endswith(name))
+    return row.impl.removesuffix(MODES[mode]).partition("-")[2], mode
 
 
 def measured_model(row: Row, kind: str) -> LMConfig | None:
@@ -276,7 +325,7 @@ def render(config: TrainConfig, plans: list[Plan]) -> str:
             f"{plan.memory_gib:g} GiB",
             "yes" if plan.fits else "no",
             f"{plan.tokens_per_s:,.0f}",
-            f"{plan.step_s * 1e3:,.0f} ms",
+            f"{plan.step_s * 1e3:,.3g} ms" if plan.step_s < 0.1 else f"{plan.step_s * 1e3:,.0f} ms",
             f"{plan.total_s / 3600:,.1f} h",
             "-" if plan.cost is None else f"{plan.cost:,.2f}",
         )

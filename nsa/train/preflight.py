@@ -28,21 +28,27 @@ CHECKPOINT_BYTES = 12
 
 def problems(config: TrainConfig, router: Router, environ: Mapping[str, str] | None = None) -> list[str]:
     """What is wrong with this machine for that run, each as a sentence; nothing is left behind."""
+    absent = missing_device(config)
     return [
         *(f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()),
-        *device_problems(config),
-        *route_problems(config, router),
+        # Who would serve a device that is not there is no question.
+        *([absent] if absent else [*device_problems(config), *route_problems(config, router)]),
         *folder_problems(config),
         *data_problems(config),
     ]
 
 
-def device_problems(config: TrainConfig) -> Iterator[str]:
+def missing_device(config: TrainConfig) -> str | None:
+    """Why nothing can run on the config's device, if so: to be asked before anything is put there."""
     try:
-        device = usable_device(config.device)
+        usable_device(config.device)
     except ValueError as error:
-        yield str(error)
-        return
+        return str(error)
+    return None
+
+
+def device_problems(config: TrainConfig) -> Iterator[str]:
+    device = torch.device(config.device)
     if device.type != "cuda":
         return
     if config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
