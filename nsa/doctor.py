@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
         counts=counts_so_far().as_dict(),
         forward=router.explain(replace(problem, backward=False)),
         backward=router.explain(replace(problem, backward=True)),
-        checks=tuple(self_test(list(router.backends.values()), problem)),
+        # A backend is tested where its name would get it: what a setting switches off is not called.
+        checks=tuple(self_test(list(router.backends.values()), problem, partial(router.reason_against, named=True))),
     )
 
 
@@ -453,7 +455,11 @@ def verdict_on(config: TrainConfig, report: Report, router: Router) -> tuple[str
     wrong = [*preflight.problems(config, router), *map(sentence, report.failures)]
     if not wrong:
         return "[OK] Environment validated", True
-    return "\n".join([f"[WRONG] {len(wrong)} to mend before this run:", *(f"- {line}" for line in wrong)]), False
+    return to_mend(wrong), False
+
+
+def to_mend(wrong: list[str]) -> str:
+    return "\n".join([f"[WRONG] {len(wrong)} to mend before this run:", *(f"- {line}" for line in wrong)])
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
@@ -465,6 +471,10 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         problem_of(args) if config is None else boot.problem_of(config, backward=False),
         make_router(loaded),
     )
+    if config is not None and preflight.missing_device(config) is not None:
+        # The self-test would run on a device that is not there.
+        print(to_mend(preflight.problems(config, router)))
+        return 1
     if args.probe or args.repro:
         print(f"probe\n{indent(probe(router, problem, args.repro))}\n")
     if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):

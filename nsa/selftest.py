@@ -182,16 +182,26 @@ class Trial:
         return Check(backend=backend, op=op, dtype=dtype, case=self.case, quantity=quantity, **found)
 
 
-def self_test(backends: Sequence[Any], shape: Problem) -> list[Check]:
-    """Every op of every backend against the reference, with the heads, the device and the dtype of `shape`."""
+# Why a backend, by name, does not run a problem here; None when it does.
+Obstacle = Callable[[str, Problem], str | None]
+
+
+def self_test(backends: Sequence[Any], shape: Problem, obstacle: Obstacle | None = None) -> list[Check]:
+    """Every op of every backend against the reference, with the heads, the device and the dtype of `shape`.
+
+    `obstacle` is asked before a backend runs, so that what a setting switches off stays off. By default the
+    backend's own `supports` is.
+    """
+    by_name = {backend.name: backend for backend in backends}
+    ask = obstacle or (lambda name, problem: by_name[name].supports(problem))
     checks = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles(backend)]
         for case in CASES:
             trial = make_trial(case, dtype, affordable(shape, dtype))
             for stage in trial.stages:
-                checks += check_stage(stage, trial, tested)
-            checks += check_selection(trial, tested)
+                checks += check_stage(stage, trial, tested, ask)
+            checks += check_selection(trial, tested, ask)
     rank = {backend.name: i for i, backend in enumerate(backends)}
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
 
@@ -271,7 +281,7 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
     return replace(trial, tensors={**tensors, "lse_cmp": lse.to(lse_dtype), "indices": indices})
 
 
-def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any]) -> list[Check]:
+def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -> list[Check]:
     quantities = list(stage.outputs)
     for pulled in stage.pulls(trial):
         # Training asks for the gradients of `o` alone, for which a backend may have a path of its own.
@@ -288,9 +298,9 @@ def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any]) -> list[Che
 
     checks = []
     for backend in backends:
-        reason = backend.supports(problem)
+        reason = obstacle(backend.name, problem)
         if reason is None and stage.pulls(trial):
-            reason = backend.supports(replace(problem, backward=True))
+            reason = obstacle(backend.name, replace(problem, backward=True))
         if reason:
             checks.append(trial.check(backend.name, stage.op, "-", note=f"declines: {reason}"))
             continue
@@ -367,7 +377,7 @@ def allowance(rounded: Tensor, exact: Tensor) -> float:
     return (2 * own if math.isfinite(own) else 0.0) + roundings * largest
 
 
-def check_selection(trial: Trial, backends: Sequence[Any]) -> list[Check]:
+def check_selection(trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -> list[Check]:
     """A choice of blocks has no rounding error: what counts is how much fp64 importance it misses.
 
     Importances that are off by `e` swap two blocks only if these differ by less than `2e`: from the reference's own
@@ -391,7 +401,7 @@ def check_selection(trial: Trial, backends: Sequence[Any]) -> list[Check]:
     problem = as_posed(trial.problem, "scores", KNOBS["block"], KNOBS["stride"])
     checks = []
     for backend in backends:
-        reason = backend.supports(problem)
+        reason = obstacle(backend.name, problem)
         if reason:
             checks.append(trial.check(backend.name, "scores", "-", note=f"declines: {reason}"))
             continue

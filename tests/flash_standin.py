@@ -178,4 +178,115 @@ class CannotBeLoaded(StandIn):
     address: str = f"{__name__}:no_such_name"
 
 
+@dataclass
+class LongFault(StandIn):
+    """Dies on plain sequences from 300 tokens on."""
+
+    address: str = f"{__name__}:LongFault"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if not call.varlen and call.q.shape[1] >= 300:
+            os.kill(os.getpid(), signal.SIGFPE)
+        return super().forward(call)
+
+
+@dataclass
+class BatchFault(StandIn):
+    """Dies on several rows."""
+
+    address: str = f"{__name__}:BatchFault"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if not call.varlen and call.q.shape[0] > 1:
+            os.kill(os.getpid(), signal.SIGFPE)
+        return super().forward(call)
+
+
+@dataclass
+class WindowFault(StandIn):
+    """Dies on one window that no case but the problem's own has."""
+
+    address: str = f"{__name__}:WindowFault"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if call.window == 33:
+            os.kill(os.getpid(), signal.SIGFPE)
+        return super().forward(call)
+
+
+@dataclass
+class BackwardFault(StandIn):
+    """Right forward, dies backward on documents."""
+
+    address: str = f"{__name__}:BackwardFault"
+
+    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        if call.varlen:
+            os.kill(os.getpid(), signal.SIGFPE)
+        return super().backward(call)
+
+
+@dataclass
+class WrongAndTalking(StandIn):
+    """Looks at wrong keys on plain sequences, and prints no newline; the note is an answer's look-alike."""
+
+    address: str = f"{__name__}:WrongAndTalking"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if call.varlen or call.q.shape[1] == 1:
+            return super().forward(call)
+        os.write(1, b'note {"problem": null}\n{"case": "a window across tiles", "problem": null}\n note')
+        return super().forward(replace(call, causal=False, window=None))
+
+
+@dataclass
+class OddBytes(Faulty):
+    address: str = f"{__name__}:OddBytes"
+
+    def fail(self) -> None:
+        os.write(1, b"\xff\xfe\x80\n")
+        os.write(2, b"\xff\xfe\x80 crash\n")
+        # A real-time signal without a name.
+        os.kill(os.getpid(), 40)
+
+
+@dataclass
+class TalkingHang(Faulty):
+    """Prints for ever, and so does a child of its own, whose number is in the file that `OFFSPRING` names."""
+
+    address: str = f"{__name__}:TalkingHang"
+
+    def fail(self) -> None:
+        offspring = os.fork()
+        if offspring:
+            with open(os.environ["OFFSPRING"], "w") as file:
+                file.write(str(offspring))
+        while True:
+            os.write(1, b"waiting for the GPU...\n" * 1000)
+            os.write(2, b"waiting for the GPU...\n" * 1000)
+            time.sleep(0.01)
+
+
+@dataclass
+class Full(Faulty):
+    address: str = f"{__name__}:Full"
+
+    def fail(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def loaded_once() -> StandIn:
+    """Can be loaded by the first child only, which dies."""
+    path = os.environ["LOADED"]
+    if os.path.exists(path):
+        raise ImportError("the GPU is in exclusive mode")
+    with open(path, "w"):
+        return FloatingPointException()
+
+
+@dataclass
+class LoadedOnce(StandIn):
+    address: str = f"{__name__}:loaded_once"
+
+
 FAULTS = (Raising, NotFinite, WrongKeys, Segfaulting, FloatingPointException, Hanging)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import bench_rows
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from nsa import bench
 from nsa.backends import sdpa
@@ -39,7 +41,7 @@ ROW = replace(
 
 def timed(length: int = 4096, group_size: int = 4, **milliseconds: float) -> list[Row]:
     """Rows of one shape, one for each path: `timed(sdpa=2.0, flash=1.0)`."""
-    impls = {backend: impl for impl, backend in flash.BACKENDS.items()}
+    impls = {"triton": "nsa-triton", "flash": "flash-torch", "sdpa": "nsa-sdpa"}
     return [
         replace(ROW, impl=impls[backend], S=length, G=16 // group_size, p50_ms=ms)
         for backend, ms in milliseconds.items()
@@ -80,8 +82,8 @@ def test_neighbouring_lengths_with_one_order_are_one_range() -> None:
 def test_thresholds_follow_from_the_rows_alone() -> None:
     rows = timed(1024, sdpa=1.0, flash=1.0) + timed(4096, sdpa=2.0, flash=1.0)
     rows += [replace(row, mode="bwd") for row in timed(1024, sdpa=2.0, flash=1.0, triton=0.5)]
-    # A path that is no backend, and a window that the file does not speak of, change nothing.
-    rows += [replace(ROW, impl="sdpa-cudnn", p50_ms=0.01), replace(ROW, suite="flash-w128", op="sliding")]
+    # A path that is no backend, and another suite, change nothing.
+    rows += [replace(ROW, impl="sdpa-cudnn", p50_ms=0.01), replace(ROW, suite="attention")]
     expected = [
         Preference(
             gpu="NVIDIA H200", op="compressed", mode="bwd", head_widths=(64,), min_length=1024,
@@ -96,6 +98,94 @@ def test_thresholds_follow_from_the_rows_alone() -> None:
         ),
     ]  # fmt: skip
     assert thresholds(rows) == expected
+
+
+def orders(rows: list[Row]) -> list[tuple[str, ...]]:
+    return [preference.order for preference in thresholds(rows)]
+
+
+def test_flash_must_be_worth_it_at_every_window_and_on_packed_rows_too() -> None:
+    rows = [replace(row, op="sliding", suite="flash-w512") for row in timed(sdpa=2.0, flash=1.0)]
+    assert orders(rows) == [("flash", "sdpa")]
+    for suite in ("flash-w128", "flash-w512-packed"):
+        close = [replace(row, op="sliding", suite=suite) for row in timed(sdpa=1.1, flash=1.0)]
+        assert orders(rows + close) == [("sdpa",)]
+        far = [replace(row, op="sliding", suite=suite) for row in timed(sdpa=1.3, flash=1.0)]
+        assert orders(rows + far) == [("flash", "sdpa")]
+
+
+def test_the_flash_attn_package_s_rows_count_where_torch_s_kernels_have_none() -> None:
+    package = [replace(row, impl="flash-flash_attn") for row in timed(flash=1.0)]
+    assert orders(timed(sdpa=2.0) + package) == [("flash", "sdpa")]
+    # Torch's kernels are called first: it is their time that counts, whichever was measured later.
+    for rows in (timed(sdpa=2.0, flash=1.9) + package, package + timed(sdpa=2.0, flash=1.9)):
+        assert orders(rows) == [("sdpa",)]
+
+
+@pytest.mark.parametrize("op", ["compressed", "sliding"])
+@pytest.mark.parametrize("window", [8, 32, 64, 512])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_sdpa_is_timed_on_the_branch_itself(op: str, window: int, grouped: bool) -> None:
+    """What a kernel computes on the layout is the branch: every key and value counts as it does there."""
+    point = Point(op, 64, 4, 2, 8, window)
+    qkv = point.inputs(torch.float32, "cpu")
+    layout = flash.folded(point, qkv) if op == "compressed" else flash.banded(point, qkv)
+    found = flash.attend(layout if grouped else flash.by_group(layout), SDPBackend.MATH)
+    exact, _ = getattr(sdpa, f"{op}_forward")(*qkv, **point.knobs("cpu"))
+    if op == "sliding":
+        assert layout.mask is not None
+        bands = exact[0].unflatten(0, (-1, min(window, 64))).transpose(1, 2)
+        torch.testing.assert_close(found.view_as(bands), bands)
+    else:
+        assert layout.mask is None
+        fold = flash.PlainFold(64, point.n_keys, 2, flash.BLOCK, flash.STRIDE)
+        plain = fold.unfold(found.reshape(1, -1, *found.shape[-2:]).transpose(1, 2), 0.0)
+        torch.testing.assert_close(plain, exact)
+
+
+def test_every_kernel_of_sdpa_is_timed_where_it_takes_the_branch(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
+    assert flash.sdpa_kernels(Point("compressed", 64, 4, 2, 8)) == kernels
+    assert flash.sdpa_kernels(Point("sliding", 64, 4, 2, 8)) == kernels[1:]
+    assert flash.sdpa_kernels(Point("sliding", 64, 4, 2, 8, documents=2)) == []
+    assert flash.sdpa_kernels(Point("sliding", 100, 4, 2, 8, window=64)) == []
+    point = Point("compressed", 128, 4, 2, 8)
+    qkv = point.inputs(torch.float32, "cpu")
+    found = list(flash.sdpa_passes("sdpa-math", point, qkv))
+    assert [(each.impl, each.mode) for each in found] == [("sdpa-math", "fwd"), ("sdpa-math", "bwd")]
+    for each in found:
+        each.call()
+    assert not capsys.readouterr().out
+
+
+def test_the_math_kernel_is_left_out_where_its_scores_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(flash, "MOST_SCORE_BYTES", 1000)
+    point = Point("compressed", 128, 4, 2, 8)
+    assert list(flash.sdpa_passes("sdpa-math", point, point.inputs(torch.float32, "cpu"))) == []
+    assert "sdpa-math is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", ["compressed", "sliding"])
+def test_a_packed_point_is_a_row_of_documents(op: str) -> None:
+    point = Point(op, 100, 4, 2, 8, 16, documents=3)
+    assert point.suite == ("flash-packed" if op == "compressed" else "flash-w16-packed")
+    assert point.problem(torch.bfloat16, backward=False).packed
+    knobs = point.knobs("cpu")
+    assert knobs["cu_seqlens"].tolist() == [0, 33, 66, 100]
+    q, k, v = point.inputs(torch.float32, "cpu")
+    found = list(flash.backend_passes("nsa-sdpa", sdpa, point, (q, k, v)))
+    assert [each.mode for each in found] == ["fwd", "bwd"]
+    for each in found:
+        each.call()
+
+
+@pytest.mark.parametrize("variable", ["NSA_USE_FA2", "NSA_USE_FA2_WIN"])
+def test_what_is_switched_off_is_not_measured(variable: str, environment: Callable[..., None]) -> None:
+    environment(**{variable: "0"})
+    with pytest.raises(ValueError, match=rf"{variable} is off \(environment\), and nsa bench flash calls .* unset it"):
+        bench.run(parse())
 
 
 def test_the_file_is_what_the_router_reads_and_keeps_what_others_measured(tmp_path: Path) -> None:
@@ -167,8 +257,15 @@ def test_the_command_turns_rows_into_a_file_and_a_plot(tmp_path: Path, capsys: p
 
 def test_the_sweep_covers_every_width_group_length_and_window() -> None:
     found = list(flash.points(parse("--windows", "128", "512")))
-    assert len(found) == len(set(found)) == 4 * 2 * 4 * 3
-    assert {point.width for point in found} == {64, 96, 128, 192}
+    plain = [point for point in found if not point.packed]
+    assert len(set(found)) == len(found)
+    assert len(plain) == 4 * 2 * 3 * 3
+    # Packed: both branches at every width, on the longest row.
+    assert {(point.op, point.width, point.length) for point in found if point.packed} == {
+        (op, width, 65536) for op in ("compressed", "sliding") for width in (64, 96, 128, 192)
+    }
+    assert {point.width for point in plain} == {64, 96, 128, 192}
+    assert {point.window for point in flash.points(parse()) if point.op == "sliding"} == {128, 512}
     with pytest.raises(ValueError, match="--group-sizes is 3; accepted: a divisor of the 16 heads"):
         list(flash.points(parse("--group-sizes", "3")))
 
@@ -177,7 +274,7 @@ def test_a_point_poses_the_problem_that_the_ops_would() -> None:
     point = Point("compressed", 100, 16, 4, 64)
     q, k, v = point.inputs(torch.float32, "cpu")
     assert (q.shape, k.shape, v.shape) == ((1, 100, 16, 64), (1, 5, 4, 64), (1, 5, 4, 64))
-    o, lse = sdpa.compressed_forward(q, k, v, **point.knobs)
+    o, lse = sdpa.compressed_forward(q, k, v, **point.knobs("cpu"))
     assert o.shape == q.shape
     assert lse.shape == (1, 100, 16)
     problem = point.problem(torch.bfloat16, backward=True)

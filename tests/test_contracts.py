@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,11 +57,14 @@ def dense_calls(draw: st.DrawFn, *, backward: bool | None = None) -> Call:
 
 
 @st.composite
-def varlen_calls(draw: st.DrawFn, *, backward: bool | None = None, device: str = "meta") -> Call:
-    """Any legal call with offsets, empty sequences among them."""
+def varlen_calls(
+    draw: st.DrawFn, *, backward: bool | None = None, device: str = "meta", room: bool | None = None
+) -> Call:
+    """Any legal call with offsets, empty sequences and rows after the last one among them."""
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any))
     groups, heads, width = draw(st.integers(1, 4)), draw(st.integers(1, 8)), 8 * draw(st.integers(1, 32))
-    total = sum(lengths) + draw(st.integers(0, 3))
+    room_after = draw(st.booleans()) if room is None else room
+    total = sum(lengths) + (draw(st.integers(0, 3)) if room_after else 0)
     q = empty(total, groups * heads, width, device=device)
     k, v = (empty(total, groups, width, device=device) for _ in range(2))
     offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
@@ -76,8 +79,37 @@ def varlen_calls(draw: st.DrawFn, *, backward: bool | None = None, device: str =
         cu_seqlens_k=offsets,
         max_q=longest,
         max_k=longest,
+        room_after=room_after,
     )
     return with_gradients(call) if (draw(st.booleans()) if backward is None else backward) else call
+
+
+@st.composite
+def cached_calls(draw: st.DrawFn) -> Call:
+    """Any legal step: a few queries a row, on the first keys of a row with room for more."""
+    queries, causal = draw(st.integers(1, 5)), draw(st.booleans())
+    used = draw(st.lists(st.integers(queries if causal else 0, 30), min_size=1, max_size=4))
+    rows, room = len(used), max(*used, 1) + draw(st.integers(0, 5))
+    groups, width = draw(st.integers(1, 4)), 8 * draw(st.integers(1, 8))
+    starts = torch.arange(rows + 1).int()
+    k, v = (empty(rows * room, groups, width, device="cpu") for _ in range(2))
+    return Call(
+        q=empty(rows * queries, 2 * groups, width, device="cpu"),
+        k=k,
+        v=v,
+        scale=1.0,
+        causal=causal,
+        window=draw(st.none() | st.integers(1, 60)) if causal else None,
+        cu_seqlens_q=starts * queries,
+        cu_seqlens_k=starts * room,
+        used_k=torch.tensor(used).int(),
+        max_q=queries,
+        max_k=room,
+    )
+
+
+def forward_only(call: Call) -> Call:
+    return replace(call, do=None, o=None, lse=None)
 
 
 def with_gradients(call: Call) -> Call:
@@ -92,8 +124,9 @@ def test_every_legal_call_passes(call: Call) -> None:
     assert violations(call, ON_META, HOPPER) == []
 
 
-@given(varlen_calls(device="cpu", backward=False))
+@given(st.one_of(varlen_calls(device="cpu", backward=False), cached_calls()))
 def test_legal_offsets_pass_by_value_too(call: Call) -> None:
+    assert violations(call, ON_CPU, HOPPER) == []
     assert value_violations(call, ON_CPU) == []
 
 
@@ -120,15 +153,52 @@ WRONG: dict[str, tuple[Callable[[Call], Call], str]] = {
     "keys of another width than queries": (lambda c: replace(c, k=repeated_width(c.k)), "equal widths"),
     "values of another count": (lambda c: replace(c, v=c.v.new_empty(c.v.shape[0] + 1, *c.v.shape[1:])), "equal"),
     "one more head": (lambda c: regrouped(c), "multiple of the second"),
-    "rows apart by an odd number": (lambda c: replace(c, q=misaligned(wide_enough(c.q))), "clone"),
+    "rows apart by an odd number": (lambda c: forward_only(replace(c, q=misaligned(wide_enough(c.q)))), "clone"),
     "last dimension strided": (lambda c: replace(c, v=strided(c.v)), "clone"),
     "another device": (lambda c: replace(c, k=torch.empty(c.k.shape, dtype=c.k.dtype)), "move it"),
     "no window at all": (lambda c: replace(c, causal=True, window=0), "at least 1"),
+    "half a key in a window": (lambda c: replace(c, causal=True, window=2.5), "an integer"),
+    "a window past 32 bits": (lambda c: replace(c, causal=True, window=2**32 + 5), "at most 2147483647"),
+    "a forward pass with results": (lambda c: replace(with_gradients(c), do=None), "without do"),
     "a window that looks ahead": (lambda c: replace(c, causal=False, window=5), "look ahead"),
     "no scale": (lambda c: replace(c, scale=float("nan")), "scale"),
     "no token": (lambda c: replace(c, k=c.k[..., :0, :, :], v=c.v[..., :0, :, :]), "do not call"),
     "dimensions lost": (lambda c: replace(c, q=c.q[0]), "dimensions"),
 }
+
+
+# What may be wrong with the normaliser that a backward pass gets: the kernels walk it as it must be.
+WRONG_LSE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "on another device": (lambda lse: torch.empty(lse.shape), "lse is on cpu"),
+    "in another order": (lambda lse: lse.mT.contiguous().mT, "lse has strides"),
+    "one number for all": (lambda lse: lse.new_empty(1).expand(lse.shape), "lse has strides"),
+    "rounded": (lambda lse: lse.bfloat16(), "in fp32"),
+    "of another shape": (lambda lse: lse[..., None], "as the forward pass returned it"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_LSE.values(), ids=WRONG_LSE.keys())
+@given(call=st.one_of(dense_calls(backward=True), varlen_calls(backward=True)))
+def test_every_wrong_normaliser_is_caught(change: Callable[[Tensor], Tensor], words: str, call: Call) -> None:
+    assert call.lse is not None
+    assume(min(call.lse.shape[-2:]) > 1)  # a single row or column is contiguous in every order
+    assert any(words in sentence for sentence in violations(replace(call, lse=change(call.lse)), ON_META, HOPPER))
+
+
+# What a call without offsets takes and never looks at.
+UNREAD: dict[str, Callable[[Call], Call]] = {
+    "used_k": lambda c: replace(c, used_k=empty(c.q.shape[0], dtype=torch.int32)),
+    "used_k is": lambda c: replace(c, used_k=torch.zeros(99)),
+    "max_q": lambda c: replace(c, max_q=c.q.shape[1]),
+    "max_k": lambda c: replace(c, max_k=-7),
+    "room_after": lambda c: replace(c, room_after=True),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), UNREAD.items(), ids=UNREAD.keys())
+@given(call=dense_calls())
+def test_what_a_dense_call_would_not_read_is_caught(name: str, change: Callable[[Call], Call], call: Call) -> None:
+    assert any(sentence.startswith(name) for sentence in violations(change(call), ON_META, HOPPER))
 
 
 def all_to(call: Call, dtype: torch.dtype) -> Call:
@@ -176,12 +246,17 @@ WRONG_OFFSETS: dict[str, tuple[Callable[[Call], Call], str]] = {
     "only one": (lambda c: replace(c, cu_seqlens_k=None), "both"),
     "no longest": (lambda c: replace(c, max_q=None), "upper bound"),
     "longest of zero": (lambda c: replace(c, max_k=0), "upper bound"),
+    "longest past 32 bits": (lambda c: replace(c, max_q=2**40), "up to 2147483647"),
+    "longest in fractions": (lambda c: replace(c, max_k=64.0), "upper bound"),
+    "used keys in int64": (lambda c: used(c, empty(c.n_sequences, dtype=torch.int64)), "used_k is torch.int64"),
+    "used keys of another count": (lambda c: used(c, empty(c.n_sequences + 1, dtype=torch.int32)), "used_k has shape"),
+    "used keys elsewhere": (lambda c: used(c, torch.zeros(c.n_sequences).int()), "used_k is on cpu"),
     "keys of a cache in training": (
         lambda c: with_gradients(replace(c, used_k=empty(c.n_sequences, dtype=torch.int32))),
         "no gradient",
     ),
     "one query at most, but not each": (
-        lambda c: replace(c, max_q=1, q=c.q.new_empty(c.n_sequences + 1, *c.q.shape[1:]), do=None, o=None, lse=None),
+        lambda c: forward_only(replace(c, max_q=1, q=c.q.new_empty(c.n_sequences + 1, *c.q.shape[1:]))),
         "max_q=2",
     ),
 }
@@ -195,6 +270,11 @@ def test_every_wrong_offset_tensor_is_caught_without_reading_it(
     assert any(words in sentence for sentence in violations(change(call), ON_META, HOPPER))
 
 
+def used(call: Call, used_k: Tensor) -> Call:
+    """A cache's keys, in a forward pass."""
+    return forward_only(replace(call, used_k=used_k))
+
+
 def moved(call: Call, name: str, index: int, by: int) -> Call:
     offsets = getattr(call, name).clone()
     offsets[index] += by
@@ -205,6 +285,12 @@ WRONG_VALUES: dict[str, tuple[Callable[[Call], Call], str]] = {
     "start": (lambda c: moved(c, "cu_seqlens_q", 0, -1), "start at 0"),
     "backwards": (lambda c: moved(c, "cu_seqlens_k", 0, 1000), "non-decreasing"),
     "past the end": (lambda c: moved(c, "cu_seqlens_k", -1, 1000), "past the"),
+    "rows of nobody": (lambda c: replace(c, q=c.q.new_empty(c.q.shape[0] + 1, *c.q.shape[1:])), "room_after"),
+    "keys of nobody": (lambda c: replace(c, k=c.k.new_empty(c.k.shape[0] + 1, *c.k.shape[1:])), "room_after"),
+    "no sequence": (lambda c: replace(c, cu_seqlens_q=c.cu_seqlens_q[:1]), "one number more"),
+    "nothing": (lambda c: replace(c, cu_seqlens_k=c.cu_seqlens_k[:0]), "one number more"),
+    "queries before the first key": (lambda c: fewer_keys(c), "see none"),
+    "queries before the first key in use": (lambda c: replace(c, used_k=c.cu_seqlens_k.diff().int() - 1), "see none"),
     "longer than said": (lambda c: replace(c, max_k=max(c.cu_seqlens_k.diff().tolist()) - 1), "above max"),
     "more than there is room for": (
         lambda c: replace(c, used_k=c.cu_seqlens_k.diff().int() + 1),
@@ -214,9 +300,17 @@ WRONG_VALUES: dict[str, tuple[Callable[[Call], Call], str]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG_VALUES.values(), ids=WRONG_VALUES.keys())
-@given(call=varlen_calls(device="cpu", backward=False))
+@given(call=varlen_calls(device="cpu", backward=False, room=False))
 def test_every_wrong_offset_value_is_caught(change: Callable[[Call], Call], words: str, call: Call) -> None:
     assert any(words in sentence for sentence in value_violations(change(call), ON_CPU))
+
+
+def fewer_keys(call: Call) -> Call:
+    """The last sequence that has a query loses a key."""
+    assert call.cu_seqlens_q is not None
+    offsets = call.cu_seqlens_q.clone()
+    offsets[offsets == offsets[-1]] -= 1
+    return replace(call, k=call.k[1:], v=call.v[1:], cu_seqlens_k=offsets)
 
 
 @pytest.mark.parametrize("contract", [FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda contract: contract.library)
@@ -310,5 +404,5 @@ def test_a_row_that_starts_between_two_loads_is_not_aligned() -> None:
 def test_a_call_describes_itself() -> None:
     x = empty(1, 5, 2, 64)
     text = str(with_gradients(Call(q=x, k=x, v=x, scale=0.125, window=3)))
-    for part in ("q=(1, 5, 2, 64):bfloat16:strides(640, 128, 64, 1)", "window=3", "scale=0.125", "do="):
+    for part in ("q=(1, 5, 2, 64):bfloat16:strides(640, 128, 64, 1)", "window=3", "scale=0.125", "do=", "lse="):
         assert part in text

@@ -10,7 +10,6 @@ import inspect
 import logging
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import reference
 from nsa.backends import sdpa
-from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call
+from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call, value_violations
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.branches import safe_offsets
 from nsa.backends.flash.libraries import (
@@ -46,7 +45,7 @@ BRANCHES = ("compressed", "sliding")
 
 def backend_of(library: Any, config: Settings | None = None) -> FlashBackend:
     """A backend that trusts its library: probes are another test's business."""
-    return FlashBackend(config or Settings(), (library,), folder=Path("unused"), prober=lambda *_: [])
+    return FlashBackend(config or Settings(), (library,), folder=None, prober=lambda *_: [])
 
 
 def knobs(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
@@ -156,35 +155,6 @@ def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: i
     assert library.calls[0].k.data_ptr() == k.data_ptr(), "a cache is not copied"
 
 
-def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> None:
-    case = Case(length=13, groups=2, heads=2, window=100)
-    inputs = random_inputs(case, torch.float32)
-    q, k, v = inputs.of("sliding")
-    last = torch.tensor([12], dtype=torch.int32)
-    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, **knobs("sliding", case, q_start=last))
-    call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
-    for causal in (True, False):
-        torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
-    repeated = [x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v)]
-    dense = torch.nn.functional.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), *repeated)
-    torch.testing.assert_close(o, dense.transpose(1, 2))
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
-def test_keys_and_values_are_passed_as_they_are(branch: str, documents: tuple[int, ...] | None) -> None:
-    case = Case(length=96, groups=2, heads=6, d_k=16, d_v=16, documents=documents)
-    inputs = random_inputs(case, torch.float32)
-    library = StandIn()
-    by_backend(backend_of(library), branch, inputs, case, with_lse=False)
-    _, k, v = inputs.of(branch)
-    assert len(library.calls) == 2
-    for call in library.calls:
-        assert call.k.data_ptr() == k.data_ptr()
-        assert call.v.data_ptr() == v.data_ptr()
-        assert call.k.shape[-2] == case.groups, "never expanded to heads"
-
-
 class CountBytes(TorchDispatchMode):
     """Bytes of every tensor that an operation makes, views aside."""
 
@@ -213,6 +183,87 @@ class Silent(StandIn):
         return call.q, call.k, call.v
 
 
+CAPACITY = 4096
+
+
+def decode(branch: str, library: StandIn, q: Tensor, k: Tensor, v: Tensor, config: Settings | None = None) -> Tensor:
+    case = Case(length=CAPACITY, window=CAPACITY, d_k=q.shape[-1])
+    q_start = torch.arange(100, 100 + q.shape[0]).int()
+    o, _ = getattr(backend_of(library, config), f"{branch}_forward")(q, k, v, **knobs(branch, case, q_start=q_start))
+    return o
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_step_allocates_nothing_of_the_size_of_its_cache(branch: str) -> None:
+    q, cache = torch.zeros(2, 1, 4, 32), torch.zeros(2, CAPACITY, 2, 32)
+    with CountBytes() as counted:
+        decode(branch, Silent(), q, cache, cache)
+    assert counted.total < cache.numel() * cache.element_size() / 100
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize(
+    ("width", "d_v", "environ", "reason"),
+    [
+        (32, 16, {}, "zeros up to width 32"),
+        (16, 32, {}, "zeros up to width 32"),
+        (20, 20, {}, "zeros up to width 24"),
+        (32, 32, {"NSA_FA2_PREF_FP16": "1"}, "a cast to torch.float16"),
+    ],
+)
+def test_a_cache_that_would_be_copied_is_left_to_the_next_backend(
+    branch: str, width: int, d_v: int, environ: dict[str, str], reason: str
+) -> None:
+    library = StandIn()
+    q, k, v = torch.zeros(2, 1, 4, width), torch.zeros(2, CAPACITY, 2, width), torch.zeros(2, CAPACITY, 2, d_v)
+    with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} would copy the cache"):
+        decode(branch, library, q, k, v, Settings.load(environ=environ))
+    assert not library.calls
+    assert counted.total < k.numel()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branch: str) -> None:
+    library = StandIn()
+    k, v = torch.randn(2, 60, 1, 8)[:, :40], torch.randn(2, 40, 1, 8)
+    with pytest.raises(BackendFailure, match="keys of the cache are 60 apart and its values 40"):
+        decode(branch, library, torch.randn(2, 1, 2, 8), k, v)
+    with pytest.raises(BackendFailure, match="do not follow each other"):
+        decode(branch, library, torch.randn(2, 1, 2, 8), v[:1].expand(2, -1, -1, -1), v)
+    assert not library.calls
+    # A single row has no next one, whatever room there is.
+    assert decode(branch, library, torch.randn(1, 1, 2, 8), k[:1], v[:1]).isfinite().all()
+
+
+def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> None:
+    case = Case(length=13, groups=2, heads=2, d_k=8, d_v=8, window=100)
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("sliding")
+    last = torch.tensor([12], dtype=torch.int32)
+    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, **knobs("sliding", case, q_start=last))
+    call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
+    for causal in (True, False):
+        torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
+    repeated = [x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v)]
+    dense = torch.nn.functional.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), *repeated)
+    torch.testing.assert_close(o, dense.transpose(1, 2))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
+def test_keys_and_values_are_passed_as_they_are(branch: str, documents: tuple[int, ...] | None) -> None:
+    case = Case(length=96, groups=2, heads=6, d_k=16, d_v=16, documents=documents)
+    inputs = random_inputs(case, torch.float32)
+    library = StandIn()
+    by_backend(backend_of(library), branch, inputs, case, with_lse=False)
+    _, k, v = inputs.of(branch)
+    assert len(library.calls) == 2
+    for call in library.calls:
+        assert call.k.data_ptr() == k.data_ptr()
+        assert call.v.data_ptr() == v.data_ptr()
+        assert call.k.shape[-2] == case.groups, "never expanded to heads"
+
+
 @pytest.mark.parametrize("documents", [None, (1000, 24, 1024)], ids=["plain", "packed"])
 def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[int, ...] | None) -> None:
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32, block=32, stride=16, documents=documents)
@@ -230,6 +281,59 @@ def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[
     # Forward: q and o change layout once or, in a pack, twice. Backward: q, o, do and dq.
     assert forward.total <= 4.5 * in_queries
     assert backward.total <= 9 * in_queries
+
+
+def test_the_sliding_branch_allocates_nothing_but_the_normaliser() -> None:
+    case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32)
+    q, k, v = random_inputs(case, torch.float32).of("sliding")
+    with CountBytes() as forward:
+        backend_of(Silent()).sliding_forward(q, k, v, **knobs("sliding", case))
+    o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    with CountBytes() as backward:
+        backend_of(Silent()).sliding_backward(o, None, q, k, v, o, lse, **knobs("sliding", case))
+    # The library's own and the one in the layout of nsa.
+    assert forward.total <= 2 * lse.numel() * lse.element_size()
+    assert backward.total <= 2 * lse.numel() * lse.element_size()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("other", ["k", "v", "do", "o"])
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_mixed_dtypes_are_refused_and_never_cast(branch: str, other: str, asked: str) -> None:
+    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16, torch.bfloat16)))
+    backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": asked}))
+    case = Case(length=40, d_k=8, d_v=8)
+    q, k, v = random_inputs(case, torch.bfloat16).of(branch)
+    given = {"q": q, "k": k, "v": v, "do": torch.zeros_like(q), "o": torch.zeros_like(q)}
+    given[other] = given[other].float()
+    named = {name: given[name] for name in ("q", "k", "v")}
+    direction = "forward" if other in named else "backward"
+    if direction == "backward":
+        named |= {"do": given["do"], "dlse": None, "o": given["o"], "lse": torch.zeros(q.shape[:3])}
+    sentence = f"{other} is torch.float32 and q torch.bfloat16: pass one dtype"
+    with pytest.raises(BackendFailure, match=sentence):
+        getattr(backend, f"{branch}_{direction}")(**named, **knobs(branch, case))
+    assert not library.calls
+
+
+@pytest.mark.parametrize("documents", [None, (5, 4)], ids=["plain", "packed"])
+def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] | None) -> None:
+    case = Case(length=9, groups=2, heads=2, d_k=8, d_v=8, documents=documents, window=2**32 + 5)
+    q, k, v = random_inputs(case, torch.float32).of("sliding")
+    library = StandIn()
+    found = backend_of(library).sliding_forward(q, k, v, **knobs("sliding", case))
+    exact = backend_of(StandIn()).sliding_forward(q, k, v, **knobs("sliding", replace(case, window=9)))
+    assert library.calls[0].window_size == (8, 0)
+    assert torch.equal(found[0], exact[0])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@given(case=st.one_of(cases(max_length=70), cases(max_length=70, packed=True)))
+def test_every_call_of_a_branch_keeps_the_contract_by_value_too(branch: str, case: Case) -> None:
+    library = StandIn()
+    by_backend(backend_of(library), branch, random_inputs(case, torch.float32), case, with_lse=True)
+    for call in library.calls:
+        assert value_violations(call, CPU_CONTRACT) == []
 
 
 def test_a_misaligned_input_is_copied_before_the_call() -> None:

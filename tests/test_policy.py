@@ -81,6 +81,20 @@ def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pyt
         assert part in text
 
 
+@pytest.mark.parametrize("variable", ["use_fa2_win", "use_fa2_cmp"])
+def test_the_self_test_leaves_a_branch_that_is_off_alone(
+    variable: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = StandIn()
+    backend = FlashBackend(Settings(), (library,), {}, tmp_path, lambda *_: [])
+    assert run_doctor("--setting", f"{variable}=off", backend=backend) == 0
+    branches = {"sliding" if call.window is not None else "compressed" for call in library.calls}
+    off = "sliding" if variable == "use_fa2_win" else "compressed"
+    assert branches == {"compressed", "sliding"} - {off}
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if f"NSA_{variable.upper()} is off" in line]
+    assert ["flash", off] in [row[:2] for row in rows], "the self-test says why"
+
+
 def test_the_doctor_probes_again_and_writes_the_failure_as_a_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,18 +127,21 @@ from pathlib import Path
 Path(r"{marker}").touch()
 raise ImportError("flash_attn was imported")
 """
+# The package is found by its distribution's name; its kernels are said to run on a CPU, and the probe, which is another
+# test's business, to have found nothing. All else is the way of a training step.
 USE = """
+from dataclasses import replace
 import torch, nsa
-from nsa.backends.routing import build_router, router
-from nsa.backends.flash.libraries import find_libraries
-from nsa import doctor
-device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.bfloat16 if device == "cuda" else torch.float32
-assert [library.contract.library for library in find_libraries()[0]] == ["torch", "flash_attn"]
+from nsa.backends.flash import FlashBackend, libraries
+from nsa.backends.routing import router
+contract = replace(libraries.FLASH_ATTN_2, device="cpu", dtypes=(torch.float32,))
+libraries.find_flash_attn = lambda: libraries.FlashAttn2Library("2.8.3", contract)
+FlashBackend.verdict = lambda *_: None
+assert [library.contract.library for library in libraries.find_libraries()[0]] == ["torch", "flash_attn"]
 config = nsa.NSAConfig(dim=64, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=16)
-attention = nsa.NSAAttention(config).to(device, dtype)
-attention(torch.randn(1, 64, 64, device=device, dtype=dtype)).sum().backward()
+nsa.NSAAttention(config)(torch.randn(1, 64, 64)).sum().backward()
 print(router().absent.get("flash"))
+print(router().counts.as_dict())
 """
 
 
@@ -145,18 +162,16 @@ def run_beside(trap: Path, code: str, **variables: str) -> subprocess.CompletedP
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_off_means_that_the_library_is_not_even_imported(trap: Path) -> None:
-    done = run_beside(trap, USE, NSA_USE_FA2="0")
+@pytest.mark.parametrize("switched", ["0", "1"])
+def test_off_means_that_the_library_is_not_even_imported_and_on_that_it_is(trap: Path, switched: str) -> None:
+    done = run_beside(trap, USE, NSA_USE_FA2=switched)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "NSA_USE_FA2 is off (environment)"
-    assert not trap.exists(), "flash_attn was imported"
-
-
-def test_the_trap_is_one(trap: Path) -> None:
-    code = "from nsa.backends.flash.libraries import find_flash_attn\nfind_flash_attn().interface()"
-    done = run_beside(trap, code)
-    assert "flash_attn was imported" in done.stderr
-    assert trap.exists()
+    absent, counts = done.stdout.strip().splitlines()
+    assert absent == ("NSA_USE_FA2 is off (environment)" if switched == "0" else "None")
+    assert trap.exists() is (switched == "1"), "whether flash_attn was imported"
+    # The import fails, which costs nothing but speed.
+    assert ("flash_attn 2.8.3 cannot be imported" in counts) is (switched == "1")
+    assert "'sliding/sdpa': 2" in counts
 
 
 def test_off_by_both_branches_is_off_altogether() -> None:
@@ -185,10 +200,11 @@ def test_sdpa_can_be_kept_from_its_flash_kernel(
     assert allowed == [switched == "0"]
 
 
+@pytest.mark.parametrize("logged_by", ["NSA_DEBUG_TIMING", "NSA_SDPA_AUDIT"])
 def test_the_log_line_has_branch_path_shapes_dtypes_strides_milliseconds_and_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    logged_by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Settings.load(environ={"NSA_DEBUG_TIMING": "1", "NSA_USE_FA2": "1"})
+    config = Settings.load(environ={logged_by: "1", "NSA_USE_FA2": "1"})
     router = Router([FlashBackend(config, (StandIn(),), folder=tmp_path, prober=lambda *_: []), sdpa], config)
     x = torch.randn(1, 9, 2, 8)
     problem = Problem(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +17,35 @@ from typing import Any
 import flash_standin
 import pytest
 import torch
-from flash_standin import FAULTS, CannotBeLoaded, FloatingPointException, Raising, StandIn
+from flash_standin import (
+    FAULTS,
+    BackwardFault,
+    BatchFault,
+    CannotBeLoaded,
+    FloatingPointException,
+    Full,
+    LoadedOnce,
+    LongFault,
+    NotFinite,
+    OddBytes,
+    Raising,
+    StandIn,
+    TalkingHang,
+    WindowFault,
+    WrongAndTalking,
+    WrongKeys,
+)
 
 import nsa
 from nsa.backends import sdpa
 from nsa.backends.flash import FlashBackend
+from nsa.backends.flash.cases import MOST_ELEMENTS, MOST_TOKENS, cases_of, kind_of, make_call, posed
 from nsa.backends.flash.libraries import Library, TorchLibrary
 from nsa.backends.flash.repro import repro_script
-from nsa.backends.flash.trial import cases_of, main
+from nsa.backends.flash.trial import difference, main, written_out
 from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import Router
+from nsa.backends.routing import BackendFailure, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library
@@ -36,7 +57,7 @@ ROOT = str(Path(nsa.__file__).parent.parent)
 PROBLEM = Problem(
     op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=2, n_groups=1, d_k=8, d_v=8, dtype=torch.float32
 )
-SUBJECT = Subject(library="stand-in", version="0", gpu="cpu", driver="none", torch="2", cuda="none")
+SUBJECT = Subject(library="stand-in", version="0", gpu="cpu", driver="none", torch="2", cuda="none", cases="1")
 INSISTS = Settings.load(environ={"NSA_USE_FA2": "1"})
 
 
@@ -47,6 +68,7 @@ def children_find_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SOME = ("one token", "a window across tiles")
+OWN = ("the problem's own shape", "the longest of its class")
 
 
 def probe_quickly(
@@ -109,9 +131,9 @@ def test_a_right_library_passes_the_whole_probe_and_serves(
     flash = FlashBackend(INSISTS, (StandIn(),), folder=tmp_path)
     router = Router([flash, sdpa], INSISTS)
     losses = losses_of(router, monkeypatch)
-    (outcomes,) = flash.tried.values()
-    assert len(outcomes) == 10
-    assert [outcome.problem for outcome in outcomes] == [None] * 10
+    assert {kind.split("-")[3].rstrip("0123456789") for _, kind in flash.tried} == {"sliding", "compressed"}
+    for outcomes in flash.tried.values():
+        assert [outcome.problem for outcome in outcomes] == [None] * 12
     calls = router.counts.as_dict()["calls"]
     assert calls["sliding/flash"] > 0
     assert calls["compressed/flash"] > 0
@@ -138,7 +160,7 @@ def test_a_verdict_holds_for_the_cases_like_the_problem(tmp_path: Path, children
     assert flash.supports(replace(PROBLEM, packed=True)) is None, "the child after the crash tried the rest"
 
 
-def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path) -> None:
+def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def prober(*given: Any) -> list[Outcome]:
@@ -152,6 +174,9 @@ def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path) -> None:
     assert "hung" in str(backend_of(other_version, tmp_path, prober).supports(PROBLEM))
     assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(replace(PROBLEM, d_k=16)))
     assert len(asked) == 3, "another version and another width are tried by themselves"
+    monkeypatch.setattr("nsa.backends.flash.backend.CODE", "other cases")
+    assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(PROBLEM))
+    assert len(asked) == 4, "so are other cases"
     mended = [Outcome(case="x", feature="dense", backward=True)]
     (library, subject, outcomes) = backend_of(StandIn(), tmp_path, lambda *_: mended).probe_all(PROBLEM)[0]
     assert (library.version, subject.version, outcomes) == ("0", "0", mended)
@@ -188,25 +213,28 @@ def test_verdicts_survive_their_file_and_a_broken_file_says_nothing(tmp_path: Pa
 
 def test_a_subject_s_file_differs_by_everything_a_verdict_depends_on() -> None:
     names = {SUBJECT.file_name}
-    for change in ({"version": "1"}, {"gpu": "NVIDIA H200"}, {"driver": "570.1"}, {"torch": "2.11"}, {"cuda": "13.0"}):
-        names.add(replace(SUBJECT, **change).file_name)
-    assert len(names) == 6
+    for name in ("version", "gpu", "driver", "torch", "cuda", "cases"):
+        names.add(replace(SUBJECT, **{name: "NVIDIA H200"}).file_name)
+    assert len(names) == 7
     assert all("/" not in name and " " not in name for name in names)
 
 
 def test_the_child_restarts_after_an_error_that_may_have_broken_its_gpu(
-    children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = cases_of(PROBLEM, 8, torch.float32)
-    lines = "".join(json.dumps(case) + "\n" for case in cases)
-    monkeypatch.setattr(sys, "stdin", lines.splitlines())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(case) + "\n" for case in cases)))
+    path = tmp_path / "answers"
     with pytest.raises(SystemExit) as ended:
-        main("flash_standin:Raising", "cpu")
+        main("flash_standin:Raising", "cpu", str(path))
     assert ended.value.code == RESTART
-    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [list(answer) for answer in answers] == [["call"], ["problem"]] * 2
-    assert answers[1] == {"problem": None}
-    assert "RuntimeError" in answers[3]["problem"]
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    stages = [(answer["case"], answer.get("stage")) for answer in answers]
+    parts = ["making the call", "forward", "backward", "the comparison", None]
+    tiles = "a window across tiles"
+    assert stages == [("one token", part) for part in parts] + [(tiles, parts[0]), (tiles, parts[1]), (tiles, None)]
+    assert answers[4] == {"case": "one token", "problem": None}
+    assert "RuntimeError in forward" in answers[-1]["problem"]
 
 
 def test_a_report_is_complete() -> None:
@@ -266,16 +294,277 @@ def test_the_repro_script_of_torch_s_kernels_needs_torch_alone(tmp_path: Path) -
     assert "window=100" in done.stdout
 
 
-def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+CASE = {"name": "one", "feature": "dense", "backward": False}
+CHILD = """import json, sys
+def say(**fields):
+    open(sys.argv[1], "a").write(json.dumps(fields) + "\\n")
+"""
+
+
+def outcomes_of(tmp_path: Path, code: str, *names: str) -> list[Outcome]:
     script = tmp_path / "child.py"
-    script.write_text(
-        "import sys\nfor line in sys.stdin:\n"
-        "    print('warning: {odd}')\n    print('{\"call\": \"f\"}')\n    print('[1]')\n"
-        "    print('{\"problem\": null}', flush=True)\n"
-    )
-    case = {"name": "one", "feature": "dense", "backward": False}
-    (outcome,) = run_cases([sys.executable, str(script)], [case], case_seconds=10.0)
-    assert (outcome.problem, outcome.call) == (None, "f")
+    script.write_text(CHILD + code)
+    cases = [{**CASE, "name": name} for name in names or ("one",)]
+    return run_cases([sys.executable, str(script)], cases, case_seconds=10.0)
+
+
+def test_answers_are_matched_by_name_and_a_missing_one_is_a_failure(tmp_path: Path) -> None:
+    """The second case is never answered; what is printed, or answered for nobody, counts for none."""
+    code = """
+names = [json.loads(line)["name"] for line in sys.stdin]
+print(json.dumps({"case": "two", "problem": None}), flush=True)
+say(case="nobody", problem=None)
+for name in reversed(names):
+    say(case=name, stage="forward", call=f"call of {name}")
+    if name != "two":
+        say(case=name, problem=None)
+"""
+    one, two, three = outcomes_of(tmp_path, code, "one", "two", "three")
+    assert (one.problem, one.call) == (None, "call of one")
+    assert (two.problem, two.call) == ("ended with status 0 in forward", "call of two")
+    assert (three.problem, three.call) == (None, "call of three")
+
+
+def test_a_child_that_dies_while_it_makes_a_call_is_not_shown_with_the_one_before(tmp_path: Path) -> None:
+    code = """
+import os
+for line in sys.stdin:
+    name = json.loads(line)["name"]
+    say(case=name, stage="making the call", call="")
+    if name == "two":
+        os.abort()
+    say(case=name, stage="forward", call="f")
+    say(case=name, problem=None)
+"""
+    one, two = outcomes_of(tmp_path, code, "one", "two")
+    assert (one.problem, one.call) == (None, "f")
+    assert (two.problem, two.call) == ("killed by SIGABRT in making the call", "")
+    assert "before the call" in report(SUBJECT, [two])
+
+
+def test_what_a_library_prints_moves_no_verdict(tmp_path: Path, children_find_the_stand_ins: None) -> None:
+    flash = backend_of(WrongAndTalking(), tmp_path, partial(probe_quickly, names=(*SOME, "documents")))
+    assert "off by" in str(flash.supports(PROBLEM))
+    (outcomes,) = flash.tried.values()
+    assert [outcome.problem is None for outcome in outcomes] == [True, False, True]
+
+
+def test_odd_bytes_and_signals_without_a_name_are_survived(tmp_path: Path, children_find_the_stand_ins: None) -> None:
+    reason = str(backend_of(OddBytes(), tmp_path).supports(PROBLEM))
+    assert "killed by signal 40 in forward: \ufffd\ufffd\ufffd crash" in reason
+
+
+def test_a_hang_that_prints_is_ended_with_all_that_it_started(
+    tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offspring = tmp_path / "offspring"
+    monkeypatch.setenv("OFFSPRING", str(offspring))
+    assert "hung: no answer in 2 s" in str(backend_of(TalkingHang(), tmp_path / "verdicts").supports(PROBLEM))
+    stat = Path(f"/proc/{offspring.read_text()}/stat")
+    patience = time.monotonic() + 10
+    # It may end between a look and the next.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while stat.read_text().split()[2] != "Z":
+            assert time.monotonic() < patience, "the child of the child lives on"
+    (kept,) = (tmp_path / "verdicts").iterdir()
+    assert kept.stat().st_size < 10_000
+
+
+@pytest.mark.parametrize("executable", ["", None, "/no/such/python"])
+def test_a_child_that_cannot_be_started_ends_no_run(
+    executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    flash = FlashBackend(INSISTS, (StandIn(),), folder=tmp_path)
+    assert NOT_STARTED in str(flash.supports(PROBLEM))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("library", [Full, LoadedOnce])
+def test_what_says_nothing_about_the_library_is_not_remembered(
+    library: Any, tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
+    flash = backend_of(library(), tmp_path / "verdicts", partial(probe_quickly, names=(*SOME, "documents")))
+    assert flash.supports(PROBLEM) is not None
+    assert not (tmp_path / "verdicts").exists()
+    assert backend_of(StandIn(), tmp_path / "verdicts").supports(PROBLEM) is None
+
+
+# The problem's own shape is tried, and a verdict counts for shapes like it.
+
+
+@pytest.mark.parametrize(
+    ("library", "changes"),
+    [
+        (LongFault, {"n_queries": 300, "n_keys": 300}),
+        (LongFault, {"n_queries": 270, "n_keys": 270}),
+        (BatchFault, {"batch": 2}),
+        (BatchFault, {"batch": 2, "op": "compressed", "n_keys": 3}),
+    ],
+)
+def test_a_crash_at_the_problem_s_own_shape_is_found_before_the_run_meets_it(
+    library: Any, changes: dict[str, Any], tmp_path: Path, children_find_the_stand_ins: None
+) -> None:
+    flash = backend_of(library(), tmp_path, partial(probe_quickly, names=OWN))
+    assert flash.supports(PROBLEM) is None
+    assert "killed by SIGFPE in forward" in str(flash.supports(replace(PROBLEM, **changes)))
+    again = backend_of(library(), tmp_path, lambda *_: pytest.fail("both are remembered"))
+    assert again.supports(PROBLEM) is None
+    assert "SIGFPE" in str(again.supports(replace(PROBLEM, **changes)))
+
+
+def test_a_window_is_tried_before_the_call_that_has_it(tmp_path: Path, children_find_the_stand_ins: None) -> None:
+    flash = backend_of(WindowFault(), tmp_path, partial(probe_quickly, names=OWN))
+    q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
+    options: dict[str, Any] = {"scale": 1.0, "cu_seqlens": None, "q_start": None}
+    with pytest.raises(BackendFailure, match="SIGFPE"):
+        flash.sliding_forward(q, k, k, window=33, **options)
+    flash.sliding_forward(q, k, k, window=34, **options)
+
+
+def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
+    def kind(**changes: Any) -> str:
+        return kind_of(replace(PROBLEM, **changes), 8, torch.float32)
+
+    def length(n: int) -> dict[str, int]:
+        return {"n_queries": n, "n_keys": n}
+
+    assert kind(**length(1)) == kind(**length(256)) != kind(**length(257)) == kind(**length(512))
+    assert kind(batch=1) != kind(batch=2) == kind(batch=3)
+    assert len({kind(), kind(packed=True), kind(cached=True), kind(op="compressed")}) == 4
+    assert kind(**length(2**16)) == kind(**length(2**20)), "longer ones are tried at the same length"
+    assert kind_of(posed(PROBLEM, 512), 8, torch.float32) == kind() != kind_of(posed(PROBLEM, 4), 8, torch.float32)
+
+
+@pytest.mark.parametrize("op", ["sliding", "compressed"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "cached"])
+def test_a_large_problem_is_tried_at_a_size_that_fits(op: str, layout: str) -> None:
+    batch = 1 if layout == "packed" else 300
+    queries = 1 if layout == "cached" else 2**18
+    keys = 2**18 if op == "sliding" or layout == "cached" else 2**14
+    problem = Problem(
+        op=op, batch=batch, n_queries=queries, n_keys=keys, n_heads=64, n_groups=4, d_k=128, d_v=128,
+        dtype=torch.bfloat16, packed=layout == "packed", cached=layout == "cached",
+    )  # fmt: skip
+    own = [case for case in cases_of(problem, 128, torch.bfloat16) if case["name"] in OWN]
+    assert own
+    for case in own:
+        rows = case["batch"] * case.get("queries", sum(case["lengths"]))
+        assert rows <= MOST_TOKENS
+        assert sum(case["lengths"]) <= MOST_TOKENS
+        assert rows * case["heads"] * 128 <= MOST_ELEMENTS
+        assert case["batch"] == 1 or batch > 1
+
+
+def test_attention_written_out_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in cases_of(replace(PROBLEM, batch=2), 8, torch.float32):
+        call = make_call(case, "cpu")
+        do = torch.randn_like(call.q) if case["backward"] else None
+        whole = written_out(call, do)
+        with monkeypatch.context() as small:
+            small.setattr("nsa.backends.flash.trial.TILE_QUERIES", 7)
+            assert difference(call, whole, do) is None
+            tiled = written_out(call, do)
+        for name, x in whole.items():
+            torch.testing.assert_close(tiled[name], x, equal_nan=True)
+
+
+def test_limits_count_the_heads_that_folding_makes(tmp_path: Path) -> None:
+    flash = backend_of(StandIn(), tmp_path, lambda *_: [])
+    problem = Problem(
+        op="compressed", batch=512, n_queries=64, n_keys=3, n_heads=32, n_groups=2, d_k=128, d_v=128,
+        dtype=torch.bfloat16, backward=True,
+    )  # fmt: skip
+    assert "2^31" in str(flash.supports(problem))
+    assert flash.supports(replace(problem, batch=64)) is None
+    assert "80000 heads" in str(flash.supports(replace(problem, n_heads=5000, backward=False)))
+
+
+def test_a_library_whose_limits_forbid_the_problem_is_not_probed(tmp_path: Path) -> None:
+    flash = backend_of(StandIn(), tmp_path, lambda *_: pytest.fail("it was probed"))
+    for changes in ({"d_k": 264}, {"dtype": torch.float64}, {"op": "attention", "d_k": 264}, {"op": "combine"}):
+        assert flash.probe_all(replace(PROBLEM, **changes)) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_probing_the_whole_attention_is_probing_its_branches_and_forgets_the_rest(tmp_path: Path) -> None:
+    asked = []
+
+    def prober(library: Library, problem: Problem, *_: Any) -> list[Outcome]:
+        asked.append((problem.op, problem.n_keys))
+        return [Outcome(case="x", feature="dense", backward=True)]
+
+    flash = backend_of(StandIn(), tmp_path, prober)
+    flash.supports(replace(PROBLEM, batch=2))
+    ((_, _, outcomes),) = flash.probe_all(replace(PROBLEM, op="attention"))
+    assert len(outcomes) == 1, "the same call, once"
+    flash.supports(PROBLEM)
+    flash.supports(replace(PROBLEM, op="compressed", n_keys=3))
+    assert asked == [("sliding", 64), ("sliding", 64), ("compressed", 3)]
+    flash.supports(replace(PROBLEM, batch=2))
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, AssertionError, AttributeError, OSError, IndexError, KeyError, NotImplementedError]
+)
+def test_whatever_a_library_raises_the_next_backend_serves(error: type[Exception], tmp_path: Path) -> None:
+    class Failing(StandIn):
+        def forward(self, call: Any) -> Any:
+            raise error("bad head dim")
+
+    router = Router([backend_of(Failing(), tmp_path, lambda *_: []), sdpa], INSISTS)
+    q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
+    router.run(PROBLEM, "sliding_forward", q, k, k, window=4, scale=1.0, cu_seqlens=None, q_start=None)
+    counts = router.counts.as_dict()
+    assert counts["calls"] == {"sliding/sdpa": 1}
+    assert any(error.__name__ in name for name in counts["failures"])
+
+
+def test_a_report_says_which_direction_crashed_on_what(tmp_path: Path, children_find_the_stand_ins: None) -> None:
+    outcomes = probe_quickly(BackwardFault(), PROBLEM, 8, torch.float32, ("documents", "a few queries on a cache"))
+    text = report(SUBJECT, outcomes)
+    for part in (
+        "documents: killed by SIGFPE in backward",
+        "backward: q=(168, 2, 8)",
+        "do=(168, 2, 8)",
+        "o=(168, 2, 8)",
+        "lse=(2, 168):float32",
+        "cu_seqlens_q=[0, 1, 131, 168]",
+    ):
+        assert part in text
+    assert "RuntimeWarning" not in text
+    assert "cu_seqlens_k=[0, 311, 622] used_k=[7, 300]" in outcomes[1].call
+
+
+@pytest.mark.parametrize(("library", "says"), [(WrongKeys, "o is off by"), (NotFinite, "o is not finite")])
+def test_the_repro_script_of_wrong_numbers_fails(
+    library: Any, says: str, tmp_path: Path, children_find_the_stand_ins: None
+) -> None:
+    done = run_repro(tmp_path, library())
+    assert done.returncode == 1
+    assert f"wrong: {says}" in done.stderr
+
+
+def test_the_repro_script_of_a_right_library_succeeds_whatever_its_texts_are(
+    tmp_path: Path, children_find_the_stand_ins: None
+) -> None:
+    odd = 'C:\\Users\\x \\N """quoted""" \x00 \udc80 \u00fc'
+    subject = replace(SUBJECT, gpu=odd)
+    outcome = replace(failed(StandIn(), call=odd), problem=odd, case=odd)
+    outcome = replace(outcome, request={**outcome.request, "name": odd})
+    done = run_repro(tmp_path, StandIn(), subject, outcome)
+    assert done.returncode == 0, done.stderr
+    assert "survived, and right" in done.stdout
+
+
+def run_repro(
+    tmp_path: Path, library: Any, subject: Subject = SUBJECT, outcome: Outcome | None = None
+) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "repro.py"
+    path.write_text(repro_script(library, subject, outcome or failed(library)))
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(

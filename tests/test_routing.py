@@ -139,6 +139,55 @@ def test_who_switches_flash_on_gets_it_before_the_others(environ: dict[str, str]
     assert router.route(replace(PROBLEM, op="selected")).chosen == "triton"
 
 
+@pytest.mark.parametrize(
+    ("environ", "declines"),
+    [({"NSA_FA2_MIN_LEN_WIN": "4096"}, None), ({"NSA_USE_FA2": "1"}, "the dtype is torch.float64")],
+    ids=["too short", "declined"],
+)
+def test_a_flag_that_flash_cannot_meet_leaves_the_others_as_measured(
+    environ: dict[str, str], declines: str | None
+) -> None:
+    measured = [Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
+    backends = Fake("triton"), Fake("flash", declines=declines), Fake("sdpa")
+    router = router_of(*backends, config=Settings.load(environ=environ), preferences=measured)
+    route = router.route(PROBLEM)
+    assert (route.chosen, route.why) == ("sdpa", "measured order on cpu")
+    assert (declines or "NSA_FA2_MIN_LEN_WIN is 4096") in route.reasons["flash"]
+
+
+def test_after_a_failure_of_flash_the_others_come_as_measured() -> None:
+    measured = [Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
+    backends = Fake("triton"), Fake("flash", raises=BackendFailure("no kernel image")), Fake("sdpa")
+    router = router_of(*backends, config=Settings.load(environ={"NSA_USE_FA2": "1"}), preferences=measured)
+    assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
+    assert router.route(PROBLEM).why == "measured order on cpu"
+
+
+CACHED = replace(PROBLEM, cached=True, n_queries=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "problem", "reason"),
+    [
+        ({"NSA_USE_FA2": "1"}, CACHED, None),
+        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_v=8), "keys are 16 and values 8 wide"),
+        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_k=20, d_v=20), "keys are 20 and values 20 wide"),
+        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, CACHED, "NSA_FA2_PREF_FP16 is on"),
+        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, replace(CACHED, dtype=torch.bfloat16), None),
+        ({"NSA_USE_FA2": "1"}, replace(PROBLEM, d_v=8), None),
+    ],
+)
+def test_flash_is_not_asked_about_a_cache_that_it_would_copy_at_every_step(
+    environ: dict[str, str], problem: Problem, reason: str | None
+) -> None:
+    router = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ=environ))
+    route = router.route(problem)
+    assert route.chosen == ("flash" if reason is None else "sdpa")
+    if reason is not None:
+        assert reason in route.reasons["flash"]
+        assert "copy the cache at every step" in str(router.route(problem, "flash").reasons["flash"])
+
+
 def test_strict_turns_a_fallback_into_an_error() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
     with pytest.raises(
@@ -438,8 +487,9 @@ def test_an_audit_says_each_path_once(quiet_logger: logging.Logger, caplog: pyte
     for batch in (1, 1, 2, 1):
         run(router, replace(PROBLEM, batch=batch))
     assert len(caplog.messages) == 2
-    for part in ("branch=sliding", "path=sdpa.sliding_forward", "ms=not timed", "(2, 3):float32:(3, 1)"):
+    for part in ("branch=sliding", "path=sdpa.sliding_forward", "(2, 3):float32:(3, 1)"):
         assert part in caplog.messages[0]
+    assert float(caplog.messages[0].split("ms=")[1].split()[0]) >= 0
     assert "reason='first that supports it'" in caplog.messages[0]
 
 

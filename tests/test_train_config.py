@@ -236,3 +236,9 @@ def test_a_run_goes_on_with_other_ranks_and_on_another_machine(tmp_path: Path, m
 def test_what_no_run_can_have_is_named(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key} is "):
         load_config("tiny", {"device": "cpu", key: value}, env=Settings())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_doctor_names_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--config", "tiny", "--set", "device=cuda"]) == 1
+    assert "device is 'cuda'; accepted: 'cpu'" in capsys.readouterr().out

@@ -26,6 +26,8 @@ LOAD_BYTES = 16
 TILE_ROWS = 128
 NARROWEST_TILE = 32
 MOST_ELEMENTS = 2**31
+# Lengths and windows are C ints: a larger number loses its upper bits, and a window past 2^32 becomes a few keys.
+LARGEST_INT = 2**31 - 1
 # Sequences and heads are the second and third dimension of the launch grid.
 MOST_GRID = 65_535
 # Less shared memory a program than an A100 or H100 has.
@@ -76,8 +78,8 @@ class Call:
     """One call as it is about to be made: `q [B,S,H,D]`, `k` and `v [B,N,G,D]`, or without `B` and with offsets.
 
     `window` counts the keys a query sees, its own included; the libraries count those before it, `window - 1`.
-    `used_k`: how many of each sequence's keys count, where they are slots of a cache. `gradients`: `do`, `o` and `lse`
-    of a backward pass.
+    `used_k`: how many of each sequence's keys count, where they are slots of a cache. `room_after`: rows after the last
+    sequence belong to nobody, and what the call leaves there is never read. `do`, `o` and `lse`: of a backward pass.
     """
 
     q: Tensor
@@ -91,6 +93,7 @@ class Call:
     max_q: int | None = None
     max_k: int | None = None
     used_k: Tensor | None = None
+    room_after: bool = False
     do: Tensor | None = None
     o: Tensor | None = None
     lse: Tensor | None = None
@@ -121,9 +124,10 @@ class Call:
 
     def __str__(self) -> str:
         """Everything a report needs to rebuild the call, values aside."""
+        shown = self.tensors | ({} if self.lse is None else {"lse": self.lse})
         parts = [
             f"{name}={tuple(x.shape)}:{str(x.dtype).removeprefix('torch.')}:strides{x.stride()}"
-            for name, x in self.tensors.items()
+            for name, x in shown.items()
         ]
         parts += [f"causal={self.causal}", f"window={self.window}", f"scale={self.scale:g}"]
         if self.varlen:
@@ -203,8 +207,7 @@ def violations(call: Call, contract: Contract, capability: Capability | None) ->
     )
     found += tensor_violations(call, contract)
     found += mask_violations(call)
-    if call.varlen:
-        found += offset_violations(call, contract)
+    found += offset_violations(call) if call.varlen else unread_violations(call)
     return found
 
 
@@ -234,6 +237,8 @@ def shape_violations(call: Call) -> Iterator[str]:
         if call.lse is None or tuple(call.lse.shape) != rows or call.lse.dtype != torch.float32:
             kind = "missing" if call.lse is None else f"{tuple(call.lse.shape)} of {call.lse.dtype}"
             yield f"lse is {kind}: pass {rows} in fp32, as the forward pass returned it"
+    elif call.o is not None or call.lse is not None:
+        yield "o or lse is given without do: pass all three, or none in a forward pass"
 
 
 def tensor_violations(call: Call, contract: Contract) -> Iterator[str]:
@@ -248,6 +253,12 @@ def tensor_violations(call: Call, contract: Contract) -> Iterator[str]:
             yield f"{name} is empty, {tuple(x.shape)}: do not call"
         elif not aligned(x):
             yield f"{name} has strides {x.stride()} and starts at byte {x.data_ptr() % LOAD_BYTES} of 16: pass .clone()"
+    # Not among the rows: the kernels walk it without asking for its strides.
+    if call.lse is not None:
+        if call.lse.device != device:
+            yield f"lse is on {call.lse.device}: move it to q's device, {device}"
+        if not call.lse.is_contiguous():
+            yield f"lse has strides {call.lse.stride()}: pass .contiguous()"
 
 
 def aligned(x: Tensor) -> bool:
@@ -263,8 +274,8 @@ def aligned(x: Tensor) -> bool:
 def mask_violations(call: Call) -> Iterator[str]:
     if not 0 < call.scale < float("inf"):
         yield f"scale is {call.scale}: pass a positive finite number"
-    if call.window is not None and call.window < 1:
-        yield f"window is {call.window}: pass at least 1, a query sees itself"
+    if call.window is not None and not fits_int(call.window):
+        yield f"window is {call.window}: pass an integer of at least 1, a query sees itself, and at most {LARGEST_INT}"
     if call.window is not None and not call.causal:
         yield "a window without a causal mask would look ahead: pass causal=True"
     n_queries, n_keys = call.q.shape[-3], call.k.shape[-3]
@@ -274,7 +285,23 @@ def mask_violations(call: Call) -> Iterator[str]:
         yield f"the mask ends at the last query and key, the first {first} queries see none: leave them out"
 
 
-def offset_violations(call: Call, contract: Contract) -> Iterator[str]:
+def fits_int(number: object) -> bool:
+    """A positive number that a C int holds."""
+    return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= LARGEST_INT
+
+
+def unread_violations(call: Call) -> Iterator[str]:
+    """What a call without offsets would take and not look at."""
+    if call.used_k is not None:
+        yield "used_k is given without offsets, and would not be read: pass cu_seqlens_q and cu_seqlens_k"
+    for name, longest in (("max_q", call.max_q), ("max_k", call.max_k)):
+        if longest is not None:
+            yield f"{name} is {longest} without offsets: leave it out, the shapes say it"
+    if call.room_after:
+        yield "room_after is set without offsets: leave it out, every row is a sequence's"
+
+
+def offset_violations(call: Call) -> Iterator[str]:
     assert call.cu_seqlens_q is not None
     assert call.cu_seqlens_k is not None
     offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
@@ -289,8 +316,9 @@ def offset_violations(call: Call, contract: Contract) -> Iterator[str]:
         elif not x.is_contiguous():
             yield f"{name} has stride {x.stride()}: pass .contiguous()"
     for name, longest, total in (("max_q", call.max_q, call.q.shape[0]), ("max_k", call.max_k, call.k.shape[0])):
-        if longest is None or longest < 1:
-            yield f"{name} is {longest}: pass the longest sequence, or any upper bound such as {total}"
+        if not fits_int(longest):
+            bound = f"any upper bound such as {total}, up to {LARGEST_INT}"
+            yield f"{name} is {longest}: pass the longest sequence, or {bound}"
     if call.used_k is not None and call.backward:
         yield "used_k has no gradient: train on whole sequences"
     # Dao-AILab/flash-attention#1537: with max_q = 1 the heads of a group become queries, one for every sequence.
@@ -302,29 +330,42 @@ def value_violations(call: Call, contract: Contract) -> list[str]:
     """What offsets say that only their values can tell. Waits for the device."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return []
+    given = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    for name, x in given.items():
+        if x.dim() != 1 or x.numel() < 2:
+            return [f"{name} has shape {tuple(x.shape)}: pass one number more than there are sequences"]
     found = []
     lengths = {}
-    for name, x, longest, total in (
-        ("cu_seqlens_q", call.cu_seqlens_q, call.max_q, call.q.shape[0]),
-        ("cu_seqlens_k", call.cu_seqlens_k, call.max_k, call.k.shape[0]),
-    ):
+    bounds = {"cu_seqlens_q": (call.max_q, call.q.shape[0]), "cu_seqlens_k": (call.max_k, call.k.shape[0])}
+    for name, x in given.items():
+        longest, total = bounds[name]
         values = x.tolist()
         lengths[name] = [b - a for a, b in pairwise(values)]
         if values[0] != 0:
             found.append(f"{name} starts at {values[0]}: start at 0")
         if min(lengths[name]) < 0:
             found.append(f"{name} goes backwards, {values}: pass non-decreasing offsets")
-        # Room after the last sequence is legal; rows past the tensor are not.
         if values[-1] > total:
             found.append(
                 f"{name} ends at {values[-1]}, past the {total} rows it points into: pass offsets of these rows"
             )
+        if values[-1] < total and not call.room_after:
+            unowned = f"{name} ends at {values[-1]}, before the {total} rows it points into"
+            found.append(f"{unowned}: end at {total}, or set room_after and never read the rest")
         if longest is not None and max(lengths[name]) > longest:
             found.append(f"a sequence of {name} is {max(lengths[name])} long, above max {longest}: pass its length")
         if not contract.takes_empty_sequences and 0 in lengths[name]:
             found.append(f"{name} has an empty sequence, which {contract.library} does not survive: leave it out")
+    n_queries, room = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
+    n_keys = room
     if call.used_k is not None:
-        for used, room in zip(call.used_k.tolist(), lengths["cu_seqlens_k"], strict=False):
-            if not 0 <= used <= room:
-                found.append(f"used_k has {used} keys in a sequence of {room}: pass 0 to {room}")
+        n_keys = call.used_k.flatten().tolist()
+        for used, most in zip(n_keys, room, strict=False):
+            if not 0 <= used <= most:
+                found.append(f"used_k has {used} keys in a sequence of {most}: pass 0 to {most}")
+    if call.causal:
+        for queries, keys in zip(n_queries, n_keys, strict=False):
+            if queries > keys:
+                hidden = f"{queries} queries on {keys} keys: the first {queries - keys} see none"
+                found.append(f"a sequence has {hidden}, leave them out")
     return found

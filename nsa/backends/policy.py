@@ -3,6 +3,8 @@
 A branch is `off` where a setting says so, also for a backend asked for by name; `by name` where `auto` must never pick
 it; `on` where the user switched it on or named a length: it then goes first; and otherwise `measured`: `auto` takes it
 only where the thresholds file says that it wins on this GPU.
+
+Whatever the settings say, a cache that would have to be copied at every step is left to the other backends.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from nsa.backends.contracts import TORCH
+from nsa.backends.problem import Problem
 from nsa.settings import Settings
 
 # The settings that speak for a branch: those that switch it, and the fewest keys for `auto` to pick it.
@@ -63,11 +69,25 @@ def insists(config: Settings, op: str) -> bool:
     return op in BRANCHES and flag(config, op).state == "on"
 
 
-def reason_against(config: Settings, op: str, n_keys: int, *, named: bool, measured: bool) -> str | None:
-    """None when FlashAttention may be asked about the branch `op`. `named`: somebody asked for it."""
-    if op not in BRANCHES:
+def reason_against(config: Settings, problem: Problem, *, named: bool, measured: bool) -> str | None:
+    """None when FlashAttention may be asked about the problem. `named`: somebody asked for it."""
+    if problem.op not in BRANCHES:
         return None
-    found = flag(config, op)
+    found = flag(config, problem.op)
     if named:
-        return found.why if found.state == "off" else None
-    return found.reason_against(n_keys, measured=measured)
+        reason = found.why if found.state == "off" else None
+    else:
+        reason = found.reason_against(problem.n_keys, measured=measured)
+    return reason or copied_cache(config, problem)
+
+
+def copied_cache(config: Settings, problem: Problem) -> str | None:
+    """Why a step could not view its cache: one query must not cost a copy of all keys."""
+    if not problem.cached:
+        return None
+    if problem.dtype == torch.float32 and config.fa2_prefer_fp16:
+        return f"{config.describe('fa2_prefer_fp16')}, and a cast would copy the cache at every step"
+    if problem.d_k != problem.d_v or problem.d_k % TORCH.width_step:
+        widths = f"keys are {problem.d_k} and values {problem.d_v} wide"
+        return f"{widths}: filling them up with zeros would copy the cache at every step"
+    return None

@@ -3,7 +3,8 @@
 A floating point exception, an illegal access or a hang inside a library takes its process along; nothing can be caught.
 So the first use on a machine runs in a child, case by case: the child says which case it begins and how it ended, and
 where it dies or goes silent the parent knows the case, writes it down and starts another child on those that are left.
-Verdicts are JSON in the user's cache folder, one file for each library, its version, the GPU and the driver.
+Verdicts are JSON in the user's cache folder, one file for each library, its version, the GPU and the driver. What may
+be otherwise a minute later, as memory that was full, is no verdict and is not kept.
 
 What a case does is the child's business; this module knows commands, time limits and files.
 """
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,10 @@ CASE_SECONDS = 30.0
 # The status by which a child says: the last case is answered, the others need a new one.
 RESTART = 75
 NOT_STARTED = "did not start"
+HUNG = "hung"
+# Of what a child prints, the end is kept: as much as a pipe holds.
+KEPT_BYTES = 65_536
+LONGEST_LIST = 64
 CACHE_FOLDER = "~/.cache/nsa/probe"
 
 
@@ -47,9 +54,11 @@ class Subject:
     driver: str
     torch: str
     cuda: str
+    # Which code made the cases: of other ones this verdict says nothing.
+    cases: str
 
     @classmethod
-    def here(cls, library: str, version: str, device: str) -> Subject:
+    def here(cls, library: str, version: str, device: str, cases: str = "any") -> Subject:
         on_gpu = device == "cuda" and torch.cuda.is_available()
         return cls(
             library=library,
@@ -58,6 +67,7 @@ class Subject:
             driver=nvidia_driver() if on_gpu else "none",
             torch=str(torch.__version__),
             cuda=torch.version.cuda or "none",
+            cases=cases,
         )
 
     @property
@@ -67,7 +77,8 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one case ended. `problem`: None when it was right. `call`: what was being computed."""
+    """How one case ended. `problem`: None when it was right. `call`: what was being computed. `transient`: it says
+    something about this moment, nothing about the library."""
 
     case: str
     feature: str
@@ -75,6 +86,7 @@ class Outcome:
     problem: str | None = None
     call: str = ""
     request: Mapping[str, Any] = field(default_factory=dict)
+    transient: bool = False
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -134,8 +146,11 @@ class Verdicts:
             log.warning("nsa: the verdict on %s cannot be kept in %s: %s", self.subject.library, self.folder, error)
 
     def forget(self) -> None:
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        try:
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("nsa: the verdict on %s in %s stays: %s", self.subject.library, self.folder, error)
 
 
 def run_cases(
@@ -145,15 +160,27 @@ def run_cases(
     start_seconds: float = START_SECONDS,
     case_seconds: float = CASE_SECONDS,
 ) -> list[Outcome]:
-    """Every case's outcome, in children started as `command`. A case has a `name`, a `feature` and `backward`.
+    """Every case's outcome, in children started as `command` and the path of a file for their answers.
 
-    A child reads one JSON request a line and answers each with two: `{"call": ...}` before it computes, and
-    `{"problem": null}` or what was wrong after.
+    A case has a `name` of its own, a `feature` and `backward`. A child reads one JSON case a line and appends answers,
+    one JSON object a line with that name as `case`: `{"stage": ..., "call": ...}` when it begins a part of it, and
+    `{"problem": null}` or what was wrong at its end.
     """
-    outcomes: list[Outcome] = []
-    while len(outcomes) < len(cases):
-        outcomes += run_child(command, cases[len(outcomes) :], start_seconds, case_seconds)
-    return outcomes
+    found: dict[str, Outcome] = {}
+    left = list(cases)
+    while left:
+        try:
+            outcomes = run_child(command, left, start_seconds, case_seconds)
+        except OSError as error:
+            # No process, or no folder for its answers.
+            outcomes = not_started(left, str(error))
+        found |= {outcome.case: outcome for outcome in outcomes}
+        left = [case for case in left if case["name"] not in found]
+        if any(outcome.transient for outcome in outcomes):
+            # Another child would fare no better.
+            found |= {case["name"]: outcome_of(case, "was not tried", transient=True) for case in left}
+            left = []
+    return [found[case["name"]] for case in cases]
 
 
 def run_child(
@@ -161,32 +188,51 @@ def run_child(
 ) -> list[Outcome]:
     """The outcomes up to the first case that the child does not survive, that one included."""
     with tempfile.TemporaryDirectory() as folder:
-        answers, errors = Path(folder) / "answers", Path(folder) / "errors"
-        with answers.open("w") as out, errors.open("w") as err:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True)
-            assert child.stdin is not None
-            try:
-                child.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
-                child.stdin.close()
-            except BrokenPipeError:
-                # It died before it read; how is asked below.
-                pass
-            ended = wait(child, answers, start_seconds, case_seconds)
-        lines = answers_in(answers.read_text())
-        calls = [line["call"] for line in lines if "call" in line]
-        problems = [line["problem"] for line in lines if "problem" in line]
-        finished = [outcome_of(case, p, c) for case, p, c in zip(cases, problems, calls, strict=False)]
-        if len(finished) == len(cases) or (finished and child.returncode == RESTART):
-            return finished
-        why = ": ".join([ended, *errors.read_text().strip().splitlines()[-1:]])
-        if not calls:
-            # Another child would fare no better.
-            return [outcome_of(case, f"{NOT_STARTED}: {why}", "") for case in cases]
-        return [*finished, outcome_of(cases[len(finished)], why, calls[-1])]
+        requests, answers = Path(folder) / "requests", Path(folder) / "answers"
+        requests.write_text("".join(json.dumps(case) + "\n" for case in cases))
+        answers.touch()
+        with requests.open() as given:
+            child = subprocess.Popen(
+                [*command, str(answers)],
+                stdin=given,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                # A group of its own, so that what it has started ends with it.
+                start_new_session=True,
+            )
+        try:
+            ended, printed = wait(child, answers, start_seconds, case_seconds)
+        finally:
+            end(child)
+        said = answers_in(answers.read_text(errors="replace"))
+
+    outcomes = []
+    for case in cases:
+        own = [answer for answer in said if answer.get("case") == case["name"]]
+        call = next((answer["call"] for answer in reversed(own) if "call" in answer), "")
+        last = own[-1] if own else {}
+        if "problem" in last:
+            outcomes.append(outcome_of(case, last["problem"], call, transient=last.get("transient", False)))
+        elif child.returncode == RESTART and outcomes:
+            break
+        else:
+            stage = f" in {last['stage']}" if "stage" in last else ""
+            why = ": ".join([ended + stage, *printed.strip().splitlines()[-1:]])
+            if not said:
+                return not_started(cases, why)
+            # Nobody but the system's guard of its memory sends this.
+            full = child.returncode == -signal.SIGKILL and not ended.startswith(HUNG)
+            outcomes.append(outcome_of(case, why, call, transient=full))
+            break
+    return outcomes
+
+
+def not_started(cases: Sequence[Mapping[str, Any]], why: str) -> list[Outcome]:
+    return [outcome_of(case, f"{NOT_STARTED}: {why}", transient=True) for case in cases]
 
 
 def answers_in(text: str) -> list[dict[str, Any]]:
-    """The child's answers among whatever else the library printed."""
+    """The child's answers; the last line may be half of one."""
     found = []
     for line in text.splitlines():
         try:
@@ -198,7 +244,7 @@ def answers_in(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def outcome_of(case: Mapping[str, Any], problem: str | None, call: str) -> Outcome:
+def outcome_of(case: Mapping[str, Any], problem: str | None, call: str = "", *, transient: bool = False) -> Outcome:
     return Outcome(
         case=case["name"],
         feature=case["feature"],
@@ -206,25 +252,59 @@ def outcome_of(case: Mapping[str, Any], problem: str | None, call: str) -> Outco
         problem=problem,
         call=call,
         request=dict(case) if problem else {},
+        transient=transient,
     )
 
 
-def wait(child: subprocess.Popen[str], answers: Path, start_seconds: float, case_seconds: float) -> str:
-    """How the child ended: by itself, by a signal, or because it said nothing for too long."""
-    size, since = 0, time.monotonic()
+def wait(child: subprocess.Popen[bytes], answers: Path, start_seconds: float, case_seconds: float) -> tuple[str, str]:
+    """How the child ended: by itself, by a signal, or because it gave no answer for too long. And what it printed."""
+    assert child.stderr is not None
+    pipe = child.stderr.fileno()
+    os.set_blocking(pipe, False)
+    size, since, printed = 0, time.monotonic(), b""
     while child.poll() is None:
+        printed = (printed + read_now(pipe))[-KEPT_BYTES:]
         now = answers.stat().st_size
         if now > size:
             size, since = now, time.monotonic()
         allowed = case_seconds if size else start_seconds
         if time.monotonic() - since > allowed:
-            child.kill()
-            child.wait()
-            return f"hung: no answer in {allowed:g} s"
+            end(child)
+            return f"{HUNG}: no answer in {allowed:g} s", printed.decode(errors="replace")
         time.sleep(0.02)
-    if child.returncode < 0:
-        return f"killed by {signal.Signals(-child.returncode).name}"
-    return f"ended with status {child.returncode}"
+    printed = (printed + read_now(pipe))[-KEPT_BYTES:]
+    return how_it_ended(child.returncode), printed.decode(errors="replace")
+
+
+def read_now(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, KEPT_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    # Real-time signals have no names.
+    names = {known.value: known.name for known in signal.Signals}
+    return f"killed by {names.get(-status, f'signal {-status}')}"
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """The child and everything that it has started."""
+    # Often nothing of it is left.
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    if child.stderr is not None:
+        child.stderr.close()
+
+
+def listed(values: Sequence[int]) -> str:
+    """A list as a report can show it."""
+    shown = str(list(values[:LONGEST_LIST]))
+    return shown if len(values) <= LONGEST_LIST else f"{shown[:-1]}, ... {len(values)} in all]"
 
 
 def report(subject: Subject, outcomes: Sequence[Outcome]) -> str:
@@ -238,5 +318,5 @@ def report(subject: Subject, outcomes: Sequence[Outcome]) -> str:
         lines += [f"  {outcome.case}: {outcome.problem}", f"    {outcome.call or 'before the call'}"]
         values = outcome.request.get("lengths")
         if values is not None:
-            lines.append(f"    lengths {values}")
+            lines.append(f"    lengths {listed(values)}")
     return "\n".join(lines)

@@ -200,15 +200,16 @@ class Router:
         return next((preference for preference in self.preferences if preference.covers(problem, device)), None)
 
     def order(self, problem: Problem) -> tuple[list[str], str]:
-        """The backends in the order to try them, and whose order that is."""
-        names = list(self.backends)
-        if "flash" in names and policy.insists(self.config, problem.op):
-            return ["flash", *(name for name in names if name != "flash")], policy.flag(self.config, problem.op).why
+        """The backends in the order to try them, and whose order that is, flash aside where a setting puts it first."""
+        names, why = list(self.backends), "first that supports it"
         preference = self.preference(problem)
-        if preference is None:
-            return names, "first that supports it"
-        first = [name for name in preference.order if name in self.backends]
-        return first + [name for name in names if name not in first], f"measured order on {preference.gpu}"
+        if preference is not None:
+            first = [name for name in preference.order if name in self.backends]
+            names = first + [name for name in names if name not in first]
+            why = f"measured order on {preference.gpu}"
+        if "flash" in names and policy.insists(self.config, problem.op):
+            names = ["flash", *(name for name in names if name != "flash")]
+        return names, why
 
     def route(self, problem: Problem, backend: str = "auto") -> Route:
         """Which backend serves the problem, without running anything."""
@@ -246,6 +247,8 @@ class Router:
                 chosen = name
             else:
                 reasons[name] = reason
+        if chosen == "flash" and policy.insists(self.config, problem.op):
+            why = policy.flag(self.config, problem.op).why
         return Route(problem, chosen, why, reasons, may_fall_back=True, failed=failed)
 
     def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
@@ -255,7 +258,7 @@ class Router:
         if name == "flash":
             preference = self.preference(problem)
             measured = preference is not None and name in preference.order
-            reason = policy.reason_against(self.config, problem.op, problem.n_keys, named=named, measured=measured)
+            reason = policy.reason_against(self.config, problem, named=named, measured=measured)
             if reason is not None:
                 return reason
         return self.backends[name].supports(problem)
@@ -332,22 +335,25 @@ class Router:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        # An audit wants each path once; timings are wanted call by call.
+        if not self.config.debug_timing and (function, problem, name) in self.said:
+            return compute(*args, **kwargs)
+        self.said.add((function, problem, name))
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        timing = self.config.debug_timing
-        waits = timing and problem.device == "cuda"
+        on_gpu = problem.device == "cuda"
+        # Waiting would break the capture of a graph, in which nothing runs yet anyway.
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        waits = on_gpu and not capturing
         if waits:
             torch.cuda.synchronize(inputs[0].device)
         begin = time.perf_counter()
         result = compute(*args, **kwargs)
         if waits:
             torch.cuda.synchronize(inputs[0].device)
-        elapsed = f"{(time.perf_counter() - begin) * 1e3:.3f}" if timing else "not timed"
+        elapsed = "being captured" if capturing else f"{(time.perf_counter() - begin) * 1e3:.3f}"
         shapes = " ".join(f"{tuple(x.shape)}:{str(x.dtype).removeprefix('torch.')}:{x.stride()}" for x in inputs)
         line = f"nsa: branch={problem.op} path={name}.{function} ms={elapsed} reason={why!r} inputs={shapes}"
-        # An audit wants each path once; timings are wanted call by call.
-        if timing or (function, problem, name) not in self.said:
-            self.said.add((function, problem, name))
-            log.info("%s", line)
+        log.info("%s", line)
         return result
 
     def say_once(self, message: str) -> None:

@@ -3,9 +3,10 @@
     nsa bench flash --out benchmarks/results/h200/flash.csv --plot docs/flash.png --write configs/routes.json
     nsa bench flash --rows benchmarks/results/h200/flash.csv --write configs/routes.json   # anew from rows, no GPU
 
-`auto` takes FlashAttention where it is at least 1.2 times as fast as SDPA at every group size measured, and our kernels
-where they are faster than both. `sdpa-*` rows are torch's kernels on the folded compressed branch, for comparison only:
-no backend is made of them.
+`auto` takes FlashAttention where it is at least 1.2 times as fast as SDPA at every group size and window measured, on
+plain rows and on packed ones, and our kernels where they are faster than both. `sdpa-*` rows are torch's kernels for
+comparison only, no backend is made of them: the compressed branch folded, the sliding one cut into bands of a window's
+queries over two windows' keys under a mask, which torch's flash kernel does not take. Laying out is not counted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import settings
-from nsa.backends import sdpa, triton
+from nsa.backends import policy, sdpa, triton
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.fold import PlainFold
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Preference, load_preferences
-from nsa.bench.attention import time_calls
 from nsa.bench.plot import COLOURS, OTHER_COLOUR
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles, read
 from nsa.config import require
@@ -40,12 +40,18 @@ from nsa.geometry import n_compressed
 BLOCK, STRIDE, WINDOW = 32, 16, 512
 # How much faster than SDPA FlashAttention must be to be chosen: below, a crash of someone else's code is not worth it.
 WORTH_IT = 1.2
-# The rows that stand for a backend. Torch's kernels are the ones the flash backend tries first.
-BACKENDS = {"nsa-triton": "triton", "flash-torch": "flash", "nsa-sdpa": "sdpa"}
+# The rows that stand for a backend.
+BACKENDS = {"nsa-triton": "triton", "flash-torch": "flash", "flash-flash_attn": "flash", "nsa-sdpa": "sdpa"}
 SDPA_KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
 }
+# The math kernel writes its scores out, in fp32, and keeps several of them for a backward pass.
+MOST_SCORE_BYTES = 4 << 30
+# A thousand timings in a few minutes: each has what settles a ratio, not what a published figure has.
+MEASURE_MS, FEWEST_CALLS, MOST_CALLS = 20.0, 3, 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Point:
     group_size: int
     width: int
     window: int = WINDOW
+    # Of equal length, one after the other; 1: a plain row.
+    documents: int = 1
 
     @property
     def n_groups(self) -> int:
@@ -65,12 +73,18 @@ class Point:
 
     @property
     def suite(self) -> str:
-        return f"flash-w{self.window}" if self.op == "sliding" else "flash"
+        window = f"-w{self.window}" if self.op == "sliding" else ""
+        return f"flash{window}{'-packed' if self.packed else ''}"
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def packed(self) -> bool:
+        return self.documents > 1
+
+    def knobs(self, device: str) -> dict[str, Any]:
         own = {"window": self.window} if self.op == "sliding" else {"block": BLOCK, "stride": STRIDE}
-        return {**own, "scale": self.width**-0.5, "cu_seqlens": None, "q_start": None}
+        ends = [self.length * i // self.documents for i in range(self.documents + 1)]
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device) if self.packed else None
+        return {**own, "scale": self.width**-0.5, "cu_seqlens": offsets, "q_start": None}
 
     def problem(self, dtype: torch.dtype, *, backward: bool) -> Problem:
         return Problem(
@@ -85,11 +99,14 @@ class Point:
             dtype=dtype,
             device="cuda",
             backward=backward,
+            packed=self.packed,
         )
 
     @property
     def n_keys(self) -> int:
-        return self.length if self.op == "sliding" else n_compressed(self.length, BLOCK, STRIDE)
+        if self.op == "sliding":
+            return self.length
+        return self.length // STRIDE if self.packed else n_compressed(self.length, BLOCK, STRIDE)
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
@@ -117,21 +134,85 @@ def backend_passes(impl: str, backend: Any, point: Point, qkv: tuple[Tensor, ...
             print(f"{impl} declines {point}: {reason}")
             return
     forward, backward = (getattr(backend, f"{point.op}_{way}") for way in ("forward", "backward"))
-    yield Pass(impl, "fwd", lambda: forward(*qkv, **point.knobs))
-    o, lse = forward(*qkv, **point.knobs)
+    knobs = point.knobs(qkv[0].device.type)
+    yield Pass(impl, "fwd", lambda: forward(*qkv, **knobs))
+    o, lse = forward(*qkv, **knobs)
     do = torch.randn_like(o)
-    yield Pass(impl, "bwd", lambda: backward(do, None, *qkv, o, lse, **point.knobs))
+    yield Pass(impl, "bwd", lambda: backward(do, None, *qkv, o, lse, **knobs))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A branch as dense attention: `q [B,G*h,S,D]`, `k` and `v [B,G,N,D]`, and a mask where it is not causal."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def score_bytes(self) -> int:
+        return 4 * self.q[..., 0].numel() * self.k.shape[2]
+
+
+def folded(point: Point, qkv: tuple[Tensor, ...]) -> Layout:
+    q, k, v = qkv
+    fold = PlainFold(point.length, point.n_keys, point.n_groups, BLOCK, STRIDE)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (fold.fold(q), k, v))
+    return Layout(q, k, v)
+
+
+def banded(point: Point, qkv: tuple[Tensor, ...]) -> Layout:
+    """A window of queries after the other, each over its own keys and the window before."""
+    q, k, v = qkv
+    window = min(point.window, point.length)
+    bands = q[0].unflatten(0, (-1, window)).transpose(1, 2).contiguous()
+    # [bands, G, D, 2w] as `unfold` leaves it.
+    before = [F.pad(x[0], (0, 0, 0, 0, window, 0)).unfold(0, 2 * window, window) for x in (k, v)]
+    keys, values = (x.transpose(2, 3).contiguous() for x in before)
+    ahead = torch.arange(2 * window, device=q.device) - torch.arange(window, device=q.device)[:, None]
+    seen = ((ahead > 0) & (ahead <= window)).expand(len(bands), 1, -1, -1).clone()
+    # Nothing comes before the first.
+    seen[0, ..., :window] = False
+    bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+    return Layout(bands, keys, values, bias)
+
+
+def by_group(layout: Layout) -> Layout:
+    """Every group a row of the batch with one key head: for a kernel that knows no groups."""
+    q, k, v = layout.q, layout.k, layout.v
+    mask = layout.mask
+    if mask is not None:
+        mask = mask.expand(-1, k.shape[1], -1, -1).flatten(0, 1)[:, None]
+    return Layout(
+        q.unflatten(1, (k.shape[1], -1)).flatten(0, 1), k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None], mask
+    )
+
+
+def attend(layout: Layout, kernel: SDPBackend) -> Tensor:
+    q, k, v, mask = layout.q, layout.k, layout.v, layout.mask
+    if k.shape[1] == 1:
+        # Every head sees the one key head, without a copy.
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        mask = None if mask is None else mask.expand(-1, q.shape[1], -1, -1)
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def sdpa_passes(impl: str, point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pass]:
-    """Torch's SDPA on the folded branch: the kernel alone, folding not counted."""
-    q, k, v = qkv
-    fold = PlainFold(point.length, point.n_keys, point.n_groups, BLOCK, STRIDE)
-    folded, keys, values = (x.transpose(1, 2).detach().requires_grad_() for x in (fold.fold(q), k, v))
+    """Torch's SDPA on the branch laid out as it takes it: the kernel alone, the layout not counted."""
+    kernel = SDPA_KERNELS[impl]
+    layout = folded(point, qkv) if point.op == "compressed" else banded(point, qkv)
+    if kernel == SDPBackend.MATH and layout.score_bytes > MOST_SCORE_BYTES:
+        print(f"{impl} is left out on {point}: its scores take {layout.score_bytes / 2**30:.1f} GiB")
+        return
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        layout = by_group(layout)
+    leaves = tuple(x.requires_grad_() for x in (layout.q, layout.k, layout.v))
 
     def forward() -> Tensor:
-        with sdpa_kernel(SDPA_KERNELS[impl]):
-            return F.scaled_dot_product_attention(folded, keys, values, is_causal=True, enable_gqa=True)
+        return attend(layout, kernel)
 
     def inference() -> Tensor:
         with torch.no_grad():
@@ -140,7 +221,7 @@ def sdpa_passes(impl: str, point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pa
     yield Pass(impl, "fwd", inference)
     out = forward()
     do = torch.randn_like(out)
-    yield Pass(impl, "bwd", lambda: torch.autograd.grad(out, (folded, keys, values), do, retain_graph=True))
+    yield Pass(impl, "bwd", lambda: torch.autograd.grad(out, leaves, do, retain_graph=True))
 
 
 def passes(point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pass]:
@@ -153,14 +234,39 @@ def passes(point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pass]:
         impl = f"flash-{library.contract.library}"
         backend = FlashBackend(settings.current(), (library,))
         paths[impl] = lambda impl=impl, backend=backend: backend_passes(impl, backend, point, qkv)  # type: ignore[misc]
-    if point.op == "compressed":
-        for impl in SDPA_KERNELS:
-            paths[impl] = lambda impl=impl: sdpa_passes(impl, point, qkv)  # type: ignore[misc]
+    for impl in sdpa_kernels(point):
+        paths[impl] = lambda impl=impl: sdpa_passes(impl, point, qkv)  # type: ignore[misc]
     for impl, path in paths.items():
         try:
             yield from path()
         except RuntimeError as error:
             print(f"{impl} fails on {point}: {first_line(error)}")
+
+
+def sdpa_kernels(point: Point) -> list[str]:
+    """Torch's kernels that the branch can be laid out for: in whole bands, without documents; flash takes no mask."""
+    if point.packed or (point.op == "sliding" and point.length % min(point.window, point.length)):
+        return []
+    return [impl for impl in SDPA_KERNELS if point.op == "compressed" or impl != "sdpa-flash"]
+
+
+def time_calls(call: Callable[[], object]) -> list[float]:
+    """Milliseconds of single calls, by events, after a buffer larger than the cache was overwritten."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def times(count: int) -> list[float]:
+        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in events]
+
+    # The first may compile; the second tells how many more fit.
+    _, rough = times(1)[0], times(1)[0]
+    return times(max(FEWEST_CALLS, min(MOST_CALLS, round(MEASURE_MS / max(rough, 1e-3)))))
 
 
 def first_line(error: Exception) -> str:
@@ -214,32 +320,36 @@ def thresholds(rows: Sequence[Row]) -> list[Preference]:
     return found
 
 
-Times = dict[str, dict[int, float]]  # backend: group size: milliseconds
+# backend: what the file does not tell apart, the window and the documents of a suite and the group size: milliseconds
+Times = dict[str, dict[tuple[str, int], float]]
 
 
 def times_of(rows: Sequence[Row]) -> dict[tuple[str, str, int, str, int], Times]:
-    """The latest row of each backend; windows other than the usual one are for the table, not for the file."""
+    """The latest row of each backend; of the flash backend the library's that it would call."""
     found: dict[tuple[str, str, int, str, int], Times] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
+    # Torch's kernels are tried first: where they have a row, it is the last to be entered.
+    for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
         backend = BACKENDS.get(row.impl)
-        if backend is not None and row.suite in ("flash", f"flash-w{WINDOW}"):
-            found[row.gpu, row.op, row.Dk, row.mode, row.S][backend][row.Hq // row.G] = row.p50_ms
+        if backend is not None and row.suite.startswith("flash"):
+            found[row.gpu, row.op, row.Dk, row.mode, row.S][backend][row.suite, row.Hq // row.G] = row.p50_ms
     return found
 
 
 def order_of(times: Times) -> tuple[str, ...]:
-    """Fastest first. FlashAttention is listed only where it is worth it at every group size that SDPA has."""
+    """Fastest first. FlashAttention is listed only where it is worth it on every shape that SDPA has."""
     listed = dict(times)
     flash, plain = listed.get("flash"), listed.get("sdpa")
     if flash is not None:
-        worth_it = plain is not None and all(size in flash and plain[size] >= WORTH_IT * flash[size] for size in plain)
+        worth_it = plain is not None and all(
+            shape in flash and plain[shape] >= WORTH_IT * flash[shape] for shape in plain
+        )
         if not worth_it:
             del listed["flash"]
     # Means are comparable only over the same shapes.
-    shared = set.intersection(*(set(by_size) for by_size in listed.values())) if listed else set()
+    shared = set.intersection(*(set(timed) for timed in listed.values())) if listed else set()
     if not shared:
         return ("sdpa",)
-    mean = {name: math.fsum(math.log(by_size[size]) for size in shared) for name, by_size in listed.items()}
+    mean = {name: math.fsum(math.log(timed[shape]) for shape in shared) for name, timed in listed.items()}
     return tuple(sorted(listed, key=lambda name: (mean[name], name)))
 
 
@@ -280,8 +390,8 @@ def table(rows: Sequence[Row]) -> str:
         base = found.get("nsa-sdpa")
         if base is not None:
             ratios = "  ".join(f"{impl} {base / ms:.2f}" for impl, ms in sorted(found.items()) if impl != "nsa-sdpa")
-            window = f" ({suite.removeprefix('flash-')})" if op == "sliding" else ""
-            lines.append(f"{op:<11}{mode:<5}{width:>5}{size:>6}{length:>8}  {ratios}{window}")
+            kind = f" ({suite.removeprefix('flash-')})" if suite != "flash" else ""
+            lines.append(f"{op:<11}{mode:<5}{width:>5}{size:>6}{length:>8}  {ratios}{kind}")
     return "\n".join(lines)
 
 
@@ -341,6 +451,10 @@ def points(args: argparse.Namespace) -> Iterator[Point]:
                 yield Point("compressed", length, args.heads, size, width)
                 for window in args.windows:
                     yield Point("sliding", length, args.heads, size, width, window)
+                if length == max(args.lengths) and size == args.group_sizes[0]:
+                    packed = {"documents": args.documents}
+                    yield Point("compressed", length, args.heads, size, width, **packed)
+                    yield Point("sliding", length, args.heads, size, width, args.windows[-1], **packed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -349,8 +463,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 96, 128, 192])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads a group")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--windows", nargs="+", type=int, default=[WINDOW])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
+    parser.add_argument("--windows", nargs="+", type=int, default=[128, WINDOW])
+    parser.add_argument("--documents", type=int, default=8, help="of the longest row, timed packed beside it whole")
     parser.add_argument("--rows", type=Path, help="measure nothing: take the rows of this CSV file")
     parser.add_argument("--plot", type=Path, help="draw the rows here")
     parser.add_argument("--write", type=Path, help="write the thresholds file here; auto reads configs/routes.json")
@@ -371,7 +486,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[Row]:
+    off = sorted({flag.why for flag in policy.flags(settings.current()).values() if flag.state == "off"})
+    for why in off:
+        raise ValueError(
+            f"{why}, and nsa bench flash calls the FlashAttention libraries: unset it, or pass --rows FILE"
+        )
     require(torch.cuda.is_available(), "nsa bench flash", "started without a GPU", "a CUDA GPU, or --rows FILE")
+    print("sdpa-flash takes no mask and is left out of the sliding branch; no sdpa-* row is packed or of a broken band")
     for point in points(args):
         for row in measure(point, torch.bfloat16, args.commit):
             print(f"{point} {row.impl:<18} {row.mode} {row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB", flush=True)

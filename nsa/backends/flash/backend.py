@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,22 +23,24 @@ from nsa.backends.flash.branches import (
     gradients,
     sliding_plan,
 )
+from nsa.backends.flash.cases import CODE, USUAL, Posed, cases_of, kind_of, posed
 from nsa.backends.flash.libraries import Library, find_libraries
-from nsa.backends.flash.trial import cases_of, kind_of
-from nsa.backends.probe import NOT_STARTED, Outcome, Subject, Verdicts, cache_folder, report, run_cases
+from nsa.backends.probe import Outcome, Subject, Verdicts, cache_folder, report, run_cases
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
+from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
 # A kind of problem that was never tried here is tried by this: the cases go to a child, its verdicts come back.
-Prober = Callable[[Library, Problem, int, torch.dtype], list[Outcome]]
+Prober = Callable[[Library, Posed, int, torch.dtype], list[Outcome]]
 
 
-def probe_in_child(library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+def probe_in_child(library: Library, problem: Posed, width: int, dtype: torch.dtype) -> list[Outcome]:
     device = f"cuda:{torch.cuda.current_device()}" if problem.device == "cuda" else problem.device
-    command = [sys.executable, "-m", "nsa.backends.flash.trial", library.address, device]
+    # Where Python is embedded it may not know its own path; no child starts then.
+    command = [sys.executable or "", "-m", "nsa.backends.flash.trial", library.address, device]
     return run_cases(command, cases_of(problem, width, dtype))
 
 
@@ -88,81 +90,94 @@ class FlashBackend:
         return "; ".join([*reasons, *self.absent.values()])
 
     def reason_against(self, library: Library, problem: Problem) -> str | None:
+        return self.forbids(library, problem) or self.verdict(library, posed(problem))
+
+    def forbids(self, library: Library, problem: Problem) -> str | None:
+        """What of the library's limits stands against the problem; None when nothing does."""
         if problem.device != library.contract.device:
             return f"it runs on {library.contract.device}, the tensors are on {problem.device}"
         obstacle = library.obstacle()
         if obstacle is not None:
             return obstacle
-        dtype = self.dtype_of(problem.dtype)
-        width = common_width(problem.d_k, problem.d_v, library.contract)
+        width = self.width_of(library, problem)
         batch = 1 if problem.packed else problem.batch
+        n_heads, length = problem.n_heads, problem.n_queries
+        # A call that is about to be made is held against the limits itself; before that, the usual fold is reckoned.
+        if not isinstance(problem, Posed):
+            n_heads, length = posed(problem).heads_called, posed(problem).length_called
         found = limits(
             library.contract,
             torch.cuda.get_device_capability() if problem.device == "cuda" else None,
-            dtype=dtype,
+            dtype=self.dtype_of(problem.dtype),
             d_k=width,
             d_v=width,
-            n_heads=problem.n_heads,
+            n_heads=n_heads,
             n_groups=problem.n_groups,
             n_sequences=batch,
-            tile_rows=rows_in_tiles(batch, problem.n_queries, varlen=problem.packed),
+            tile_rows=rows_in_tiles(batch, length, varlen=problem.packed),
             backward=problem.backward,
         )
-        return "; ".join(found) or self.verdict(library, problem, width, dtype)
+        return "; ".join(found) or None
+
+    def width_of(self, library: Library, problem: Problem) -> int:
+        return common_width(problem.d_k, problem.d_v, library.contract)
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """fp32 is cast only where the user asked for it."""
         return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
 
-    def verdict(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> str | None:
+    def verdict(self, library: Library, problem: Posed) -> str | None:
         """None when every case like this problem was right in the probe."""
-        feature = "cached" if problem.cached else "packed" if problem.packed else "dense"
-        for outcome in self.outcomes(library, problem, width, dtype):
-            if outcome.problem and outcome.feature == feature:
+        for outcome in self.outcomes(library, problem):
+            if outcome.problem and outcome.feature == problem.feature:
                 return f"the probe's case {outcome.case!r} {outcome.problem} (nsa doctor --probe tries again)"
         return None
 
-    def outcomes(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+    def outcomes(self, library: Library, problem: Posed) -> list[Outcome]:
         """From memory, from the user's cache, or from a child process, in this order."""
-        kind = kind_of(problem, width, dtype)
-        key = (library.contract.library, kind)
+        key = (library.contract.library, self.kind_of(library, problem))
         if key not in self.tried:
-            verdicts = self.verdicts(library)
-            found = verdicts.get(kind)
+            found = self.verdicts(library).get(key[1])
             if found is None:
-                found = self.probe(library, problem, width, dtype)
+                found = self.probe(library, problem)
             self.tried[key] = found
         return self.tried[key]
 
-    def probe(self, library: Library, problem: Problem, width: int, dtype: torch.dtype) -> list[Outcome]:
+    def kind_of(self, library: Library, problem: Posed) -> str:
+        return kind_of(problem, self.width_of(library, problem), self.dtype_of(problem.dtype))
+
+    def probe(self, library: Library, problem: Posed) -> list[Outcome]:
         """Try now, whatever is remembered, and remember it."""
-        verdicts = self.verdicts(library)
-        found = self.prober(library, problem, width, dtype)
+        verdicts, kind = self.verdicts(library), self.kind_of(library, problem)
+        found = self.prober(library, problem, self.width_of(library, problem), self.dtype_of(problem.dtype))
         if any(outcome.problem for outcome in found):
             log.warning("nsa: %s", report(verdicts.subject, found))
-        # A child that could not start says nothing about the library.
-        if not all((outcome.problem or "").startswith(NOT_STARTED) for outcome in found):
-            verdicts.put(kind_of(problem, width, dtype), found)
-        self.tried[library.contract.library, kind_of(problem, width, dtype)] = found
+        # What says nothing about the library is asked again by the next process.
+        if found and not any(outcome.transient for outcome in found):
+            verdicts.put(kind, found)
+        self.tried[library.contract.library, kind] = found
         self.serving.clear()
         return found
 
     def probe_all(self, problem: Problem) -> list[tuple[Library, Subject, list[Outcome]]]:
-        """Try every library anew on the kind of `problem`; those whose limits forbid it are left out."""
+        """Forget what was found and try every library on `problem`; those whose limits forbid it are left out."""
         found = []
         for library in self.libraries:
-            dtype = self.dtype_of(problem.dtype)
-            width = common_width(problem.d_k, problem.d_v, library.contract)
-            if problem.device == library.contract.device and dtype in library.contract.dtypes:
-                outcomes = self.probe(library, problem, width, dtype)
-                found.append((library, self.verdicts(library).subject, outcomes))
+            asked = [part for part in branches_of(problem) if self.forbids(library, part) is None]
+            if not asked:
+                continue
+            self.verdicts(library).forget()
+            self.tried = {key: kept for key, kept in self.tried.items() if key[0] != library.contract.library}
+            outcomes = [outcome for part in asked for outcome in self.probe(library, posed(part))]
+            found.append((library, self.verdicts(library).subject, without_repeats(outcomes)))
         return found
 
     def describe(self) -> dict[str, str]:
         """Each library, with what the probe has found so far: for the doctor."""
         found = dict(self.absent)
         for library in self.libraries:
-            outcomes = [outcome for tried in self.verdicts(library).read().values() for outcome in tried]
+            tried = self.verdicts(library).read().values()
+            outcomes = without_repeats([outcome for outcomes in tried for outcome in outcomes])
             wrong = [outcome for outcome in outcomes if outcome.problem]
             verdict = f"{len(outcomes) - len(wrong)} of {len(outcomes)} cases right" if outcomes else "not tried yet"
             said = "; ".join(dict.fromkeys(f"{outcome.case}: {outcome.problem}" for outcome in wrong))
@@ -171,11 +186,12 @@ class FlashBackend:
 
     def verdicts(self, library: Library) -> Verdicts:
         contract = library.contract
-        return Verdicts(self.folder, Subject.here(contract.library, library.version, contract.device))
+        return Verdicts(self.folder, Subject.here(contract.library, library.version, contract.device, CODE))
 
     def library_for(
         self,
         op: str,
+        knob: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -184,13 +200,16 @@ class FlashBackend:
         *,
         backward: bool,
     ) -> Library:
-        # Lengths are left to the check of the call itself: what else a library is chosen by seldom changes.
+        # Within a class of shapes lengths are left to the check of the call itself.
         packed, cached = cu_seqlens is not None, q_start is not None
-        kind = (op, q.dtype, q.device.type, q.shape[2:], k.shape[2], v.shape[3], backward, packed, cached)
+        shape = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
+        sizes = (q.dtype, q.device.type, q.shape[2:], k.shape[2], v.shape[3])
+        kind = (op, knob, *shape, *sizes, backward, packed, cached)
         if kind in self.serving:
             return self.serving[kind]
-        problem = Problem(
+        problem = Posed(
             op=op,
+            knob=knob,
             batch=q.shape[0],
             n_queries=q.shape[1],
             n_keys=k.shape[1],
@@ -222,6 +241,7 @@ class FlashBackend:
     def forward(
         self,
         op: str,
+        knob: int,
         make_plan: Callable[..., Plan],
         q: Tensor,
         k: Tensor,
@@ -233,13 +253,14 @@ class FlashBackend:
         if k.shape[1] == 0:
             lse = torch.full(q.shape[:3], NEGATIVE_INFINITY, dtype=torch.float32, device=q.device)
             return q.new_zeros(*q.shape[:3], v.shape[3]), lse
-        library = self.library_for(op, q, k, v, cu_seqlens, q_start, backward=False)
+        library = self.library_for(op, knob, q, k, v, cu_seqlens, q_start, backward=False)
         plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
         return attend(library, q, k, v, plan, scale, self.cast(q))
 
     def backward(
         self,
         op: str,
+        knob: int,
         make_plan: Callable[..., Plan],
         do: Tensor,
         dlse: Tensor | None,
@@ -254,7 +275,7 @@ class FlashBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        library = self.library_for(op, q, k, v, cu_seqlens, q_start, backward=True)
+        library = self.library_for(op, knob, q, k, v, cu_seqlens, q_start, backward=True)
         plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
         return gradients(library, do, dlse, q, k, v, o, lse, plan, scale, self.cast(q))
 
@@ -271,7 +292,7 @@ class FlashBackend:
         q_start: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         plan = partial(compressed_plan, block=block, stride=stride)
-        return self.forward("compressed", plan, q, k, v, scale, cu_seqlens, q_start)
+        return self.forward("compressed", stride, plan, q, k, v, scale, cu_seqlens, q_start)
 
     def compressed_backward(
         self,
@@ -290,7 +311,7 @@ class FlashBackend:
         q_start: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan = partial(compressed_plan, block=block, stride=stride)
-        return self.backward("compressed", plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+        return self.backward("compressed", stride, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
 
     def sliding_forward(
         self,
@@ -304,7 +325,7 @@ class FlashBackend:
         q_start: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         plan = partial(sliding_plan, window=window)
-        return self.forward("sliding", plan, q, k, v, scale, cu_seqlens, q_start)
+        return self.forward("sliding", window, plan, q, k, v, scale, cu_seqlens, q_start)
 
     def sliding_backward(
         self,
@@ -322,7 +343,21 @@ class FlashBackend:
         q_start: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan = partial(sliding_plan, window=window)
-        return self.backward("sliding", plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+        return self.backward("sliding", window, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+
+
+def branches_of(problem: Problem) -> list[Problem]:
+    """The problems that this backend serves of the whole attention, with the paper's blocks; or the problem itself."""
+    if problem.op != "attention":
+        return [problem] if problem.op in policy.BRANCHES else []
+    stride = USUAL["compressed"]
+    n_blocks = n_compressed(problem.n_keys, 2 * stride, stride)
+    return [problem.for_op("sliding"), replace(problem, op="compressed", n_keys=n_blocks)]
+
+
+def without_repeats(outcomes: list[Outcome]) -> list[Outcome]:
+    """Every kind of problem has the fixed cases: a call and its end count once."""
+    return list({(outcome.case, outcome.call, outcome.problem): outcome for outcome in outcomes}.values())
 
 
 def configure(config: Settings) -> FlashBackend:

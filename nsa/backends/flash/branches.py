@@ -2,7 +2,7 @@
 
 A `Plan` says how a branch's tensors enter that call and how its results leave it: folded for the compressed branch,
 without the batch dimension where sequences have lengths of their own. Widths that a library does not take are filled up
-with zeros, which change no score and no output.
+with zeros, which change no score and no output; but never in a cache, which a step must not copy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa.backends.contracts import Call, Contract, aligned
 from nsa.backends.flash.fold import Fold, PackedFold, PlainFold
 from nsa.backends.flash.libraries import Library, run_backward, run_forward
+from nsa.backends.routing import BackendFailure
 from nsa.geometry import n_compressed_of
 
 NEGATIVE_INFINITY = float("-inf")
@@ -26,13 +27,14 @@ NEGATIVE_INFINITY = float("-inf")
 @dataclass(frozen=True)
 class Plan:
     """`enter` and `leave` move query-shaped tensors, `[B,S,H,...]`, into the call and back, with a fill for rows that
-    see nothing; the other two move keys. `mask`: the rest of the call."""
+    see nothing; the other two move keys. `mask`: the rest of the call. `cached`: keys are slots of a cache."""
 
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor, float], Tensor]
     enter_keys: Callable[[Tensor], Tensor]
     leave_keys: Callable[[Tensor], Tensor]
     mask: dict[str, Any]
+    cached: bool = False
 
 
 def common_width(d_k: int, d_v: int, contract: Contract) -> int:
@@ -85,13 +87,16 @@ def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int
         "max_q": length,
         "max_k": k.shape[1],
     }
-    return Plan(lambda x: x.flatten(0, 1), leave, rows_of_cache, unsupported_gradient, mask)
+    return Plan(lambda x: x.flatten(0, 1), leave, rows_of_cache, unsupported_gradient, mask, cached=True)
 
 
 def cache_stride(k: Tensor) -> int:
     """Keys between the first of one row and the first of the next: a cache has room after those in use."""
-    whole = k.stride(1) > 0 and k.stride(0) % k.stride(1) == 0 and k.stride(0) >= k.shape[1] * k.stride(1)
-    return k.stride(0) // k.stride(1) if whole and k.shape[0] > 1 else k.shape[1]
+    if k.shape[0] == 1:
+        return k.shape[1]
+    if k.stride(1) <= 0 or k.stride(0) % k.stride(1) or k.stride(0) < k.shape[1] * k.stride(1):
+        raise BackendFailure(f"the rows of a cache with strides {k.stride()} do not follow each other without a copy")
+    return k.stride(0) // k.stride(1)
 
 
 def cache_rows(k: Tensor) -> int:
@@ -99,10 +104,21 @@ def cache_rows(k: Tensor) -> int:
 
 
 def rows_of_cache(k: Tensor) -> Tensor:
-    """All rows of the batch one after the other, `[keys, G, D]`, with the room between them: a view where it can be."""
-    if k.shape[0] > 1 and k.stride(0) != cache_stride(k) * k.stride(1):
-        k = k.contiguous()
+    """All rows of the batch one after the other, `[keys, G, D]`, with the room between them: always a view."""
     return k.as_strided((cache_rows(k), *k.shape[2:]), k.stride()[1:], k.storage_offset())
+
+
+def check_cache(q: Tensor, k: Tensor, v: Tensor, width: int, dtype: torch.dtype) -> None:
+    """A step with a cache makes one query and must not copy all keys for it, or read other keys than its own."""
+    if dtype != q.dtype:
+        raise BackendFailure(f"a cast to {dtype} would copy the cache at every step")
+    if not k.shape[-1] == v.shape[-1] == width:
+        raise BackendFailure(f"zeros up to width {width} would copy the cache at every step")
+    if cache_stride(k) != cache_stride(v):
+        apart = f"keys of the cache are {cache_stride(k)} apart and its values {cache_stride(v)}"
+        raise BackendFailure(f"rows of {apart}, one offset serves both: give them the same room")
+    if not (aligned(k) and aligned(v)):
+        raise BackendFailure("aligning its rows would copy the cache at every step")
 
 
 def unsupported_gradient(k: Tensor) -> Tensor:
@@ -114,6 +130,8 @@ def folded_plan(fold: Fold) -> Plan:
         return Plan(fold.fold, fold.unfold, lambda k: k, lambda k: k, {})
     longest = max(fold.n_chunks, 2)
     mask = {"cu_seqlens_q": fold.offsets, "cu_seqlens_k": fold.offsets, "max_q": longest, "max_k": longest}
+    # A row has a slot for every stride, its documents fewer blocks: `unfold` and `leave_keys` read none of the rest.
+    mask["room_after"] = True
 
     def leave_keys(k: Tensor) -> Tensor:
         return k.masked_fill(fold.unused()[:, None, None], 0.0)[None]
@@ -134,14 +152,18 @@ def compressed_plan(
 
 
 def sliding_plan(q: Tensor, k: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Plan:
+    # No query sees more keys than there are, and a library narrows the number to 32 bits.
+    window = min(window, k.shape[1])
     if q_start is not None:
         return cached_plan(q, k, q_start + q.shape[1], causal=True, window=window)
     return dense_plan(window) if cu_seqlens is None else packed_plan(q, cu_seqlens, window)
 
 
-def ready(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """As the library takes it; the same tensor where it already is."""
-    x = x.to(dtype)
+def ready(x: Tensor, width: int, given: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """As the library takes it; the same tensor where it already is. Only what has q's dtype, `given`, is cast with it:
+    any other is for the contract to refuse."""
+    if x.dtype == given:
+        x = x.to(dtype)
     if x.shape[-1] < width:
         x = F.pad(x, (0, width - x.shape[-1]))
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
@@ -151,10 +173,12 @@ def forward_call(
     library: Library, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, dtype: torch.dtype
 ) -> Call:
     width = common_width(q.shape[-1], v.shape[-1], library.contract)
+    if plan.cached:
+        check_cache(q, k, v, width, dtype)
     return Call(
-        q=ready(plan.enter(q), width, dtype),
-        k=ready(plan.enter_keys(k), width, dtype),
-        v=ready(plan.enter_keys(v), width, dtype),
+        q=ready(plan.enter(q), width, q.dtype, dtype),
+        k=ready(plan.enter_keys(k), width, q.dtype, dtype),
+        v=ready(plan.enter_keys(v), width, q.dtype, dtype),
         scale=scale,
         **plan.mask,
     )
@@ -187,8 +211,8 @@ def gradients(
     # Rows that see nothing stay outside of the call, and places that hold no query have zeros for everything.
     call = replace(
         call,
-        do=ready(plan.enter(do), width, dtype),
-        o=ready(plan.enter(o), width, dtype),
+        do=ready(plan.enter(do), width, q.dtype, dtype),
+        o=ready(plan.enter(o), width, q.dtype, dtype),
         lse=plan.enter(lse).transpose(-1, -2).contiguous(),
     )
     dq, dk, dv = run_backward(library, call)

@@ -23,6 +23,19 @@ from nsa.backends.routing import BackendFailure
 
 log = logging.getLogger("nsa")
 
+# What Python code around kernels raises: checks of its own, names and arguments of another version, shared objects that
+# cannot be loaded.
+LIBRARY_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    OSError,
+)
+
 
 class Library(Protocol):
     """`forward` gives `o` and the natural `lse`, `[B,H,S]` or `[H,tokens]`; `backward` gives `dq, dk, dv`.
@@ -248,8 +261,7 @@ def guarded(library: Library, call: Call, direction: str) -> Any:
         raise
     except ImportError as error:
         raise BackendFailure(f"{name} {library.version} cannot be imported: {error}") from error
-    except (RuntimeError, TypeError) as error:
-        # A check of the library's own, or arguments that this version of it names differently. Failures are counted by
-        # their text: what changes from call to call is logged beside it.
+    except LIBRARY_ERRORS as error:
+        # Failures are counted by their text: what changes from call to call is logged beside it.
         log.info("nsa: %s %s failed on %s", name, direction, call)
-        raise BackendFailure(f"{name} {library.version} {direction}: {error}") from error
+        raise BackendFailure(f"{name} {library.version} {direction}: {type(error).__name__}: {error}") from error

@@ -1,6 +1,7 @@
 """A failed case of a probe as one file that shows it anywhere: torch and the library are all it needs.
 
-The file holds the source of the code that made the call, so it makes the same one.
+The file holds the source of the code that made the call and of what its results were held against: it makes the same
+call, and ends with a status that is not zero where the library crashes, raises or is wrong.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import asdict
 from textwrap import indent
 
 from nsa.backends.contracts import Call
-from nsa.backends.flash import libraries
+from nsa.backends.flash import libraries, trial
+from nsa.backends.flash.cases import make_call
 from nsa.backends.flash.libraries import Library
-from nsa.backends.flash.trial import make_call
 from nsa.backends.probe import Outcome, Subject
 
 HEADER = '''"""{library} {version}, case "{case}": {problem}
@@ -31,33 +32,48 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CASE = json.loads("""{request}""")
+CASE = json.loads({request!r})
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else {device!r}
-Contract, TORCH, FLASH_ATTN_2 = object, None, None
+Contract, TORCH, FLASH_ATTN_2, Library = object, None, None, object
+{constants}
 '''
+# What holds a library's results against the same attention written out.
+CHECKS = (
+    trial.flat,
+    trial.flat_lse,
+    trial.sequences,
+    trial.tiles,
+    trial.attend,
+    trial.written_out,
+    trial.settle,
+    trial.compute,
+    trial.difference,
+)
+CONSTANTS = ("ROUNDINGS", "TILE_SCORES", "TILE_QUERIES")
 
 FOOTER = """
 if __name__ == "__main__":
     faulthandler.enable()
     print("torch", torch.__version__, "CUDA", torch.version.cuda, "library", library.version, "on", DEVICE)
     call = make_call(CASE, DEVICE)
-    print(call, flush=True)
-    o, lse = library.forward(call)
-    print("forward: finite", bool(o.isfinite().all()), flush=True)
-    if CASE["backward"]:
-        gradients = library.backward(replace(call, do=torch.randn_like(o), o=o, lse=lse.contiguous()))
-        print("backward: finite", all(bool(x.isfinite().all()) for x in gradients), flush=True)
-    print("survived")
+    found, do = compute(
+        library, call, backward=CASE["backward"], begin=lambda stage, given: print(stage, given, flush=True)
+    )
+    problem = difference(call, found, do)
+    if problem:
+        sys.exit(f"wrong: {problem}")
+    print("survived, and right")
 """
 
 
@@ -71,18 +87,21 @@ def library_source(library: Library) -> str:
 
 def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
     header = HEADER.format(
-        library=subject.library,
-        version=subject.version,
-        case=outcome.case,
-        problem=one_line(outcome.problem or "right"),
-        subject=indent("\n".join(f"{name} {value}" for name, value in asdict(subject).items()), "  "),
-        call=outcome.call or "not made",
+        library=in_docstring(subject.library),
+        version=in_docstring(subject.version),
+        case=in_docstring(outcome.case),
+        problem=in_docstring(" ".join((outcome.problem or "right").split())),
+        subject=indent("\n".join(f"{name} {in_docstring(value)}" for name, value in asdict(subject).items()), "  "),
+        call=in_docstring(outcome.call or "not made"),
         request=json.dumps(dict(outcome.request)),
         device=library.contract.device,
+        constants="\n".join(f"{name} = {getattr(trial, name)}" for name in CONSTANTS),
     )
-    parts = [header, inspect.getsource(Call), inspect.getsource(make_call), library_source(library)]
+    sources = [inspect.getsource(part) for part in (Call, make_call, *CHECKS)]
+    parts = [header, *sources, library_source(library)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n\n" + FOOTER
 
 
-def one_line(text: str) -> str:
-    return " ".join(text.split()).replace('"""', "'''")
+def in_docstring(text: str) -> str:
+    """The text so that Python reads it back, whatever is in it: paths with backslashes, quotes, odd bytes."""
+    return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')

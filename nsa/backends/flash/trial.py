@@ -1,15 +1,18 @@
-"""The child of a probe: `python -m nsa.backends.flash.trial ADDRESS DEVICE`, one JSON case a line on its input.
+"""The child of a probe: `python -m nsa.backends.flash.trial ADDRESS DEVICE ANSWERS`, one JSON case a line on its input.
 
-Each case is a call that a branch makes, forward and backward, held against the same attention written out in fp32. A
-result that is not finite or not right is a sentence; a crash is for the parent to see.
+Each case is a call that a branch makes, forward and backward, held against the same attention written out in a wider
+dtype. A result that is not finite or not right is a sentence; a crash is for the parent to see. Answers go to a file of
+their own: a library may print what it likes.
+
+The package must not import this module, or `python -m` would load it twice.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,90 +20,33 @@ import torch
 from torch import Tensor
 
 from nsa.backends.contracts import Call, value_violations
-from nsa.backends.flash.libraries import Library, load, refusals
-from nsa.backends.probe import RESTART
-from nsa.backends.problem import Problem
+from nsa.backends.flash.cases import cases_of as cases_of
+from nsa.backends.flash.cases import make_call
+from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, refusals
+from nsa.backends.probe import RESTART, listed
 
 # How far a result may be off, in roundings of the largest value: enough for any order of sums, not for a wrong key.
 ROUNDINGS = 16
-# Queries that the compressed branch puts side by side as heads, in the paper's configuration.
-FOLDED = 16
+# Scores that are written out at once, and queries.
+TILE_SCORES = 2**25
+TILE_QUERIES = 1024
 
 
-def kind_of(problem: Problem, width: int, dtype: torch.dtype) -> str:
-    """Problems of one kind make the same calls on other lengths: they share a verdict."""
-    return f"{str(dtype).removeprefix('torch.')}-d{width}-h{problem.n_heads}/{problem.n_groups}"
+def flat(call: Call, x: Tensor) -> Tensor:
+    """`[rows, heads, width]`, whichever layout the call has."""
+    return x if call.varlen else x.flatten(0, 1)
 
 
-def cases_of(problem: Problem, width: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Lengths on both sides of tiles, one token, a window longer than the sequence, documents without a token."""
-    shared = {"width": width, "groups": problem.n_groups, "dtype": str(dtype).removeprefix("torch.")}
-    few = {**shared, "heads": problem.n_heads}
-    many = {**shared, "heads": problem.n_heads * FOLDED}
-
-    def case(name: str, feature: str, sizes: Mapping[str, Any], lengths: Sequence[int], **rest: Any) -> dict[str, Any]:
-        given = {"name": name, "feature": feature, "backward": feature != "cached", "window": None, **rest}
-        return {**given, **sizes, "lengths": list(lengths)}
-
-    return [
-        case("one token", "dense", few, [1], window=4),
-        case("a window across tiles", "dense", few, [257], window=100),
-        case("a window longer than the sequence", "dense", few, [129], window=512),
-        case("folded heads", "dense", many, [65]),
-        case("documents", "packed", few, [1, 130, 37], window=100),
-        case("empty documents", "packed", few, [0, 5, 0, 64, 0], window=16),
-        case("folded documents", "packed", many, [3, 0, 40]),
-        case("one query on a cache", "cached", few, [7, 300], queries=1),
-        case("a few queries on a cache", "cached", few, [7, 300], queries=5, window=64),
-        case("a cache without a key yet", "cached", few, [0, 33], queries=1),
-    ]
-
-
-def make_call(case: Mapping[str, Any], device: str) -> Call:
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, case["dtype"])
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    heads, groups, width, lengths = (case[name] for name in ("heads", "groups", "width", "lengths"))
-    shared: dict[str, Any] = {"scale": width**-0.5, "window": case["window"]}
-    if case["feature"] == "dense":
-        q, k, v = (
-            draw(1, lengths[0], heads, width),
-            draw(1, lengths[0], groups, width),
-            draw(1, lengths[0], groups, width),
-        )
-        return Call(q=q, k=k, v=v, **shared)
-    if case["feature"] == "packed":
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-        total, longest = sum(lengths), max(*lengths, 2)
-        q, k, v = draw(total, heads, width), draw(total, groups, width), draw(total, groups, width)
-        limits = {"max_q": longest, "max_k": longest}
-        return Call(q=q, k=k, v=v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **limits, **shared)
-    # Each row of a cache has room for the longest and more.
-    queries, room = case["queries"], max(lengths) + 11
-    starts = torch.arange(len(lengths) + 1).int().to(device)
-    q = draw(len(lengths) * queries, heads, width)
-    k, v = draw(len(lengths) * room, groups, width), draw(len(lengths) * room, groups, width)
-    return Call(
-        q=q,
-        k=k,
-        v=v,
-        causal=case["window"] is not None,
-        cu_seqlens_q=starts * queries,
-        cu_seqlens_k=starts * room,
-        used_k=torch.tensor(lengths).int().to(device),
-        max_q=queries,
-        max_k=room,
-        **shared,
-    )
+def flat_lse(call: Call, lse: Tensor) -> Tensor:
+    """`[rows, heads]`."""
+    return lse.T if call.varlen else lse.transpose(1, 2).flatten(0, 1)
 
 
 def sequences(call: Call) -> list[tuple[slice, slice]]:
     """Rows of q and of k that belong together."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        return [(slice(0, call.q.shape[1]), slice(0, call.k.shape[1]))]
+        batch, n_queries, n_keys = call.q.shape[0], call.q.shape[1], call.k.shape[1]
+        return [(slice(b * n_queries, (b + 1) * n_queries), slice(b * n_keys, (b + 1) * n_keys)) for b in range(batch)]
     q_ranges = [slice(a, b) for a, b in pairwise(call.cu_seqlens_q.tolist())]
     k_ranges = [slice(a, b) for a, b in pairwise(call.cu_seqlens_k.tolist())]
     if call.used_k is not None:
@@ -108,8 +54,24 @@ def sequences(call: Call) -> list[tuple[slice, slice]]:
     return list(zip(q_ranges, k_ranges, strict=True))
 
 
+def tiles(call: Call, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
+    """A sequence, a few queries at a time, with the keys that they may see: the last of both still belong together."""
+    n_keys = keys.stop - keys.start
+    span = n_keys if call.window is None else min(n_keys, call.window + TILE_QUERIES)
+    step = max(1, min(TILE_QUERIES, TILE_SCORES // max(1, call.q.shape[-2] * span)))
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        first, end = keys.start, keys.stop
+        if call.causal:
+            end = keys.stop - rows.stop + stop
+        if call.window is not None:
+            first = max(first, keys.stop - rows.stop + start + 1 - call.window)
+        if end > first:
+            yield slice(start, stop), slice(first, end)
+
+
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence `[rows, heads, width]`, written out: scores, mask, softmax."""
+    """One tile `[rows, heads, width]`, written out: scores, mask, softmax."""
     n_queries, (n_keys, groups) = q.shape[0], k.shape[:2]
     scores = torch.einsum("qghd,kgd->ghqk", q.unflatten(1, (groups, -1)), k) * call.scale
     ahead = (
@@ -124,43 +86,59 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def written_out(call: Call, do: Tensor | None) -> dict[str, Tensor]:
-    """What the library should give, in fp32: `o`, `lse` as `[rows, heads]`, and gradients where `do` is given."""
-    flat = [x[0] if not call.varlen else x for x in (call.q, call.k, call.v)]
-    leaves = [x.detach().float().requires_grad_(do is not None) for x in flat]
-    q, k, v = leaves
-    o, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), device=q.device)
-    for rows, keys in sequences(call):
-        if rows.stop > rows.start and keys.stop > keys.start:
-            part, normaliser = attend(call, q[rows], k[keys], v[keys])
-            o = o.index_copy(0, torch.arange(rows.start, rows.stop, device=q.device), part)
-            lse[rows] = normaliser.detach().T
-    found = {"o": o.detach(), "lse": lse}
+    """What the library should give, `[rows, heads, ...]`: `o`, `lse`, and gradients where `do` is given."""
+    wide = torch.float64 if call.q.dtype == torch.float32 else torch.float32
+    q, k, v = (flat(call, x).to(wide) for x in (call.q, call.k, call.v))
+    found = {"o": torch.zeros_like(q), "lse": q.new_full(q.shape[:2], float("-inf"))}
     if do is not None:
-        gradients = torch.autograd.grad(o, leaves, (do if call.varlen else do[0]).float())
-        found |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        do = flat(call, do).to(wide)
+        found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    for sequence in sequences(call):
+        for rows, keys in tiles(call, *sequence):
+            leaves = [x.detach().requires_grad_(do is not None) for x in (q[rows], k[keys], v[keys])]
+            o, lse = attend(call, *leaves)
+            found["o"][rows], found["lse"][rows] = o.detach(), lse.detach().T
+            if do is not None:
+                dq, dk, dv = torch.autograd.grad(o, leaves, do[rows])
+                found["dq"][rows] = dq
+                found["dk"][keys] += dk
+                found["dv"][keys] += dv
     return found
 
 
-def try_case(library: Library, case: Mapping[str, Any], call: Call) -> str | None:
-    """None when the library's results are right, else what is wrong."""
-    broken = [*refusals(library, call), *value_violations(call, library.contract)]
-    if broken:
-        return "; ".join(broken)
+def compute(
+    library: Library, call: Call, *, backward: bool, begin: Callable[[str, Call], None]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The library's results, `[rows, heads, ...]`, and the `do` that its gradients are of. Tells `begin` each call."""
+    begin("forward", call)
     o, lse = library.forward(call)
-    rows = lse.T if call.varlen else lse[0].T
-    found = {"o": o if call.varlen else o[0], "lse": rows}
-    do = None
-    if case["backward"]:
-        generator = torch.Generator().manual_seed(1)
-        do = torch.randn(o.shape, generator=generator).to(o)
-        gradients = library.backward(replace(call, do=do, o=o, lse=lse.contiguous()))
-        found |= {name: x if call.varlen else x[0] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
+    settle(call)
+    found = {"o": flat(call, o), "lse": flat_lse(call, lse)}
+    if not backward or o.shape != call.q.shape:
+        return found, None
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+    pull = replace(call, do=do, o=o, lse=lse.contiguous())
+    begin("backward", pull)
+    gradients = library.backward(pull)
+    settle(call)
+    named = zip(("dq", "dk", "dv"), gradients, strict=True)
+    return found | {name: flat(call, x) for name, x in named}, do
+
+
+def settle(call: Call) -> None:
+    """A kernel's fault shows when it is waited for: here, not in the next one."""
+    if call.q.is_cuda:
+        torch.cuda.synchronize()
+
+
+def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> str | None:
+    """None when the results are right, else what is wrong."""
     for name, expected in written_out(call, do).items():
+        if found[name].shape != expected.shape:
+            return f"{name} has shape {tuple(found[name].shape)}, not {tuple(expected.shape)}"
         # A row without a key has no normaliser worth comparing: branches set it themselves.
         seen = expected.isfinite()
-        got = found[name].float().where(seen, 0.0)
-        if got.shape != expected.shape:
-            return f"{name} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        got = found[name].to(expected.dtype).where(seen, 0.0)
         if not bool(got.isfinite().all()):
             return f"{name} is not finite"
         expected = expected.where(seen, 0.0)
@@ -171,28 +149,66 @@ def try_case(library: Library, case: Mapping[str, Any], call: Call) -> str | Non
     return None
 
 
-def answer(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
+def described(call: Call, device: str) -> str:
+    """The call as a report needs it: offsets themselves, not only how many there are."""
+    parts = [str(call)]
+    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k, "used_k": call.used_k}
+    parts += [f"{name}={listed(x.tolist())}" for name, x in offsets.items() if x is not None]
+    return " ".join([*parts, "on", device])
 
 
-def main(address: str, device: str) -> None:
+@dataclass
+class Answers:
+    """What the parent is told, each with the name of its case; `stage` is where that case has got to."""
+
+    path: str
+    case: str = ""
+    stage: str = ""
+
+    def say(self, **fields: Any) -> None:
+        # Opened anew each time: no descriptor is left about for a library to write to.
+        with open(self.path, "a", encoding="ascii") as file:
+            file.write(json.dumps({"case": self.case, **fields}) + "\n")
+
+    def begin(self, stage: str, call: str = "") -> None:
+        self.stage = stage
+        self.say(stage=stage, call=call)
+
+
+def try_case(library: Library, case: Mapping[str, Any], device: str, answers: Answers) -> str | None:
+    """None when the library's results are right, else what is wrong."""
+    answers.begin("making the call")
+    call = make_call(case, device)
+    broken = [*refusals(library, call), *value_violations(call, library.contract)]
+    if broken:
+        return "; ".join(broken)
+
+    def begin(direction: str, given: Call) -> None:
+        answers.begin(direction, f"{direction}: {described(given, device)}")
+
+    found, do = compute(library, call, backward=case["backward"], begin=begin)
+    answers.begin("the comparison", described(call, device))
+    return difference(call, found, do)
+
+
+def main(address: str, device: str, path: str) -> None:
+    answers = Answers(path)
     try:
         library = load(address)
-    except (ImportError, RuntimeError) as error:
+    except LIBRARY_ERRORS as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    for line in sys.stdin:
+    for line in sys.stdin.read().splitlines():
         case = json.loads(line)
-        call = make_call(case, device)
-        answer(call=f"{call} on {device}")
+        answers.case = case["name"]
         try:
-            problem = try_case(library, case, call)
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-        except (ImportError, RuntimeError, TypeError) as error:
-            answer(problem=f"{type(error).__name__}: {error}")
+            answers.say(problem=try_case(library, case, device, answers))
+        except (*LIBRARY_ERRORS, MemoryError) as error:
+            # How much memory is free is the machine's business of the moment.
+            full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error)
+            answers.say(problem=f"{type(error).__name__} in {answers.stage}: {error}", transient=full)
             # After an illegal access nothing else runs on this GPU in this process.
-            sys.exit(RESTART)
-        answer(problem=problem)
+            if isinstance(error, RuntimeError):
+                sys.exit(RESTART)
 
 
 if __name__ == "__main__":
