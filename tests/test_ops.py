@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa import ops, reference
 from nsa.backends import routing
 from nsa.ops import library
+from nsa.ops import whole as whole_op
 
 PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
 PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
@@ -171,9 +172,9 @@ def whole_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("kind", CASES)
 def test_the_whole_s_ops_pass_opcheck(kind: str) -> None:
     arguments = whole_arguments(CASES[kind], "sdpa")
-    torch.library.opcheck(library.mixture, arguments)
+    torch.library.opcheck(whole_op.mixture, arguments)
     backward = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-    torch.library.opcheck(library.mixture_backward, (torch.randn_like(arguments[8]), *backward))
+    torch.library.opcheck(whole_op.mixture_backward, (torch.randn_like(arguments[8]), *backward))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
@@ -188,7 +189,7 @@ def test_the_whole_s_gradient_is_that_of_its_parts(kind: str, backend: str) -> N
     o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=case.select_block, **where)
     o_win, _ = ops.sliding_attention(q, k_win, v_win, window=case.window, **where)
     parts = ops.combine(o_cmp, o_sel, o_win, gates, backend=backend)
-    whole = library.mixture(*arguments)
+    whole = whole_op.mixture(*arguments)
     assert torch.equal(whole, parts)
     do = torch.randn_like(whole)
     for got, want in zip(*(torch.autograd.grad(o, leaves, do) for o in (whole, parts)), strict=True):

@@ -26,6 +26,7 @@ from nsa.functional import nsa_attention
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
 IMPLEMENTATIONS = ("nsa-triton", "nsa-sdpa", *DENSE)
 WARMUP_MS, MEASURE_MS = 50, 300
+FEWEST_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def branch_tasks(impl: str, inputs: Inputs, shape: Shape) -> Iterator[Task]:
     yield Task("combine", impl, lambda: ops.combine(a, b, c, gates, **backend), (a, b, c, gates))
 
 
-def time_calls(call: Callable[[], object]) -> list[float]:
+def time_calls(
+    call: Callable[[], object], *, warmup_ms: float = WARMUP_MS, measure_ms: float = MEASURE_MS, most: int = 200
+) -> list[float]:
     """Milliseconds of single calls, by events; a buffer larger than the cache is overwritten before each. Nothing waits
     for a call, so that the host runs ahead and what it costs shows only where it is slower than the GPU."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
@@ -172,9 +175,9 @@ def time_calls(call: Callable[[], object]) -> list[float]:
 
     times(1)
     rough = max(times(1)[0], 1e-3)
-    if rough < WARMUP_MS:
-        times(round(WARMUP_MS / rough))
-    return times(max(3, min(200, round(MEASURE_MS / rough))))
+    if rough < warmup_ms:
+        times(round(warmup_ms / rough))
+    return times(max(FEWEST_CALLS, min(most, round(measure_ms / rough))))
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:

@@ -32,6 +32,7 @@ from nsa.backends.flash.fold import PlainFold
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Preference, load_preferences
+from nsa.bench.attention import time_calls
 from nsa.bench.plot import COLOURS, OTHER_COLOUR
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles, read
 from nsa.config import require
@@ -51,7 +52,7 @@ SDPA_KERNELS = {
 # The math kernel writes its scores out, in fp32, and keeps several of them for a backward pass.
 MOST_SCORE_BYTES = 4 << 30
 # A thousand timings in a few minutes: each has what settles a ratio, not what a published figure has.
-MEASURE_MS, FEWEST_CALLS, MOST_CALLS = 20.0, 3, 20
+MEASURE_MS, MOST_CALLS = 20.0, 20
 
 
 @dataclass(frozen=True)
@@ -250,25 +251,6 @@ def sdpa_kernels(point: Point) -> list[str]:
     return [impl for impl in SDPA_KERNELS if point.op == "compressed" or impl != "sdpa-flash"]
 
 
-def time_calls(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of single calls, by events, after a buffer larger than the cache was overwritten."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-
-    def times(count: int) -> list[float]:
-        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-        for begin, end in events:
-            flush.zero_()
-            begin.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in events]
-
-    # The first may compile; the second tells how many more fit.
-    _, rough = times(1)[0], times(1)[0]
-    return times(max(FEWEST_CALLS, min(MOST_CALLS, round(MEASURE_MS / max(rough, 1e-3)))))
-
-
 def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -278,7 +260,7 @@ def measure(point: Point, dtype: torch.dtype, commit: str | None) -> Iterator[Ro
     for each in passes(point, point.inputs(dtype, "cuda")):
         torch.cuda.reset_peak_memory_stats()
         try:
-            p20, p50, p80 = quantiles(time_calls(each.call))
+            p20, p50, p80 = quantiles(time_calls(each.call, warmup_ms=0, measure_ms=MEASURE_MS, most=MOST_CALLS))
         except RuntimeError as error:
             # Out of memory, or a kernel that this shape has not: the others are still worth knowing.
             print(f"{each.impl} {each.mode} fails on {point}: {first_line(error)}")

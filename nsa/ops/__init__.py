@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa.config import check_compression, check_selection, require_positive_int
-from nsa.ops import checks, library
+from nsa.ops import checks, library, whole
 
 __all__ = [
     "combine",
@@ -248,7 +248,7 @@ def mixture(
     checks.check_sequences(q, cu_seqlens, window_start)
     checks.check_scale(scale)
     checks.check_serving(backend, strict)
-    return library.mixture(
+    return whole.mixture(
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates,
         o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices, cu_seqlens, q_start, window_start,
         block, stride, select_block, window, scale or q.shape[-1] ** -0.5, backend, strict,
