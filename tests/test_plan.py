@@ -103,7 +103,11 @@ def test_kinds_are_not_mixed_up() -> None:
     assert dense.tokens_per_s == pytest.approx(400_000)
 
 
-@pytest.mark.parametrize("row", measurements(RESULTS), ids=lambda row: f"{row.impl}-{row.S}")
+# Peaks that an H200 showed once: memory is held to these whatever rows the folder has today.
+PEAKS = [row(impl="nsa-triton-graphs", peak_gib=8.832), row(impl="dense-sdpa-graphs", peak_gib=7.252)]
+
+
+@pytest.mark.parametrize("row", [*measurements(RESULTS), *PEAKS], ids=lambda row: f"{row.impl}-{row.S}")
 def test_memory_is_near_every_measured_peak_of_a_fused_path(row: Row) -> None:
     if row.impl.startswith("nsa-sdpa") or row.peak_gib is None or (row.Hq, row.dtype) != (12, "bfloat16"):
         pytest.skip("torch's own path keeps other things, and other heads are other models")
