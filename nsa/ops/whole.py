@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from nsa.backends.problem import Problem
-from nsa.backends.routing import router
-from nsa.ops import checks
+from nsa.ops import checks, library
 from nsa.ops.library import empty_gradients, mix, problem_of
 
 
@@ -91,7 +90,7 @@ def mixture_backward(
     def run(shown: str, part: Problem, function: str, *args: Tensor | None, **knobs: Any) -> Any:
         # A profile shows the branches' gradients apart, as if they were ops of their own.
         with torch.profiler.record_function(f"nsa::{shown}_backward"):
-            return router().run(part, function, *args, **knobs, backend=backend, strict=strict)
+            return library.router().run(part, function, *args, **knobs, backend=backend, strict=strict)
 
     products = run(
         "combine",
