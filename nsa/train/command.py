@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa import settings
 from nsa.config import require
 from nsa.model import ATTENTION_KINDS
@@ -112,6 +114,9 @@ def run(args: argparse.Namespace) -> int:
     if args.diff is not None:
         print(describe_difference(args.diff, config))
         return 0
+    if config.device.startswith("cuda"):
+        # What little the host computes, batches and their shuffling, would wake a thread on every core.
+        torch.set_num_threads(1)
     try:
         with ranks(config.device, config.parallel) as own:
             # A name with the time in it may differ from rank to rank.

@@ -250,6 +250,7 @@ class Trainer:
 
         What a process does to warm up is not `timed`.
         """
+        wait_asleep(self.device)
         values = torch.stack([torch.stack(result) for _, result, _ in self.waiting]).tolist()
         self.clock.end(len(self.waiting) * self.tokens_per_step, self.loader.waited, timed=timed)
         for (step, _, batches), (loss, grad_norm, skipped) in zip(self.waiting, values, strict=True):
@@ -470,6 +471,14 @@ class Trainer:
         if self.shown is not None:
             self.shown.close()
             self.shown = None
+
+
+def wait_asleep(device: torch.device) -> None:
+    """Until the device has done all that it was asked to. Reading a value waits too, but keeps a core busy with it."""
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from nsa.settings import Settings
 from nsa.train import Trainer, load_config
+from nsa.train.loop import wait_asleep
 
 
 def trainer(out: Path, **changes: Any) -> Trainer:
@@ -45,6 +47,18 @@ def test_no_step_waits_for_the_device(changes: dict[str, Any], tmp_path: Path) -
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.loader.close()
+
+
+def test_a_process_that_waits_for_the_device_leaves_the_processor_alone() -> None:
+    x = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(40):
+        x @ x
+    began, used = time.perf_counter(), time.process_time()
+    wait_asleep(x.device)
+    seconds = time.perf_counter() - began
+    assert seconds > 0.2
+    assert time.process_time() - used < 0.3 * seconds
 
 
 def test_a_whole_run_with_everything_on(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # First: it skips this file where kernels cannot run.
-from interpreted import DEVICE, INTERPRETED  # isort: skip
+from interpreted import DEVICE, INTERPRETED, head_major  # isort: skip
 
 from nsa import reference
 from nsa.backends.triton import compressed, sliding
@@ -77,6 +77,8 @@ CASES = {
     "shorter than a block": Case(length=7),
     "one block": Case(length=8, heads=3),
     "window longer than the row": Case(window=64),
+    "window of all there could be": Case(window=2**31 - 1),
+    "packed, window of all there could be": Case(length=50, documents=(1, 33, 16), window=2**31 - 1),
     "window of one": Case(window=1, stride=8),
     "packed": Case(length=50, documents=(1, 5, 20, 8, 16)),
     "packed, h3": Case(length=41, heads=3, groups=2, documents=(33, 1, 7)),
@@ -175,6 +177,17 @@ def test_strided_inputs_give_the_same_bits(branch: str) -> None:
     views["do"] = x["do"].transpose(2, 3).contiguous().transpose(2, 3)
     views["dlse"] = x["dlse"].transpose(1, 2).contiguous().transpose(1, 2)
     actual = by_kernel(case, branch, views, *TILES["descriptors"])
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+def test_heads_that_lie_farther_apart_than_32_bits_count(branch: str) -> None:
+    case = Case(heads=3, length=21, dtype=torch.float16)
+    x = inputs(case, branch)
+    expected = by_kernel(case, branch, x, *TILES["pointers"])
+    x |= {name: head_major(x[name]) for name in ("q", "do")}
+    actual = by_kernel(case, branch, x, *TILES["pointers"])
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
 

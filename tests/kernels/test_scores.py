@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nsa import reference
+from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import scores
 
 SMALL = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
@@ -188,6 +189,18 @@ def test_cached_queries_are_declined() -> None:
     q, k, lse = inputs(20, 2, 1, 16, KNOBS, torch.float32)
     with pytest.raises(ValueError, match="q_start"):
         scores.select_blocks(q, k, lse, **KNOBS, scale=1.0, cu_seqlens=None, q_start=torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("length", "knobs"),
+    [(2**20, {"block": 32, "stride": 16, "select_block": 16}), (600, {"block": 2, "stride": 1, "select_block": 512})],
+    ids=["too-many-blocks", "blocks-too-long"],
+)
+def test_what_no_program_can_hold_is_left_to_the_next_backend(length: int, knobs: dict[str, int]) -> None:
+    q = torch.zeros(1, 1, 1, 16, device=DEVICE).expand(1, length, 1, 16)
+    k = torch.zeros(1, 1, 1, 16, device=DEVICE).expand(1, length // knobs["stride"], 1, 16)
+    with pytest.raises(BackendFailure, match="at most"):
+        scores.select_blocks(q, k, q[..., 0], **KNOBS | knobs, scale=1.0, cu_seqlens=None, q_start=None)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # First: it skips this file where kernels cannot run.
-from interpreted import DEVICE, INTERPRETED  # isort: skip
+from interpreted import DEVICE, INTERPRETED, head_major  # isort: skip
 
 from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolerance, random_inputs, results
 
@@ -193,6 +193,38 @@ def test_strided_inputs() -> None:
     strided = inputs.map(lambda x: torch.stack([x, x], dim=2)[:, :, 0] if x.is_floating_point() else x)
     expected = kernel(inputs, case, FORWARD["query"], BACKWARD["whole"])
     assert_same_bits(kernel(strided, case, FORWARD["query"], BACKWARD["whole"]), expected)
+
+
+@pytest.mark.parametrize("tile", ["query", "block"])
+def test_heads_that_lie_farther_apart_than_32_bits_count(tile: str) -> None:
+    case = BASE.but(groups=1)
+    inputs = random_inputs(case, torch.float16)
+    expected = kernel(inputs, case, FORWARD[tile], BACKWARD["whole"])
+    apart = inputs.but(q=head_major(inputs.q.to(DEVICE)))
+    assert_same_bits(kernel(apart, case, FORWARD[tile], BACKWARD["whole"]), expected)
+
+
+@pytest.mark.parametrize("tile", ["query", "block"])
+def test_no_scale_is_so_small_that_the_future_counts(tile: str) -> None:
+    case = BASE.but(groups=1, select_block=64)
+    given = on_device(random_inputs(case, torch.float32))
+    q, k, v = given.of("selected")
+    # Every other query chose nothing: no run has a block in common.
+    indices = given.indices.clone()
+    indices[:, 1::2] = -1
+    knobs = {**options(case), "scale": 1e-30, "tile": FORWARD[tile]}
+    o, _ = selected.selected_forward(q, k, v, indices, **knobs)
+    v[:, 30:] += 100.0
+    later, _ = selected.selected_forward(q, k, v, indices, **knobs)
+    assert torch.equal(o[:, :30], later[:, :30])
+
+
+@pytest.mark.parametrize("n_select", [48, 140])
+def test_many_chosen_blocks(n_select: int) -> None:
+    """More than a run of queries can compare with one another, and more than two can."""
+    case = BASE.but(length=300, groups=1, heads=1, select_block=2, n_select=n_select)
+    tile = replace(FORWARD["block"], common_m=32)
+    check(case, tile, BACKWARD["whole"])
 
 
 def test_a_query_that_chose_nothing_gets_nothing() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nsa.backends.gated import with_gate
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
 
@@ -96,7 +97,19 @@ sliding_backward = launcher("sliding", "sliding_backward")
 combine_forward = launcher("combine", "combine_forward")
 combine_backward = launcher("combine", "combine_backward")
 gates_backward = launcher("combine", "gates_backward")
-# Each takes a gate, and a `dq` to add to.
-gated_compressed_backward = compressed_backward
-gated_selected_backward = selected_backward
-gated_sliding_backward = sliding_backward
+
+
+def gated(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """With a gate, and a `dq` to add to. The kernels fold the gate into their probabilities, whose products with it can
+    be smaller than fp16 goes; there it is multiplied into the gradient, which a loss scale keeps large."""
+    outside = with_gate(backward)
+
+    def launch(do: torch.Tensor, *args: Any, **knobs: Any) -> Any:
+        return (outside if do.dtype == torch.float16 else backward)(do, *args, **knobs)
+
+    return launch
+
+
+gated_compressed_backward = gated(compressed_backward)
+gated_selected_backward = gated(selected_backward)
+gated_sliding_backward = gated(sliding_backward)

@@ -509,7 +509,7 @@ def ranged_backward(
     `into`, contiguous, is a `dq` to add to. It is written last: whoever steps in for a failure finds it as it was.
     """
     tile = tile or pick_backward(q, v, ranges.sliding)
-    do, o = row_contiguous(do), row_contiguous(o)
+    do, q, o = row_contiguous(do), row_contiguous(q), row_contiguous(o)
     lse2, delta = prepare(do, dlse, o, lse, gate, product, k.shape[2])
     dk, dv = key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)
     return query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq, into), dk, dv

@@ -31,7 +31,16 @@ from nsa.backends.triton.primitives import (
     store_rows,
     visible_keys,
 )
-from nsa.backends.triton.tiles import Ranges, Tile, block_width, key_sources, pick_forward, row_source, strides
+from nsa.backends.triton.tiles import (
+    Ranges,
+    Tile,
+    block_width,
+    key_sources,
+    pick_forward,
+    row_contiguous,
+    row_source,
+    strides,
+)
 
 
 @triton.jit
@@ -151,6 +160,7 @@ def ranged_forward(
 ) -> tuple[Tensor, Tensor]:
     """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32: new ones, or `out`."""
     assert scale > 0, "the running maximum is taken before the scale is applied"
+    q = row_contiguous(q)
     batch, n_queries, n_heads, d_k = q.shape
     n_keys, n_groups, d_v = k.shape[1], k.shape[2], v.shape[-1]
     heads = n_heads // n_groups

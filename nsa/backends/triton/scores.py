@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import tuning
 from nsa.backends.triton.primitives import COUNTS
 from nsa.backends.triton.tiles import capability
@@ -396,9 +397,11 @@ def select_blocks(
     ratio, overlap = select_block // stride, block // stride
     reach = (ratio + overlap - 2) // ratio
     if ratio > MAX_RATIO:
-        raise ValueError(f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks a selection block")
+        raise BackendFailure(
+            f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks a selection block"
+        )
     if columns(length, select_block) > MAX_SELECT_BLOCKS:
-        raise ValueError(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks are served")
+        raise BackendFailure(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks are served")
 
     tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
     h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)

@@ -20,7 +20,7 @@ from nsa.backends.triton.selected_attend import ForwardTile, block_forward, quer
 from nsa.backends.triton.selected_dense import dense_forward, dense_tile
 from nsa.backends.triton.selected_gradient import BackwardTile, block_backward
 from nsa.backends.triton.selected_index import Blocks, halve_blocks
-from nsa.backends.triton.tiles import capability
+from nsa.backends.triton.tiles import capability, row_contiguous
 
 # Elements of a block's keys past which its two halves are read as blocks of their own, if they are not short already.
 LARGEST_BLOCK = 64 * 128
@@ -67,10 +67,6 @@ def candidates() -> list[ForwardTile | BackwardTile]:
         replace(whole, segment=2048),
         replace(whole, segment=16384),
     ]
-
-
-def row_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fit_blocks(indices: Tensor, select_block: int, width: int) -> tuple[Tensor, int]:

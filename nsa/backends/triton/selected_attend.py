@@ -148,9 +148,10 @@ def attend_segment(
             b_q = tl.load(p_q + o_q[:, None] + o_dk[None, :], mask=(o_dk < D_K)[None, :], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
-            b_s = tl.where((i_first + o_n)[None, :] <= b_t[:, None], b_s, FLOOR)
+            b_s = tl.where((i_first + o_n)[None, :] <= b_t[:, None], b_s, float("-inf"))
         if SELECT_BLOCK < BLOCK_N:
-            b_s = tl.where((o_n < SELECT_BLOCK)[None, :], b_s, FLOOR)
+            b_s = tl.where((o_n < SELECT_BLOCK)[None, :], b_s, float("-inf"))
+        # Finite: who chose a block sees its first token, and rows past the end are not written.
         b_m = tl.max(b_s, 1) * scale_log2
         b_p = tl.math.exp2(b_s * scale_log2 - b_m[:, None])
         b_l = tl.sum(b_p, 1)

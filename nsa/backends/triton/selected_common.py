@@ -25,6 +25,9 @@ from nsa.backends.triton.selected_index import WORD, Blocks
 # Work is cut at multiples of a word of queries; cut there, it starts and ends with a whole run.
 LONGEST_RUN = WORD
 
+# Comparisons of a run's choices with those of its first query that a program holds at once.
+MOST_COMPARED = 1 << 14
+
 # Bytes of partial results on their way to a program, which then has little else to do than to wait for them.
 PART_BYTES = 64 << 10
 
@@ -60,17 +63,22 @@ def split_kernel(
     m_first = (b_first >= 0) & (b_first <= (i_t - i_start) // SELECT_BLOCK)
     b_first = tl.where(m_first, i_start + b_first * SELECT_BLOCK, -2)
 
-    # [RUN, slot, slot of the first query]; chosen blocks are distinct, so counting finds those that everyone chose.
-    b_same = (b_token[:, :, None] == b_first[None, None, :]).to(tl.int32)
-    n_choosers = tl.sum(tl.sum(b_same, 1), 0)
-    m_common = (n_choosers == tl.minimum(RUN, n_tokens - i_t)) & m_first
+    if RUN == 1:
+        # One query has all of its choice in common with itself.
+        m_common = m_first
+        b_kept = (m_reads & False).to(tl.int32)
+    else:
+        # [RUN, slot, slot of the first query]; chosen blocks are distinct, so counting finds those that everyone chose.
+        b_same = (b_token[:, :, None] == b_first[None, None, :]).to(tl.int32)
+        n_choosers = tl.sum(tl.sum(b_same, 1), 0)
+        m_common = (n_choosers == tl.minimum(RUN, n_tokens - i_t)) & m_first
+        b_kept = (m_reads & (tl.sum(b_same * m_common.to(tl.int32)[None, None, :], 2) == 0)).to(tl.int32)
     b_common = m_common.to(tl.int32)
     b_place = tl.cumsum(b_common, 0) - b_common
     o_list = (i_row.to(tl.int64) * n_runs + i_run) * N_SELECT
     tl.store(p_common + o_list + b_place, b_first, mask=m_common)
     tl.store(p_n_common + i_row * n_runs + i_run, tl.sum(b_common))
 
-    b_kept = (m_reads & (tl.sum(b_same * b_common[None, None, :], 2) == 0)).to(tl.int32)
     b_place = tl.cumsum(b_kept, 1) - b_kept
     p_rest += (((i_b * n_tokens + o_t) * n_groups + i_g) * N_SELECT)[:, None]
     tl.store(p_rest + b_place, b_index, mask=m_pair & (b_kept > 0))
@@ -190,10 +198,13 @@ def part_stages(block_m: int, block_dv: int, element_size: int) -> int:
     return 1 + max(1, min(4, PART_BYTES // (block_m * block_dv * element_size)))
 
 
-def run_length(heads: int, block_m: int, select_block: int) -> int:
-    """Queries a run: a power of two that fits the tile, and a block, past which local blocks are not shared."""
+def run_length(heads: int, block_m: int, select_block: int, n_select: int) -> int:
+    """Queries a run: a power of two that fits the tile, what a program can compare, and a block, past which local
+    blocks are not shared."""
+    compared = triton.next_power_of_2(n_select) ** 2
+    longest = min(select_block, LONGEST_RUN, block_m // heads, MOST_COMPARED // compared)
     run = 1
-    while 2 * run * heads <= block_m and 2 * run <= min(select_block, LONGEST_RUN):
+    while 2 * run <= longest:
         run *= 2
     return run
 
@@ -223,7 +234,7 @@ class Parts:
 def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int) -> Split:
     batch, n_tokens, n_groups, n_select = indices.shape
     rows = batch * n_groups
-    run = run_length(heads, block_m, blocks.select_block)
+    run = run_length(heads, block_m, blocks.select_block, n_select)
     n_runs = triton.cdiv(n_tokens, run)
     common = torch.empty(rows, n_runs, n_select, dtype=torch.int32, device=indices.device)
     n_common = torch.empty(rows, n_runs, dtype=torch.int32, device=indices.device)

@@ -93,6 +93,8 @@ def compressed_ranges(length: int, n_keys: int, block: int, stride: int, cu_seql
 
 
 def sliding_ranges(length: int, window: int, cu_seqlens: Tensor | None) -> Ranges:
+    # A longer one sees no more, and could not be added to a position in 32 bits.
+    window = min(window, max(1, length))
     if cu_seqlens is None:
         return Ranges(sliding=True, span=window)
     docs = documents(cu_seqlens, length)
@@ -146,7 +148,9 @@ def strides(name: str, x: Tensor, second: str = "t", third: str = "h") -> dict[s
 
 
 def row_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """`x [B,S,H,D]`, copied where its rows are in pieces, or its heads so far apart that kernels, which count in 32
+    bits from one head of a group to another, would lose count."""
+    return x if x.stride(-1) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 
 def processors(device: torch.device) -> int:
