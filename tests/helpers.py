@@ -310,6 +310,23 @@ def assert_within_derived_tolerance(
         assert error <= allowed, f"{name} is off by {error:.3e}; plain torch in {got.dtype} allows {allowed:.3e}"
 
 
+def assert_norms_close(
+    actual: Mapping[str, Tensor],
+    reference_fp64: Mapping[str, Tensor],
+    same_computation_low_precision: Mapping[str, Tensor],
+) -> None:
+    """The same rule for all elements together: small ones, which a largest error leaves unseen, count as well."""
+    assert actual.keys() == reference_fp64.keys() == same_computation_low_precision.keys()
+    for name, reference in reference_fp64.items():
+        got, plain = (tensors[name].detach() for tensors in (actual, same_computation_low_precision))
+        assert got.dtype == plain.dtype, f"{name} is {got.dtype}, plain torch gives {plain.dtype}"
+        size = reference.norm()
+        # What is stored is rounded, at most by half of eps.
+        allowed = TOLERANCE_FACTOR * (plain.double() - reference).norm() + torch.finfo(got.dtype).eps / 2 * size
+        error = (got.double() - reference).norm()
+        assert error <= allowed, f"{name} is off by {error / size:.2e} of its norm, allowed {allowed / size:.2e}"
+
+
 def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.isinf(), 0.0)
 

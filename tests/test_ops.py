@@ -22,6 +22,21 @@ from helpers import (
     random_inputs,
     results,
 )
+from op_arguments import (
+    CASES,
+    NAMES,
+    PACKED,
+    PLAIN,
+    WHOLE,
+    branch_arguments,
+    branch_backward_arguments,
+    choice_arguments,
+    compression_arguments,
+    compression_backward_arguments,
+    head_major,
+    mixture_arguments,
+    whole_arguments,
+)
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -30,73 +45,6 @@ from nsa import ops, reference
 from nsa.backends import routing
 from nsa.ops import library
 from nsa.ops import whole as whole_op
-
-PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
-PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
-CACHED = PLAIN.but(seed=3)
-CASES = {"plain": PLAIN, "packed": PACKED, "cached": CACHED}
-WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}
-NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
-
-
-def where_queries_lie(case: Case) -> tuple[Tensor | None, Tensor | None]:
-    """`cu_seqlens, q_start` of a case."""
-    return case.cu_seqlens, torch.tensor([12, 9], dtype=torch.int32) if case is CACHED else None
-
-
-def knobs(branch: str, case: Case) -> tuple[Any, ...]:
-    own = {
-        "compressed": (case.block, case.stride),
-        "selected": (case.select_block,),
-        "sliding": (case.window,),
-    }[branch]
-    return (*own, case.d_k**-0.5)
-
-
-def branch_arguments(branch: str, case: Case, backend: str) -> tuple[Any, ...]:
-    """The arguments of a branch's forward op, in the schema's order."""
-    inputs = random_inputs(case, torch.float32)
-    q, k, v = inputs.of(branch)
-    indices = inputs.indices
-    if case is CACHED:
-        q, indices = q[:, :17].contiguous(), indices[:, :17].contiguous()
-    chosen = (indices,) if branch == "selected" else ()
-    tensors = tuple(x.requires_grad_() for x in (q, k, v))
-    return (*tensors, *chosen, *where_queries_lie(case), *knobs(branch, case), backend, False)
-
-
-def branch_backward_arguments(branch: str, case: Case, backend: str, *, with_lse: bool = True) -> tuple[Any, ...]:
-    """The arguments of a branch's backward op: gradients, then inputs, outputs, places and knobs."""
-    forward = [x.detach() if isinstance(x, Tensor) else x for x in branch_arguments(branch, case, backend)]
-    n_tensors = 4 if branch == "selected" else 3
-    o, lse = getattr(library, NAMES[branch])(*forward)
-    dlse = torch.randn_like(lse) if with_lse else None
-    return (torch.randn_like(o), dlse, *forward[:n_tensors], o, lse, *forward[n_tensors:])
-
-
-def choice_arguments(case: Case, backend: str) -> tuple[Any, ...]:
-    inputs = random_inputs(case, torch.float32)
-    places = where_queries_lie(case)
-    q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
-    where = dict(zip(("cu_seqlens", "q_start"), places, strict=True))
-    _, lse = attend(reference, "compressed", inputs, case, (q, inputs.k_cmp, inputs.v_cmp), **where)
-    return (q, inputs.k_cmp, lse, *places, *case.selection.values(), case.d_k**-0.5, backend, False)
-
-
-def compression_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
-    leaves = [x.requires_grad_() for x in compression_inputs(op, case, torch.float32)]
-    return (*leaves, case.cu_seqlens, case.block, case.stride, backend, False)
-
-
-def compression_backward_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
-    *_, cu_seqlens, block, stride, backend, strict = arguments = compression_arguments(op, case, backend)
-    dout = torch.randn_like(getattr(library, op)(*arguments).detach())
-    return (dout, cu_seqlens, case.length, block, stride, backend, strict)
-
-
-def mixture_arguments() -> tuple[Tensor, ...]:
-    return (*(torch.randn(2, 5, 6, 4) for _ in range(3)), torch.rand(2, 5, 6, 3))
-
 
 # What torch itself checks of an op.
 
@@ -150,25 +98,6 @@ def test_the_mixture_backward_op_passes_opcheck() -> None:
     torch.library.opcheck(library.combine_backward, arguments)
 
 
-def whole_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """The arguments of the gated mixture: inputs, what the branches gave for them, places and knobs."""
-    places = where_queries_lie(case)
-    where = dict(zip(("cu_seqlens", "q_start"), places, strict=True))
-    inputs = random_inputs(case, dtype)
-    q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
-    keys = [inputs.of(branch)[1:] for branch in BRANCHES]
-    o_cmp, lse = ops.compressed_attention(q, *keys[0], **case.compression, **where, backend=backend)
-    indices = ops.select_blocks(q, keys[0][0], lse, **case.selection, **where, backend=backend)
-    selected = ops.selected_attention(q, *keys[1], indices, select_block=case.select_block, **where, backend=backend)
-    slid = ops.sliding_attention(q, *keys[2], window=case.window, **where, backend=backend)
-    gates = torch.rand(*q.shape[:3], 3, dtype=dtype)
-    # A gate may be closed altogether.
-    gates[:, ::3, 0] = 0.0
-    leaves = [x.detach().clone().requires_grad_() for x in (q, *(x for pair in keys for x in pair), gates)]
-    knobs = (case.block, case.stride, case.select_block, case.window, case.d_k**-0.5)
-    return (*leaves, o_cmp, lse, *selected, *slid, indices, *places, places[1], *knobs, backend, False)
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_the_whole_s_ops_pass_opcheck(kind: str) -> None:
     arguments = whole_arguments(CASES[kind], "sdpa")
@@ -207,13 +136,6 @@ def described(outputs: Tensor | tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
 def imagined(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     with FakeTensorMode() as mode:
         return described(op(*[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]))
-
-
-def head_major(x: Any) -> Any:
-    """The same values with the head dimension outside the sequence: strides as a projection may leave them."""
-    if not isinstance(x, Tensor) or x.dim() < 3:
-        return x
-    return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

@@ -17,7 +17,7 @@ from nsa import bench
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import DTYPES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Entry, Key, Tuned
 from nsa.bench.attention import Shape
-from nsa.bench.tune import Outcome, Trial, Tuner, crossover, difference, fastest, table, try_tiles
+from nsa.bench.tune import Outcome, Trial, Tuner, crossover, difference, fastest, longest_ahead, table, try_tiles
 
 # What CI compiles for (tests/kernels/compiling.py), and relatives nobody has compiled for.
 SERVED = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -292,6 +292,19 @@ def test_the_threshold_is_where_one_way_stays_ahead(times: dict[int, tuple[float
     assert crossover(times) == expected
 
 
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({2: (1.0, 2.0), 4: (1.0, 2.0), 8: (2.0, 1.0)}, 4),
+        ({2: (2.0, 1.0), 4: (2.0, 1.0), 8: (2.0, 1.0)}, 0),
+        ({2: (1.0, 2.0), 4: (2.0, 1.0), 8: (1.0, 2.0)}, 2),
+        ({2: (1.0, 2.0), 4: (1.0, 2.0), 8: (1.0, 2.0)}, 8),
+    ],
+)
+def test_the_threshold_is_up_to_where_one_way_stays_ahead(times: dict[int, tuple[float, float]], expected: int) -> None:
+    assert longest_ahead(times) == expected
+
+
 class Silent:
     def show(self, step: int, text: str) -> None:
         self.last = f"{step} {text}"
@@ -320,6 +333,56 @@ def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     return parser.parse_args(["tune", *words])
+
+
+class NothingToRun:
+    """A workbench whose calls only say what they are, and for which length."""
+
+    def __init__(self, shape: Shape, smooth: float) -> None:
+        self.length = shape.length
+
+    def run(self, kernel: str, tile: Any) -> tuple[int, str]:
+        return self.length, kernel.removeprefix("selected-forward-")
+
+    def select_densely(self) -> tuple[int, str]:
+        return self.length, "dense"
+
+
+def milliseconds(call: Callable[[], tuple[int, str]]) -> list[float]:
+    """Reading all takes the square of the length; the others are level with it past six thousand tokens."""
+    length, method = call()
+    return [{"dense": length**2 / 6000, "query": 1.5 * length, "block": float(length)}[method]] * 5
+
+
+@pytest.mark.usefixtures("kinds")
+def test_up_to_which_length_every_block_is_read_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa.bench import kernels
+
+    monkeypatch.setattr(kernels, "Workbench", NothingToRun)
+    path, bar = tmp_path / "tiles.json", Silent()
+    times = Tuner(path, (9, 0), {}, bar, milliseconds).compare_dense(0.0)
+    # 16 blocks of 64 tokens are chosen; the better of the two others counts.
+    assert {blocks: other for blocks, (_, other) in times.items()} == {2: 2048.0, 4: 4096.0, 8: 8192.0}
+    assert bar.last == "9 dense_up_to_blocks: selected-forward-block 64/4/128 B=1 S=8192"
+    assert tuning.read(path).thresholds == {((9, 0), "dense_up_to_blocks"): 4}
+
+
+@pytest.mark.usefixtures("kinds")
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_a_threshold_alone_may_be_asked_for(
+    threshold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa.bench import kernels, tune
+
+    monkeypatch.setattr(kernels, "Workbench", NothingToRun)
+    monkeypatch.setattr(tune, "time_calls", milliseconds)
+    monkeypatch.setattr(tune.backend, "available", lambda: None)
+    monkeypatch.setattr(tune, "environment", lambda device, commit: {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    path = tmp_path / "tiles.json"
+    assert bench.run(parse("--kernels", threshold, "--out", str(path))) == 0
+    assert list(tuning.read(path).thresholds) == [((9, 0), threshold)]
+    assert "selected forward, " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -125,6 +125,10 @@ class Workbench:
                 return backend.combine_backward(do, *branches, tile=tile)
         raise ValueError(f"kernel is {kernel!r}; accepted: {', '.join(KINDS)}")
 
+    def select_densely(self) -> tuple[Tensor, ...]:
+        """The selected forward that reads every block; its tile is the compressed forward's."""
+        return backend.selected_forward(self.q, self.k, self.v, self.indices, **self.selection, method="dense")
+
     def backward_tile(self, kernel: str, tile: Any, *, sliding: bool) -> tiles.BackwardTile:
         picked = tiles.pick_backward(self.q, self.v, sliding)
         return replace(picked, **{kernel.rpartition("-")[2]: tile})

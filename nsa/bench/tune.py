@@ -36,6 +36,9 @@ ALLOWED = 4 * 2.0**-8
 ALLOWED_ROWS = 1e-3
 # Groups at which the two ways through the selected blocks are compared.
 GROUP_SIZES = (4, 8, 16, 32, 64)
+# Lengths at which reading every block is compared with both, as multiples of what a query's chosen blocks hold.
+DENSE_LENGTHS = (2, 4, 8)
+SPARSE_METHODS = ("selected-forward-query", "selected-forward-block")
 
 Run = Callable[[Any], tuple[Tensor, ...]]
 Timer = Callable[[Callable[[], object]], list[float]]
@@ -126,6 +129,17 @@ def crossover(times: Mapping[int, tuple[float, float]]) -> int:
     return start
 
 
+def longest_ahead(times: Mapping[int, tuple[float, float]]) -> int:
+    """The largest size up to which the first way is the faster one; 0 where it is not even at the smallest."""
+    end = 0
+    for size in sorted(times):
+        first, second = times[size]
+        if first >= second:
+            break
+        end = size
+    return end
+
+
 class Tuner:
     """Measures, and keeps what it finds: in `found`, over what the file had before, and in the file."""
 
@@ -159,12 +173,33 @@ class Tuner:
         for heads in GROUP_SIZES:
             shape = Shape(batch=1, length=length, n_heads=heads, n_groups=1, width=128)
             bench, ms = Workbench(shape, smooth), []
-            for kernel in ("selected-forward-query", "selected-forward-block"):
+            for kernel in SPARSE_METHODS:
                 self.show(f"query_from_heads: {kernel} {described(shape)}")
                 tile = tile_in_use(kernel, shape, self.gpu, self.found.over(tuning.tuned()))
                 ms.append(quantiles(self.timer(partial(bench.run, kernel, tile)))[1])
             times[heads] = ms[0], ms[1]
         self.keep(Tuned({}, {(self.gpu, "query_from_heads"): crossover(times)}))
+        return times
+
+    def compare_dense(self, smooth: float) -> dict[int, tuple[float, float]]:
+        """Milliseconds of the selected forward over every block and by the better other way, for each of DENSE_LENGTHS;
+        keeps the threshold."""
+        from nsa.bench.kernels import Workbench, tile_in_use
+
+        n_heads, n_groups, width = parse_heads(SHAPES[0])
+        config = Shape(1, 1, n_heads, n_groups, width).config("triton")
+        times: dict[int, tuple[float, float]] = {}
+        for blocks in DENSE_LENGTHS:
+            shape = Shape(1, blocks * config.n_sel * config.l_sel, n_heads, n_groups, width)
+            bench, ms = Workbench(shape, smooth), []
+            self.show(f"dense_up_to_blocks: selected-forward-dense {described(shape)}")
+            dense = quantiles(self.timer(bench.select_densely))[1]
+            for kernel in SPARSE_METHODS:
+                self.show(f"dense_up_to_blocks: {kernel} {described(shape)}")
+                tile = tile_in_use(kernel, shape, self.gpu, self.found.over(tuning.tuned()))
+                ms.append(quantiles(self.timer(partial(bench.run, kernel, tile)))[1])
+            times[blocks] = dense, min(ms)
+        self.keep(Tuned({}, {(self.gpu, "dense_up_to_blocks"): longest_ahead(times)}))
         return times
 
 
@@ -216,8 +251,10 @@ def run(args: argparse.Namespace) -> int:
         for kernel in args.kernels
         if kernel in tuning.KERNELS and serves(kernel, shape)
     ]
-    compare = "query_from_heads" in args.kernels
-    steps = sum(len(trial.tiles) for trial in trials) + (2 * len(GROUP_SIZES) if compare else 0)
+    compare, compare_dense = (name in args.kernels for name in tuning.THRESHOLDS)
+    steps = sum(len(trial.tiles) for trial in trials)
+    steps += len(SPARSE_METHODS) * len(GROUP_SIZES) if compare else 0
+    steps += (1 + len(SPARSE_METHODS)) * len(DENSE_LENGTHS) if compare_dense else 0
     require(steps > 0, "--kernels", " ".join(args.kernels), "a kernel that these --heads use")
 
     bar = progress(steps)
@@ -228,6 +265,7 @@ def run(args: argparse.Namespace) -> int:
     tuner = Tuner(out, gpu, where, bar, time_calls)
     outcomes: dict[Trial, list[Outcome]] = {}
     times: dict[int, tuple[float, float]] = {}
+    dense_times: dict[int, tuple[float, float]] = {}
     try:
         with torch.no_grad():
             for shape in dict.fromkeys(trial.shape for trial in trials):
@@ -237,11 +275,17 @@ def run(args: argparse.Namespace) -> int:
                         outcomes[trial] = tuner.measure(trial, partial(bench.run, trial.kernel))
             if compare:
                 times = tuner.compare_methods(args.length, args.smooth)
+            if compare_dense:
+                dense_times = tuner.compare_dense(args.smooth)
     finally:
         bar.close()
     print(table(outcomes))
     for heads, (query, block) in times.items():
         print(f"selected forward, {heads} heads a group: {query:.3f} ms by query, {block:.3f} ms by block")
+    for blocks, (dense, other) in dense_times.items():
+        print(
+            f"selected forward, {blocks} blocks for each chosen: {dense:.3f} ms over all, {other:.3f} ms by the chosen"
+        )
     without = [trial.title for trial, tried in outcomes.items() if fastest(tried) is None]
     for title in without:
         print(f"{title}: no tile runs; the one in use stays")

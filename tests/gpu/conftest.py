@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in Path(item.fspath).resolve().parents:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def selected_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[str]]:
+    """`selected_by("block")`: from here on the Triton selected forward goes by that method, whatever the length.
+
+    The list that it returns grows by the method that each forward really went by.
+    """
+    from nsa.backends.triton import selected
+
+    intact, taken = selected.selected_forward, []
+    for name in ("dense", "block", "query"):
+        launch = getattr(selected, f"{name}_forward")
+        monkeypatch.setattr(
+            selected, f"{name}_forward", lambda *args, f=launch, name=name: (taken.append(name), f(*args))
+        )
+
+    def choose(method: str | None) -> list[str]:
+        monkeypatch.setattr(selected, "selected_forward", partial(intact, method=method))
+        return taken
+
+    return choose

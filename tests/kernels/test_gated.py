@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import Case, random_inputs
+from helpers import Case, assert_norms_close, random_inputs
+from helpers import attend as attend_by
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from interpreted import DEVICE
 
+from nsa import reference
+from nsa.backends import triton as backend
 from nsa.backends.triton import combine, compressed, scores, selected, sliding
 
 CASES = {
@@ -31,14 +34,16 @@ def attend(branch: str, case: Case, x: dict[str, Tensor]) -> tuple[Tensor, Calla
     if branch == "sliding":
         knobs = {"window": case.window, **whole}
         o, lse = sliding.sliding_forward(q, k, v, **knobs)
-        return o, lambda do, **gated: sliding.sliding_backward(do, None, q, k, v, o, lse, **knobs, **gated)
+        return o, lambda do, **gated: backend.gated_sliding_backward(do, None, q, k, v, o, lse, **knobs, **gated)
     o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
     if branch == "compressed":
-        return o, lambda do, **gated: compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut, **gated)
-    indices = scores.select_blocks(q, k_cmp, lse, **case.selection, **whole)
+        return o, lambda do, **gated: backend.gated_compressed_backward(
+            do, None, q, k_cmp, v_cmp, o, lse, **cut, **gated
+        )
+    indices = x["indices"] if "indices" in x else scores.select_blocks(q, k_cmp, lse, **case.selection, **whole)
     knobs = {"select_block": case.select_block, **whole}
     o, lse = selected.selected_forward(q, k, v, indices, **knobs)
-    return o, lambda do, **gated: selected.selected_backward(do, None, q, k, v, indices, o, lse, **knobs, **gated)
+    return o, lambda do, **gated: backend.gated_selected_backward(do, None, q, k, v, indices, o, lse, **knobs, **gated)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,6 +68,32 @@ def test_a_gate_and_a_sum(branch: str, name: str) -> None:
         assert got[0] is into
         for actual, expected in zip(got, (before + dq, dk, dv), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("branch", ["compressed", "selected", "sliding"])
+def test_a_small_gate_costs_no_digits_in_fp16(branch: str, gate: float) -> None:
+    """With a loss scale, as fp16 is trained with: the gradients are well within fp16's range, `gate * p` is not."""
+    case = Case(length=150, d_k=16, d_v=16, select_block=16, n_select=8, window=100)
+    inputs = random_inputs(case, torch.float16).map(lambda x: x.to(DEVICE))
+    q, k, v = inputs.of(branch)
+    given = {"q": q, "k": k, "v": v, "k_cmp": inputs.k_cmp, "v_cmp": inputs.v_cmp, "indices": inputs.indices}
+    gates = torch.full(q.shape[:3], gate, dtype=torch.float16, device=DEVICE)
+    do = 1024 * torch.randn(*q.shape[:3], case.d_v, device=DEVICE).half()
+
+    def by_reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = tuple(x.to(dtype, copy=True).requires_grad_() for x in (q, k, v))
+        o, _ = attend_by(reference, branch, inputs, case, leaves)
+        return named(torch.autograd.grad(o, leaves, do.to(dtype) * gates.to(dtype)[..., None]))
+
+    def named(gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+    o, backward = attend(branch, case, given)
+    exact, plain = by_reference(torch.float64), by_reference(torch.float16)
+    product = (do.float() * o.float()).sum(dim=-1)
+    for known in (None, product):
+        assert_norms_close(named(backward(do, gate=gates, product=known, into=None)), exact, plain)
 
 
 def test_the_gates_alone() -> None:

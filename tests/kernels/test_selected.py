@@ -6,6 +6,7 @@ Tiles, segments and scratch are made tiny, so that small problems have several o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -70,10 +71,16 @@ def kernel(inputs: Inputs, case: Case, forward: ForwardTile, backward: BackwardT
     return {name: x.cpu() for name, x in out.items()}
 
 
+@cache
+def by_reference(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The reference's results in fp64 and in `dtype`, which all tiles of a case are held to."""
+    inputs = random_inputs(case, dtype)
+    return results(reference, "selected", inputs.to(torch.float64), case), results(reference, "selected", inputs, case)
+
+
 def check(case: Case, forward: ForwardTile, backward: BackwardTile | None, dtype: torch.dtype = torch.float32) -> None:
     inputs = random_inputs(case, dtype)
-    exact = results(reference, "selected", inputs.to(torch.float64), case)
-    plain = results(reference, "selected", inputs, case)
+    exact, plain = by_reference(case, dtype)
     names = ("o", "lse") if backward is None else ("o", "lse", "dq", "dk", "dv")
     assert_within_derived_tolerance(
         kernel(inputs, case, forward, backward), {n: exact[n] for n in names}, {n: plain[n] for n in names}
