@@ -238,14 +238,17 @@ def mixture(
     checks.check_keys_values(q, k_sel, v_sel, "k_sel", "v_sel")
     checks.check_keys_values(q, k_win, v_win, "k_win", "v_win")
     checks.check_combine(o_cmp, o_sel, o_win, gates)
-    for lse in (lse_cmp, lse_sel, lse_win):
-        checks.check_lse(q, lse)
+    for name, lse in (("lse_cmp", lse_cmp), ("lse_sel", lse_sel), ("lse_win", lse_win)):
+        checks.check_lse(q, lse, name)
     checks.check_indices(q, k_sel, indices)
     check_compression(block, stride)
     require_positive_int("select_block", select_block)
     require_positive_int("window", window)
     checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_sequences(q, cu_seqlens, window_start)
+    checks.check_sequences(q, cu_seqlens, window_start, start="window_start")
+    checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    checks.check_token_count(q, k_sel, q_start, "k_sel")
+    checks.check_token_count(q, k_win, window_start, "k_win")
     checks.check_scale(scale)
     checks.check_serving(backend, strict)
     return whole.mixture(

@@ -69,11 +69,11 @@ def check_keys_values(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str)
     check_same(v_name, "shape[2]", v.shape[2], k_name, k.shape[2])
 
 
-def check_token_count(q: Tensor, k: Tensor, q_start: Tensor | None) -> None:
+def check_token_count(q: Tensor, k: Tensor, q_start: Tensor | None, name: str = "k") -> None:
     if q_start is None:
-        check_same("k", "shape[1]", k.shape[1], "q", q.shape[1])
+        check_same(name, "shape[1]", k.shape[1], "q", q.shape[1])
     elif k.shape[1] < q.shape[1]:
-        require(False, "k.shape[1]", k.shape[1], f"at least q's {q.shape[1]} tokens")
+        require(False, f"{name}.shape[1]", k.shape[1], f"at least q's {q.shape[1]} tokens")
 
 
 def check_compressed_count(
@@ -99,10 +99,12 @@ def check_position(position: Tensor, x: Tensor, block: int) -> None:
     check_same("position", "shape", tuple(position.shape), "block and x", (block, x.shape[3]))
 
 
-def check_sequences(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, *, name: str = "q") -> None:
+def check_sequences(
+    q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, *, name: str = "q", start: str = "q_start"
+) -> None:
     require(
         cu_seqlens is None or q_start is None,
-        "q_start",
+        start,
         "given together with cu_seqlens",
         "one of the two: a cache holds one sequence a row",
     )
@@ -112,9 +114,9 @@ def check_sequences(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None
         require(cu_seqlens.numel() >= 2, "cu_seqlens.shape", tuple(cu_seqlens.shape), "[n+1] for n >= 1 documents")
         require(q.shape[0] == 1, f"{name}.shape[0]", q.shape[0], "1, a packed batch is a single row")
     if q_start is not None:
-        check_tensor("q_start", q_start, "B", (torch.int32,), "int32")
-        check_same("q_start", "device", q_start.device, "q", q.device)
-        check_same("q_start", "shape[0]", q_start.shape[0], "q", q.shape[0])
+        check_tensor(start, q_start, "B", (torch.int32,), "int32")
+        check_same(start, "device", q_start.device, "q", q.device)
+        check_same(start, "shape[0]", q_start.shape[0], "q", q.shape[0])
 
 
 def check_scale(scale: float | None) -> None:
@@ -131,11 +133,11 @@ def check_serving(backend: str, strict: bool) -> None:
     require_bool("strict", strict)
 
 
-def check_lse(q: Tensor, lse: Tensor) -> None:
+def check_lse(q: Tensor, lse: Tensor, name: str = "lse") -> None:
     expected = torch.float64 if q.dtype == torch.float64 else torch.float32
-    check_tensor("lse", lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
-    check_same("lse", "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
-    check_same("lse", "device", lse.device, "q", q.device)
+    check_tensor(name, lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
+    check_same(name, "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
+    check_same(name, "device", lse.device, "q", q.device)
 
 
 def check_indices(q: Tensor, k: Tensor, indices: Tensor) -> None:
@@ -171,15 +173,17 @@ def check_cu_seqlens_values(cu_seqlens: Tensor | None, length: int, strict: bool
     require(values[-1] == length, "cu_seqlens[-1]", values[-1], f"the number of packed tokens, {length}")
 
 
-def check_q_start_values(q_start: Tensor | None, length: int, capacity: int, name: str, strict: bool) -> None:
-    """`capacity`: how many tokens the keys can hold."""
+def check_q_start_values(
+    q_start: Tensor | None, length: int, capacity: int, name: str, strict: bool, start: str = "q_start"
+) -> None:
+    """`capacity`: how many tokens the keys called `name` can hold."""
     if q_start is None or not may_look(q_start, strict):
         return
     values = q_start.tolist()
-    require(min(values) >= 0, "q_start", values, "no negative position")
+    require(min(values) >= 0, start, values, "no negative position")
     require(
         max(values) + length <= capacity,
-        "q_start",
+        start,
         values,
         f"at most {capacity - length}: {name} holds {capacity} tokens",
     )

@@ -42,6 +42,14 @@ def mixture(
     strict: bool,
 ) -> Tensor:
     """The gated sum of branches that were computed without autograd; its gradient is that of all of them."""
+    length = q.shape[1]
+    checks.check_cu_seqlens_values(cu_seqlens, length, strict)
+    checks.check_compressed_values(k_cmp, block, stride, cu_seqlens, strict)
+    checks.check_indices_values(indices, select_block, k_sel.shape[1], cu_seqlens, strict)
+    checks.check_q_start_values(q_start, length, k_cmp.shape[1] * stride + block - 1, "k_cmp", strict)
+    checks.check_q_start_values(q_start, length, k_sel.shape[1], "k_sel", strict)
+    checks.check_q_start_values(window_start, length, k_win.shape[1], "k_win", strict, start="window_start")
+    checks.check_finite(strict, q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
     checks.check_gates_values(gates, strict)
     return mix(o_cmp, o_sel, o_win, gates, backend, strict)
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +59,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """`length` is long enough that counts are multiples of 16 and neither one nor small, as in use."""
+    """`length` is long enough that counts are multiples of 16 and neither one nor small, as in use.
+
+    `selected_only`: the branch that holds most in shared memory, where all of them take too long to compile.
+    """
 
     heads: int
     groups: int
@@ -68,6 +71,7 @@ class Shape:
     dtype: str = "bfloat16"
     packed: bool = False
     length: int = 2048
+    selected_only: bool = False
 
 
 SHAPES = {
@@ -76,7 +80,9 @@ SHAPES = {
     "12/2/64": Shape(12, 2, 64, 64),
     "192/128": Shape(32, 8, 192, 128),
     "256": Shape(16, 2, 256, 256),
+    "64/1/256": Shape(64, 1, 256, 256),
     "64/4/128 fp32": Shape(64, 4, 128, 128, dtype="float32"),
+    "32/1/256 fp32": Shape(32, 1, 256, 256, dtype="float32", selected_only=True),
 }
 
 
@@ -196,8 +202,11 @@ def stand_in(target: Target, recorder: Recorder) -> None:
     JITFunction.run = compile_only
 
 
-def compile_shape(shape: Shape, recorder: Recorder, *, elementwise: bool, compressed_too: bool) -> None:
-    """The launchers, with the library's usual knobs; those without a product only if `elementwise`."""
+def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compressed_too: bool) -> None:
+    """The launchers, with the library's usual knobs, as training calls them.
+
+    `thorough`: kernels without a product too, and the gradients of a branch alone, which has no gate.
+    """
     import torch
 
     from nsa.backends.triton import combine, compress, compressed, scores, selected, sliding
@@ -217,29 +226,39 @@ def compile_shape(shape: Shape, recorder: Recorder, *, elementwise: bool, compre
     k_cmp, v_cmp = tensor(n_keys, shape.groups, shape.d_k), tensor(n_keys, shape.groups, shape.d_v)
     o = do = tensor(length, shape.heads, shape.d_v)
     lse = tensor(length, shape.heads, kind=torch.float32)
-    gates = tensor(length, shape.heads, 3)
+    gates, product = tensor(length, shape.heads, 3), tensor(length, shape.heads, 3, kind=torch.float32)
     indices = torch.zeros(1, length, shape.groups, n_select, dtype=torch.int32)
+
+    def gradients(backward: Callable[..., Any], i_gate: int, *inputs: torch.Tensor, **knobs: Any) -> None:
+        gate = {"gate": gates[..., i_gate], "product": product[..., i_gate], "into": torch.empty_like(q)}
+        for given in ({}, gate) if thorough else (gate,):
+            backward(do, None, *inputs, o, lse, **knobs, **given)
 
     cut = {"block": block, "stride": stride, **whole}
     if compressed_too:
         with recorder.at("compressed"):
             compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
-            compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut)
+            gradients(compressed.compressed_backward, 0, q, k_cmp, v_cmp, **cut)
+    with recorder.at("selected"):
+        blocks = {"select_block": select_block, **whole}
+        # None: what a sequence as short as this one gets, unless it is packed.
+        for method in ("query", "block", None):
+            selected.selected_forward(q, k, v, indices, method=method, **blocks)
+        gradients(selected.selected_backward, 1, q, k, v, indices, **blocks)
+    if shape.selected_only:
+        return
     with recorder.at("sliding"):
         sliding.sliding_forward(q, k, v, window=window, **whole)
-        sliding.sliding_backward(do, None, q, k, v, o, lse, window=window, **whole)
+        gradients(sliding.sliding_backward, 2, q, k, v, window=window, **whole)
     with recorder.at("scores"):
         knobs = {"select_block": select_block, "n_select": n_select, "n_init": 1, "n_local": 2}
         scores.select_blocks(q, k_cmp, lse, **cut, **knobs)
-    with recorder.at("selected"):
-        for method in ("query", "block"):
-            selected.selected_forward(q, k, v, indices, select_block=select_block, method=method, **whole)
-        selected.selected_backward(do, None, q, k, v, indices, o, lse, select_block=select_block, **whole)
-    if not elementwise:
+    if not thorough:
         return
     with recorder.at("combine"):
         combine.combine_forward(o, o, o, gates)
         combine.combine_backward(do, o, o, o, gates)
+        combine.gates_backward(do, o, o, o, gates)
     with recorder.at("compress"):
         where = {"block": block, "stride": stride, "cu_seqlens": cu}
         compress.compress_mean_forward(k, **where)
@@ -257,7 +276,7 @@ def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
         # The width of a head hardly matters to kernels without a product: one shape of each kind of row is enough.
         # The compressed branch has the sliding one's kernels, less a loop, and on most GPUs the same tiles.
         first = i == 0 or SHAPES[name].packed
-        compile_shape(SHAPES[name], recorder, elementwise=first, compressed_too=first or target == "sm_90")
+        compile_shape(SHAPES[name], recorder, thorough=first, compressed_too=first or target == "sm_90")
     return recorder.found
 
 

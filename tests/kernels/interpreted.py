@@ -23,9 +23,10 @@ if INTERPRETED:
     # issue 9171): mended here until every Triton that is tested has the fix.
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patch_tensor_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    # `scope`, from Triton 3.6 on, takes back what `patch_tensor` sets, which `__index__` is among.
+    def patch_tensor_index(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_index
     # Checking every integer operation for overflow takes most of the time, and the shapes here are tiny.

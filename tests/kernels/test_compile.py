@@ -17,25 +17,23 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from compiling import KIB, TARGETS, TENSOR_MEMORY, Compiled, table
+from compiling import SHAPES, TARGETS, TENSOR_MEMORY, Compiled, table
 
 # All of half precision where tiles were measured. Elsewhere what four minutes of one core allow: sm_80, 86 and 89 have
 # the same tiles, so their shapes are shared out.
 PICKED = {
     "sm_80": ["64/4/128"],
-    "sm_86": ["256"],
+    "sm_86": ["64/1/256", "32/1/256 fp32"],
     "sm_89": ["192/128"],
     "sm_90": ["64/4/128", "32/8/128 packed", "12/2/64", "192/128", "256"],
     "sm_100": ["64/4/128", "256"],
     "sm_120": ["12/2/64", "64/4/128 fp32"],
 }
 
-# More than this many registers kept in memory is a tile to change. (fp32 on Hopper is: it is not checked here.)
+# More than this many registers kept in memory is a tile to change.
 SPILLS = 128
-
-# Keys, values and the transposed keys of a block are 96 KiB at this width, whatever the tile: on GPUs with 99 KiB the
-# launcher raises OutOfResources there, and the next backend is taken.
-TOO_LARGE = {("256", "block_backward_kernel")}
+# Correct and slow: wide heads in fp32, whose products are not the tensor cores'. (As on Hopper, not compiled here.)
+SPILLING = {"32/1/256 fp32"}
 
 
 def compiled(target: str, folder: Path) -> list[Compiled]:
@@ -75,15 +73,15 @@ def test_kernels_compile_and_fit(target: str, shape: str, shared_folder: Path) -
     print(f"\n{table(target, found)}")
     limit = TARGETS[target].shared
     names = {x.kernel for x in found}
-    assert {"ranged_forward_kernel", "score_kernel", "query_kernel", "block_backward_kernel"} <= names
+    assert {"ranged_forward_kernel", "query_kernel", "block_kernel", "block_backward_kernel"} <= names
+    assert SHAPES[shape].selected_only or {"score_kernel", "ranged_dq_kernel", "ranged_dkv_kernel"} <= names
     wrong = [f"{x.kernel}: {x.error}" for x in found if x.error]
     for x in found:
         where = f"{target} {shape} {x.branch} {x.kernel}"
-        fits = x.shared <= limit
-        if not fits and not (limit < 100 * KIB and (shape, x.kernel) in TOO_LARGE):
+        if x.shared > limit:
             wrong.append(f"{where}: {x.shared} bytes of shared memory, {limit} there are")
         if x.tensor_memory > TENSOR_MEMORY:
             wrong.append(f"{where}: {x.tensor_memory} columns of tensor memory, {TENSOR_MEMORY} there are")
-        if fits and x.spills > SPILLS:
+        if x.spills > SPILLS and shape not in SPILLING:
             wrong.append(f"{where}: {x.spills} registers spilled")
     assert not wrong, "\n".join(wrong)

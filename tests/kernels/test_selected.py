@@ -177,8 +177,7 @@ def test_long_blocks_of_wide_heads_are_read_in_halves(
     documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selected, "LARGEST_BLOCK", 1)
-    monkeypatch.setattr(selected, "SHORTEST_HALVED", 4)
-    check(BASE.but(documents=documents), FORWARD["block"], BACKWARD["whole"])
+    check(BASE.but(documents=documents), replace(FORWARD["block"], whole=4), replace(BACKWARD["whole"], whole=4))
 
 
 def test_several_launches_give_the_same_as_one() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nsa.backends.contracts import SMALL_SHARED_MEMORY
 from nsa.backends.gated import with_gate
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
@@ -27,9 +28,9 @@ WIDEST_HEAD = 256
 WIDTH_STEP = 16
 MOST_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
-# 99 KB of shared memory a program.
-SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0))
-WIDEST_ON_SMALL = 192
+# Of a group whose keys and values are both wider than 128 in fp32, on GPUs with little shared memory: the rows of one
+# query are then 64 KB, and are held beside a block's keys.
+MOST_WIDE_HEADS_ON_SMALL = 32
 
 
 def available() -> str | None:
@@ -55,11 +56,13 @@ def supports(problem: Problem) -> str | None:
         return f"head widths are {problem.d_k} and {problem.d_v}, multiples of {WIDTH_STEP} are served"
     if max(problem.d_k, problem.d_v) > WIDEST_HEAD:
         return f"head widths are {problem.d_k} and {problem.d_v}, at most {WIDEST_HEAD} is served"
-    tight = problem.op == "selected" and problem.backward and max(problem.d_k, problem.d_v) > WIDEST_ON_SMALL
-    if tight and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
-        return f"the selected branch's gradient past width {WIDEST_ON_SMALL} needs more shared memory than this GPU has"
     if problem.heads_per_group > MOST_HEADS_PER_GROUP:
         return f"{problem.heads_per_group} heads share a group, at most {MOST_HEADS_PER_GROUP} is served"
+    wide = problem.dtype == torch.float32 and min(problem.d_k, problem.d_v) > 128
+    crowded = problem.op == "selected" and wide and problem.heads_per_group > MOST_WIDE_HEADS_ON_SMALL
+    if crowded and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
+        group = f"{problem.heads_per_group} heads a group of widths {problem.d_k} and {problem.d_v} in fp32"
+        return f"{group} need more shared memory than this GPU has, at most {MOST_WIDE_HEADS_ON_SMALL} are served"
     return None
 
 

@@ -28,11 +28,9 @@ from torch import Tensor
 
 from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import tuning
-from nsa.backends.triton.primitives import COUNTS
+from nsa.backends.triton.primitives import COUNTS, LOG2_E
 from nsa.backends.triton.tiles import capability
 from nsa.geometry import compressed_offsets, documents, n_compressed
-
-LOG2_E = 1.4426950408889634
 
 # Floats of importance of one chunk: 256 MiB, large enough that a chunk fills a GPU several times over.
 SCORE_BUDGET = 1 << 26

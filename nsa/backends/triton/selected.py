@@ -24,7 +24,6 @@ from nsa.backends.triton.tiles import capability, row_contiguous
 
 # Elements of a block's keys past which its two halves are read as blocks of their own, if they are not short already.
 LARGEST_BLOCK = 64 * 128
-SHORTEST_HALVED = 64
 
 
 def pick_forward(
@@ -69,9 +68,9 @@ def candidates() -> list[ForwardTile | BackwardTile]:
     ]
 
 
-def fit_blocks(indices: Tensor, select_block: int, width: int) -> tuple[Tensor, int]:
-    """The choice in blocks whose keys and values fit a program: long blocks of wide heads are read in halves."""
-    while select_block > SHORTEST_HALVED and select_block % 2 == 0 and select_block * width > LARGEST_BLOCK:
+def fit_blocks(indices: Tensor, select_block: int, width: int, whole: int) -> tuple[Tensor, int]:
+    """The choice in blocks whose keys and values fit a program: those of wide heads past `whole` keys are halved."""
+    while select_block > whole and select_block % 2 == 0 and select_block * width > LARGEST_BLOCK:
         indices, select_block = halve_blocks(indices, select_block)
     return indices, select_block
 
@@ -100,19 +99,20 @@ def selected_forward(
     q, k, v, indices = (row_contiguous(x) for x in (q, k, v, indices))
     batch, length, n_heads, d_k = q.shape
     heads = n_heads // k.shape[2]
-    indices, select_block = fit_blocks(indices, select_block, max(d_k, v.shape[3]))
+    asked = tile is not None or method is not None
+    other = None if method == "dense" else method
+    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, other, capability(q.device))
+    indices, select_block = fit_blocks(indices, select_block, max(d_k, v.shape[3]), tile.whole)
     o = q.new_empty(batch, length, n_heads, v.shape[3])
     lse = q.new_empty(batch, length, n_heads, dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    if tile is None and method is None and cu_seqlens is None:
-        method = "dense" if is_short(length, indices.shape[3], select_block, q.device) else None
+    if not asked and cu_seqlens is None and is_short(length, indices.shape[3], select_block, q.device):
+        method = "dense"
     cut = dense_tile(q, v, select_block) if method == "dense" else None
     if cut is not None:
         dense_forward(q, k, v, indices, o, lse, select_block, scale, cut)
         return o, lse
-    other = None if method == "dense" else method
-    tile = tile or pick_forward(heads, d_k, v.shape[3], q.dtype, other, capability(q.device))
     run = query_forward if tile.method == "query" else block_forward
     run(q, k, v, indices, o, lse, Blocks.of(length, select_block, cu_seqlens), scale, tile)
     return o, lse
@@ -144,7 +144,7 @@ def selected_backward(
     if q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tile = tile or pick_backward(q.shape[3], v.shape[3], q.dtype, capability(q.device))
-    indices, select_block = fit_blocks(indices, select_block, max(q.shape[3], v.shape[3]))
+    indices, select_block = fit_blocks(indices, select_block, max(q.shape[3], v.shape[3]), tile.whole)
     blocks = Blocks.of(q.shape[1], select_block, cu_seqlens)
     dq, dk, dv = block_backward(do, dlse, q, k, v, indices, o, lse, blocks, scale, tile, gate, product)
     return (dq if into is None else into.add_(dq)), dk, dv

@@ -36,7 +36,7 @@ class ForwardTile:
 
     `segment`: rows a program streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
     run whose common blocks are attended to together; 0, none, is for `query` alone. `common_registers`: at most so many
-    a thread there, so that more programs share a processor.
+    a thread there, so that more programs share a processor. `whole`: keys of a block that is never read in halves.
     """
 
     method: str = "block"
@@ -50,6 +50,7 @@ class ForwardTile:
     common_warps: int = 8
     common_stages: int = 3
     common_registers: int | None = None
+    whole: int = 64
 
 
 @triton.jit

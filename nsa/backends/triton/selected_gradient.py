@@ -36,12 +36,11 @@ from nsa.backends.triton.selected_attend import (
 )
 from nsa.backends.triton.selected_index import Blocks, chosen_block, launches
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @dataclass(frozen=True)
 class BackwardTile:
     """`block_m`: rows a tile. `segment`: rows a program streams at most. `scratch`: bytes of partial `dq` at once.
+    `whole`: keys of a block that is never read in halves.
 
     Four warps wherever the accumulators allow: of eight, the second four repeat the scores of the first, a block of 64
     keys being one instruction tall.
@@ -53,6 +52,7 @@ class BackwardTile:
     segment: int = 4096
     scratch: int = 1 << 30
     merge_warps: int = 1
+    whole: int = 64
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -122,7 +122,7 @@ def differentiate_segment(
 
         # [BLOCK_N, BLOCK_M]
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        b_p = tl.math.exp2(b_s * (scale * LOG2_E) - b_lse2[None, :])
+        b_p = tl.math.exp2(b_s * (scale * (1.0 / LN_2)) - b_lse2[None, :])
         if MASKED:
             b_p = tl.where((i_first + o_n)[:, None] <= b_t[None, :], b_p, 0.0)
         if SELECT_BLOCK < BLOCK_N:
