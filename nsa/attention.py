@@ -23,6 +23,7 @@ from nsa.ops.checks import (
     check_same,
     check_sequences,
     check_tensor,
+    may_look,
 )
 from nsa.rope import Rope
 
@@ -70,8 +71,8 @@ class NSAAttention(nn.Module):
             self.config,
             batch_size,
             max_len,
-            dtype=dtype or weight.dtype,
-            device=device or weight.device,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device if device is None else device,
             max_rollback=max_rollback,
             static=static,
         )
@@ -130,15 +131,16 @@ class NSAAttention(nn.Module):
                 counts=counts,
             )
             o, indices = attend(
-                q,
+                past.asked(q),
                 *past.compressed,
                 *past.selected,
                 *past.window,
-                gates,
+                past.asked(gates),
                 config=self.config,
                 q_start=past.q_start,
                 window_start=past.window_start,
             )
+            o, indices = (past.answered(answer, x.shape[1]) for answer in (o, indices))
             cache.commit(past)
 
         y = self.o_proj(o.flatten(2))
@@ -163,13 +165,14 @@ class NSAAttention(nn.Module):
         weight = self.q_proj.weight
         check_same("x", "device", x.device, "the layer", weight.device)
         if torch.is_autocast_enabled(x.device.type):
-            require(x.dtype != torch.float64, "x.dtype", x.dtype, "fp32 or half precision: autocast leaves fp64 alone")
+            for name, dtype in (("x.dtype", x.dtype), ("the layer's dtype", weight.dtype)):
+                require(dtype != torch.float64, name, dtype, "fp32 or half precision: autocast leaves fp64 alone")
         else:
             check_same("x", "dtype", x.dtype, "the layer", weight.dtype)
         # A traced call has no values to look at; the ops look when they run.
         traced = torch.compiler.is_compiling()
         check_finite(self.config.strict and not traced, x=x)
-        check_position_offset(position_offset, x)
+        check_position_offset(position_offset, x, self.config.strict)
         if cu_seqlens is not None:
             require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1, a packed batch is a single row")
             check_sequences(x, cu_seqlens, None)
@@ -227,7 +230,7 @@ class NSAAttention(nn.Module):
         return k_cmp.to(dtype)
 
 
-def check_position_offset(position_offset: int | Tensor, x: Tensor) -> None:
+def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool) -> None:
     if not isinstance(position_offset, Tensor):
         require_int("position_offset", position_offset, at_least=0)
         return
@@ -237,6 +240,9 @@ def check_position_offset(position_offset: int | Tensor, x: Tensor) -> None:
     shape = tuple(position_offset.shape)
     require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, accepted)
     require(position_offset.device == x.device, "position_offset.device", position_offset.device, accepted)
+    if may_look(position_offset, strict) and not torch.compiler.is_compiling():
+        values = position_offset.tolist()
+        require(bool((position_offset >= 0).all()), "position_offset", values, "none below 0")
 
 
 class Gate(nn.Module):
@@ -284,14 +290,13 @@ class NSAStats:
     @cached_property
     def gate_mean(self) -> dict[str, float]:
         """How open each branch's gate is, on average."""
-        return dict(zip(BRANCHES, self.gates[self.real].float().mean(dim=(0, 1)).tolist(), strict=True))
+        return mean_per_branch(self.gates[self.real].float())
 
     @cached_property
     def gate_entropy(self) -> dict[str, float]:
         """Mean binary entropy of each gate in bits: 1 is undecided, 0 is always fully open or shut."""
         g = self.gates[self.real].float().clamp(1e-7, 1 - 1e-7)
-        bits = -(g * g.log2() + (1 - g) * (1 - g).log2()).mean(dim=(0, 1))
-        return dict(zip(BRANCHES, bits.tolist(), strict=True))
+        return mean_per_branch(-(g * g.log2() + (1 - g) * (1 - g).log2()))
 
     @cached_property
     def selected_distance(self) -> Tensor:
@@ -309,6 +314,12 @@ class NSAStats:
             self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)
         ]
         return sum(reads) / max(1, positions.numel())
+
+
+def mean_per_branch(x: Tensor) -> dict[str, float]:
+    """Of `x [n, Hq, 3]`; 0 where there is nothing to average."""
+    mean = x.sum(dim=(0, 1)) / max(1, x.shape[0] * x.shape[1])
+    return dict(zip(BRANCHES, mean.tolist(), strict=True))
 
 
 def real_tokens_first(attention_mask: Tensor) -> tuple[Tensor, Tensor]:

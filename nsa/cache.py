@@ -10,7 +10,7 @@ written there: a step then does the same work whatever the lengths are, and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,20 @@ class Step(NamedTuple):
     end: Tensor  # [B] the new lengths
     keep: Tensor  # [B, T] which of the new tokens are real and fit
     longest: int
+    turn: Tensor | None  # [B] by how many places a row's queries are turned; None: no row's are
+
+    def asked(self, x: Tensor) -> Tensor:
+        """What each new token brings, `[B, T, ...]`, in the order in which the queries are asked."""
+        if self.turn is None:
+            return x
+        n_asked = self.position.shape[1]
+        return take(x, (torch.arange(n_asked, device=x.device) - self.turn[:, None]) % n_asked)
+
+    def answered(self, x: Tensor, n_new: int) -> Tensor:
+        """What each query was answered, back in the order of the `n_new` tokens."""
+        if self.turn is None:
+            return x
+        return take(x, (torch.arange(n_new, device=x.device) + self.turn[:, None]) % x.shape[1])
 
 
 class NSACache:
@@ -44,7 +58,8 @@ class NSACache:
 
     `max_rollback` is how many tokens `crop` can always take back; it costs that many extra places in the two rings.
     `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. No length is then known to
-    the host, so a row drops what does not fit instead of raising, and what it returns for that means nothing.
+    the host, so a row drops the tokens that do not fit instead of raising, and what it returns for those means nothing.
+    What a shape shows is still refused: a step of more than `max_len` tokens that has no mask.
     """
 
     def __init__(
@@ -64,6 +79,7 @@ class NSACache:
         require_int("max_rollback", max_rollback, at_least=0)
         require_bool("static", static)
         require(dtype in FLOATS, "dtype", dtype, FLOAT_NAMES)
+        check_device(device)
         self.config = config
         self.batch_size = batch_size
         self.max_len = max_len
@@ -77,13 +93,15 @@ class NSACache:
                 torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
             )
 
-        self.selected = store(max_len)
-        self.compressed = store(n_compressed(max_len, config.l, config.d))
-        self.window = Ring(store(min(config.w + max_rollback, max_len)), reach=config.w - 1)
-        self.tail = Ring(store(min(config.l + max_rollback, max_len)), reach=config.l - 1)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        # The longest each row has been since it was reset: what the rings have overwritten.
-        self.high_water = torch.zeros_like(self.lengths)
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.selected = store(max_len)
+            self.compressed = store(n_compressed(max_len, config.l, config.d))
+            self.window = Ring(store(min(config.w + max_rollback, max_len)), reach=config.w - 1)
+            self.tail = Ring(store(min(config.l + max_rollback, max_len)), reach=config.l - 1)
+            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+            # The longest each row has been since it was reset: what the rings have overwritten.
+            self.high_water = torch.zeros_like(self.lengths)
         # No row is longer than this. Known to the host without asking the device, at times too large.
         self.longest = 0
 
@@ -122,37 +140,48 @@ class NSACache:
         that start at `positions [B,E]` into one key and one value each. `counts [B]`: how many of the `T` are real, the
         first ones; the rest is padding. Nothing that a later step would miss is touched before `commit`: a step that is
         refused half way leaves the cache as it was.
+
+        Every query must lie among the keys, also one of padding or of a token that does not fit. Where a row's would
+        run past the end, they are asked from further back, turned so that those of the tokens that fit stay at their
+        positions and the others come before them: `Step.asked` and `Step.answered` turn there and back.
         """
         for x in (*raw, *selected, *window):
             accepted = f"what the layer computes, {x.dtype}: pass dtype= to new_cache"
             require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
             require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
-        require(n_new <= self.max_len, "new tokens in one step", n_new, f"at most the cache's max_len = {self.max_len}")
-        longest = self.longest_after(n_new)
+        accepted = f"at most the cache's max_len = {self.max_len}"
+        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
+        # Whether some row's queries, padding included, may run past the end.
+        crowded = self.static or self.longest + n_new > self.max_len
+        longest = self.longest_after(n_new, counts)
         start = self.lengths.clone()
-        end = (start + n_new if counts is None else start + counts.int()).clamp_max(self.max_len)
-        position = start[:, None] + torch.arange(n_new, device=self.device)
+        end = (start + (n_new if counts is None else counts.int())).clamp_max(self.max_len)
+        # The real tokens come first: of what is longer than the cache, the rest is padding or does not fit.
+        n_asked = min(n_new, self.max_len)
+        raw, selected, window = (pair_of(x[:, :n_asked] for x in pair) for pair in (raw, selected, window))
+        position = start[:, None] + torch.arange(n_asked, device=self.device)
         keep = position < end[:, None]
+        q_start = start.clamp_max(self.max_len - n_asked) if crowded else start
 
         # Both lie behind the present end, where nothing is read until the lengths say so.
         write(self.selected, position, selected, keep)
         self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
-        n_blocks = n_compressed(longest, self.config.l, self.config.d)
-        k_cmp, v_cmp = (x[:, :n_blocks] for x in self.compressed)
+        n_blocks = n_compressed(self.max_len if crowded else longest, self.config.l, self.config.d)
         return Step(
-            compressed=(k_cmp, v_cmp),
+            compressed=pair_of(x[:, :n_blocks] for x in self.compressed),
             selected=self.selected,
-            window=self.window.recent(start, window),
-            # What a full row asks is not kept: any place that the keys reach will do.
-            q_start=torch.where(start >= self.max_len, max(self.max_len - n_new, 0), start),
-            window_start=start.clamp_max(self.window.reach),
+            window=self.window.recent(start, window, asked_from=q_start),
+            q_start=q_start,
+            window_start=q_start.clamp_max(self.window.reach),
             new_raw=raw,
             new_window=window,
             position=position,
             end=end,
             keep=keep,
             longest=longest,
+            # A single query has nowhere to turn to.
+            turn=start - q_start if crowded and n_new > 1 else None,
         )
 
     @torch.no_grad()
@@ -164,26 +193,29 @@ class NSACache:
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
         self.longest = step.longest
 
-    def longest_after(self, n_new: int) -> int:
-        """No row will be longer than this after `n_new` more tokens, padding counted."""
+    def longest_after(self, n_new: int, counts: Tensor | None) -> int:
+        """No row will be longer than this after `n_new` more tokens, of which `counts [B]` are real."""
         if self.static:
             return self.max_len
-        longest = self.longest
-        if longest + n_new > self.max_len:
+        longest = self.longest + n_new
+        if longest > self.max_len:
             # The host's bound counts padding and rows since cut short; ask the device before giving up.
-            longest = int(self.lengths.max())
-            if longest + n_new > self.max_len:
+            longest = int((self.lengths + (n_new if counts is None else counts)).max())
+            if longest > self.max_len:
                 raise ValueError(
-                    f"the cache would hold {longest + n_new} tokens (padding counts); accepted: at most max_len = "
-                    f"{self.max_len}. Make the cache longer, or reset or crop it"
+                    f"the cache would hold {longest} tokens; accepted: at most max_len = {self.max_len}. "
+                    "Make the cache longer, or reset or crop it"
                 )
-        return longest + n_new
+        return longest
 
     def emit_blocks(
         self, start: Tensor, end: Tensor, recent: Pair, compress: Callable[[Tensor, Tensor, Tensor], Pair]
     ) -> None:
         """Compress the blocks whose last token has just arrived."""
         block, stride = self.config.l, self.config.d
+        if block > self.max_len:
+            # None will ever be complete, and laying one out would cost its length at every step.
+            return
         n_new = recent[0].shape[1] - self.tail.reach
         index = n_compressed_of(start, block, stride)[:, None] + torch.arange(-(-n_new // stride), device=self.device)
         complete = index < n_compressed_of(end, block, stride)[:, None]
@@ -255,6 +287,9 @@ class NSACache:
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
         """What one decoding step must read of the keys and values of all rows, each `length` long (default: as now)."""
+        if length is not None:
+            require_int("length", length, at_least=0)
+            require(length <= self.max_len, "length", length, f"at most max_len = {self.max_len}")
         lengths = self.lengths.tolist() if length is None else [length] * self.batch_size
         a_token = self.config.n_kv_groups * (self.config.d_k + self.config.d_v) * self.selected[0].element_size()
         return sum(self.config.reads_per_step(n) for n in lengths) * a_token
@@ -266,29 +301,48 @@ class Ring:
     def __init__(self, pair: Pair, *, reach: int) -> None:
         self.pair = pair
         self.places = pair[0].shape[1] - 1
-        # How many tokens before the first new one are asked for.
-        self.reach = reach
+        # How many tokens before the first new one are asked for: no more than there can be.
+        self.reach = min(reach, self.places - 1)
 
     def first_position(self, start: Tensor) -> Tensor:
         return (start - self.reach).clamp_min(0)
 
-    def recent(self, start: Tensor, new: Pair) -> Pair:
+    def recent(self, start: Tensor, new: Pair, *, asked_from: Tensor | None = None) -> Pair:
         """The up to `reach` tokens before position `start [B]` and the new ones behind them: `[B, reach + T, G, D]`.
 
         A row with fewer tokens before it starts at position 0 and has unused places at the end, after its new tokens.
+        `asked_from [B]`: the places are those of queries that start there, before `start`; some may be unused at the
+        beginning too. An unused place holds a new token: what the ring has let go could be anything.
         """
         n_new = new[0].shape[1]
-        position = self.first_position(start)[:, None] + torch.arange(self.reach + n_new, device=start.device)
-        is_new = (position >= start[:, None])[..., None, None]
+        first = self.first_position(start if asked_from is None else asked_from)
+        position = first[:, None] + torch.arange(self.reach + n_new, device=start.device)
+        since_start = position - start[:, None]
+        is_old = ((since_start < 0) & (since_start >= -self.reach))[..., None, None]
         place = position % self.places
-        fresh = (position - start[:, None]).clamp(0, n_new - 1)
-        k, v = (torch.where(is_new, take(n, fresh), take(o, place)) for o, n in zip(self.pair, new, strict=True))
-        return k, v
+        fresh = since_start.clamp(0, n_new - 1)
+        return pair_of(
+            torch.where(is_old, take(old, place), take(x, fresh)) for old, x in zip(self.pair, new, strict=True)
+        )
 
     def write(self, position: Tensor, end: Tensor, new: Pair, keep: Tensor) -> None:
         # Of more new tokens than places only the last stay: two writes to one place would race.
         keep = keep & (position >= end[:, None] - self.places)
         write(self.pair, position % self.places, new, keep)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Torch can put a tensor there: its own errors name no argument."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"device is {device!r}; accepted: a device that torch has here ({reason})") from error
+
+
+def pair_of(tensors: Iterable[Tensor]) -> Pair:
+    k, v = tensors
+    return k, v
 
 
 def clear_from(pair: Pair, length: Tensor) -> None:
@@ -299,7 +353,7 @@ def clear_from(pair: Pair, length: Tensor) -> None:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """`x [B, N, G, D]` at `index [B, M]`: `[B, M, G, D]`."""
+    """`x [B, N, ...]` at `index [B, M]`: `[B, M, ...]`."""
     row = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[row, index.long()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,9 @@ from nsa.geometry import n_compressed
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
+
+# "auto", and the names of the backends there are, whether this machine can run them or not.
+BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class NSAConfig:
         )
         for name in ("share_kv", "strict"):
             require_bool(name, getattr(self, name))
-        require(isinstance(self.backend, str), "backend", self.backend, "'auto' or a backend's name")
+        check_backend(self.backend)
         for name in ("phi", "compress_rope", "gate"):
             choices = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
             require(getattr(self, name) in choices[name], name, getattr(self, name), f"one of {choices[name]}")
@@ -109,7 +113,11 @@ class NSAConfig:
         return self.n_heads // self.n_kv_groups
 
     def reads_per_step(self, length: int) -> int:
-        """Keys one decoding step reads in the three branches of a sequence of `length` tokens."""
+        """Keys one decoding step reads in the three branches of a sequence of `length` tokens.
+
+        `N_cmp + n_sel * l_sel + min(w, length)`, but selection reads no more keys than there are: of a sequence
+        shorter than `n_sel * l_sel` it reads every key once, and that product would count keys that do not exist.
+        """
         require_int("length", length, at_least=0)
         return n_compressed(length, self.l, self.d) + min(self.n_sel * self.l_sel, length) + min(self.w, length)
 
@@ -160,6 +168,13 @@ def require_positive_number(name: str, value: object) -> None:
 
 def require_positive_int(name: str, value: object) -> None:
     require_int(name, value, at_least=1)
+
+
+def check_backend(name: object) -> None:
+    require(isinstance(name, str), "backend", name, "'auto' or a backend's name")
+    nearest = difflib.get_close_matches(str(name).lower(), BACKENDS, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    require(name in BACKENDS, "backend", name, f"one of {BACKENDS}{hint}")
 
 
 def check_heads(n_heads: int, n_groups: int, *, heads_name: str, groups_name: str) -> None:

@@ -768,7 +768,7 @@ def test_under_autocast_a_cache_of_the_layers_dtype_is_refused_and_one_of_autoca
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="backend is 'fast'"):
-        layer(backend="fast")(tokens(9))
+        layer(backend="fast")
 
 
 def test_strict_refuses_what_is_not_finite() -> None:
@@ -789,6 +789,7 @@ WRONG_INPUT = {
     "offset-bool": ("position_offset", lambda a: a(tokens(9), position_offset=True)),
     "offset-text": ("position_offset", lambda a: a(tokens(9), position_offset="3")),
     "offset-float-tensor": ("position_offset", lambda a: a(tokens(9), position_offset=torch.tensor([1.5]))),
+    "offset-negative": ("position_offset", lambda a: a(tokens(9, 2), position_offset=torch.tensor([-5, 3]))),
     "offset-device": ("position_offset", lambda a: a(tokens(9), position_offset=torch.ones(1).int().to("meta"))),
     "config-dict": ("config", lambda a: NSAAttention({"dim": 3})),
 }
@@ -800,9 +801,23 @@ def test_a_wrong_input_of_the_layer_is_a_value_error_that_names_it(name: str, ca
         call(layer())
 
 
+@pytest.mark.parametrize(
+    ("named", "layer_dtype", "dtype"),
+    [("x.dtype", torch.float32, FP64), ("the layer's dtype", FP64, torch.float32)],
+    ids=["x", "layer"],
+)
+def test_fp64_under_autocast_is_refused_by_name(named: str, layer_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=f"{named} is torch.float64; accepted"):
+        layer().to(layer_dtype)(tokens(9).to(dtype))
+
+
 def test_statistics_of_a_batch_that_is_all_padding_are_zero() -> None:
     mask = torch.zeros(1, 9, dtype=torch.bool)
     _, stats = layer()(tokens(9), attention_mask=mask, return_stats=True)
+    nothing = dict.fromkeys(("cmp", "sel", "win"), 0.0)
+    assert stats.gate_mean == nothing
+    assert stats.gate_entropy == nothing
+    assert stats.selected_distance.sum() == 0
     assert stats.reads_per_step == 0
 
 

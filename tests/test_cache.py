@@ -41,6 +41,7 @@ VARIANTS = {
     "gate_softmax": {"gate": "softmax"},
     "window_of_one": {"w": 1},
     "wide_window": {"w": 64},
+    "longer_than_the_cache": {"w": 1000, "l": 128},
     "blocks_do_not_overlap": {"l": 4},
     "stride_of_one": {"l": 3, "d": 1, "l_sel": 5},
     "long_blocks": {"l": 12, "d": 4, "l_sel": 4},
@@ -534,6 +535,71 @@ def test_room_given_back_can_be_used_again() -> None:
     assert cache.lengths.tolist() == [20, 20]
 
 
+@both_kinds
+def test_padding_needs_no_room(static: bool) -> None:
+    attn = layer()
+    x = tokens(20, batch=2)
+    cache = attn.new_cache(2, 12, static=static)
+    # On the left, and more columns than the cache has places.
+    prompt = torch.zeros(2, 15, SMALL["dim"], dtype=FP64)
+    prompt[0, 5:], prompt[1, 13:] = x[0, :10], x[1, :2]
+    attn(prompt, cache=cache, attention_mask=torch.arange(15) >= torch.tensor([[5], [13]]))
+    new = torch.stack([x[0, 10:16], x[1, 2:8]])
+    y = attn(new, cache=cache, attention_mask=torch.arange(6) < torch.tensor([[2], [6]]))
+    assert cache.lengths.tolist() == [12, 8]
+    assert_equal(y[0, :2], attn(x[:1, :12])[0, 10:])
+    assert_equal(y[1], attn(x[1:, :8])[0, 2:])
+
+
+def test_real_tokens_that_do_not_fit_are_refused_by_their_number() -> None:
+    attn = layer()
+    cache = attn.new_cache(2, 12)
+    mask = torch.arange(15) < torch.tensor([[13], [2]])
+    with pytest.raises(ValueError, match=r"13 tokens.*max_len = 12"):
+        attn(tokens(15, batch=2), cache=cache, attention_mask=mask)
+    attn(tokens(10, batch=2), cache=cache)
+    with pytest.raises(ValueError, match=r"13 tokens.*max_len = 12"):
+        attn(tokens(15, batch=2), cache=cache, attention_mask=torch.arange(15) < torch.tensor([[0], [3]]))
+    assert cache.lengths.tolist() == [10, 10]
+
+
+@given(data=st.data(), variant=variants, static=st.booleans(), max_len=st.integers(1, 30))
+def test_every_token_that_fits_is_answered_whatever_else_a_step_brings(
+    data: st.DataObject, variant: dict[str, Any], static: bool, max_len: int
+) -> None:
+    """Padding may be as long as it likes. A static cache may be brought more than fits, a growing one may not."""
+    attn = layer(**variant)
+    cache = attn.new_cache(2, max_len, static=static, max_rollback=2)
+    held = [tokens(0)[0] for _ in range(2)]
+    for step in range(data.draw(st.integers(1, 4))):
+        size = data.draw(st.integers(1, max_len + 5))
+        rooms = [max_len - len(row) for row in held]
+        counts = [data.draw(st.integers(0, size if static else min(size, room))) for room in rooms]
+        new = tokens(size, batch=2, seed=step)
+        y = attn(new, cache=cache, attention_mask=torch.arange(size) < torch.tensor(counts)[:, None])
+        for row, (count, room) in enumerate(zip(counts, rooms, strict=True)):
+            fit = min(count, room)
+            held[row] = torch.cat([held[row], new[row, :fit]])
+            if fit:
+                assert_equal(y[row, :fit], attn(held[row][None])[0, -fit:])
+            assert (y[row, count:] == 0).all()
+        assert cache.lengths.tolist() == [len(row) for row in held]
+
+
+@pytest.mark.parametrize("n_new", [1, 3])
+def test_a_step_lays_out_no_more_keys_than_the_cache_can_hold(n_new: int) -> None:
+    config = layer(w=4096, l=4096, phi="mean").config
+    cache = NSACache(config, 1, 8, dtype=FP64)
+    pair = (torch.ones(1, n_new, 2, config.d_k, dtype=FP64), torch.ones(1, n_new, 2, config.d_v, dtype=FP64))
+
+    def compress(k: Tensor, v: Tensor, at: Tensor) -> Any:
+        raise AssertionError("a cache shorter than a block never completes one")
+
+    step = cache.stage(raw=pair, selected=pair, window=pair, compress=compress)
+    assert step.window[0].shape[1] == 7 + n_new
+    assert cache.tail.recent(cache.lengths, pair)[0].shape[1] == 7 + n_new
+
+
 # Lengths at which the last compressed block ends at max_len, just before it, and as far before it as can be.
 @pytest.mark.parametrize("max_len", [5, 20, 21, 22, 23])
 @pytest.mark.parametrize("sizes", [[1], [1, 1, 1, 1, 1, 1, 1], [3]], ids=str)
@@ -549,12 +615,15 @@ def test_a_full_static_cache_drops_what_does_not_fit_and_keeps_the_rest(max_len:
     assert_equal(attn(x[:, -3:], cache=cache), attn(x)[:, -3:])
 
 
-def test_a_static_chunk_that_fits_in_part_is_refused_where_lengths_can_be_seen() -> None:
+@pytest.mark.parametrize("sizes", [[14, 18], [19, 2], [3, 20]], ids=str)
+def test_of_a_static_chunk_that_fits_in_part_that_part_is_answered(sizes: list[int]) -> None:
     attn = layer()
-    x = tokens(32)
+    x = tokens(32)[:, : sum(sizes)]
     cache = attn.new_cache(1, 20, static=True)
-    with pytest.raises(ValueError, match="q_start"):
-        feed(attn, cache, x, [14, 18])
+    assert_equal(feed(attn, cache, x, sizes)[:, :20], attn(x)[:, :20])
+    assert cache.lengths.tolist() == [20]
+    cache.crop(-4)
+    assert_equal(attn(x[:, 16:20], cache=cache), attn(x)[:, 16:20])
 
 
 def test_a_static_row_that_is_full_does_not_disturb_one_that_is_not() -> None:
@@ -646,6 +715,18 @@ def test_a_new_cache_takes_the_layers_dtype_and_device_unless_told() -> None:
     assert attn.new_cache(1, 8, device="meta").device == torch.device("meta")
 
 
+@both_kinds
+def test_a_cache_made_in_inference_mode_can_be_used_outside(static: bool) -> None:
+    attn = layer()
+    x = tokens(20)
+    with torch.inference_mode():
+        cache = attn.new_cache(1, 20, static=static)
+        first = attn(x[:, :9], cache=cache)
+    assert_equal(torch.cat([first, attn(x[:, 9:], cache=cache)], dim=1), attn(x))
+    cache.crop(-2)
+    cache.reset()
+
+
 def test_two_caches_share_nothing() -> None:
     attn = layer()
     x = tokens(20, batch=2)
@@ -705,6 +786,19 @@ def test_what_was_not_finite_is_gone_after_a_crop_or_a_reset(bad: float) -> None
     assert_equal(attn(x, cache=cache), whole)
 
 
+def test_what_was_not_finite_is_not_seen_where_padding_runs_past_the_end() -> None:
+    """The queries are then asked from further back, where the ring still holds what was taken back."""
+    attn = layer()
+    x = tokens(20)
+    cache = attn.new_cache(1, 20, max_rollback=8)
+    attn(x[:, :12], cache=cache)
+    attn(torch.full_like(x[:, :4], float("nan")), cache=cache)
+    cache.crop(12)
+    padded = torch.cat([x[:, 12:], torch.zeros_like(x[:, :6])], dim=1)
+    y = attn(padded, cache=cache, attention_mask=torch.arange(14)[None] < 8)
+    assert_equal(y[:, :8], attn(x)[:, 12:])
+
+
 def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
     attn, on_gpu = layer(), layer(backend="triton")
     on_gpu.load_state_dict(attn.state_dict())
@@ -730,8 +824,11 @@ WRONG_CALLS = {
     "crop-bool": ("lengths", lambda cache: cache.crop(True)),
     "crop-float": ("lengths", lambda cache: cache.crop(2.7)),
     "bytes-negative": ("length", lambda cache: cache.bytes_read_per_step(-5)),
+    "bytes-too-long": ("length", lambda cache: cache.bytes_read_per_step(9)),
     "bytes-float": ("length", lambda cache: cache.bytes_read_per_step(1.5)),
     "new-dtype": ("dtype", lambda cache: layer().new_cache(1, 8, dtype=torch.int32)),
+    "new-device": ("device", lambda cache: layer().new_cache(1, 8, device="nope")),
+    "new-device-empty": ("device", lambda cache: layer().new_cache(1, 8, device="")),
     "new-static": ("static", lambda cache: layer().new_cache(1, 8, static="yes")),
 }
 

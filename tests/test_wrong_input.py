@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa import nsa_attention, ops
-from nsa.config import NSAConfig, RopeScaling
+from nsa.backends.routing import BACKEND_MODULES
+from nsa.config import BACKENDS, NSAConfig, RopeScaling
 from nsa.settings import Settings
 
 B, S, G, HEADS, DK, DV = 2, 24, 2, 6, 4, 3
@@ -383,6 +384,8 @@ WRONG_CONFIGS = {
     "rope_scaling as a dict": ("rope_scaling", {"rope_scaling": {"factor": 8.0}}),
     "rope_theta infinite": ("rope_theta", {"rope_theta": float("inf")}),
     "rope_theta as text": ("rope_theta", {"rope_theta": "big"}),
+    "a backend misspelt": ("backend", {"backend": "tritonn"}),
+    "a backend in capitals": ("backend", {"backend": "SDPA"}),
     "backend missing": ("backend", {"backend": None}),
     "strict as text": ("strict", {"strict": "yes"}),
     "share_kv as text": ("share_kv", {"share_kv": "no"}),
@@ -395,6 +398,14 @@ def test_a_wrong_knob_of_a_config_is_named(named: str, changes: dict[str, Any]) 
     NSAConfig(**GOOD_CONFIG)
     with pytest.raises(ValueError, match=rf"^{named} is .*accepted: "):
         NSAConfig(**{**GOOD_CONFIG, **changes})
+
+
+def test_a_config_takes_every_backend_there_is_and_names_the_nearest_to_another() -> None:
+    assert set(BACKENDS) == {"auto", *BACKEND_MODULES}
+    for name in BACKENDS:
+        assert NSAConfig(**GOOD_CONFIG, backend=name).backend == name
+    with pytest.raises(ValueError, match="did you mean 'triton'"):
+        NSAConfig(**GOOD_CONFIG, backend="tritonn")
 
 
 def test_a_missing_key_of_a_saved_config_is_named() -> None:
