@@ -30,11 +30,11 @@ import torch
 
 import nsa
 from nsa import selftest, settings
-from nsa.backends import policy
+from nsa.backends import policy, triton
 from nsa.backends.flash.repro import repro_script
 from nsa.backends.probe import nvidia_driver
 from nsa.backends.probe import report as probe_report
-from nsa.backends.problem import OPS, Problem
+from nsa.backends.problem import Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
 from nsa.backends.triton import tuning
 from nsa.selftest import Check, self_test
@@ -76,6 +76,8 @@ class BackendState:
     name: str
     available: bool
     note: str
+    # Installed, and cannot be imported.
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,14 @@ class Report:
         return [check for check in self.checks if not check.agrees]
 
     @property
+    def obstacles(self) -> list[str]:
+        """What keeps from running what should run here."""
+        broken = [f"{backend.name} {backend.note}" for backend in self.backends if backend.broken]
+        return [*broken, *([f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else [])]
+
+    @property
     def healthy(self) -> bool:
-        return not self.failures and not self.tiles.startswith("WRONG")
+        return not self.failures and not self.obstacles
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types that JSON knows; an infinite error is null."""
@@ -147,7 +155,7 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
         versions=find_versions(),
         gpus=find_gpus(),
         backends=backend_states(router),
-        tiles=tiles_origin(),
+        tiles=tiles_origin(router.config),
         flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
@@ -160,19 +168,19 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
 
 
 def find_versions() -> Versions:
-    triton = triton_version()
+    found = triton_version()
     return Versions(
         nsa=nsa.__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
-        triton=triton,
-        triton_note=TRITON_NOTE if triton is not None and miscompiles_on_hopper(triton) else None,
+        triton=found,
+        triton_note=TRITON_NOTE if found is not None and miscompiles_on_hopper(found) else None,
     )
 
 
 def triton_version() -> str | None:
-    """Without importing Triton, which takes its time; None where there is none."""
-    if find_spec("triton") is None:
+    """Without importing Triton; None where there is none."""
+    if not triton.installed():
         return None
     for distribution in ("triton", "pytorch-triton", "triton-windows"):
         try:
@@ -182,8 +190,8 @@ def triton_version() -> str | None:
     return "of unknown version"
 
 
-def miscompiles_on_hopper(triton: str) -> bool:
-    release = re.match(r"(\d+)\.(\d+)\.(\d+)", triton)
+def miscompiles_on_hopper(version: str) -> bool:
+    release = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return release is not None and (3, 4, 0) <= tuple(map(int, release.groups())) <= (3, 7, 0)
 
 
@@ -202,17 +210,20 @@ def backend_states(router: Router) -> tuple[BackendState, ...]:
     return tuple(
         BackendState(name, True, "")
         if name in router.backends
-        else BackendState(name, False, router.absent.get(name, "not in this version of nsa"))
+        else BackendState(name, False, router.absent.get(name, "not in this version of nsa"), name in router.broken)
         for name in names
     )
 
 
-def tiles_origin() -> str:
-    """What the kernels of this process read. A broken file is a finding, not the doctor's end."""
+def tiles_origin(config: Settings) -> str:
+    """What the kernels of a process with these settings read. A broken file is a finding, not the doctor's end."""
+    file = tuning.user_file(config)
     try:
-        return tuning.origin(tuning.user_file())
+        found = tuning.origin(file)
     except ValueError as error:
         return f"WRONG: {error}"
+    # Kernels read their tiles once in a process, from where the environment says.
+    return found if file == tuning.user_file() else f"{found}; the self-test did not run with these"
 
 
 def flash_states(router: Router) -> dict[str, str]:
@@ -283,7 +294,7 @@ def render_versions(report: Report) -> str:
 
 
 def render_backends(report: Report) -> str:
-    rows = [(b.name, "yes" if b.available else f"no: {b.note}") for b in report.backends]
+    rows = [(b.name, "yes" if b.available else f"{'BROKEN' if b.broken else 'no'}: {b.note}") for b in report.backends]
     return "\n".join([table(rows), f"tiles of the kernels: {report.tiles}"])
 
 
@@ -307,22 +318,24 @@ def render_routes(report: Report) -> str:
     """One row an op; the reasons against the others once, with the ops they hold for."""
     rows = [("op", "forward", "backward", "why")]
     against: dict[tuple[str, str], list[str]] = {}
-    for op in OPS:
-        forward, backward = report.forward.routes[op], report.backward.routes[op]
+    for op, forward in report.forward.routes.items():
+        backward = report.backward.routes[op]
         served = "-" if op == "scores" else str(backward.chosen)
         rows.append((op, str(forward.chosen), served, forward.why))
         for route, mode in ((forward, ""), (backward, " backward")):
             for name, reason in route.reasons.items():
                 against.setdefault((name, reason), []).append(op + mode)
-    reasons = [f"not {name}{scope(where)}: {reason}" for (name, reason), where in against.items()]
+    everywhere = 2 * len(report.forward.routes)
+    reasons = [
+        f"not {name}{'' if len(where) == everywhere else scope(where)}: {reason}"
+        for (name, reason), where in against.items()
+    ]
     shape = str(report.forward.problem).removeprefix("attention ")
     return "\n".join([shape, table(rows), *reasons])
 
 
 def scope(where: Sequence[str]) -> str:
-    """The ops a reason holds for: nothing to say when it is all of them; a backward only where its forward differs."""
-    if len(where) == 2 * len(OPS):
-        return ""
+    """The ops a reason holds for; a backward only where its forward differs."""
     ops = [op for op in where if not op.endswith(" backward") or op.removesuffix(" backward") not in where]
     return f" for {', '.join(ops)}"
 
@@ -352,12 +365,12 @@ def render_verdict(report: Report) -> str:
     if report.healthy:
         return "every backend here agrees with the reference"
     if not report.failures:
-        return f"every backend here agrees with the reference, but the kernels cannot run: {report.tiles}"
+        return f"every backend that runs here agrees with the reference, but {'; '.join(report.obstacles)}"
     wrong = {check.backend for check in report.failures}
     right = [b.name for b in reversed(report.backends) if b.available and b.name not in wrong]
     # sdpa before the reference, which builds whole score matrices.
     instead = "sdpa" if "sdpa" in right else next(iter(right), None)
-    lines = [sentence(check) for check in report.failures]
+    lines = [*map(sentence, report.failures), *report.obstacles]
     if instead:
         advice = (
             f'Until that is mended, pass backend="{instead}" (NSAConfig(backend="{instead}"), or to each of nsa.ops)'
@@ -421,8 +434,9 @@ def load_settings(args: argparse.Namespace) -> Settings:
     """The settings that the arguments of `add_setting_arguments` and this process's environment give."""
     file = settings.read_file(args.settings_file) if args.settings_file else None
     with warnings.catch_warnings():
-        # The report names unknown variables itself.
+        # The report names unknown variables itself; whoever asks for this process's own settings later warns no more.
         warnings.simplefilter("ignore")
+        settings.current()
         return Settings.load(file=file, command_line=settings.parse_overrides(args.setting))
 
 
@@ -452,7 +466,7 @@ def config_of(args: argparse.Namespace, config: Settings) -> TrainConfig:
 
 def verdict_on(config: TrainConfig, report: Report, router: Router) -> tuple[str, bool]:
     """The last lines about a run to come, and whether it may start."""
-    wrong = [*preflight.problems(config, router), *map(sentence, report.failures)]
+    wrong = [*preflight.problems(config, router), *map(sentence, report.failures), *report.obstacles]
     if not wrong:
         return "[OK] Environment validated", True
     return to_mend(wrong), False

@@ -2,6 +2,7 @@
 
 Each op runs on a short plain batch, a short packed one, and forward on a few queries at the end of cached keys, in fp32
 and in the dtype asked for; kernels that are compiled first, which takes a minute and is remembered, in the latter only.
+Gradients are taken as `nsa.ops` takes them, and as a layer does: through a gate, and added to a `dq` that is there.
 An error is a distance from the reference in fp64; the reference in the same dtype has one too, and a backend may have
 twice that and a rounding more.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import reference
+from nsa.backends import gated
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import as_posed
 from nsa.geometry import exclusive_offsets
@@ -57,12 +59,32 @@ CASES = {"plain": (259,), "packed": (1, 31, 26, 201), "cached": (259,)}
 N_CACHED_QUERIES = 5
 CACHED_STARTS = (28, 254)
 
+# The branches' outputs, in the order of their gates.
+BRANCHES = ("o_cmp", "o_sel", "o_win")
+
 # The largest groups and heads that the self-test runs on a GPU.
 MOST_HEADS, WIDEST = 64, 256
 
 # What a backend may raise on inputs that it took: a BackendFailure or an error of torch's, which are RuntimeErrors, or
 # a refusal. Anything else is a bug in it, or here, and shows its traceback.
 FINDINGS = (RuntimeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """One backward pass: the outputs whose gradients are given, the inputs whose gradients come back."""
+
+    function: str
+    outputs: tuple[str, ...]
+    leaves: tuple[str, ...]
+    label: str = ""
+    # As in a layer, where a branch's output meets this one of the gates, and its `dq` may be added to another branch's.
+    gate: int | None = None
+    added: bool = False
+
+    @property
+    def quantities(self) -> list[str]:
+        return [f"d{name}{self.label}" for name in self.leaves]
 
 
 @dataclass(frozen=True)
@@ -78,10 +100,23 @@ class Stage:
     outputs: tuple[str, ...] = ("o", "lse")
     knobs: tuple[str, ...] = ()
     shared: tuple[str, ...] = ("scale", "cu_seqlens", "q_start")
+    # A branch's place among the gates.
+    gate: int | None = None
 
-    def pulls(self, trial: Trial) -> tuple[tuple[str, ...], ...]:
-        """The outputs whose gradients are given, one backward pass each; nobody trains through a cache."""
-        return () if trial.q_start is not None else tuple(self.outputs[: n + 1] for n in range(len(self.outputs)))
+    def pulls(self, trial: Trial) -> list[Pull]:
+        """Nobody trains through a cache. Few ask for the gradient of `lse`: a backend may have a path without it."""
+        if trial.q_start is not None:
+            return []
+        first, *rest = self.outputs
+        pulls = [Pull(self.backward, (first,), self.leaves)]
+        if rest:
+            pulls.append(Pull(self.backward, self.outputs, self.leaves, " with dlse"))
+        if self.gate is not None:
+            pull = Pull(gated.PREFIX + self.backward, (first,), self.leaves, " gated", gate=self.gate)
+            pulls += [pull, replace(pull, label=" gated and added", added=True)]
+        if self.op == "combine":
+            pulls.append(Pull("gates_backward", (first,), ("gates",), " alone"))
+        return pulls
 
     def backward_arguments(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
         """What a backward is given besides gradients and knobs: an attention's everything, the mixture's no output, and
@@ -119,6 +154,7 @@ STAGES = (
         "compressed_backward",
         leaves=("q", "k_cmp", "v_cmp"),
         knobs=("block", "stride"),
+        gate=0,
     ),
     Stage(
         "selected",
@@ -128,6 +164,7 @@ STAGES = (
         leaves=("q", "k", "v"),
         fixed=("indices",),
         knobs=("select_block",),
+        gate=1,
     ),
     Stage(
         "sliding",
@@ -136,13 +173,14 @@ STAGES = (
         "sliding_backward",
         leaves=("q", "k", "v"),
         knobs=("window",),
+        gate=2,
     ),
     Stage(
         "combine",
         reference.combine,
         "combine_forward",
         "combine_backward",
-        leaves=("o_cmp", "o_sel", "o_win", "gates"),
+        leaves=(*BRANCHES, "gates"),
         outputs=("o",),
         shared=(),
     ),
@@ -176,6 +214,13 @@ class Trial:
     @property
     def shared(self) -> dict[str, Any]:
         return {"scale": self.scale, "cu_seqlens": self.cu_seqlens, "q_start": self.q_start}
+
+    def products(self, branch: int, o: Tensor) -> Tensor:
+        """`do . o` of all branches side by side, in fp32 as a kernel sums it; `o` is that of one of them."""
+        outputs = [self.tensors[name] for name in BRANCHES]
+        outputs[branch] = o
+        do = self.tensors["do"].to(self.tensors["dlse"].dtype)
+        return torch.stack([(do * x).sum(dim=-1) for x in outputs], dim=-1)
 
     def check(self, backend: str, op: str, quantity: str, **found: Any) -> Check:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -212,14 +257,18 @@ def compiles(backend: Any) -> bool:
 
 
 def affordable(shape: Problem, dtype: torch.dtype) -> Problem:
-    """At most two groups; on a CPU few heads too, and narrow ones for half precision, for which many CPUs have no
-    arithmetic: more would take minutes and test nothing else."""
+    """At most two groups; on a CPU few heads too, and narrow ones, the more so for half precision, for which many CPUs
+    have no arithmetic: more would take minutes and test nothing else."""
     half = dtype in (torch.float16, torch.bfloat16)
     on_cpu = shape.device == "cpu"
     groups = min(shape.n_groups, 1 if on_cpu and half else 2)
     heads = min(shape.heads_per_group, 2 if on_cpu and half else 3 if on_cpu else MOST_HEADS)
-    width = 8 if on_cpu and half else 32 if on_cpu else WIDEST
-    return replace(shape, n_heads=groups * heads, n_groups=groups, d_k=min(shape.d_k, width), d_v=min(shape.d_v, width))
+    width = 8 if on_cpu and half else 16 if on_cpu else WIDEST
+    d_k, d_v = min(shape.d_k, width), min(shape.d_v, width)
+    if d_k == d_v and shape.d_k != shape.d_v:
+        # Widths that differ do so at this size too: a mix-up of the two would not show otherwise.
+        d_k, d_v = (d_k, d_v // 2) if shape.d_k > shape.d_v else (d_k // 2, d_v)
+    return replace(shape, n_heads=groups * heads, n_groups=groups, d_k=d_k, d_v=d_v)
 
 
 def tested(shape: Problem) -> str:
@@ -264,11 +313,12 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
         "v": draw(batch, n_keys, groups, shape.d_v),
         "gates": draw(*rows, 3).sigmoid(),
         "do": draw(*rows, shape.d_v),
+        "dq": draw(*rows, shape.d_k),
         "dlse": draw(*rows).to(lse_dtype),
         "position": draw(KNOBS["block"], shape.d_v),
         "dmean": draw(batch, n_cmp, groups, shape.d_k),
         "dblocks": draw(batch, n_cmp, groups, KNOBS["block"] * shape.d_v),
-    } | {name: draw(*rows, shape.d_v) for name in ("o_cmp", "o_sel", "o_win")}
+    } | {name: draw(*rows, shape.d_v) for name in BRANCHES}
     cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if packed else None
     q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
     trial = Trial(case, dtype, problem, tensors, cu_seqlens, q_start, shape.d_k**-0.5)
@@ -282,11 +332,7 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
 
 
 def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -> list[Check]:
-    quantities = list(stage.outputs)
-    for pulled in stage.pulls(trial):
-        # Training asks for the gradients of `o` alone, for which a backend may have a path of its own.
-        suffix = " with dlse" if "lse" in pulled else ""
-        quantities += [f"d{name}{suffix}" for name in stage.leaves]
+    quantities = [*stage.outputs, *(name for pull in stage.pulls(trial) for name in pull.quantities)]
     truth = run_reference(stage, trial, torch.float64)
     rounded = run_reference(stage, trial, trial.dtype)
     extra = cancellation(stage, trial)
@@ -321,23 +367,43 @@ def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tenso
     fixed = trial.positional(stage.fixed, dtype)
     outputs = as_tuple(stage.spec(*leaves, *fixed, **trial.keywords(stage)))
     gradients: list[Tensor] = []
-    for pulled in stage.pulls(trial):
-        outputs_pulled = outputs[: len(pulled)]
-        grads = [trial.tensors[f"d{name}"].to(x.dtype) for name, x in zip(pulled, outputs_pulled, strict=True)]
-        gradients += torch.autograd.grad(outputs_pulled, leaves, grads, retain_graph=True)
+    for pull in stage.pulls(trial):
+        if pull.added:
+            # The pass before was the same, without a sum.
+            dq, *others = gradients[-len(pull.leaves) :]
+            gradients += (trial.tensors["dq"].to(dtype) + dq, *others)
+            continue
+        pulled = outputs[: len(pull.outputs)]
+        grads = [trial.tensors[f"d{name}"].to(x.dtype) for name, x in zip(pull.outputs, pulled, strict=True)]
+        if pull.gate is not None:
+            grads[0] = grads[0] * trial.tensors["gates"].to(dtype)[..., pull.gate, None]
+        wanted = [x for name, x in zip(stage.leaves, leaves, strict=True) if name in pull.leaves]
+        gradients += torch.autograd.grad(pulled, wanted, grads, retain_graph=True)
     return (*(x.detach() for x in outputs), *gradients)
 
 
 def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
-    """Outputs and gradients by the backend's own two functions."""
+    """Outputs and gradients by the backend's own functions."""
     inputs = trial.positional((*stage.leaves, *stage.fixed), trial.dtype)
     keywords = trial.keywords(stage)
     outputs = as_tuple(getattr(backend, stage.forward)(*inputs, **keywords))
     saved, extra = stage.backward_arguments(inputs, outputs)
     gradients: list[Tensor] = []
-    for pulled in stage.pulls(trial):
-        grads = [trial.tensors[f"d{name}"] if name in pulled else None for name in stage.outputs]
-        gradients += as_tuple(getattr(backend, stage.backward)(*grads, *saved, **keywords, **extra))
+    for pull in stage.pulls(trial):
+        grads = [trial.tensors[f"d{name}"] if name in pull.outputs else None for name in stage.outputs]
+        backward = gated.function_of(backend, pull.function)
+        through_gate = {}
+        if pull.gate is not None:
+            # Columns of what all gates have in one tensor, as the layer hands them out.
+            through_gate = {
+                "gate": trial.tensors["gates"][..., pull.gate],
+                "product": trial.products(pull.gate, outputs[0])[..., pull.gate],
+                # Added to in place.
+                "into": trial.tensors["dq"].clone() if pull.added else None,
+            }
+        results = as_tuple(backward(*grads, *saved, **keywords, **extra, **through_gate))
+        # The gates' gradients alone are as exact as a backend sums; the layer rounds them.
+        gradients += [x.to(trial.dtype) for x in results] if pull.function == "gates_backward" else results
     return (*outputs, *gradients)
 
 

@@ -16,16 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import cli, doctor, selftest
+from nsa import cli, doctor, selftest, settings
 from nsa.backends import reference, sdpa
+from nsa.backends.gated import with_gate
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Router
+from nsa.backends.routing import BackendFailure, Broken, Router
 from nsa.selftest import Check
 from nsa.settings import SETTINGS, Settings
 
 # Small heads: what is looked at here is the doctor, not the patient.
 SMALL = ["--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "4", "--device", "cpu"]
 SHAPE = Problem(batch=1, n_queries=64, n_keys=64, n_heads=2, n_groups=1, d_k=8, d_v=4, dtype=torch.float32)
+
+
+# The ways in which the gradient of a branch is taken.
+GATED = ("gated", "gated and added")
+LABELS = ("", " with dlse", *(f" {label}" for label in GATED))
 
 
 def patient(**changed: Any) -> Any:
@@ -81,14 +87,14 @@ def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
     checks = examine(sdpa)
     looked_at = {(check.op, check.quantity, check.case) for check in checks}
     attention = {
-        op: ["o", "lse", *(f"d{x}{suffix}" for x in leaves for suffix in ("", " with dlse"))]
+        op: ["o", "lse", *(f"d{x}{label}" for x in leaves for label in LABELS)]
         for op, leaves in (("compressed", ("q", "k_cmp", "v_cmp")), ("selected", "qkv"), ("sliding", "qkv"))
     }
     quantities = {
         **attention,
         "compress": ["mean", "dk", "blocks", "dv", "dposition"],
         "scores": ["missed"],
-        "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates"],
+        "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates", "dgates alone"],
     }
     whole = {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
     forward = {(op, q, "cached") for op in attention for q in ("o", "lse")} | {("scores", "missed", "cached")}
@@ -135,7 +141,73 @@ def test_a_path_of_its_own_for_training_is_looked_at_too() -> None:
         return sdpa.sliding_backward(do * 1.001 if dlse is None else do, dlse, *args, **kwargs)
 
     found = failing(examine(patient(sliding_backward=backward)))
-    assert found == {("triton", "sliding", quantity) for quantity in ("dq", "dk", "dv")}
+    expected = {f"d{x}{label}" for x in "qkv" for label in LABELS if label != " with dlse"}
+    assert found == {("triton", "sliding", quantity) for quantity in expected}
+
+
+@pytest.mark.parametrize("branch", ["compressed", "selected", "sliding"])
+@pytest.mark.parametrize(
+    ("wrong", "labels"),
+    [
+        (lambda given, dk: dk * 0 + 7, (" gated", " gated and added")),
+        (lambda given, dk: dk * 0 + 7 if given["into"] is not None else dk, (" gated and added",)),
+    ],
+    ids=["always", "where it is added to"],
+)
+def test_a_layer_s_own_gradient_is_looked_at(
+    branch: str, wrong: Callable[[dict[str, Any], torch.Tensor], torch.Tensor], labels: tuple[str, ...]
+) -> None:
+    """A layer never runs the plain backward of a branch that has one with a gate."""
+    right = with_gate(getattr(sdpa, f"{branch}_backward"))
+
+    def backward(*args: Any, **given: Any) -> Any:
+        dq, dk, dv = right(*args, **given)
+        return dq, wrong(given, dk), dv
+
+    found = failing(examine(patient(**{f"gated_{branch}_backward": backward})))
+    name = "dk_cmp" if branch == "compressed" else "dk"
+    assert found == {("triton", branch, f"{name}{label}") for label in labels}
+
+
+@pytest.mark.parametrize(
+    ("changed", "quantities"),
+    [
+        ({"gate": lambda x: x.contiguous().sqrt()}, {f"d{x} {label}" for x in "qkv" for label in GATED}),
+        ({"product": lambda x: x + 1}, {f"d{x} {label}" for x in "qk" for label in GATED}),
+        ({"into": lambda x: None}, {"dq gated and added"}),
+    ],
+    ids=["gate", "product", "into"],
+)
+def test_a_gate_a_product_or_a_sum_that_is_misread_is_caught(changed: dict[str, Any], quantities: set[str]) -> None:
+    ((name, misread),) = changed.items()
+
+    def backward(
+        do: torch.Tensor, dlse: None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **given: Any
+    ) -> Any:
+        """As a kernel has it: `delta` is made of the product."""
+        given[name] = misread(given[name])
+        gate, product, into = (given.pop(x) for x in ("gate", "product", "into"))
+        # The gradient of `lse` moves `delta`.
+        delta = gate * ((do * args[0]).sum(dim=-1) - product)
+        dq, dk, dv = sdpa.sliding_backward(do * gate[..., None], delta, q, k, v, *args, **given)
+        return dq if into is None else into + dq, dk, dv
+
+    found = failing(examine(patient(gated_sliding_backward=backward)))
+    assert found == {("triton", "sliding", quantity) for quantity in quantities}
+
+
+def test_wrong_gradients_of_the_gates_alone_are_caught() -> None:
+    def backward(*args: Any) -> torch.Tensor:
+        return sdpa.combine_backward(*args)[3].roll(1, dims=-1)
+
+    assert failing(examine(patient(gates_backward=backward))) == {("triton", "combine", "dgates alone")}
+
+
+def test_gradients_of_the_gates_may_be_more_exact_than_asked_for() -> None:
+    def backward(*args: torch.Tensor) -> torch.Tensor:
+        return sdpa.combine_backward(*(x.float() for x in args))[3]
+
+    assert not failing(selftest.self_test([patient(gates_backward=backward)], replace(SHAPE, dtype=torch.bfloat16)))
 
 
 def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -266,8 +338,8 @@ def test_a_route_that_differs_by_op_and_direction_is_told_apart(capsys: pytest.C
 
     assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
     text = capsys.readouterr().out
-    assert "sliding     triton   sdpa" in text
-    assert "not triton for compress, compressed, scores, selected, combine: only sliding" in text
+    assert "sliding            triton   sdpa" in text
+    assert "not triton for compress, compress (values), compressed, scores, selected, combine: only sliding" in text
     assert "not triton for sliding backward: no backward" in text
 
 
@@ -311,6 +383,33 @@ def test_the_file_of_the_tiles_is_named(
         text = capsys.readouterr().out
         assert f"{said}" in next(line for line in text.splitlines() if "tiles of the kernels: " in line)
         assert said in json.loads(text.splitlines()[-1])["tiles"]
+
+
+@pytest.mark.parametrize("by_file", [False, True], ids=["--setting", "--settings-file"])
+def test_tiles_are_those_of_the_settings_that_are_asked_about(
+    by_file: bool, capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
+) -> None:
+    tiles, file = tmp_path / "tiles.json", tmp_path / "settings.json"
+    file.write_text(json.dumps({"tuned_tiles": str(tiles)}))
+    flags = ["--settings-file", str(file)] if by_file else ["--setting", f"tuned_tiles={tiles}"]
+    tiles.write_text("{}")
+    assert run_doctor(*flags) == 0
+    assert f"{tiles} (0 tiles) over" in (text := capsys.readouterr().out)
+    assert "the self-test did not run with these" in text
+    tiles.write_text("{bad")
+    assert run_doctor(*flags) == 1
+    assert capsys.readouterr().out.count(f"WRONG: tiles file {tiles} is not JSON") == 2
+
+
+def test_a_misspelt_variable_is_told_in_the_report_alone(
+    capsys: pytest.CaptureFixture[str], environment: Callable[..., None], recwarn: pytest.WarningsRecorder
+) -> None:
+    environment(NSA_SEQ_LENS="1")
+    assert run_doctor() == 0
+    assert "NSA_SEQ_LENS is not a setting" in capsys.readouterr().out
+    # On a GPU the kernels read this process's settings too.
+    settings.current()
+    assert not [warning for warning in recwarn if "NSA_SEQ_LENS" in str(warning.message)]
 
 
 @pytest.mark.parametrize(
@@ -370,6 +469,26 @@ def test_a_backend_that_this_machine_cannot_run_is_shown_with_the_reason(
     assert "triton     no: the triton package is not installed" in text
     assert "not triton: the triton package is not installed" in text
     assert "triton     compressed" not in text
+
+
+def test_a_backend_that_is_broken_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor("--json", backends=(Broken("triton", "cannot be imported: undefined symbol"), sdpa)) == 1
+    text = capsys.readouterr().out
+    assert "triton     BROKEN: cannot be imported: undefined symbol" in text
+    assert "agrees with the reference, but triton cannot be imported: undefined symbol" in text
+    states = {state["name"]: state for state in json.loads(text.splitlines()[-1])["backends"]}
+    assert [name for name, state in states.items() if state["broken"]] == ["triton"]
+
+
+def test_both_compressions_have_a_route_where_keys_and_values_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    def supports(problem: Problem) -> str | None:
+        return "8 wide" if problem.op == "compress" and problem.d_k == 8 else None
+
+    assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
+    rows = [line.split("  ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("  compress")]
+    served = {cells[0]: [cell.strip() for cell in cells[1:] if cell][:2] for cells in rows}
+    assert served["compress"] == ["sdpa", "sdpa"]
+    assert served["compress (values)"] == ["triton", "triton"]
 
 
 @pytest.mark.parametrize(
@@ -463,4 +582,23 @@ def test_few_heads_are_no_false_alarm(shape: tuple[int, int, int]) -> None:
 
 def test_a_huge_shape_is_tested_at_a_size_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor("--heads", "4096", "--groups", "1", "--d-k", "256", "--d-v", "256") == 0
-    assert "ran float32 with 3 heads in 1 groups, 32/32 wide" in capsys.readouterr().out
+    assert "ran float32 with 3 heads in 1 groups, 16/16 wide" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(192, 128), (17, 16), (128, 512), (512, 384), (64, 64), (4, 8)])
+def test_widths_that_differ_still_do_where_they_are_cut(
+    widths: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    shape = replace(SHAPE, d_k=widths[0], d_v=widths[1], device=device)
+    small = selftest.affordable(shape, dtype)
+    assert (small.d_k > small.d_v) == (widths[0] > widths[1])
+    assert (small.d_k < small.d_v) == (widths[0] < widths[1])
+    assert small.d_k <= shape.d_k
+    assert small.d_v <= shape.d_v
+
+
+def test_widths_that_a_gpu_takes_are_left_alone() -> None:
+    small = selftest.affordable(replace(SHAPE, d_k=256, d_v=192, device="cuda"), torch.bfloat16)
+    assert (small.d_k, small.d_v) == (256, 192)

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import nsa
+from nsa.backends import triton
 
 PACKAGE = Path(nsa.__file__).parent
 OPTIONAL = (
@@ -84,6 +86,31 @@ with torch.no_grad():
 print(all(p.grad is not None and p.grad.isfinite().all() for p in attn.parameters()))
 """
     assert run_python(WITHOUT + code, *OPTIONAL) == "True"
+
+
+def test_the_doctor_takes_a_triton_that_a_finder_refuses_for_a_missing_one() -> None:
+    code = """
+import sys
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Refuse())
+from nsa.cli import main
+print(main("doctor --heads 2 --groups 1 --d-k 8 --d-v 8 --device cpu".split()))
+"""
+    report = run_python(code)
+    assert report.endswith("\n0")
+    assert "not triton: the triton package is not installed" in report
+
+
+def test_a_stand_in_for_triton_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert triton.available() == "the triton package is not installed"
 
 
 def test_the_names_that_others_rely_on_are_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -23,9 +24,10 @@ from nsa import NSAConfig
 from nsa.functional import nsa_attention
 
 torch.set_num_threads(int(sys.argv[2]))
-length = int(sys.argv[1])
+length, document = int(sys.argv[1]), int(sys.argv[3])
 config = NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
-n_compressed = (length - 32) // 16 + 1
+n_compressed = length // 16 if document else (length - 32) // 16 + 1
+cu_seqlens = torch.arange(0, length + 1, document, dtype=torch.int32) if document else None
 
 
 def peak_bytes():
@@ -33,13 +35,13 @@ def peak_bytes():
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def attention(length, n_compressed):
+def attention(length, n_compressed, cu_seqlens=None):
     def leaf(n, heads, width=64):
         return torch.rand(1, n, heads, width, requires_grad=True)
 
     q, gates = leaf(length, 12), leaf(length, 12, 3)
     keys = [leaf(n, 2) for n in [n_compressed] * 2 + [length] * 4]
-    nsa_attention(q, *keys, gates, config=config).square().sum().backward()
+    nsa_attention(q, *keys, gates, config=config, cu_seqlens=cu_seqlens).square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, gates, *keys))
 
 
@@ -47,17 +49,21 @@ def attention(length, n_compressed):
 attention(64, 3)
 baseline = peak_bytes()
 begin = time.perf_counter()
-attention(length, n_compressed)
+attention(length, n_compressed, cu_seqlens)
 print(json.dumps({"peak": peak_bytes() - baseline, "total": peak_bytes(), "seconds": time.perf_counter() - begin}))
 """
 
 
-def measure(length: int, threads: int = 1) -> dict[str, float]:
-    """`peak` above what the process held before, `total` with it, both in bytes, and `seconds`."""
+@functools.cache
+def measure(length: int, threads: int = 1, document: int = 0) -> dict[str, float]:
+    """`peak` above what the process held before, `total` with it, both in bytes, and `seconds`.
+
+    One sequence, or a pack of documents `document` tokens long.
+    """
     root = str(Path(nsa.__file__).parent.parent)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(length), str(threads)],
+        [sys.executable, "-c", MEASURE, str(length), str(threads), str(document)],
         env={**environment, "PYTHONPATH": root},
         capture_output=True,
         text=True,
@@ -74,6 +80,12 @@ def test_twice_the_length_takes_at_most_little_more_than_twice_the_memory() -> N
     added_per_token = (long["peak"] - short["peak"]) / 4096
     input_and_gradient_bytes = 2 * 4 * (12 * 64 + 12 * 3 + 4 * 2 * 64 + 2 * 2 * 64 // 16)
     assert added_per_token <= 8 * input_and_gradient_bytes, f"{added_per_token / 1024:.0f} KiB a token"
+
+
+@pytest.mark.parametrize("document", [1, 4])
+def test_a_pack_of_short_documents_takes_little_more_memory_than_one_sequence(document: int) -> None:
+    pack, plain = measure(4096, document=document), measure(4096)
+    assert pack["peak"] <= 1.1 * plain["peak"], f"{plain['peak'] / MEBIBYTE:.0f} to {pack['peak'] / MEBIBYTE:.0f} MiB"
 
 
 @pytest.mark.slow

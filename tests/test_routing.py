@@ -17,7 +17,7 @@ import torch
 from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Preference, Router
+from nsa.backends.routing import BackendFailure, Broken, Preference, Router
 from nsa.ops import library
 from nsa.settings import Settings
 
@@ -45,7 +45,7 @@ class Fake:
         return self.name
 
 
-def router_of(*backends: Fake, config: Settings | None = None, **rest: Any) -> Router:
+def router_of(*backends: Fake | Broken, config: Settings | None = None, **rest: Any) -> Router:
     return Router(backends, config or Settings(), **rest)
 
 
@@ -237,6 +237,43 @@ def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
         run(router, backend="cudnn")
 
 
+BROKEN = Broken("triton", "cannot be imported: undefined symbol")
+
+
+def test_a_broken_backend_fails_wherever_it_would_have_been_tried(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(BROKEN, Fake("sdpa"))
+    assert router.route(PROBLEM).chosen == "sdpa"
+    assert dict(router.route(PROBLEM).reasons) == {"triton": BROKEN.reason}
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert [run(router) for _ in range(3)] == ["sdpa"] * 3
+        with pytest.raises(BackendFailure, match=r"triton failed .* sliding .*undefined symbol; strict forbids"):
+            run(router, strict=True)
+    assert dict(router.counts.failures) == {("sliding", "triton", BROKEN.reason): 4}
+    (record,) = caplog.records
+    for part in ("triton", "sliding_forward", "S=64", "float32", BROKEN.reason, "sdpa serves"):
+        assert part in record.message
+    with pytest.raises(BackendFailure, match=r"no backend serves .*'triton' was asked for.*undefined symbol"):
+        run(router, backend="triton")
+    assert router.counts.failures.total() == 5
+
+
+def test_a_broken_backend_is_no_failure_where_another_one_comes_first_or_it_is_switched_off() -> None:
+    behind = router_of(Fake("sdpa"), BROKEN)
+    off = router_of(Broken("flash", "cannot be imported: no"), Fake("sdpa"))
+    for router in (behind, off):
+        assert run(router, strict=True) == "sdpa"
+        assert not router.counts.failures
+    on = router_of(Broken("flash", "no"), Fake("sdpa"), config=Settings.load(environ={"NSA_USE_FA2": "1"}))
+    with pytest.raises(BackendFailure, match="flash failed"):
+        run(on, strict=True)
+
+
+def test_when_all_that_is_left_is_broken_that_is_a_failure() -> None:
+    router = router_of(BROKEN, Fake("sdpa", declines="no torch"))
+    with pytest.raises(BackendFailure, match=r"triton: cannot be imported: undefined symbol; sdpa: no torch"):
+        run(router)
+
+
 def test_nothing_serving_is_an_error_with_every_reason() -> None:
     with pytest.raises(ValueError, match="triton: no GPU; sdpa: no torch"):
         run(router_of(Fake("triton", declines="no GPU"), Fake("sdpa", declines="no torch")))
@@ -387,6 +424,14 @@ def test_explain_tells_each_op_with_its_reasons() -> None:
     assert text.count("not triton: no GPU") == text.count("not flash: not in this version") == len(OPS)
 
 
+def test_explain_tells_the_two_compressions_apart_where_keys_and_values_differ() -> None:
+    problem = replace(PROBLEM.for_op("attention"), d_v=8)
+    lines = str(router_of(Fake("sdpa")).explain(problem)).splitlines()
+    named = [line.partition("sdpa: ")[0].rstrip() for line in lines if line.startswith("compress")]
+    assert named == ["compress", "compress (values)", "compressed"]
+    assert len({line.index("sdpa: ") for line in lines[1:]}) == 1
+
+
 def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None:
     problem = PROBLEM.for_op("attention")
     parity = Settings.load(environ={}, command_line={"force_parity": True})
@@ -528,20 +573,36 @@ def test_backends_are_found_or_said_to_be_missing() -> None:
     ("source", "expected"),
     [
         ("import no_such_library", "needs the package no_such_library, which is not installed"),
-        ("raise ImportError('undefined symbol: x')", "cannot be imported: undefined symbol: x"),
+        ("raise ImportError('undefined symbol: x')", Broken("fake", "cannot be imported: undefined symbol: x")),
         ("name = 'x'", "not in this version of nsa: it has no supports()"),
         (None, "not in this version of nsa"),
         ("supports = lambda problem: None\navailable = lambda: 'no GPU'", "no GPU"),
     ],
 )
 def test_a_backend_that_cannot_be_imported_says_why(
-    source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str | None, expected: str | Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"backend_{abs(hash(source))}"
     if source is not None:
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert routing.find_backend(name) == expected
+    assert routing.find_backend("fake", name) == expected
+
+
+def test_a_backend_that_breaks_when_imported_counts_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]
+) -> None:
+    (tmp_path / "backend_broken.py").write_text("raise ImportError('undefined symbol: x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(routing.BACKEND_MODULES, "triton", "backend_broken")
+    q = torch.randn(1, 8, 2, 4)
+    ops.sliding_attention(q, q, q, window=4)
+    assert routing.router().counts.as_dict() == {
+        "calls": {"sliding/sdpa": 1},
+        "failures": {"sliding/triton: cannot be imported: undefined symbol: x": 1},
+    }
+    with pytest.raises(BackendFailure, match=r"triton failed .*undefined symbol: x; strict forbids"):
+        ops.sliding_attention(q, q, q, window=4, strict=True)
 
 
 @pytest.mark.parametrize("rest", ["", "available = lambda: None"])
@@ -551,7 +612,7 @@ def test_a_backend_is_available_unless_it_says_otherwise(
     name = f"backend_available_{len(rest)}"
     (tmp_path / f"{name}.py").write_text(f"supports = lambda problem: None\n{rest}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert routing.find_backend(name).__name__ == name
+    assert routing.find_backend("fake", name).__name__ == name
 
 
 @pytest.mark.parametrize(
@@ -594,7 +655,7 @@ def test_a_mistake_in_our_own_imports_is_not_hidden(tmp_path: Path, monkeypatch:
     (tmp_path / "backend_own.py").write_text("from nsa.backends.problem import NoSuchThing")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="NoSuchThing"):
-        routing.find_backend("backend_own")
+        routing.find_backend("fake", "backend_own")
 
 
 def test_the_process_router_takes_the_settings_of_the_process(environment: Callable[..., None]) -> None:

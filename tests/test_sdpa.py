@@ -92,6 +92,15 @@ def test_a_sequence_shorter_than_every_block_is_served(branch: str, length: int)
     assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
 
 
+@pytest.mark.parametrize("documents", [None, (17, 1, 0, 12)])
+def test_a_selection_block_costs_no_more_than_the_keys_there_are(documents: tuple[int, ...] | None) -> None:
+    """No machine has room for a block of this width."""
+    case = Case(length=30, documents=documents, groups=2, heads=2, select_block=32)
+    inputs = random_inputs(case)
+    got = sdpa_results("selected", inputs, case.but(select_block=1 << 50))
+    assert_close(got, reference_results("selected", inputs, case), TIGHT)
+
+
 def test_the_papers_knobs_and_widths_are_served() -> None:
     case = Case(length=700, groups=1, heads=2, d_k=24, d_v=16, block=32, stride=16, select_block=64, n_select=8)
     case = case.but(window=512)
@@ -333,6 +342,23 @@ def test_a_small_score_budget_changes_nothing(branch: str, case: Case, budget: i
     with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
         got = sdpa_results(branch, inputs, case)
     assert_close(got, reference_results(branch, inputs, case), TIGHT)
+
+
+@given(
+    documents=st.lists(st.integers(0, 3), min_size=30, max_size=60).filter(any),
+    select_block=st.sampled_from([4, 8]),
+    budget=st.sampled_from([1, 1000, 8000]),
+)
+def test_chunks_of_a_pack_of_tiny_documents_reach_their_own_blocks(
+    documents: list[int], select_block: int, budget: int
+) -> None:
+    """Around a chunk there are many more documents than in it; first a long one, whose blocks many chunks reach."""
+    documents = [40, *documents]
+    case = Case(length=sum(documents), documents=tuple(documents), groups=2, heads=2, select_block=select_block)
+    inputs = random_inputs(case)
+    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+        got = sdpa_results("selected", inputs, case)
+    assert_close(got, reference_results("selected", inputs, case), TIGHT)
 
 
 @given(case=short_case, budget=st.sampled_from([1, 97, 1000, 20_000]))

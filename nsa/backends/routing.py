@@ -59,8 +59,16 @@ class Backend(Protocol):
         """None when the problem can be served, else why not."""
 
 
+@dataclass(frozen=True)
+class Broken:
+    """Stands for a backend that is installed and cannot be imported: it fails wherever it would have been tried."""
+
+    name: str
+    reason: str
+
+
 class BackendFailure(RuntimeError):
-    """A backend said yes and then could not: a library that cannot be imported, a kernel that cannot be launched."""
+    """A backend should have served and could not: a library that is broken, a kernel that cannot be launched."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,13 @@ class Route:
     why: str  # why the chosen one is; where nothing is chosen, who was asked for
     reasons: Mapping[str, str]  # why each backend that is not chosen is not
     may_fall_back: bool = False
-    # Backends that would have served and failed on this problem before, and why.
+    # Backends that should have served and failed, on this problem before or when they were imported, and why.
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        lines = [f"{self.problem.op:<11} {f'{self.chosen}: {self.why}' if self.chosen else 'nothing serves this'}"]
-        lines += [f"{'':<11} not {name}: {reason}" for name, reason in self.reasons.items()]
+    def told(self, part: str, width: int) -> str:
+        """The decision in words, beside what it is for."""
+        lines = [f"{part:<{width}} {f'{self.chosen}: {self.why}' if self.chosen else 'nothing serves this'}"]
+        lines += [f"{'':<{width}} not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
     def refusal(self) -> str:
@@ -87,13 +96,14 @@ class Route:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The routes of the ops of one attention."""
+    """The routes of the ops of one attention; an op that is posed twice has a name for each."""
 
     problem: Problem
     routes: Mapping[str, Route]
 
     def __str__(self) -> str:
-        return "\n".join([f"routes for {self.problem}", *(str(route) for route in self.routes.values())])
+        width = max(map(len, (*OPS, *self.routes))) + 1
+        return "\n".join([f"routes for {self.problem}", *(r.told(part, width) for part, r in self.routes.items())])
 
 
 @dataclass
@@ -166,23 +176,25 @@ class Preference:
 class Router:
     """Backends in order of preference, the measured exceptions to that order, and the counts of what ran.
 
-    `absent`: the known backends that cannot be had, and why. `gpu`: whose measurements hold for CUDA tensors; by
-    default the GPU of this process.
+    `absent`: the known backends that cannot be had, and why; broken ones are among them. `gpu`: whose measurements hold
+    for CUDA tensors; by default the GPU of this process.
     """
 
     def __init__(
         self,
-        backends: Sequence[Backend],
+        backends: Sequence[Backend | Broken],
         config: Settings,
         preferences: Iterable[Preference] = (),
         gpu: str | None = None,
         absent: Mapping[str, str] | None = None,
     ) -> None:
-        self.backends = {backend.name: backend for backend in backends}
+        self.names = [backend.name for backend in backends]
+        self.backends = {backend.name: backend for backend in backends if not isinstance(backend, Broken)}
+        self.broken = {backend.name: backend.reason for backend in backends if isinstance(backend, Broken)}
         self.config = config
         self.preferences = tuple(preferences)
         self.gpu = gpu
-        self.absent = dict(absent or {})
+        self.absent = {**(absent or {}), **self.broken}
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
         # A kernel that cannot be compiled for a problem is not tried again at every step.
@@ -201,10 +213,10 @@ class Router:
 
     def order(self, problem: Problem) -> tuple[list[str], str]:
         """The backends in the order to try them, and whose order that is, flash aside where a setting puts it first."""
-        names, why = list(self.backends), "first that supports it"
+        names, why = list(self.names), "first that supports it"
         preference = self.preference(problem)
         if preference is not None:
-            first = [name for name in preference.order if name in self.backends]
+            first = [name for name in preference.order if name in names]
             names = first + [name for name in names if name not in first]
             why = f"measured order on {preference.gpu}"
         if "flash" in names and policy.insists(self.config, problem.op):
@@ -234,11 +246,18 @@ class Router:
         if backend != "auto":
             reason = self.reason_against(backend, problem, named=True)
             why = f"backend={backend!r} was asked for"
-            return Route(problem, None if reason else backend, why, {backend: reason} if reason else {})
+            if reason is None:
+                return Route(problem, backend, why, {})
+            failed = {backend: reason} if backend in self.broken else {}
+            return Route(problem, None, why, {backend: reason}, failed=failed)
 
         order, why = self.order(problem)
         reasons, chosen, failed = dict(self.absent), None, {}
         for name in order:
+            if name in self.broken:
+                if chosen is None and self.switched_off(name, problem) is None:
+                    failed[name] = self.broken[name]
+                continue
             reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
             if reason is None and (problem, name) in self.failed:
                 failed[name] = self.failed[problem, name]
@@ -255,13 +274,15 @@ class Router:
         """None when the backend can serve; settings are asked first. A named backend is not bound by a threshold."""
         if name in self.absent:
             return self.absent[name]
-        if name == "flash":
-            preference = self.preference(problem)
-            measured = preference is not None and name in preference.order
-            reason = policy.reason_against(self.config, problem, named=named, measured=measured)
-            if reason is not None:
-                return reason
-        return self.backends[name].supports(problem)
+        return self.switched_off(name, problem, named=named) or self.backends[name].supports(problem)
+
+    def switched_off(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
+        """Why settings and measurements keep the backend from the problem, whatever it says itself."""
+        if name != "flash":
+            return None
+        preference = self.preference(problem)
+        measured = preference is not None and name in preference.order
+        return policy.reason_against(self.config, problem, named=named, measured=measured)
 
     def run(
         self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False, **kwargs: Any
@@ -269,6 +290,8 @@ class Router:
         """Call `function` of the backend that serves the problem; under `auto`, of the next one if that fails."""
         route = self.route(problem, backend)
         name, why = route.chosen, route.why
+        for broken, reason in route.failed.items():
+            self.note_failure(broken, problem, function, reason, None if strict else name)
         if name is None:
             raise BackendFailure(route.refusal()) if route.failed else ValueError(route.refusal())
         if not route.may_fall_back:
@@ -277,12 +300,11 @@ class Router:
             except BackendFailure as failure:
                 self.counts.add_failure(problem.op, name, str(failure))
                 raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {why}") from failure
-        for broken, reason in route.failed.items():
-            self.counts.add_failure(problem.op, broken, reason)
-            if strict:
-                raise BackendFailure(
-                    f"{broken} failed before in {function} on {problem}: {reason}; strict forbids another backend"
-                )
+        if strict and route.failed:
+            broken, reason = next(iter(route.failed.items()))
+            raise BackendFailure(
+                f"{broken} failed before {function} on {problem}: {reason}; strict forbids another backend"
+            )
         while True:
             try:
                 return self.call(name, problem, function, why, args, kwargs)
@@ -290,7 +312,7 @@ class Router:
                 self.failed[problem, name] = str(failure)
                 self.routes.pop((problem, backend), None)
                 following = None if strict else self.next_after(name, problem)
-                self.note_failure(name, problem, function, failure, following)
+                self.note_failure(name, problem, function, str(failure), following)
                 if following is None:
                     end = "strict forbids another backend" if strict else "no other backend is left"
                     raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {end}") from failure
@@ -301,16 +323,14 @@ class Router:
         later = order[order.index(name) + 1 :]
         return next((other for other in later if self.reason_against(other, problem) is None), None)
 
-    def note_failure(
-        self, name: str, problem: Problem, function: str, failure: BackendFailure, following: str | None
-    ) -> None:
-        self.counts.add_failure(problem.op, name, str(failure))
+    def note_failure(self, name: str, problem: Problem, function: str, reason: str, following: str | None) -> None:
+        self.counts.add_failure(problem.op, name, reason)
         # Lengths may never repeat: once for each kind of call, with the first of its shapes.
-        kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.packed, str(failure))
+        kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.packed, reason)
         if kind not in self.said:
             self.said.add(kind)
             served = f"{following} serves" if following else "nothing else serves"
-            log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, failure, served)
+            log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, reason, served)
 
     def call(
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -375,10 +395,12 @@ class Router:
         require_positive_int("window", window)
         # A cache compresses the few blocks that a step completes by itself.
         ops = [op for op in OPS if op != "compress" or not problem.cached]
-        posed = {op: as_posed(problem, op, block, stride, window) for op in ops}
-        if "compress" in posed and problem.d_v != problem.d_k:
-            values = replace(problem, d_k=problem.d_v)
-            posed["compress (values)"] = as_posed(values, "compress", block, stride, window)
+        posed = {}
+        for op in ops:
+            posed[op] = as_posed(problem, op, block, stride, window)
+            if op == "compress" and problem.d_v != problem.d_k:
+                values = replace(problem, d_k=problem.d_v)
+                posed["compress (values)"] = as_posed(values, op, block, stride, window)
         return Explanation(problem, {op: self.route(one, backend) for op, one in posed.items()})
 
 
@@ -389,7 +411,7 @@ def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | N
         problem = replace(problem, n_queries=problem.n_keys, n_heads=problem.n_groups, d_v=problem.d_k)
     if op == "sliding" and problem.cached and window is not None:
         # A cache hands out the keys that the new queries can see, and no others.
-        problem = replace(problem, n_keys=window - 1 + problem.n_queries)
+        problem = replace(problem, n_keys=min(window, problem.n_keys) - 1 + problem.n_queries)
     if op in ("compressed", "scores"):
         # Documents end anywhere: a packed row has a slot for every stride, as `compressed_starts` lays them out.
         n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
@@ -449,10 +471,10 @@ def gpu_name() -> str:
 
 
 def find_backends(config: Settings) -> tuple[list[Any], dict[str, str]]:
-    """The backends of this version that this machine can run, and why not the others."""
+    """The backends of this version that this machine can run, or should, and why not the others."""
     found, absent = [], {}
     for name, module in BACKEND_MODULES.items():
-        backend = find_backend(module, config)
+        backend = find_backend(name, module, config)
         if isinstance(backend, str):
             absent[name] = backend
         else:
@@ -460,8 +482,8 @@ def find_backends(config: Settings) -> tuple[list[Any], dict[str, str]]:
     return found, absent
 
 
-def find_backend(module: str, config: Settings | None = None) -> Any:
-    """The backend, or why it cannot be had. A library that is missing is a fact; one that is broken is a warning."""
+def find_backend(name: str, module: str, config: Settings | None = None) -> Any:
+    """The backend, or why it cannot be had. A library that is missing is a fact; one that is broken is a failure."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return "not in this version of nsa"
@@ -472,8 +494,7 @@ def find_backend(module: str, config: Settings | None = None) -> Any:
             raise
         if isinstance(error, ModuleNotFoundError):
             return f"needs the package {error.name}, which is not installed"
-        log.warning("nsa: %s cannot be imported: %s", module, error)
-        return f"cannot be imported: {error}"
+        return Broken(name, f"cannot be imported: {error}")
     if hasattr(backend, "configure"):
         backend = backend.configure(config or settings.current())
     if not hasattr(backend, "supports"):

@@ -31,6 +31,8 @@ from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
 from nsa.geometry import documents, exclusive_offsets, query_positions
 
 MAX_TILE = 64
+# A document's first block may be read by few, yet takes a tile: its keys, values and unused places weigh as many pairs.
+PAIRS_PER_EXTRA_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Blocks:
     offset: Tensor | None  # [S] number of the first block of each query's document; None: one document, number 0
     first_token: Tensor  # [J] where each block starts among the row's keys
     first_position: Tensor  # [J] the same, counted in its document
-    n_extra: int  # numbers that can be in use before a chunk's end on top of one per `select_block` tokens
+    n_extra: int  # blocks there can be on top of one per `select_block` tokens: one for each document of a pack
 
     @classmethod
     def of(
@@ -56,6 +58,20 @@ class Blocks:
         position = (number - offsets[document]) * select_block
         return cls(offsets[packed.index], packed.cu_seqlens[document] + position, position, packed.count)
 
+    def reached(self, c0: int, c1: int, select_block: int) -> tuple[Tensor, Tensor]:
+        """`first_token` and `first_position` of what queries `[c0, c1)` can read, from number `offset[c0]` on.
+
+        A chunk has no more documents than queries, however many lie around it.
+        """
+        n_blocks = -(-c1 // select_block)
+        if self.offset is None:
+            first = self.first_token[:n_blocks]
+            return first, first
+        total = self.first_token.numel()
+        n_blocks = min(total, n_blocks + min(self.n_extra, c1 - c0))
+        number = (self.offset[c0] + torch.arange(n_blocks, device=self.offset.device)).clamp_max(total - 1)
+        return self.first_token[number], self.first_position[number]
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -70,7 +86,7 @@ class Tiles:
 
 
 def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
-    """`number [R, C, n]`: the block each pair reads, -1 for none. Shapes depend on shapes alone."""
+    """`number [R, C, n]`: the block each pair reads, below 0 for none. Shapes depend on shapes alone."""
     rows = number.shape[0]
     device = number.device
     n_keys = rows * n_blocks
@@ -112,6 +128,7 @@ class Chunk:
     token: Tensor  # [T, L] (b * N + key) * G + g
     hidden: Tensor  # [T, M, L]
     n_select: int
+    first_token: Tensor  # [J] where the blocks of each row start
 
     def gather_queries(self, x: Tensor) -> Tensor:
         """`[R, S, h, ...]` to `[T, M, h, ...]`."""
@@ -127,7 +144,7 @@ class Chunk:
         x[-1] = missing
         return x.flatten(0, 1).index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
 
-    def add_blocks(self, total: Tensor, x: Tensor, first_token: Tensor) -> None:
+    def add_blocks(self, total: Tensor, x: Tensor) -> None:
         """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in their order.
 
         A document's last block reaches past its end, where it adds exact zeros: no token gets two contributions.
@@ -137,8 +154,7 @@ class Chunk:
         lengths = self.tiles.per_block
         lengths = torch.cat([lengths, (x.shape[0] - lengths.sum())[None]])
         sums = torch.segment_reduce(x.flatten(1), "sum", lengths=lengths, axis=0, unsafe=True)[:-1]
-        n_blocks = sums.shape[0] // (batch * n_groups)
-        token = first_token[:n_blocks, None] + torch.arange(self.token.shape[1], device=device)
+        token = self.first_token[:, None] + torch.arange(self.token.shape[1], device=device)
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         g = torch.arange(n_groups, device=device).view(1, -1, 1, 1)
         row = (b * n_keys + token.clamp_max(n_keys - 1)) * n_groups + g
@@ -166,20 +182,24 @@ def chunks(
         number = number + blocks.offset[:, None]
     number = torch.where(reads, number, -1)
 
-    size = max(1, min(n_queries, pairs_at_once // (rows * n_select)))
+    inner = torch.arange(select_block, device=device)
+    size = min(n_queries, chunk_size(pairs_at_once // rows, n_select, blocks.n_extra))
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
-        n_blocks = blocks.first_token.numel()
+        number_c = number[:, c0:c1]
+        if blocks.offset is not None:
+            number_c = number_c - blocks.offset[c0]
+        first_token, first_position = blocks.first_token, blocks.first_position
         if q_start is None:
-            n_blocks = min(n_blocks, -(-c1 // select_block) + blocks.n_extra)
-        tiles = cut_tiles(number[:, c0:c1], n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
+            first_token, first_position = blocks.reached(c0, c1, select_block)
+        n_blocks = first_token.numel()
+        tiles = cut_tiles(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
 
         query_of_pair = torch.div(tiles.pair, n_select, rounding_mode="floor")
         row = torch.div(query_of_pair, c1 - c0, rounding_mode="floor")
         query = row * n_queries + c0 + query_of_pair % (c1 - c0)
-        inner = torch.arange(select_block, device=device)
-        token = blocks.first_token[tiles.block][:, None] + inner
-        key_position = blocks.first_position[tiles.block][:, None] + inner
+        token = first_token[tiles.block][:, None] + inner
+        key_position = first_position[tiles.block][:, None] + inner
         q_position = torch.where(tiles.used, position.flatten()[query].view_as(tiles.used), -1)
         yield Chunk(
             c0=c0,
@@ -189,12 +209,19 @@ def chunks(
             token=key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups,
             hidden=key_position[:, None] > q_position[..., None],
             n_select=n_select,
+            first_token=first_token,
         )
 
 
 def key_row(row: Tensor, n_groups: int, n_keys: int) -> Tensor:
     """Where row `b * G + g` starts when `[B, N, G, D]` is read as rows of `D`."""
     return torch.div(row, n_groups, rounding_mode="floor") * (n_keys * n_groups) + row % n_groups
+
+
+def chunk_size(pairs_per_row: int, n_select: int, n_extra: int) -> int:
+    """Queries at once: a chunk has `n_select` pairs for each, and up to one extra block for each, `n_extra` in all."""
+    few_extra = (pairs_per_row - n_extra * PAIRS_PER_EXTRA_BLOCK) // n_select
+    return max(1, few_extra, pairs_per_row // (n_select + PAIRS_PER_EXTRA_BLOCK))
 
 
 def tile_size(pairs_per_row: int, n_blocks: int) -> int:
@@ -222,6 +249,8 @@ def selected_forward(
 ) -> tuple[Tensor, Tensor]:
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
+    # A block wider than the keys holds them all: the same as one as wide as they are.
+    select_block = min(select_block, n_keys)
     qg = group_queries(q, n_groups)
     o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
@@ -257,6 +286,8 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, n_queries, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
+    # A block wider than the keys holds them all: the same as one as wide as they are.
+    select_block = min(select_block, n_keys)
     qg, dog, og = (group_queries(x, n_groups) for x in (q, do, o))
     lse_g = group_normalisers(lse, n_groups)
     dlse_g = None if dlse is None else group_rows(dlse, n_groups)
@@ -279,6 +310,6 @@ def selected_backward(
             scale,
         )
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
-        chunk.add_blocks(dk, dk_tile, blocks.first_token)
-        chunk.add_blocks(dv, dv_tile, blocks.first_token)
+        chunk.add_blocks(dk, dk_tile)
+        chunk.add_blocks(dv, dv_tile)
     return ungroup_queries(dq, batch, q.dtype), dk.to(k.dtype), dv.to(v.dtype)

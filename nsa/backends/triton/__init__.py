@@ -33,9 +33,18 @@ OLDEST_CAPABILITY = (8, 0)
 MOST_WIDE_HEADS_ON_SMALL = 32
 
 
+def installed() -> bool:
+    """Without importing Triton, which takes its time."""
+    try:
+        return find_spec("triton") is not None
+    except (ImportError, ValueError):
+        # Something keeps it from being imported: a finder that raises, a stand-in without a spec.
+        return False
+
+
 def available() -> str | None:
     """None where the kernels can run at all, else what is missing."""
-    if find_spec("triton") is None:
+    if not installed():
         return "the triton package is not installed"
     return None if torch.cuda.is_available() else "no CUDA GPU"
 

@@ -149,9 +149,9 @@ def pick(kernel: str, kind: type[T], gpu: Gpu, d_k: int, d_v: int, dtype: torch.
     return tuned().tile(kernel, kind, gpu, width_class(d_k, d_v), dtype_class(dtype))
 
 
-def user_file() -> Path | None:
-    """Where the user's own tiles are, or would be; None for a user without a home."""
-    return settings.user_path(settings.current().tuned_tiles)
+def user_file(config: settings.Settings | None = None) -> Path | None:
+    """Where the user's own tiles are, or would be; None for a user without a home. By default those of this process."""
+    return settings.user_path((config or settings.current()).tuned_tiles)
 
 
 def is_file(path: Path) -> bool:
