@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -216,6 +217,24 @@ def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.M
     log.write("step", step=1, loss=1.0)
     log.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.jsonl", "metrics.jsonl"]
+
+
+def test_a_disk_that_is_full_for_tensorboard_costs_the_charts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    log = RunLog(tmp_path, resume=False)
+    log.write("step", step=1, loss=1.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log.board, "add_scalar", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        log.write("step", step=2, loss=1.0)
+    log.write("step", step=3, loss=1.0)
+    log.close()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_broken_tensorboard_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -55,23 +56,30 @@ class RunLog:
         self.metrics.close()
         self.beats.close()
         if self.board is not None:
-            self.board.close()
+            with self.without_charts_if_it_fails():
+                self.board.close()
             self.board = None
 
     def show(self, kind: str, values: dict[str, Any], step: int) -> None:
         if self.board_folder is None:
             return
         numbers = dict(scalars(kind, values))
-        if numbers and self.board is None:
-            try:
+        with self.without_charts_if_it_fails():
+            if numbers and self.board is None:
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                warnings.warn(f"TensorBoard is installed and cannot be used: {error}", RuntimeWarning, stacklevel=3)
-                self.board_folder = None
-                return
-            self.board = SummaryWriter(str(self.board_folder))
-        for name, number in numbers.items():
-            self.board.add_scalar(name, number, step)
+
+                self.board = SummaryWriter(str(self.board_folder))
+            for name, number in numbers.items():
+                self.board.add_scalar(name, number, step)
+
+    @contextmanager
+    def without_charts_if_it_fails(self) -> Iterator[None]:
+        """A broken package or a full disk costs the charts, not the run: every number is in `metrics.jsonl` too."""
+        try:
+            yield
+        except (ImportError, OSError) as error:
+            warnings.warn(f"TensorBoard gets no more numbers: {error}", RuntimeWarning, stacklevel=4)
+            self.board = self.board_folder = None
 
 
 def open_lines(path: Path, resume: bool) -> IO[str]:
