@@ -114,6 +114,34 @@ def test_flash_must_be_worth_it_at_every_window_and_on_packed_rows_too() -> None
         assert orders(rows + far) == [("flash", "sdpa")]
 
 
+@pytest.mark.parametrize("other", [{"Hq": 64, "G": 16}, {"dtype": "float32"}, {"B": 4}], ids=str)
+def test_only_rows_of_one_shape_are_compared(other: dict[str, object]) -> None:
+    """Flash was fast on a smaller problem; on the one that SDPA was timed on it is no faster."""
+    small = timed(flash=1.0)
+    large = [replace(row, **other) for row in timed(sdpa=4.0, flash=4.0)]
+    assert orders(small + large) == [("sdpa",)]
+
+
+def test_a_sweep_of_one_width_leaves_the_others_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "routes.json"
+    rows = [
+        replace(row, Dk=width, mode=mode)
+        for row in timed(sdpa=2.0, flash=1.0)
+        for width in (64, 128)
+        for mode in ("fwd", "bwd")
+    ]
+    write_thresholds(path, thresholds(rows), rows)
+    anew = [replace(row, Dk=64, mode="fwd") for row in timed(sdpa=1.0, flash=1.0)]
+    write_thresholds(path, thresholds(anew), anew)
+    orders = {(one.head_widths, one.mode): one.order for one in load_preferences(path)}
+    assert orders == {
+        ((64,), "fwd"): ("sdpa",),
+        ((64,), "bwd"): ("flash", "sdpa"),
+        ((128,), "fwd"): ("flash", "sdpa"),
+        ((128,), "bwd"): ("flash", "sdpa"),
+    }
+
+
 def test_the_flash_attn_package_s_rows_count_where_torch_s_kernels_have_none() -> None:
     package = [replace(row, impl="flash-flash_attn") for row in timed(flash=1.0)]
     assert orders(timed(sdpa=2.0) + package) == [("flash", "sdpa")]
@@ -260,9 +288,12 @@ def test_the_sweep_covers_every_width_group_length_and_window() -> None:
     plain = [point for point in found if not point.packed]
     assert len(set(found)) == len(found)
     assert len(plain) == 4 * 2 * 3 * 3
-    # Packed: both branches at every width, on the longest row.
+    # Packed: both branches at every width and length, for one group size.
     assert {(point.op, point.width, point.length) for point in found if point.packed} == {
-        (op, width, 65536) for op in ("compressed", "sliding") for width in (64, 96, 128, 192)
+        (op, width, length)
+        for op in ("compressed", "sliding")
+        for width in (64, 96, 128, 192)
+        for length in (1024, 8192, 65536)
     }
     assert {point.width for point in plain} == {64, 96, 128, 192}
     assert {point.window for point in flash.points(parse()) if point.op == "sliding"} == {128, 512}

@@ -370,8 +370,10 @@ def test_measured_preferences_reorder_where_they_were_measured() -> None:
         replace(on_gpu, n_queries=31),
         replace(on_gpu, n_queries=129),
         replace(on_gpu, d_k=32),
+        replace(on_gpu, d_v=8),
+        replace(on_gpu, cached=True),
     ]
-    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 5
+    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 7
     other_gpu = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="A100")
     assert other_gpu.route(on_gpu).chosen == "triton"
 

@@ -168,7 +168,9 @@ class Preference:
             and self.op == problem.op
             and problem.n_queries >= self.min_length
             and (self.max_length is None or problem.n_queries <= self.max_length)
-            and (self.head_widths is None or problem.d_k in self.head_widths)
+            # What is measured is whole sequences of equal widths; for the rest nothing is known.
+            and not problem.cached
+            and (self.head_widths is None or (problem.d_k == problem.d_v and problem.d_k in self.head_widths))
             and self.mode in (None, "bwd" if problem.backward else "fwd")
         )
 

@@ -302,8 +302,14 @@ def thresholds(rows: Sequence[Row]) -> list[Preference]:
     return found
 
 
-# backend: what the file does not tell apart, the window and the documents of a suite and the group size: milliseconds
-Times = dict[str, dict[tuple[str, int], float]]
+# backend: what the file does not tell apart, the window and the documents of a suite, batch, heads, groups and dtype:
+# milliseconds
+Shape = tuple[str, int, int, int, str]
+Times = dict[str, dict[Shape, float]]
+
+
+def shape_of(row: Row) -> Shape:
+    return row.suite, row.B, row.Hq, row.G, row.dtype
 
 
 def times_of(rows: Sequence[Row]) -> dict[tuple[str, str, int, str, int], Times]:
@@ -313,7 +319,7 @@ def times_of(rows: Sequence[Row]) -> dict[tuple[str, str, int, str, int], Times]
     for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
         backend = BACKENDS.get(row.impl)
         if backend is not None and row.suite.startswith("flash"):
-            found[row.gpu, row.op, row.Dk, row.mode, row.S][backend][row.suite, row.Hq // row.G] = row.p50_ms
+            found[row.gpu, row.op, row.Dk, row.mode, row.S][backend][shape_of(row)] = row.p50_ms
     return found
 
 
@@ -349,9 +355,13 @@ def ranges(orders: dict[int, tuple[str, ...]]) -> Iterator[tuple[int, int | None
 
 
 def write_thresholds(path: Path, found: Sequence[Preference], rows: Sequence[Row]) -> None:
-    """Replace what the file says about these GPUs and branches; the rest of it stays."""
-    measured = {(preference.gpu, preference.op) for preference in found}
-    kept = [old for old in load_preferences(path) if (old.gpu, old.op) not in measured]
+    """Replace what the file says about these GPUs, branches, widths and directions; the rest of it stays."""
+
+    def subject(preference: Preference) -> tuple[Any, ...]:
+        return preference.gpu, preference.op, preference.head_widths, preference.mode
+
+    measured = set(map(subject, found))
+    kept = [old for old in load_preferences(path) if subject(old) not in measured]
     origin = {"by": "nsa bench flash", "rows": len(rows), "date": max(row.date for row in rows)}
     origin["commit"] = ", ".join(sorted({row.commit for row in rows if row.commit})) or "unknown"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -433,7 +443,7 @@ def points(args: argparse.Namespace) -> Iterator[Point]:
                 yield Point("compressed", length, args.heads, size, width)
                 for window in args.windows:
                     yield Point("sliding", length, args.heads, size, width, window)
-                if length == max(args.lengths) and size == args.group_sizes[0]:
+                if size == args.group_sizes[0]:
                     packed = {"documents": args.documents}
                     yield Point("compressed", length, args.heads, size, width, **packed)
                     yield Point("sliding", length, args.heads, size, width, args.windows[-1], **packed)
@@ -447,7 +457,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads a group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
     parser.add_argument("--windows", nargs="+", type=int, default=[128, WINDOW])
-    parser.add_argument("--documents", type=int, default=8, help="of the longest row, timed packed beside it whole")
+    parser.add_argument("--documents", type=int, default=8, help="of each length, timed packed beside it whole")
     parser.add_argument("--rows", type=Path, help="measure nothing: take the rows of this CSV file")
     parser.add_argument("--plot", type=Path, help="draw the rows here")
     parser.add_argument("--write", type=Path, help="write the thresholds file here; auto reads configs/routes.json")

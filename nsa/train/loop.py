@@ -443,8 +443,9 @@ class Trainer:
         rate = self.clock.mean_rate
         assert self.loss_start is not None
         stood_in = self.loader.stand_ins
+        served = counts_so_far().as_dict()["calls"]
         summary = Summary(
-            self.loss_start, loss_end, rate, self.skips.total, stood_in, fallbacks(), sample, checkpoint, None
+            self.loss_start, loss_end, rate, self.skips.total, stood_in, served, fallbacks(), sample, checkpoint, None
         )
         self.write("end", **summary.to_dict())
         if self.log is not None:
@@ -528,6 +529,8 @@ class Summary:
     skipped: int
     # Batches of noise that stood in for data that did not come.
     stand_ins: int
+    # How often each backend was called for each op, by "op/backend"; a graph's replays are not calls.
+    served: dict[str, int]
     fallbacks: dict[str, int]
     sample: str
     checkpoint: Path
@@ -538,11 +541,13 @@ class Summary:
 
     def __str__(self) -> str:
         failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
+        served = ", ".join(f"{who} {times:,}" for who, times in self.served.items())
         rate = self.tokens_per_s
         return "\n".join(
             [
                 f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
                 "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
+                f"served by: {served or 'torch alone'}",
                 f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}",
                 f"sample:\n{self.sample}",
                 f"saved {self.checkpoint}",
