@@ -18,6 +18,7 @@ import torch
 
 from nsa.data import Batch, DataConfig, Loader, hub, load_tokenizer, open_loader, prepare, shards, train_bpe
 from nsa.data import documents as documents_module
+from nsa.data.documents import ENDS, fingerprint
 from nsa.data.loader import open_documents
 from nsa.data.shards import Shard
 
@@ -121,8 +122,22 @@ def test_the_fingerprint_follows_the_content_not_the_place(tmp_path: Path) -> No
         text_files(tmp_path / name)
         fingerprints.append(open_documents(DataConfig(source="text", path=str(tmp_path / name))).fingerprint)
     assert fingerprints[0] == fingerprints[1]
-    (tmp_path / "b" / "part_0" / "00.txt").write_text("longer than it was before, by a good deal")
-    assert open_documents(DataConfig(source="text", path=str(tmp_path / "b"))).fingerprint != fingerprints[0]
+    changed = tmp_path / "b" / "part_0" / "00.txt"
+    was = changed.read_text()
+    for text in ("longer than it was before, by a good deal", was[:-1] + "~", "~" + was[1:]):
+        changed.write_text(text)
+        assert open_documents(DataConfig(source="text", path=str(tmp_path / "b"))).fingerprint != fingerprints[0]
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_fingerprint_sees_both_ends_of_a_long_file(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    text = bytearray(b"a" * 3 * ENDS)
+    path.write_bytes(text)
+    before = fingerprint(path)
+    text[place] = ord("b")
+    path.write_bytes(text)
+    assert fingerprint(path) != before
 
 
 def test_one_document_serves_training_and_validation(tmp_path: Path) -> None:

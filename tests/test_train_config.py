@@ -10,13 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from training import config_file, small_run
 
 from nsa import cli, train
 from nsa.model import LM, PRESETS
 from nsa.settings import Settings
 from nsa.train.command import config_from
-from nsa.train.config import TrainConfig, configs_folder, diff, keys_of, load_config, moved, put, write_yaml
+from nsa.train.config import (
+    TrainConfig,
+    configs_folder,
+    diff,
+    fitted_schedule,
+    keys_of,
+    load_config,
+    moved,
+    put,
+    write_yaml,
+)
 
 NAMES = sorted(path.stem for path in configs_folder().glob("*.yaml"))
 PLAIN = Settings.load(environ={})
@@ -103,6 +115,9 @@ def test_defaults_follow_the_device() -> None:
         ("model", None, "model is None; accepted: keys and values"),
         ("schedule", "linear", "schedule is 'linear'"),
         ("decay", 3, "decay is 3; accepted: 0 for a cosine"),
+        ("warmup", 180, "warmup is 180; accepted: less than steps = 180"),
+        ("weight_decay", False, "weight_decay is False"),
+        ("lr_floor", False, "lr_floor is False"),
         ("dtype", "int8", "dtype is 'int8'"),
         ("compile", "yes please", "compile is 'yes please'"),
         ("grad_compression", "bf16", "grad_compression is 'bf16'"),
@@ -114,10 +129,64 @@ def test_wrong_values_and_typos_are_named(key: str, value: object, message: str)
         load_config("tiny", {key: value}, env=PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("125m", {}, (2000, 0)),
+        ("125m", {"steps": 60000}, (2000, 0)),
+        ("125m", {"steps": 2000}, (80, 0)),
+        ("125m", {"steps": 2000, "warmup": 500}, (500, 0)),
+        ("125m", {"steps": 2000, "schedule": "wsd"}, (80, 200)),
+        ("125m", {"schedule": "wsd", "decay": 7}, (2000, 7)),
+        ("340m", {"steps": 5000}, (200, 1000)),
+        ("340m", {"steps": 5000, "decay": 4800}, (200, 4800)),
+        ("340m", {"steps": 5000, "schedule": "wsd"}, (200, 1000)),
+        ("340m", {"schedule": "cosine"}, (2000, 0)),
+        ("340m", {"steps": 1}, (0, 1)),
+    ],
+)
+def test_a_shorter_run_has_the_shape_of_the_whole_one(
+    name: str, changes: dict[str, Any], expected: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(name, changes, env=PLAIN)
+    assert (config.warmup, config.decay) == expected
+    told = [record.getMessage() for record in caplog.records]
+    if changes == {"steps": 5000}:
+        assert told == [
+            "steps is 5000 where the config has 50000; in proportion warmup 2000 -> 200, decay 10000 -> 1000"
+        ]
+    elif "steps" not in changes:
+        assert told == []
+
+
+@given(st.data())
+def test_a_schedule_that_fits_its_steps_fits_fewer(data: st.DataObject) -> None:
+    whole = data.draw(st.integers(2, 100))
+    warmup = data.draw(st.integers(0, whole - 1))
+    file = {"schedule": "wsd", "steps": whole, "warmup": warmup, "decay": data.draw(st.integers(1, whole - warmup))}
+    steps = data.draw(st.integers(1, whole))
+    fitted = fitted_schedule(file | {"steps": steps}, file, {"steps": steps})
+    assert 1 <= fitted["decay"] <= steps - fitted["warmup"]
+    assert fitted["warmup"] < steps
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("125m", {"steps": 2000, "warmup": 2000}, "warmup is 2000; accepted: less than steps = 2000"),
+        ("340m", {"steps": 5000, "decay": 4801}, "decay is 4801; accepted: 1 to 4800 for wsd"),
+        ("340m", {"decay": 0}, "decay is 0; accepted: 1 to 48000 for wsd"),
+    ],
+)
+def test_a_schedule_that_was_said_and_does_not_fit_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(name, changes, env=PLAIN)
+
+
 def test_what_excludes_each_other_is_refused() -> None:
-    for changes in ({"data.pack": True}, {"parallel": "ddp"}):
-        with pytest.raises(ValueError, match="cuda_graphs is True; accepted: False"):
-            load_config("tiny", {"cuda_graphs": True, **changes}, env=PLAIN)
+    for changes, why in (({"data.pack": True}, "data.pack"), ({"parallel": "ddp"}, "parallel = ddp")):
+        with pytest.raises(ValueError, match=f"cuda_graphs is True; accepted: False with {why}"):
+            load_config("tiny", {"device": "cuda", "cuda_graphs": True, **changes}, env=PLAIN)
     with pytest.raises(ValueError, match="dtype is 'float16'"):
         load_config("tiny", {"parallel": "fsdp", "dtype": "float16"}, env=PLAIN)
 
@@ -144,6 +213,19 @@ def test_a_name_that_is_not_there_has_a_neighbour() -> None:
         load_config("timy", env=PLAIN)
     with pytest.raises(ValueError, match=r"config is 'nowhere\.yaml'; accepted: a file that exists"):
         load_config("nowhere.yaml", env=PLAIN)
+
+
+def test_a_name_is_a_config_and_a_path_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--resume is 'tiny'; accepted: the folder of a run"):
+        config_from(parse("--resume", "tiny"), PLAIN)
+    run = Path("tiny")
+    run.mkdir()
+    write_yaml(run / "config.yaml", small_run(run))
+    assert config_from(parse("--config", "tiny"), PLAIN).steps == 180
+    assert config_from(parse("--config", "./tiny"), PLAIN).steps == 6
+    assert config_from(parse("--resume", "tiny"), PLAIN).steps == 6
+    assert load_config(run, env=PLAIN).steps == 6
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -228,6 +310,20 @@ def test_a_run_goes_on_with_other_ranks_and_on_another_machine(tmp_path: Path, m
     assert moved(tmp_path) == {}
     write_yaml(tmp_path / "config.yaml", replace(small_run(tmp_path), device="cuda", compile=True, cuda_graphs=True))
     assert set(moved(tmp_path)) == {"parallel", "device", "compile", "cuda_graphs"}
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_rounded_gradients_stay_behind_with_ddp_and_the_gpus(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process on a machine with a GPU, and several on a machine without."""
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not launched)
+    run = replace(small_run(tmp_path), device="cuda", parallel="ddp", grad_compression="bf16")
+    write_yaml(tmp_path / "config.yaml", run)
+    config = load_config(tmp_path, moved(tmp_path), env=PLAIN)
+    assert config.grad_compression == "none"
+    assert (config.parallel, config.device) == (("ddp", "cpu") if launched else ("none", "cuda"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
-from nsa.config import NSAConfig, require, require_int, require_positive_int
+from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int, require_positive_number
 from nsa.geometry import n_compressed
 from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention
 from nsa.model.dense import DenseAttention, DenseCache
@@ -56,6 +56,8 @@ class LMConfig:
             require_positive_int(name, getattr(self, name))
         for name in ("n_random", "random_seed"):
             require_int(name, getattr(self, name), at_least=0)
+        require_bool("tie_embeddings", self.tie_embeddings)
+        require_positive_number("norm_eps", self.norm_eps)
         accepted = f"one of {ATTENTION_KINDS}, or a tuple of n_layers = {self.n_layers} of them"
         if isinstance(self.attention, tuple):
             require(len(self.attention) == self.n_layers, "attention", self.attention, accepted)

@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--pack", **switch, help="documents do not see each other")
     data.add_argument("--on-stall", help="synthetic, retry or abort: when no batch comes for data.stall_timeout_s")
     run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=int, help="optimizer steps")
+    run.add_argument(
+        "--steps", type=int, help="optimizer steps; fewer than the config's: its warm-up and decay shrink with them"
+    )
     run.add_argument("--batch-size", type=int, help="sequences in a batch of one rank")
     run.add_argument("--accum-batches", "--accum", type=int, help="batches in a step")
     run.add_argument("--lr", type=float, help="peak learning rate")
@@ -139,5 +141,6 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
     if args.resume is None:
         return load_config(args.config or "tiny", given, env=env)
     require(args.config is None, "--config", args.config, "nothing with --resume, which takes the run's own")
+    require(args.resume.is_dir(), "--resume", str(args.resume), "the folder of a run")
     require("out" not in given, "--out", given.get("out"), "nothing with --resume, which goes on in the run's folder")
     return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=env)

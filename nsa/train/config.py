@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime
@@ -26,6 +28,8 @@ from nsa.backends.routing import preferences_path
 from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
 from nsa.data import DataConfig
 from nsa.model import LMConfig
+
+log = logging.getLogger("nsa")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,7 +67,8 @@ class TrainConfig:
     accum: int = 1
 
     lr: float
-    # "cosine" falls all the way from the warm-up; "wsd" stays at the peak and falls in the last `decay` steps.
+    # "cosine" falls all the way from the warm-up; "wsd" stays at the peak and falls in the last `decay` steps, a tenth
+    # of all where a file does not say. With `lr_floor` 1 neither falls.
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: int = 0
     decay: int = 0
@@ -115,17 +120,22 @@ class TrainConfig:
         for name in ("lr", "grad_clip", "watchdog_s"):
             require_positive_number(name, getattr(self, name))
         for name in ("lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour"):
-            if getattr(self, name) != 0:
-                require_positive_number(name, getattr(self, name))
+            value = getattr(self, name)
+            # False equals 0, but whoever says it does not mean a number.
+            if value is False or value != 0:
+                require_positive_number(name, value)
         for name in ("compile", "cuda_graphs", "gc"):
             require_bool(name, getattr(self, name))
         hints = get_type_hints(type(self))
         for name in ("schedule", "dtype", "parallel", "grad_compression"):
             require(getattr(self, name) in get_args(hints[name]), name, getattr(self, name), f"{get_args(hints[name])}")
         require(self.lr_floor <= 1, "lr_floor", self.lr_floor, "a part of lr, 0 to 1")
-        require(
-            self.schedule == "wsd" or self.decay == 0, "decay", self.decay, "0 for a cosine, which falls all the way"
-        )
+        require(self.warmup < self.steps, "warmup", self.warmup, f"less than steps = {self.steps}")
+        if self.schedule == "wsd":
+            left = self.steps - self.warmup
+            require(1 <= self.decay <= left, "decay", self.decay, f"1 to {left} for wsd: the steps after the warm-up")
+        else:
+            require(self.decay == 0, "decay", self.decay, "0 for a cosine, which falls all the way")
         require(
             isinstance(self.sample_prompt, str) and self.sample_prompt != "",
             "sample_prompt",
@@ -191,9 +201,11 @@ def load_config(
     """`source`: a name in `configs/`, a YAML file, or a run's folder. `overrides`: by dotted key."""
     path = find_config(source)
     tree = read_yaml(path)
-    for layer in (from_environment(env or settings.current()), overrides or {}):
+    file, said = dict(tree), overrides or {}
+    for layer in (from_environment(env or settings.current()), said):
         for key, value in layer.items():
             put(tree, key, value)
+    tree |= fitted_schedule(tree, file, said)
     values = checked(TrainConfig, tree, where=str(path))
     values["model"] = LMConfig.from_dict(values["model"])
     values["data"] = DataConfig(**values.get("data", {}))
@@ -206,6 +218,28 @@ def load_config(
     require(isinstance(values["out"], str | Path), "out", values["out"], "the path of a folder")
     values["out"] = Path(values["out"])
     return TrainConfig(**values)
+
+
+def fitted_schedule(tree: Mapping[str, Any], file: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, int]:
+    """The `warmup` and `decay` of `tree` where `said` changes the `file`'s steps or schedule, but not these."""
+    steps, whole = tree.get("steps"), file.get("steps")
+    if not (isinstance(steps, int) and steps > 0):
+        # The config's own checks will name it.
+        return {}
+    own = {key: file[key] for key in ("warmup", "decay") if isinstance(file.get(key), int) and key not in said}
+    if "decay" not in said and tree.get("schedule") != file.get("schedule"):
+        # That was another schedule's.
+        own["decay"] = 0
+    fitted = dict(own)
+    if isinstance(whole, int) and steps < whole:
+        # A shorter run has the shape of the whole one. Rounded so that the two never meet, and a decay never vanishes.
+        fitted = {key: n * steps // whole if key == "warmup" else -(-n * steps // whole) for key, n in own.items()}
+        shorter = ", ".join(f"{key} {n} -> {fitted[key]}" for key, n in own.items() if fitted[key] != n)
+        if shorter:
+            log.warning("steps is %d where the config has %d; in proportion %s", steps, whole, shorter)
+    if tree.get("schedule") == "wsd" and "decay" not in said and fitted.get("decay", tree.get("decay", 0)) == 0:
+        fitted["decay"] = -(-steps // 10)
+    return fitted
 
 
 def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
@@ -237,6 +271,9 @@ def moved(run: Path) -> dict[str, Any]:
         moves |= {"parallel": "auto", "cuda_graphs": "auto"}
     if str(tree.get("device")).startswith("cuda") and not torch.cuda.is_available():
         moves |= {"device": "auto", "compile": "auto", "cuda_graphs": "auto"}
+    if moves and tree.get("grad_compression", "none") != "none":
+        # It was ddp on GPUs, and either is gone.
+        moves["grad_compression"] = "none"
     return moves
 
 
@@ -245,19 +282,19 @@ def configs_folder() -> Path:
 
 
 def find_config(source: str | Path) -> Path:
-    path = Path(source)
+    """A bare word is the name of a config even where a folder has it too; a `Path` is always a place."""
+    path, named = Path(source), configs_folder() / f"{source}.yaml"
+    if isinstance(source, str) and os.sep not in source and named.is_file():
+        return named
     if path.is_dir():
         require((path / FILE).is_file(), "config", str(source), f"a folder with {FILE}, as `nsa train` writes it")
         return path / FILE
     if path.suffix in (".yaml", ".yml"):
         require(path.is_file(), "config", str(source), "a file that exists")
         return path
-    named = configs_folder() / f"{source}.yaml"
-    if not named.is_file():
-        names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
-        near = f"; the nearest is {settings.nearest(str(source), names)}" if names else ""
-        raise ValueError(f"config is {str(source)!r}; accepted: a .yaml file, a run's folder, or one of {names}{near}")
-    return named
+    names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
+    near = f"; the nearest is {settings.nearest(str(source), names)}" if names else ""
+    raise ValueError(f"config is {str(source)!r}; accepted: a .yaml file, a run's folder, or one of {names}{near}")
 
 
 def yaml() -> Any:
