@@ -255,6 +255,8 @@ class Gate(nn.Module):
         self.inner = nn.Linear(config.dim, hidden)
         self.outer = nn.Linear(hidden, config.n_heads * len(BRANCHES))
         self.reset_parameters()
+        # A pinned gate is never asked: an optimizer or DDP would wait for gradients that do not come.
+        self.requires_grad_(config.force_branch is None)
 
     def reset_parameters(self) -> None:
         self.inner.reset_parameters()

@@ -175,9 +175,9 @@ def layer_by_hand(attn: NSAAttention, x: Tensor) -> Tensor:
 
 
 def with_gradients(attn: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, seed: int = 1) -> dict[str, Tensor]:
-    """Output, and the gradients of `x` and of every parameter for a fixed random gradient of the output."""
+    """Output, and the gradients of `x` and of every trained parameter for a fixed random gradient of the output."""
     x = x.detach().clone().requires_grad_()
-    names, parameters = zip(*attn.named_parameters(), strict=True)
+    names, parameters = zip(*((name, p) for name, p in attn.named_parameters() if p.requires_grad), strict=True)
     y = forward(x)
     dy = torch.randn(y.shape, dtype=FP64, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
     grads = torch.autograd.grad(y, (x, *parameters), dy, allow_unused=True, materialize_grads=True)

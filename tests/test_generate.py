@@ -114,6 +114,35 @@ def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.C
         assert line.count("\n") == 1
 
 
+def test_a_damaged_model_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model("dense", vocab_size=256).float()
+    safe, plain, config = (tmp_path / name for name in ("model.safetensors", "model.pt", "model.json"))
+
+    def check(path: Path, data: bytes, what: str = "is damaged") -> None:
+        before = path.read_bytes()
+        path.write_bytes(data)
+        assert cli.main(["generate", "--device", "cpu", "--run", str(tmp_path)]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"nsa generate: error: {path} {what}: ")
+        assert line.count("\n") == 1
+        path.write_bytes(before)
+
+    save_model(model, tmp_path)
+    for data in (b"", b"{", b"\xff", b"[]", b'{"layers": 1}'):
+        check(config, data)
+    if safe.is_file():
+        whole = safe.read_bytes()
+        other = save_model(small_model("nsa", vocab_size=256).float(), tmp_path / "other").read_bytes()
+        for data in (b"", whole[: len(whole) // 2]):
+            check(safe, data)
+        check(safe, other, "does not fit model.json")
+        safe.unlink()
+    torch.save(model.state_dict(), plain)
+    whole = plain.read_bytes()
+    for data in (b"", b"no model", whole[: len(whole) // 2]):
+        check(plain, data)
+
+
 def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trained model"):
         newest_run(tmp_path)

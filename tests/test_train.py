@@ -73,6 +73,22 @@ def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype) -> None:
     torch.testing.assert_close(results[0], results[1], **(tolerance or {"atol": 0, "rtol": 0}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_loss_that_is_not_finite_is_enough_to_change_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = LM(small_run(Path()).model)
+    update = TrainStep(model, dtype=dtype, compile=False)
+    update([random_batch(2)], lr=1e-3)
+    tokens, targets, _ = random_batch(2)
+    update.scaler.scale(model(tokens, targets)).backward()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    result = update.apply(torch.tensor(float("inf")), 1e-3)
+    assert torch.isfinite(result.grad_norm)
+    assert result.skipped == 1
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert {float(state["step"]) for state in update.optimizer.state.values()} == {1.0}
+
+
 def test_first_line_names_everything_that_runs(tmp_path: Path) -> None:
     config = small_run(tmp_path, kind="nsa")
     line = boot.boot_line(config, LM(config.model), "the data", CPU)
@@ -239,3 +255,6 @@ def test_the_command_trains_and_says_how_to_go_on(
     printed = capsys.readouterr().out
     assert "lr: 0.003 -> 0.0001" in printed
     assert "steps" not in printed
+    (tmp_path / "run.json").write_text('{"ha')
+    assert cli.main(["train", "--config", str(tmp_path), "--diff", str(tmp_path)]) == 2
+    assert f"nsa train: error: {tmp_path / 'run.json'} is damaged: " in capsys.readouterr().err

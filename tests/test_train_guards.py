@@ -17,7 +17,7 @@ from training import lines_of, losses, small_run
 
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import Trainer, loop
+from nsa.train import TrainConfig, Trainer, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.step import StepResult
 
@@ -211,6 +211,61 @@ def test_a_model_that_is_broken_is_not_kept_as_the_last_good_one(tmp_path: Path)
     assert trainer.checkpoints.latest() == 2
 
 
+def broken_from_step_4(config: TrainConfig) -> Interfering:
+    """Its parameters give no finite loss from then on; the checkpoint of step 4 is good."""
+
+    def spoil(trainer: Trainer) -> None:
+        with torch.no_grad():
+            trainer.model.norm.weight.fill_(float("nan"))
+
+    return interfering(replace(config, save_every=2, log_every=1, max_skips=8), {4: spoil})
+
+
+def test_a_broken_model_is_neither_kept_nor_exported_at_the_end(tmp_path: Path) -> None:
+    trainer = broken_from_step_4(small_run(tmp_path))
+    with pytest.raises(RunStopped, match=r"nothing is exported: step 6 is not saved.*good state is that of step 4\."):
+        trainer.train()
+    assert trainer.checkpoints.latest() == 4
+    assert not (tmp_path / "model.json").exists()
+
+
+def test_a_broken_model_is_not_kept_when_a_signal_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = broken_from_step_4(small_run(tmp_path, steps=20))
+    trainer.before[6] = lambda trainer: os.kill(os.getpid(), signal.SIGTERM)
+    assert trainer.train() is None
+    assert trainer.checkpoints.latest() == 4
+    assert "[stop] SIGTERM: step 7 is not saved, its parameters give no finite loss any more" in capsys.readouterr().out
+
+
+def test_a_broken_model_is_not_what_the_watchdog_saves(tmp_path: Path) -> None:
+    trainer = Trainer(small_run(tmp_path))
+    with torch.no_grad():
+        trainer.model.norm.weight[0] = float("nan")
+    assert trainer.rescue() == "no checkpoint: the parameters are not finite"
+    assert trainer.checkpoints.latest() is None
+    trainer.loader.close()
+
+
+def test_a_broken_model_is_not_sampled_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = broken_from_step_4(small_run(tmp_path, steps=8, sample_every=3))
+    with pytest.raises(RunStopped):
+        trainer.train()
+    assert [line["step"] for line in lines_of(tmp_path, "sample")] == [3]
+    assert "[sample] none at step 6: the parameters give no finite loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
+def test_a_run_on_one_branch_goes_on(branch: str, tmp_path: Path) -> None:
+    config = small_run(tmp_path, kind="nsa", steps=2)
+    config = replace(config, model=replace(config.model, attn=replace(config.model.attn, force_branch=branch)))
+    trainer = Trainer(config)
+    trainer.train()
+    # DDP waits for the gradient of every parameter that asks for one.
+    assert len(trainer.update.optimizer.state) == len(trainer.update.parameters)
+    Trainer(replace(config, steps=3)).train()
+    assert list(losses(tmp_path)) == [1, 2, 3]
+
+
 def test_every_checkpoint_has_a_loss_to_be_compared_by(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path, eval_every=4, save_every=3))
     trainer.train()
@@ -287,6 +342,18 @@ def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     assert "saved" in path.read_text()
     dog.thread.join(1)
     assert "nsa-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_full_disk_does_not_keep_the_watchdog_from_saving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").touch()
+    dog = Watchdog(tmp_path / "full" / "dog.txt", 60, describe=lambda: "the last batches", rescue=lambda: "saved")
+    dog.bark(60)
+    said = capfd.readouterr().err
+    assert "no step for 60 s; " in said
+    assert "dog.txt cannot be written: " in said
+    assert "the last batches" in said
+    assert "in test_a_full_disk_does_not_keep_the_watchdog_from_saving" in said
+    assert said.endswith("[watchdog] saved\n")
 
 
 def test_a_run_that_is_too_slow_stops_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,13 @@ safetensors where it is installed, else torch's own format, read with `weights_o
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -38,15 +42,41 @@ def save_model(model: LM, folder: Path) -> Path:
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
     """The model of `folder`, ready to generate. Who computes it is decided here: it was trained on another machine."""
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
-    config = LMConfig.from_dict(json.loads((folder / CONFIG).read_text())).with_backend(backend)
+    with naming(folder / CONFIG):
+        config = LMConfig.from_dict(json.loads((folder / CONFIG).read_text()))
     with torch.device("meta"):
-        model = LM(config)
-    model.load_state_dict(read_parameters(folder), assign=True)
+        model = LM(config.with_backend(backend))
+    path = parameters_file(folder)
+    with naming(path):
+        parameters = read_parameters(path)
+    try:
+        model.load_state_dict(parameters, assign=True)
+    except RuntimeError as error:
+        # torch lists every tensor that does not fit, each on a line of its own.
+        raise ValueError(f"{path} does not fit {CONFIG}: {shorten(str(error), 300)}") from error
     return model.to(device).eval()
 
 
-def read_parameters(folder: Path) -> dict[str, Tensor]:
+def parameters_file(folder: Path) -> Path:
     if (folder / SAFE).is_file():
-        return import_module("safetensors.torch").load_file(folder / SAFE)
+        return folder / SAFE
     require((folder / PLAIN).is_file(), "folder", str(folder), f"a folder with {SAFE} or {PLAIN}")
-    return torch.load(folder / PLAIN, map_location="cpu", weights_only=True)
+    return folder / PLAIN
+
+
+def read_parameters(path: Path) -> dict[str, Tensor]:
+    if path.name == PLAIN:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return import_module("safetensors.torch").load_file(path)
+    except import_module("safetensors").SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Whatever a reader makes of a file that was cut or changed, the message says which one it is."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged: {shorten(str(error), 300)}") from error

@@ -138,7 +138,10 @@ def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 def describe_difference(run: Path, config: TrainConfig) -> str:
     """`nsa train --diff RUN`: how a start now would differ from that run's, in config and environment."""
-    record = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
+    try:
+        record = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{run / RUN} is damaged: {error}") from error
     then, now = record.get("environment", {}), environment(torch.device(config.device))
     lines = [f"{key}: {a!r} -> {b!r}" for key, (a, b) in diff(config_of(run), config).items()]
     told = [name for name in now if name not in ("command", "machine")]

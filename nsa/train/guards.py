@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,6 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 from nsa.data import Batch
 from nsa.train.step import autocast
 from nsa.train.storage import read_tensors, write_tensors
+
+# The descriptor, which is there whatever Python's own stderr was replaced by.
+STDERR = 2
 
 
 class RunStopped(RuntimeError):
@@ -158,20 +161,29 @@ class Watchdog:
                 self.bark(idle)
 
     def bark(self, idle: float) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(f"no step for {idle:.0f} s\n{self.describe()}\n\n")
-            # It writes past Python's buffer.
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write("\n")
-        print(
-            f"[watchdog] no step for {idle:.0f} s: every thread's stack is in {self.path}", file=sys.stderr, flush=True
-        )
+        silence, doing = f"no step for {idle:.0f} s", self.describe()
+        # Nothing that cannot be written may keep the rescue from being tried.
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(f"{silence}\n{doing}\n\n")
+                # It writes past Python's buffer.
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("\n")
+            self.say(f"{silence}: every thread's stack is in {self.path}")
+        except OSError as error:
+            self.say(f"{silence}; {self.path} cannot be written: {error}\n{doing}")
+            faulthandler.dump_traceback(STDERR, all_threads=True)
         saved = self.rescue()
-        with self.path.open("a") as file:
+        self.say(saved)
+        with suppress(OSError), self.path.open("a") as file:
             file.write(f"{saved}\n\n")
-        print(f"[watchdog] {saved}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        # It may lead to a file on the same full disk.
+        with suppress(OSError):
+            print(f"[watchdog] {text}", file=sys.stderr, flush=True)
 
 
 # Names of what torch's own attention shows in a profile.

@@ -129,9 +129,10 @@ class Trainer:
                 self.shown = progress(c.steps) if self.ranks.first else None
                 with watchdog:
                     self.run_steps(signals, watchdog)
+                    kept = self.keep_what_is_done() if self.done < c.steps else ""
                 self.close_progress()
                 if self.done < c.steps:
-                    self.say(f"[stop] {signals.asked or 'another rank'}: step {self.done} is saved in {c.out}")
+                    self.say(f"[stop] {signals.asked or 'another rank'}: {kept}")
                     self.say(f"go on with: nsa train --resume {c.out}")
                     return None
                 return self.finish()
@@ -143,7 +144,7 @@ class Trainer:
                 self.log.close()
 
     def run_steps(self, signals: Signals, watchdog: Watchdog) -> None:
-        """Until the last step, or until a signal has been heeded."""
+        """Until the last step, or until a signal asks to stop."""
         c = self.config
         first = self.done
         # The first step compiles; graphs are recorded in the two after it.
@@ -180,7 +181,6 @@ class Trainer:
             if not last:
                 self.look_closer()
                 if stops:
-                    self.save(wait=True)
                     return
             watchdog.beat()
             self.clock.begin(self.loader.waited)
@@ -190,14 +190,18 @@ class Trainer:
 
     def look_closer(self) -> None:
         """What the end of a run does anyway."""
-        saves = self.due(self.config.save_every)
-        if saves or self.due(self.config.eval_every):
-            # Without a loss a checkpoint could not be the best one; without a finite one it is nothing to go back to.
-            loss = self.evaluate()
-            saves = saves and math.isfinite(loss)
-        if self.due(self.config.sample_every) and self.config.parallel != "fsdp" and self.ranks.first:
+        c = self.config
+        saves, samples = self.due(c.save_every), self.due(c.sample_every) and c.parallel != "fsdp"
+        if saves or self.due(c.eval_every):
+            # Without a loss a checkpoint could not be the best one.
+            self.evaluate()
+        # Every rank takes part in this.
+        good = (saves or samples) and self.is_good()
+        if samples and not good:
+            self.say(f"[sample] none at step {self.done}: the parameters give no finite loss")
+        elif samples and self.ranks.first:
             self.write_sample(self.sample(self.model))
-        if saves:
+        if saves and good:
             self.save()
 
     def fetch(self, signals: Signals | None = None) -> list[Batch] | None:
@@ -206,19 +210,18 @@ class Trainer:
             with nullcontext() if signals is None or self.ranks.size > 1 else signals.waiting():
                 self.fetched = list(islice(self.loader, self.config.accum))
         except Asked:
-            self.keep_what_is_done()
             return None
         except (OSError, RuntimeError, ValueError):
             # The data is lost, the run need not be.
             if self.ranks.size == 1:
-                self.keep_what_is_done()
+                self.say(f"[stop] no data: {self.keep_what_is_done()}")
             raise
         return self.fetched
 
-    def keep_what_is_done(self) -> None:
+    def keep_what_is_done(self) -> str:
         if self.waiting:
             self.look(timed=False)
-        self.save(wait=True)
+        return self.save_if_good()
 
     def advance(self, batches: list[Batch]) -> None:
         with self.changing:
@@ -263,21 +266,29 @@ class Trainer:
                 self.waiting.clear()
                 raise RunStopped(
                     f"the loss or the gradients of {self.skips.in_a_row} steps in a row were not finite, up to step "
-                    f"{step + 1}. {self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
+                    f"{step + 1}: {self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
                 )
         self.waiting.clear()
         self.write_down()
         self.show(loss, grad_norm)
 
-    def save_if_good(self) -> str:
+    def is_good(self) -> bool:
         """Steps without a finite gradient change nothing, but the last one that did may have been what broke the model:
-        such a state must not be what the run goes on from."""
-        if math.isfinite(self.evaluate()):
+        such a state is nothing to go on from, nor to sample from."""
+        if self.validated is not None and self.validated[0] == self.done:
+            return math.isfinite(self.validated[1])
+        return math.isfinite(self.validation_loss())
+
+    def save_if_good(self) -> str:
+        """Where the run can be gone on from now, in words."""
+        if self.is_good():
             self.save(wait=True)
-            return f"They changed nothing: {self.checkpoints.folder} holds the last good state"
+            return f"step {self.done} is saved in {self.checkpoints.folder}"
+        # One that is being written counts.
+        self.checkpoints.wait()
         kept = self.checkpoints.latest()
-        good = "no checkpoint was saved before that" if kept is None else f"the last good state is that of step {kept}"
-        return f"The parameters themselves give no finite loss any more: {good}"
+        last = "no checkpoint was saved before that" if kept is None else f"the last good state is that of step {kept}"
+        return f"step {self.done} is not saved, its parameters give no finite loss any more: {last}"
 
     def write_down(self) -> None:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
@@ -335,18 +346,21 @@ class Trainer:
                 f"{rate:,.0f} tokens/s in the first steps, and at least {least:,.0f} were asked for\n{profile}"
             )
 
-    @torch.no_grad()
     def evaluate(self) -> float:
+        loss = self.validation_loss()
+        self.validated = (self.done, loss)
+        self.write("eval", step=self.done, loss=loss)
+        return loss
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
         """The mean loss over the same few validation batches every time."""
         with autocast(self.device, self.dtype):
             losses = [
                 self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
                 for batch in map(self.to_device, self.valid)
             ]
-        loss = mean_over_ranks(torch.stack(losses).mean()).item()
-        self.validated = (self.done, loss)
-        self.write("eval", step=self.done, loss=loss)
-        return loss
+        return mean_over_ranks(torch.stack(losses).mean()).item()
 
     def write_stats(self) -> None:
         found = attention_stats(self.model, self.to_device(self.valid[0]), self.dtype)
@@ -411,6 +425,9 @@ class Trainer:
         if not self.changing.acquire(blocking=False):
             return "no checkpoint: the step under way has changed part of the state"
         try:
+            # A forward may be what hangs, so no loss is asked for.
+            if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+                return "no checkpoint: the parameters are not finite"
             self.save_unlocked(wait=True)
         except (OSError, RuntimeError, ValueError) as error:
             return f"no checkpoint: {error}"
@@ -436,7 +453,9 @@ class Trainer:
     def finish(self) -> Summary:
         c = self.config
         loss_end = self.evaluate()
-        self.save(wait=True)
+        kept = self.save_if_good()
+        if not math.isfinite(loss_end):
+            raise RunStopped(f"all steps are done, and nothing is exported: {kept}. A lower --lr may help")
         checkpoint = export(self.model, c.out, self.loader.tokenizer)
         # What speaks is what others will load.
         sample = self.write_sample(self.sample(load_model(c.out, self.device))) if self.ranks.first else ""

@@ -92,13 +92,11 @@ class TrainStep:
         skipped = (~torch.isfinite(loss + grad_norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            # The fused update reads this flag on the device and then leaves everything as it is, step count included.
-            self.optimizer.found_inf = skipped
-            self.optimizer.step()
+        # The fused update reads this flag on the device and then leaves everything as it is, step count included. The
+        # scaler's own `step` would look at the gradients alone.
+        self.optimizer.found_inf = skipped
+        self.optimizer.step()
+        self.scaler.update()
         return StepResult(loss, grad_norm, skipped)
 
 
