@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa.backends.contracts import (
-    CONTRACTS,
     FLASH_ATTN_3,
     FLASH_ATTN_4,
     MOST_ELEMENTS,
@@ -342,6 +341,11 @@ def test_the_gradient_that_overflows_32_bits_is_caught_and_the_largest_that_does
     assert MOST_ELEMENTS == 128 * 8192 * 16 * 128
     # Narrow heads are counted as 32 wide, short sequences as a tile of 128.
     assert any("2^31" in x for x in violations(dense(4096, 1, 512 + 1, 8), ON_META, HOPPER))
+    # Wider ones are counted in steps of 32, and above 192 as 256.
+    for width, counted in ((8, 32), (32, 32), (40, 64), (136, 160), (192, 192), (200, 256), (256, 256)):
+        most = MOST_ELEMENTS // (128 * 16 * counted)
+        assert violations(dense(most, 128, 16, width), ON_META, HOPPER) == [], width
+        assert any("2^31" in x for x in violations(dense(most + 1, 128, 16, width), ON_META, HOPPER)), width
     assert rows_in_tiles(3, 130, varlen=False) == 3 * 256
     assert rows_in_tiles(3, 130, varlen=True) == 130 + 3 * 128
 
@@ -363,6 +367,9 @@ def test_a_window_is_counted_with_the_query_itself() -> None:
     assert Call(q=x, k=x, v=x, scale=1.0, window=1).window_size == (0, 0)
     assert Call(q=x, k=x, v=x, scale=1.0).window_size == (-1, 0)
     assert Call(q=x, k=x, v=x, scale=1.0, causal=False).window_size == (-1, -1)
+
+
+CONTRACTS = {contract.library: contract for contract in (TORCH, FLASH_ATTN_3)}
 
 
 def reasons(library: str, capability: tuple[int, int], **changes: object) -> list[str]:

@@ -26,6 +26,7 @@ from nsa import reference
 from nsa.backends import sdpa
 from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call, value_violations
 from nsa.backends.flash import FlashBackend
+from nsa.backends.flash import libraries as libraries_module
 from nsa.backends.flash.branches import safe_offsets
 from nsa.backends.flash.libraries import (
     FLASH_ATTN_PACKAGE,
@@ -395,7 +396,7 @@ def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
     case = Case(length=40, groups=1, heads=20_000, d_k=8, d_v=8, block=16, stride=16)
     q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
     library = StandIn()
-    with pytest.raises(BackendFailure, match="stand-in was not called: 320000 heads do not fit a launch grid"):
+    with pytest.raises(BackendFailure, match="stand-in: 320000 heads do not fit a launch grid"):
         backend_of(library).compressed_forward(q, k, k, **knobs("compressed", case))
     assert not library.calls
 
@@ -418,6 +419,33 @@ def test_running_out_of_memory_is_not_hidden_and_a_refusal_is_a_reason() -> None
             backend_of(Failing(error)).sliding_forward(x, x, x, **options)
 
 
+@pytest.mark.parametrize(
+    ("direction", "change", "says"),
+    [
+        ("forward", lambda o, lse: (o[:, :-1], lse), r"o is \(1, 3, 1, 8\)"),
+        ("forward", lambda o, lse: (o.half(), lse), "o is .* of torch.float16"),
+        ("forward", lambda o, lse: (o, lse.transpose(1, 2)), r"lse is \(1, 4, 1\)"),
+        ("forward", lambda o, lse: (o, lse.double()), "lse is .* of torch.float64"),
+        ("forward", lambda o, lse: (o, lse, lse), "longer"),
+        ("backward", lambda dq, dk, dv: (dq, dk[:, :-1], dv), r"dk is \(1, 3, 1, 8\)"),
+        ("backward", lambda dq, dk, dv: (dq, dk, dv.half()), "dv is .* of torch.float16"),
+    ],
+)
+def test_results_of_another_shape_or_dtype_are_a_failure(direction: str, change: Any, says: str) -> None:
+    class Changed(StandIn):
+        pass
+
+    setattr(Changed, direction, lambda self, call: change(*getattr(StandIn, direction)(self, call)))
+    x = torch.zeros(1, 4, 1, 8)
+    options = knobs("sliding", Case(length=4))
+    given = (x, x, x)
+    if direction == "backward":
+        o, lse = backend_of(StandIn()).sliding_forward(*given, **options)
+        given = (o, None, *given, o, lse)
+    with pytest.raises(BackendFailure, match=f"stand-in 0 {direction}: ValueError: .*{says}"):
+        getattr(backend_of(Changed()), f"sliding_{direction}")(*given, **options)
+
+
 def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
     case = Case(length=12, d_k=8, d_v=8)
@@ -429,7 +457,7 @@ def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="nsa"):
         for _ in range(2):
             found = by_backend(backend, "sliding", inputs, case, with_lse=False)
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if "probing" not in record.message]
     assert "NSA_FA2_PREF_FP16 is on (environment)" in record.message
     assert "torch.float32 inputs are cast to torch.float16" in record.message
     assert {call.q.dtype for call in library.calls} == {torch.float16}
@@ -582,6 +610,23 @@ def test_the_flash_attn_package_is_called_by_keyword_and_gives_the_same_numbers(
 def test_versions_are_pinned_where_behaviour_differs(package: Any, version: str | None, expected: str | None) -> None:
     found = reason_against(package, version)
     assert found == expected if expected is None else expected in str(found)
+
+
+def test_a_process_that_only_makes_calls_imports_the_package_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries_module, "version", lambda _: "2.8.3")
+    imported = []
+
+    def fake_import(name: str) -> ModuleType:
+        imported.append(name)
+        raise ImportError("undefined symbol")
+
+    module, _, name = FlashAttn2Library("2.8.3").address.partition(":")
+    find = getattr(sys.modules[module], name)
+    monkeypatch.setattr(libraries_module, "import_module", fake_import)
+    library = find()
+    assert imported == ["flash_attn.flash_attn_interface"]
+    with pytest.raises(ImportError):
+        library.forward(call_on("cpu", varlen=False))
 
 
 def test_looking_for_libraries_imports_none() -> None:

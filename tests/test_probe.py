@@ -18,6 +18,7 @@ import flash_standin
 import pytest
 import torch
 from flash_standin import (
+    CPU_CONTRACT,
     FAULTS,
     BackwardFault,
     BatchFault,
@@ -39,13 +40,23 @@ from flash_standin import (
 import nsa
 from nsa.backends import sdpa
 from nsa.backends.flash import FlashBackend
-from nsa.backends.flash.cases import MOST_ELEMENTS, MOST_TOKENS, cases_of, kind_of, make_call, posed
+from nsa.backends.flash.cases import (
+    CODE,
+    MOST_ELEMENTS,
+    MOST_TOKENS,
+    SOURCES,
+    cases_of,
+    digest,
+    kind_of,
+    make_call,
+    posed,
+)
 from nsa.backends.flash.libraries import Library, TorchLibrary
 from nsa.backends.flash.repro import repro_script
 from nsa.backends.flash.trial import difference, main, written_out
-from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, report, run_cases
+from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, end, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, Router
+from nsa.backends.routing import BackendFailure, Fault, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library
@@ -118,9 +129,13 @@ def test_a_fault_is_survived_reported_and_training_goes_on_with_the_same_losses(
     for part in (WORDS[fault.__name__], "a window across tiles", "q=(1, 257, ", "strides", "torch 2"):
         assert part in text, part
 
-    calls = router.counts.as_dict()["calls"]
+    counts = router.counts.as_dict()
+    calls = counts["calls"]
     assert calls["sliding/sdpa"] > 0
     assert calls["compressed/sdpa"] > 0
+    assert {name.split(":")[0] for name in counts["failures"]} == {"sliding/flash", "compressed/flash"}
+    assert all(WORDS[fault.__name__] in name for name in counts["failures"])
+    assert sum(counts["failures"].values()) == calls["sliding/sdpa"] + calls["compressed/sdpa"]
     assert not [name for name in calls if name.endswith("/flash")]
     assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
 
@@ -160,7 +175,9 @@ def test_a_verdict_holds_for_the_cases_like_the_problem(tmp_path: Path, children
     assert flash.supports(replace(PROBLEM, packed=True)) is None, "the child after the crash tried the rest"
 
 
-def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_is_found_again_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = []
 
     def prober(*given: Any) -> list[Outcome]:
@@ -170,6 +187,7 @@ def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path, monkeypatc
     for _ in range(3):
         assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(PROBLEM))
     assert len(asked) == 1
+    assert caplog.text.count("probing stand-in 0 on cpu") == 1, "who waits is told why, once"
     other_version = StandIn(version="1")
     assert "hung" in str(backend_of(other_version, tmp_path, prober).supports(PROBLEM))
     assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(replace(PROBLEM, d_k=16)))
@@ -181,6 +199,67 @@ def test_a_verdict_is_found_again_by_the_next_process(tmp_path: Path, monkeypatc
     (library, subject, outcomes) = backend_of(StandIn(), tmp_path, lambda *_: mended).probe_all(PROBLEM)[0]
     assert (library.version, subject.version, outcomes) == ("0", "0", mended)
     assert backend_of(StandIn(), tmp_path, prober).supports(PROBLEM) is None, "trying again replaces the verdict"
+
+
+def test_strict_forbids_what_a_remembered_verdict_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the second process nothing is probed: the counters and the log say it all the same."""
+    bad = [Outcome(case="x", feature="dense", backward=True, problem="hung")]
+    backend_of(StandIn(), tmp_path, lambda *_: bad).supports(PROBLEM)
+    q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
+
+    def run(config: Settings, **options: Any) -> Router:
+        flash = FlashBackend(config, (StandIn(),), folder=tmp_path, prober=lambda *_: pytest.fail("it is remembered"))
+        router = Router([flash, sdpa], config)
+        knobs = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
+        router.run(PROBLEM, "sliding_forward", q, k, k, **knobs, **options)
+        return router
+
+    caplog.clear()
+    assert sum(run(INSISTS).counts.failures.values()) == 1
+    assert "flash failed in sliding_forward" in caplog.text
+    with pytest.raises(BackendFailure, match=r"hung.*strict forbids"):
+        run(INSISTS, strict=True)
+    for keeps_away in ({}, {"NSA_USE_FA2": "0"}, {"NSA_FA2_MIN_LEN_WIN": "128"}):
+        assert not run(Settings.load(environ=keeps_away), strict=True).counts.failures
+
+
+def test_a_library_that_is_sound_makes_up_for_one_that_is_not(tmp_path: Path) -> None:
+    def prober(library: Library, *_: Any) -> list[Outcome]:
+        return [Outcome(case="x", feature="dense", backward=True, problem="hung" if library.version == "0" else None)]
+
+    bad, good = StandIn(), StandIn(version="1")
+    assert FlashBackend(INSISTS, (bad, good), folder=tmp_path, prober=prober).choose(PROBLEM) is good
+    narrow = StandIn(version="1", contract=replace(good.contract, widest=4, library="narrow"))
+    both = FlashBackend(INSISTS, (bad, narrow), folder=tmp_path, prober=prober)
+    assert isinstance(both.supports(PROBLEM), Fault), "without the fault the first would serve"
+    assert not isinstance(both.supports(replace(PROBLEM, d_k=264)), Fault), "a limit is a limit"
+
+
+def test_each_gpu_of_a_process_has_a_verdict_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def prober(*_: Any) -> list[Outcome]:
+        asked.append(Subject.here("stand-in", "0", "cpu").gpu)
+        return []
+
+    flash = backend_of(StandIn(), tmp_path, prober)
+    for gpu in ("A100", "RTX 4090", "A100"):
+        monkeypatch.setattr(Subject, "here", partial(lambda *_, gpu: replace(SUBJECT, gpu=gpu), gpu=gpu))
+        flash.supports(PROBLEM)
+    assert asked == ["A100", "RTX 4090"]
+
+
+def test_a_verdict_rests_on_all_the_code_that_made_it(tmp_path: Path) -> None:
+    assert {source.name for source in SOURCES} == {"cases.py", "libraries.py", "trial.py", "contracts.py"}
+    copies = [tmp_path / source.name for source in SOURCES]
+    for source, copy in zip(SOURCES, copies, strict=True):
+        copy.write_bytes(source.read_bytes())
+    assert digest(copies) == CODE
+    found = {CODE}
+    for copy in copies:
+        copy.write_text(copy.read_text() + "# changed")
+        found.add(digest(copies))
+    assert len(found) == 5
 
 
 def test_a_child_that_cannot_start_is_said_and_not_remembered(
@@ -235,6 +314,47 @@ def test_the_child_restarts_after_an_error_that_may_have_broken_its_gpu(
     assert stages == [("one token", part) for part in parts] + [(tiles, parts[0]), (tiles, parts[1]), (tiles, None)]
     assert answers[4] == {"case": "one token", "problem": None}
     assert "RuntimeError in forward" in answers[-1]["problem"]
+
+
+def test_a_gpu_that_cannot_be_had_is_the_start_s_failure_and_no_case_s(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    with pytest.raises(SystemExit, match="no_such_device"):
+        main("flash_standin:StandIn", "no_such_device", str(path))
+    assert not path.exists()
+
+
+def test_a_gradient_that_the_contract_forbids_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden = replace(CPU_CONTRACT, wide_gradients=(0, 8), capabilities=(8,))
+    monkeypatch.setattr("nsa.backends.flash.trial.load", lambda _: StandIn(contract=forbidden))
+    monkeypatch.setattr("nsa.backends.flash.libraries.capability_of", lambda _: (8, 9))
+    case = cases_of(PROBLEM, 8, torch.float32)[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(case)))
+    path = tmp_path / "answers"
+    main("any", "cpu", str(path))
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [answer.get("stage") for answer in answers] == ["making the call", "forward", "the comparison", None]
+    assert answers[-1]["problem"] is None
+
+
+def test_a_hanging_child_without_a_parent_ends_by_itself(tmp_path: Path, children_find_the_stand_ins: None) -> None:
+    code = "import sys; from nsa.backends.flash import trial; trial.CASE_SECONDS, trial.MARGIN_SECONDS = 2.0, 0.0; "
+    code += "trial.main(*sys.argv[1:])"
+    cases = "".join(json.dumps(case) + "\n" for case in cases_of(PROBLEM, 8, torch.float32))
+    words = [sys.executable, "-c", code, "flash_standin:Hanging", "cpu", str(tmp_path / "answers")]
+    done = subprocess.run(words, input=cases, text=True, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+
+
+def test_nobody_waits_for_a_child_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unkillable:
+        pid, stderr = 0, None
+
+        def wait(self, timeout: float) -> None:
+            raise subprocess.TimeoutExpired("child", timeout)
+
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    end(Unkillable())  # type: ignore[arg-type]
 
 
 def test_a_report_is_complete() -> None:
@@ -304,7 +424,8 @@ def say(**fields):
 def outcomes_of(tmp_path: Path, code: str, *names: str) -> list[Outcome]:
     script = tmp_path / "child.py"
     script.write_text(CHILD + code)
-    cases = [{**CASE, "name": name} for name in names or ("one",)]
+    # Each with a feature of its own: a crash settles the verdict on one.
+    cases = [{**CASE, "name": name, "feature": name} for name in names or ("one",)]
     return run_cases([sys.executable, str(script)], cases, case_seconds=10.0)
 
 
@@ -340,6 +461,29 @@ for line in sys.stdin:
     assert (one.problem, one.call) == (None, "f")
     assert (two.problem, two.call) == ("killed by SIGABRT in making the call", "")
     assert "before the call" in report(SUBJECT, [two])
+
+
+@pytest.mark.parametrize(
+    ("end", "tried"), [("os.abort()", "abd"), ("time.sleep(60)", "abd"), (f"sys.exit({RESTART})", "abcd")]
+)
+def test_after_a_crash_or_a_hang_nothing_more_of_its_feature_is_tried(tmp_path: Path, end: str, tried: str) -> None:
+    """An error that the child survives says so much less, and the rest of its feature makes the report."""
+    script = tmp_path / "child.py"
+    code = f"""
+import os, time
+for line in sys.stdin:
+    case = json.loads(line)
+    say(case=case["name"], stage="forward")
+    if case["name"] == "b":
+        {f'say(case="b", problem="raised"); {end}' if "exit" in end else end}
+    say(case=case["name"], problem=None)
+"""
+    script.write_text(CHILD + code)
+    features = {"a": "dense", "b": "dense", "c": "dense", "d": "packed"}
+    cases = [{**CASE, "name": name, "feature": feature} for name, feature in features.items()]
+    outcomes = run_cases([sys.executable, str(script)], cases, case_seconds=1.0)
+    assert [outcome.case for outcome in outcomes] == list(tried)
+    assert [outcome.case for outcome in outcomes if outcome.problem] == ["b"]
 
 
 def test_what_a_library_prints_moves_no_verdict(tmp_path: Path, children_find_the_stand_ins: None) -> None:
@@ -437,6 +581,16 @@ def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
     assert kind_of(posed(PROBLEM, 512), 8, torch.float32) == kind() != kind_of(posed(PROBLEM, 4), 8, torch.float32)
 
 
+@pytest.mark.parametrize("length", [1, 64, 255, 256, 2048, 4000, 4096, 2**20])
+def test_a_pack_is_tried_as_one_document_and_as_several(length: int) -> None:
+    problem = replace(PROBLEM, packed=True, n_queries=length, n_keys=length)
+    own, longest = [case for case in cases_of(problem, 8, torch.float32) if case["name"] in OWN]
+    assert own["lengths"] == [min(length, MOST_TOKENS)]
+    assert len(longest["lengths"]) == 3
+    assert min(longest["lengths"]) > 0
+    assert sum(longest["lengths"]) >= own["lengths"][0]
+
+
 @pytest.mark.parametrize("op", ["sliding", "compressed"])
 @pytest.mark.parametrize("layout", ["dense", "packed", "cached"])
 def test_a_large_problem_is_tried_at_a_size_that_fits(op: str, layout: str) -> None:
@@ -464,21 +618,24 @@ def test_attention_written_out_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPa
         whole = written_out(call, do)
         with monkeypatch.context() as small:
             small.setattr("nsa.backends.flash.trial.TILE_QUERIES", 7)
-            assert difference(call, whole, do) is None
+            rounded = {name: x.float() for name, x in whole.items()}
+            assert difference(call, rounded, do) is None
             tiled = written_out(call, do)
         for name, x in whole.items():
             torch.testing.assert_close(tiled[name], x, equal_nan=True)
 
 
-def test_limits_count_the_heads_that_folding_makes(tmp_path: Path) -> None:
+def test_a_stride_s_heads_are_counted_once_the_call_tells_it(tmp_path: Path) -> None:
     flash = backend_of(StandIn(), tmp_path, lambda *_: [])
     problem = Problem(
         op="compressed", batch=512, n_queries=64, n_keys=3, n_heads=32, n_groups=2, d_k=128, d_v=128,
         dtype=torch.bfloat16, backward=True,
     )  # fmt: skip
-    assert "2^31" in str(flash.supports(problem))
-    assert flash.supports(replace(problem, batch=64)) is None
-    assert "80000 heads" in str(flash.supports(replace(problem, n_heads=5000, backward=False)))
+    assert flash.supports(problem) is None, "a stride of 2 would be served"
+    assert flash.supports(posed(problem, 2)) is None
+    assert "2^31" in str(flash.supports(posed(problem, 16)))
+    assert "80000 heads" in str(flash.supports(posed(replace(problem, n_heads=5000, backward=False), 16)))
+    assert "2^31" in str(flash.supports(replace(problem, batch=16 * 512))), "too much for any stride"
 
 
 def test_a_library_whose_limits_forbid_the_problem_is_not_probed(tmp_path: Path) -> None:
@@ -507,8 +664,12 @@ def test_probing_the_whole_attention_is_probing_its_branches_and_forgets_the_res
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError, AssertionError, AttributeError, OSError, IndexError, KeyError, NotImplementedError]
-)
+    "error",
+    [
+        ValueError, AssertionError, AttributeError, OSError, IndexError, KeyError, NotImplementedError,
+        ZeroDivisionError, NameError, SystemError, EOFError,
+    ],
+)  # fmt: skip
 def test_whatever_a_library_raises_the_next_backend_serves(error: type[Exception], tmp_path: Path) -> None:
     class Failing(StandIn):
         def forward(self, call: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Broken, Preference, Router
+from nsa.backends.routing import BackendFailure, Broken, Fault, Preference, Router
 from nsa.ops import library
 from nsa.settings import Settings
 
@@ -266,6 +266,24 @@ def test_a_broken_backend_is_no_failure_where_another_one_comes_first_or_it_is_s
     on = router_of(Broken("flash", "no"), Fake("sdpa"), config=Settings.load(environ={"NSA_USE_FA2": "1"}))
     with pytest.raises(BackendFailure, match="flash failed"):
         run(on, strict=True)
+
+
+def test_a_backend_that_says_it_is_faulty_fails_like_a_broken_one(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = Fake("triton", declines=Fault("the probe crashed"))
+    router = router_of(faulty, Fake("sdpa"))
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert [run(router) for _ in range(2)] == ["sdpa"] * 2
+    assert dict(router.counts.failures) == {("sliding", "triton", "the probe crashed"): 2}
+    (record,) = caplog.records
+    assert "the probe crashed; sdpa serves" in record.message
+    with pytest.raises(BackendFailure, match=r"triton failed .*the probe crashed; strict forbids"):
+        run(router, strict=True)
+    with pytest.raises(BackendFailure, match=r"'triton' was asked for.*the probe crashed"):
+        run(router, backend="triton")
+    assert run(router_of(Fake("sdpa"), faulty), strict=True) == "sdpa", "not where another one comes first"
+    off = router_of(Fake("flash", declines=Fault("the probe crashed")), Fake("sdpa"))
+    assert run(off, strict=True) == "sdpa", "nor where no setting and no measurement asks for it"
+    assert not off.counts.failures
 
 
 def test_when_all_that_is_left_is_broken_that_is_a_failure() -> None:

@@ -22,9 +22,9 @@ from torch import Tensor
 HALF = (torch.float16, torch.bfloat16)
 # A thread loads 16 bytes at once: rows must start at multiples of that.
 LOAD_BYTES = 16
-# Backward passes keep dQ in fp32, in rows of whole tiles, and count its elements in 32 bits.
+# Backward passes keep dQ in fp32, in rows and columns of whole tiles, and count its elements in 32 bits.
 TILE_ROWS = 128
-NARROWEST_TILE = 32
+TILE_COLUMNS, WIDEST_STEP, WIDEST_TILE = 32, 192, 256
 MOST_ELEMENTS = 2**31
 # Lengths and windows are C ints: a larger number loses its upper bits, and a window past 2^32 becomes a few keys.
 LARGEST_INT = 2**31 - 1
@@ -70,7 +70,6 @@ FLASH_ATTN_4 = Contract(
     unequal_widths=((192, 128),),
     takes_empty_sequences=False,
 )
-CONTRACTS = {contract.library: contract for contract in (TORCH, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +174,14 @@ def limits(
         if count > MOST_GRID:
             yield f"{count} {label} do not fit a launch grid, at most {MOST_GRID}: split the batch"
     if backward:
-        elements = tile_rows * n_heads * max(d_k, d_v, NARROWEST_TILE)
+        elements = tile_rows * n_heads * width_in_tiles(max(d_k, d_v))
         if elements > MOST_ELEMENTS:
             yield f"the gradient sums {elements} elements, {name} counts up to 2^31 of them: split the batch"
+
+
+def width_in_tiles(width: int) -> int:
+    """Columns of the same sum: kernels above the widest step are all written for the widest head."""
+    return -(-width // TILE_COLUMNS) * TILE_COLUMNS if width <= WIDEST_STEP else WIDEST_TILE
 
 
 def rows_in_tiles(n_sequences: int, length: int, *, varlen: bool) -> int:

@@ -34,6 +34,7 @@ log = logging.getLogger("nsa")
 # Loading torch and a GPU takes seconds, a case milliseconds.
 START_SECONDS = 120.0
 CASE_SECONDS = 30.0
+END_SECONDS = 10.0
 # The status by which a child says: the last case is answered, the others need a new one.
 RESTART = 75
 NOT_STARTED = "did not start"
@@ -160,7 +161,9 @@ def run_cases(
     start_seconds: float = START_SECONDS,
     case_seconds: float = CASE_SECONDS,
 ) -> list[Outcome]:
-    """Every case's outcome, in children started as `command` and the path of a file for their answers.
+    """The cases' outcomes, in children started as `command` and the path of a file for their answers.
+
+    A crash or a hang settles the verdict on its feature: what is left of that is not tried and has no outcome.
 
     A case has a `name` of its own, a `feature` and `backward`. A child reads one JSON case a line and appends answers,
     one JSON object a line with that name as `case`: `{"stage": ..., "call": ...}` when it begins a part of it, and
@@ -170,23 +173,23 @@ def run_cases(
     left = list(cases)
     while left:
         try:
-            outcomes = run_child(command, left, start_seconds, case_seconds)
+            outcomes, settled = run_child(command, left, start_seconds, case_seconds)
         except OSError as error:
             # No process, or no folder for its answers.
-            outcomes = not_started(left, str(error))
+            outcomes, settled = not_started(left, str(error)), None
         found |= {outcome.case: outcome for outcome in outcomes}
-        left = [case for case in left if case["name"] not in found]
+        left = [case for case in left if case["name"] not in found and case["feature"] != settled]
         if any(outcome.transient for outcome in outcomes):
             # Another child would fare no better.
             found |= {case["name"]: outcome_of(case, "was not tried", transient=True) for case in left}
             left = []
-    return [found[case["name"]] for case in cases]
+    return [found[case["name"]] for case in cases if case["name"] in found]
 
 
 def run_child(
     command: Sequence[str], cases: Sequence[Mapping[str, Any]], start_seconds: float, case_seconds: float
-) -> list[Outcome]:
-    """The outcomes up to the first case that the child does not survive, that one included."""
+) -> tuple[list[Outcome], str | None]:
+    """The outcomes up to the first case that the child does not survive, that one included; and its feature."""
     with tempfile.TemporaryDirectory() as folder:
         requests, answers = Path(folder) / "requests", Path(folder) / "answers"
         requests.write_text("".join(json.dumps(case) + "\n" for case in cases))
@@ -219,12 +222,12 @@ def run_child(
             stage = f" in {last['stage']}" if "stage" in last else ""
             why = ": ".join([ended + stage, *printed.strip().splitlines()[-1:]])
             if not said:
-                return not_started(cases, why)
+                return not_started(cases, why), None
             # Nobody but the system's guard of its memory sends this.
             full = child.returncode == -signal.SIGKILL and not ended.startswith(HUNG)
             outcomes.append(outcome_of(case, why, call, transient=full))
-            break
-    return outcomes
+            return outcomes, case["feature"]
+    return outcomes, None
 
 
 def not_started(cases: Sequence[Mapping[str, Any]], why: str) -> list[Outcome]:
@@ -296,7 +299,9 @@ def end(child: subprocess.Popen[bytes]) -> None:
     # Often nothing of it is left.
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    # What waits inside the driver outlives even that, and nobody should wait for it.
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=END_SECONDS)
     if child.stderr is not None:
         child.stderr.close()
 

@@ -56,7 +56,7 @@ class Backend(Protocol):
     name: str
 
     def supports(self, problem: Problem) -> str | None:
-        """None when the problem can be served, else why not."""
+        """None when the problem can be served, else why not; a `Fault` where it should have been."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ class Broken:
 
     name: str
     reason: str
+
+
+class Fault(str):
+    """A reason that is a failure, not a limit: the backend would serve the problem if it were sound."""
+
+    __slots__ = ()
 
 
 class BackendFailure(RuntimeError):
@@ -80,7 +86,7 @@ class Route:
     why: str  # why the chosen one is; where nothing is chosen, who was asked for
     reasons: Mapping[str, str]  # why each backend that is not chosen is not
     may_fall_back: bool = False
-    # Backends that should have served and failed, on this problem before or when they were imported, and why.
+    # Backends that should have served and failed, on this problem before, in a probe or when imported, and why.
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def told(self, part: str, width: int) -> str:
@@ -250,7 +256,7 @@ class Router:
             why = f"backend={backend!r} was asked for"
             if reason is None:
                 return Route(problem, backend, why, {})
-            failed = {backend: reason} if backend in self.broken else {}
+            failed = {backend: reason} if backend in self.broken or isinstance(reason, Fault) else {}
             return Route(problem, None, why, {backend: reason}, failed=failed)
 
         order, why = self.order(problem)
@@ -261,6 +267,8 @@ class Router:
                     failed[name] = self.broken[name]
                 continue
             reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
+            if isinstance(reason, Fault):
+                failed[name] = reason
             if reason is None and (problem, name) in self.failed:
                 failed[name] = self.failed[problem, name]
                 reason = f"failed before: {failed[name]}"

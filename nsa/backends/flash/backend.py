@@ -27,7 +27,7 @@ from nsa.backends.flash.cases import CODE, USUAL, Posed, cases_of, kind_of, pose
 from nsa.backends.flash.libraries import Library, find_libraries
 from nsa.backends.probe import Outcome, Subject, Verdicts, cache_folder, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure
+from nsa.backends.routing import BackendFailure, Fault
 from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
@@ -55,7 +55,7 @@ class FlashBackend:
     prober: Prober = probe_in_child
     name: str = "flash"
     # What this process has found out: a decision costs a look-up, a cast is said once.
-    tried: dict[tuple[str, str], list[Outcome]] = field(default_factory=dict, repr=False)
+    tried: dict[tuple[Subject, str], list[Outcome]] = field(default_factory=dict, repr=False)
     serving: dict[tuple[object, ...], Library] = field(default_factory=dict, repr=False)
     said_cast: bool = False
 
@@ -81,13 +81,14 @@ class FlashBackend:
             return "a cache is not trained through"
         if problem.cached and problem.op == "compressed" and problem.n_queries > 1:
             return "several queries on the compressed keys of a cache start in the middle of a block"
-        reasons = []
+        reasons = {}
         for library in self.libraries:
             reason = self.reason_against(library, problem)
             if reason is None:
                 return library
-            reasons.append(f"{library.contract.library}: {reason}")
-        return "; ".join([*reasons, *self.absent.values()])
+            reasons[library.contract.library] = reason
+        told = "; ".join([*(f"{name}: {reason}" for name, reason in reasons.items()), *self.absent.values()])
+        return Fault(told) if any(isinstance(reason, Fault) for reason in reasons.values()) else told
 
     def reason_against(self, library: Library, problem: Problem) -> str | None:
         return self.forbids(library, problem) or self.verdict(library, posed(problem))
@@ -101,20 +102,19 @@ class FlashBackend:
             return obstacle
         width = self.width_of(library, problem)
         batch = 1 if problem.packed else problem.batch
-        n_heads, length = problem.n_heads, problem.n_queries
-        # A call that is about to be made is held against the limits itself; before that, the usual fold is reckoned.
-        if not isinstance(problem, Posed):
-            n_heads, length = posed(problem).heads_called, posed(problem).length_called
+        # A stride folds queries into heads. Before the call tells it, the least that any stride makes is reckoned; the
+        # call itself is held against the limits when it is made.
+        least = posed(problem, knob=1)
         found = limits(
             library.contract,
             torch.cuda.get_device_capability() if problem.device == "cuda" else None,
             dtype=self.dtype_of(problem.dtype),
             d_k=width,
             d_v=width,
-            n_heads=n_heads,
+            n_heads=least.heads_called,
             n_groups=problem.n_groups,
             n_sequences=batch,
-            tile_rows=rows_in_tiles(batch, length, varlen=problem.packed),
+            tile_rows=rows_in_tiles(batch, least.length_called, varlen=problem.packed),
             backward=problem.backward,
         )
         return "; ".join(found) or None
@@ -126,18 +126,20 @@ class FlashBackend:
         """fp32 is cast only where the user asked for it."""
         return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
 
-    def verdict(self, library: Library, problem: Posed) -> str | None:
+    def verdict(self, library: Library, problem: Posed) -> Fault | None:
         """None when every case like this problem was right in the probe."""
         for outcome in self.outcomes(library, problem):
             if outcome.problem and outcome.feature == problem.feature:
-                return f"the probe's case {outcome.case!r} {outcome.problem} (nsa doctor --probe tries again)"
+                again = "(nsa doctor --probe tries again)"
+                return Fault(f"the probe's case {outcome.case!r} {outcome.problem} {again}")
         return None
 
     def outcomes(self, library: Library, problem: Posed) -> list[Outcome]:
         """From memory, from the user's cache, or from a child process, in this order."""
-        key = (library.contract.library, self.kind_of(library, problem))
+        verdicts, kind = self.verdicts(library), self.kind_of(library, problem)
+        key = (verdicts.subject, kind)
         if key not in self.tried:
-            found = self.verdicts(library).get(key[1])
+            found = verdicts.get(kind)
             if found is None:
                 found = self.probe(library, problem)
             self.tried[key] = found
@@ -149,13 +151,16 @@ class FlashBackend:
     def probe(self, library: Library, problem: Posed) -> list[Outcome]:
         """Try now, whatever is remembered, and remember it."""
         verdicts, kind = self.verdicts(library), self.kind_of(library, problem)
+        subject = verdicts.subject
+        # A run stands still meanwhile, and whoever waits for it should know why.
+        log.warning("nsa: probing %s %s on %s for %s, once", subject.library, subject.version, subject.gpu, kind)
         found = self.prober(library, problem, self.width_of(library, problem), self.dtype_of(problem.dtype))
         if any(outcome.problem for outcome in found):
-            log.warning("nsa: %s", report(verdicts.subject, found))
+            log.warning("nsa: %s", report(subject, found))
         # What says nothing about the library is asked again by the next process.
         if found and not any(outcome.transient for outcome in found):
             verdicts.put(kind, found)
-        self.tried[library.contract.library, kind] = found
+        self.tried[subject, kind] = found
         self.serving.clear()
         return found
 
@@ -166,10 +171,11 @@ class FlashBackend:
             asked = [part for part in branches_of(problem) if self.forbids(library, part) is None]
             if not asked:
                 continue
-            self.verdicts(library).forget()
-            self.tried = {key: kept for key, kept in self.tried.items() if key[0] != library.contract.library}
+            verdicts = self.verdicts(library)
+            verdicts.forget()
+            self.tried = {key: kept for key, kept in self.tried.items() if key[0] != verdicts.subject}
             outcomes = [outcome for part in asked for outcome in self.probe(library, posed(part))]
-            found.append((library, self.verdicts(library).subject, without_repeats(outcomes)))
+            found.append((library, verdicts.subject, without_repeats(outcomes)))
         return found
 
     def describe(self) -> dict[str, str]:
@@ -203,7 +209,8 @@ class FlashBackend:
         # Within a class of shapes lengths are left to the check of the call itself.
         packed, cached = cu_seqlens is not None, q_start is not None
         shape = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
-        sizes = (q.dtype, q.device.type, q.shape[2:], k.shape[2], v.shape[3])
+        # The device with its index: another GPU has a verdict of its own.
+        sizes = (q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3])
         kind = (op, knob, *shape, *sizes, backward, packed, cached)
         if kind in self.serving:
             return self.serving[kind]
@@ -223,7 +230,8 @@ class FlashBackend:
             packed=packed,
             cached=cached,
         )
-        found = self.choose(problem)
+        with torch.cuda.device_of(q):
+            found = self.choose(problem)
         if isinstance(found, str):
             raise BackendFailure(found)
         self.serving[kind] = found

@@ -27,8 +27,17 @@ MOST_ELEMENTS = 2**27
 SHORTEST = 256
 SHORTEST_CACHE = 4096
 FEWEST_QUERIES = 64
-# Verdicts on the cases of another version of this file are not read.
-CODE = sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+# What a verdict rests on: the cases, how they are called and judged, and what is not called at all.
+FOLDER = Path(__file__).parent
+SOURCES = (*(FOLDER / name for name in ("cases.py", "libraries.py", "trial.py")), FOLDER.parent / "contracts.py")
+
+
+def digest(sources: Sequence[Path]) -> str:
+    return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
+
+
+# Verdicts of another version of this code are not read.
+CODE = digest(SOURCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +138,11 @@ def cases_of(problem: Problem, width: int, dtype: torch.dtype) -> list[dict[str,
         return fixed
     sizes = {**shared, "heads": problem.heads_called}
     own, longest = shapes_of(problem, width)
-    named = {own: "the problem's own shape"}
-    named.setdefault(longest, "the longest of its class")
-    for shape, name in named.items():
+    tried = [("the problem's own shape", own, False)]
+    # A pack's own shape is one document, its class's longest several: both are tried where the lengths are equal.
+    if longest != own or problem.packed:
+        tried.append(("the longest of its class", longest, problem.packed))
+    for name, shape, split in tried:
         # As the branches do: no window is longer than the keys.
         window = min(problem.knob, shape.keys) if problem.op == "sliding" else None
         rest: dict[str, Any] = {"window": window, "batch": shape.batch}
@@ -140,7 +151,7 @@ def cases_of(problem: Problem, width: int, dtype: torch.dtype) -> list[dict[str,
         if problem.cached:
             rest["queries"] = n
             lengths = [max(n, shape.keys - row) for row in range(shape.batch)]
-        elif problem.packed and shape != own:
+        elif split:
             lengths = [n // 2, 1, n - n // 2 - 1]
         fixed.append(case(name, problem.feature, sizes, lengths, **rest))
     return fixed

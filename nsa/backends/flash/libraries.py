@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -31,9 +32,13 @@ LIBRARY_ERRORS = (
     ValueError,
     AssertionError,
     AttributeError,
+    NameError,
     LookupError,
+    ArithmeticError,
     ImportError,
     OSError,
+    EOFError,
+    SystemError,
 )
 
 
@@ -115,7 +120,7 @@ class FlashAttn2Library:
 
     version: str
     contract: Contract = FLASH_ATTN_2
-    address: str = f"{__name__}:find_flash_attn"
+    address: str = f"{__name__}:import_flash_attn"
 
     def obstacle(self) -> str | None:
         return None
@@ -214,6 +219,15 @@ def find_flash_attn() -> FlashAttn2Library:
     return FlashAttn2Library(found)
 
 
+def import_flash_attn() -> FlashAttn2Library:
+    """For a process that makes nothing but calls: importing is part of its start, not of its first call."""
+    library = find_flash_attn()
+    # That call raises it again, and says so with its own name.
+    with suppress(*LIBRARY_ERRORS):
+        library.interface()
+    return library
+
+
 def find_libraries() -> tuple[tuple[Library, ...], dict[str, str]]:
     """What can be called here, torch's own first because it is there and was tested; and why not the others."""
     absent = {package.contract.library: reason_against(package, installed_version(package)) for package in PACKAGES}
@@ -256,7 +270,8 @@ def guarded(library: Library, call: Call, direction: str) -> Any:
     if found:
         raise BackendFailure(f"{name} was not called: {'; '.join(found)}")
     try:
-        return getattr(library, direction)(call)
+        results = getattr(library, direction)(call)
+        check_results(call, direction, results)
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
@@ -265,3 +280,19 @@ def guarded(library: Library, call: Call, direction: str) -> Any:
         # Failures are counted by their text: what changes from call to call is logged beside it.
         log.info("nsa: %s %s failed on %s", name, direction, call)
         raise BackendFailure(f"{name} {library.version} {direction}: {type(error).__name__}: {error}") from error
+    return results
+
+
+def check_results(call: Call, direction: str, results: tuple[Tensor, ...]) -> None:
+    """Another version may return other things: what is not what was asked for is not computed with."""
+    kind = call.q.dtype
+    if direction == "forward":
+        rows = call.q.shape[:-1]
+        # `[H,tokens]`, or `[B,H,S]`.
+        lse = (*rows[:-2], rows[-1], rows[-2])
+        expected = {"o": ((*rows, call.v.shape[-1]), kind), "lse": (lse, torch.float32)}
+    else:
+        expected = {"dq": (call.q.shape, kind), "dk": (call.k.shape, kind), "dv": (call.v.shape, kind)}
+    for (name, (shape, dtype)), x in zip(expected.items(), results, strict=True):
+        if x.shape != shape or x.dtype != dtype:
+            raise ValueError(f"{name} is {tuple(x.shape)} of {x.dtype}, not {tuple(shape)} of {dtype}")

@@ -63,13 +63,16 @@ CHECKS = (
 CONSTANTS = ("ROUNDINGS", "TILE_SCORES", "TILE_QUERIES")
 
 FOOTER = """
+def begin(stage, given):
+    print(stage, given, flush=True)
+    return True
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     print("torch", torch.__version__, "CUDA", torch.version.cuda, "library", library.version, "on", DEVICE)
     call = make_call(CASE, DEVICE)
-    found, do = compute(
-        library, call, backward=CASE["backward"], begin=lambda stage, given: print(stage, given, flush=True)
-    )
+    found, do = compute(library, call, backward=CASE["backward"], begin=begin)
     problem = difference(call, found, do)
     if problem:
         sys.exit(f"wrong: {problem}")

@@ -9,6 +9,7 @@ The package must not import this module, or `python -m` would load it twice.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,13 +24,16 @@ from nsa.backends.contracts import Call, value_violations
 from nsa.backends.flash.cases import cases_of as cases_of
 from nsa.backends.flash.cases import make_call
 from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, refusals
-from nsa.backends.probe import RESTART, listed
+from nsa.backends.probe import CASE_SECONDS, RESTART, START_SECONDS, listed
 
 # How far a result may be off, in roundings of the largest value: enough for any order of sums, not for a wrong key.
 ROUNDINGS = 16
 # Scores that are written out at once, and queries.
 TILE_SCORES = 2**25
 TILE_QUERIES = 1024
+# How much longer than its parent the child waits before it ends itself: a parent that is still there comes first.
+MARGIN_SECONDS = 10.0
+STDERR = 2
 
 
 def flat(call: Call, x: Tensor) -> Tensor:
@@ -107,9 +111,10 @@ def written_out(call: Call, do: Tensor | None) -> dict[str, Tensor]:
 
 
 def compute(
-    library: Library, call: Call, *, backward: bool, begin: Callable[[str, Call], None]
+    library: Library, call: Call, *, backward: bool, begin: Callable[[str, Call], bool]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The library's results, `[rows, heads, ...]`, and the `do` that its gradients are of. Tells `begin` each call."""
+    """The library's results, `[rows, heads, ...]`, and the `do` that its gradients are of. `begin` is told each call;
+    gradients are left out where it says no."""
     begin("forward", call)
     o, lse = library.forward(call)
     settle(call)
@@ -117,8 +122,9 @@ def compute(
     if not backward or o.shape != call.q.shape:
         return found, None
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
-    pull = replace(call, do=do, o=o, lse=lse.contiguous())
-    begin("backward", pull)
+    pull = replace(call, do=do, o=o.contiguous(), lse=lse.contiguous())
+    if not begin("backward", pull):
+        return found, None
     gradients = library.backward(pull)
     settle(call)
     named = zip(("dq", "dk", "dv"), gradients, strict=True)
@@ -136,6 +142,9 @@ def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> st
     for name, expected in written_out(call, do).items():
         if found[name].shape != expected.shape:
             return f"{name} has shape {tuple(found[name].shape)}, not {tuple(expected.shape)}"
+        dtype = torch.float32 if name == "lse" else call.q.dtype
+        if found[name].dtype != dtype:
+            return f"{name} is {found[name].dtype}, not {dtype}"
         # A row without a key has no normaliser worth comparing: branches set it themselves.
         seen = expected.isfinite()
         got = found[name].to(expected.dtype).where(seen, 0.0)
@@ -157,6 +166,12 @@ def described(call: Call, device: str) -> str:
     return " ".join([*parts, "on", device])
 
 
+def end_after(seconds: float) -> None:
+    """Ends this process unless it is called again by then: nobody else does where the parent has been killed."""
+    # A watch outside of the interpreter, which a library may keep to itself while it hangs.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+
 @dataclass
 class Answers:
     """What the parent is told, each with the name of its case; `stage` is where that case has got to."""
@@ -166,6 +181,7 @@ class Answers:
     stage: str = ""
 
     def say(self, **fields: Any) -> None:
+        end_after(CASE_SECONDS + MARGIN_SECONDS)
         # Opened anew each time: no descriptor is left about for a library to write to.
         with open(self.path, "a", encoding="ascii") as file:
             file.write(json.dumps({"case": self.case, **fields}) + "\n")
@@ -183,8 +199,12 @@ def try_case(library: Library, case: Mapping[str, Any], device: str, answers: An
     if broken:
         return "; ".join(broken)
 
-    def begin(direction: str, given: Call) -> None:
+    def begin(direction: str, given: Call) -> bool:
+        # A gradient may need more than its forward pass; no branch makes a call that the contract forbids.
+        if any(refusals(library, given)):
+            return False
         answers.begin(direction, f"{direction}: {described(given, device)}")
+        return True
 
     found, do = compute(library, call, backward=case["backward"], begin=begin)
     answers.begin("the comparison", described(call, device))
@@ -192,9 +212,18 @@ def try_case(library: Library, case: Mapping[str, Any], device: str, answers: An
 
 
 def main(address: str, device: str, path: str) -> None:
-    answers = Answers(path)
+    try:
+        try_all(address, device, Answers(path))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def try_all(address: str, device: str, answers: Answers) -> None:
+    end_after(START_SECONDS + MARGIN_SECONDS)
     try:
         library = load(address)
+        # A GPU's context takes seconds, of the start and not of the first case.
+        torch.zeros(1, device=device)
     except LIBRARY_ERRORS as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for line in sys.stdin.read().splitlines():
