@@ -20,7 +20,7 @@ import nsa
 from nsa import doctor
 from nsa.backends import policy, sdpa
 from nsa.backends.flash import FlashBackend, configure
-from nsa.backends.flash.trial import cases_of
+from nsa.backends.flash.cases import cases_of
 from nsa.backends.probe import Outcome
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Router

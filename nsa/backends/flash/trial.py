@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from nsa.backends.contracts import Call, value_violations
-from nsa.backends.flash.cases import cases_of as cases_of
 from nsa.backends.flash.cases import make_call
 from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, refusals
 from nsa.backends.probe import CASE_SECONDS, RESTART, START_SECONDS, listed
