@@ -114,11 +114,7 @@ class NSAAttention(nn.Module):
         positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
         if isinstance(position_offset, Tensor):
             position_offset = position_offset.view(-1, 1)
-        angles = self.rope.angles(positions + position_offset, x.dtype)
-
-        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
-        raw, selected, window = self.keys_values(x, angles)
-        gates = self.gate(x).to(q.dtype)
+        q, raw, selected, window, gates = self.project(x, positions + position_offset)
         if cache is None:
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
             o, indices = attend(q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens)
@@ -190,6 +186,12 @@ class NSAAttention(nn.Module):
             require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Pair, Pair, Pair, Tensor]:
+        """Queries, keys and values of the compressed, selected and sliding branch, and gates."""
+        angles = self.rope.angles(positions, x.dtype)
+        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
+        return q, *self.keys_values(x, angles), self.gate(x).to(q.dtype)
 
     def keys_values(self, x: Tensor, angles: Pair) -> tuple[Pair, Pair, Pair]:
         """Keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""

@@ -233,14 +233,15 @@ def flash_states(router: Router) -> dict[str, str]:
     return flags | describe()
 
 
-def probe(router: Router, problem: Problem, repro: Path | None) -> str:
+def probe(router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None) -> str:
     """Try the FlashAttention libraries anew, in processes of their own; write the first failure down as a script."""
     backend: Any = router.backends.get("flash")
     if backend is None:
         return f"nothing to probe: {router.absent.get('flash', 'no flash backend')}"
     lines = []
     failed = None
-    for library, subject, outcomes in backend.probe_all(problem):
+    knobs = {} if attn is None else {"block": attn.l, "stride": attn.d, "window": attn.w}
+    for library, subject, outcomes in backend.probe_all(problem, **knobs):
         lines.append(probe_report(subject, outcomes))
         wrong = next((outcome for outcome in outcomes if outcome.problem), None)
         if wrong is not None and failed is None:
@@ -490,7 +491,8 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         print(to_mend(preflight.problems(config, router)))
         return 1
     if args.probe or args.repro:
-        print(f"probe\n{indent(probe(router, problem, args.repro))}\n")
+        attn = None if config is None else config.model.attn
+        print(f"probe\n{indent(probe(router, problem, attn, args.repro))}\n")
     if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
         print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
     report = diagnose(problem, router)

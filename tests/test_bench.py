@@ -12,9 +12,11 @@ import torch
 from bench_rows import ROW
 
 from nsa import bench
+from nsa.bench import trained
 from nsa.bench.results import COLUMNS, append, environment, quantiles, read
 from nsa.bench.train import Runner, TrainBench
-from nsa.model import PRESETS
+from nsa.functional import nsa_attention
+from nsa.model import LM, PRESETS
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -83,6 +85,27 @@ def test_what_is_measured_trains() -> None:
 def test_a_sync_can_only_be_looked_for_on_a_gpu() -> None:
     with pytest.raises(ValueError, match="a CUDA device"):
         bench.run(parse("--check-sync", "--seq-len", "32", "--batch-size", "1", "--warmup", "1"))
+
+
+def test_what_a_trained_layer_is_given_is_what_it_attends_with() -> None:
+    torch.manual_seed(0)
+    model = LM(PRESETS["tiny"])
+    layer = trained.middle_layer(model)
+    inputs = []
+    hook = layer.register_forward_hook(lambda _, args, y: inputs.append((args[0], y)))
+    tensors, shared = trained.given_to(model, layer, torch.randint(256, (2, 200)), torch.bfloat16)
+    hook.remove()
+    _, y = inputs[0]
+    o = nsa_attention(*tensors, config=layer.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer.o_proj(o.flatten(2)), y, atol=1e-2, rtol=1e-2)
+    assert 0 < shared <= 1
+
+
+def test_blocks_in_common_with_the_query_before() -> None:
+    indices = torch.tensor([[[0, -1]], [[0, 1]], [[1, 2]], [[3, 4]]])[None]
+    # Of [0, 1] one, of [1, 2] one, of [3, 4] none.
+    assert trained.shared_choice(indices) == pytest.approx(2 / 6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

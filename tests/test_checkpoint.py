@@ -174,6 +174,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, trained: Pair) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_7"]
 
 
+def test_losses_of_other_data_are_not_compared(tmp_path: Path, trained: Pair) -> None:
+    easy, hard = (Checkpoints(tmp_path, keep=1, judge=judge) for judge in ("easy", "hard"))
+    easy.save(1, *trained, {}, loss=1.0, wait=True)
+    hard.save(2, *trained, {}, loss=3.0, wait=True)
+    hard.save(3, *trained, {}, loss=4.0, wait=True)
+    assert hard.best() == 2
+    assert hard.steps() == [2, 3], "the best of other data goes like any other"
+
+
 def test_the_same_step_again(tmp_path: Path, trained: Pair) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(2, *trained, {"time": 1}, wait=True)
@@ -371,7 +380,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "step_1").mkdir()
     written = storage.Written(1, "00")
-    Index(1, None, [{}], {"../secret": written}, {}).write(tmp_path / "step_1" / "index.json")
+    Index(1, None, "", [{}], {"../secret": written}, {}).write(tmp_path / "step_1" / "index.json")
     with pytest.raises(Damaged, match="is missing"):
         Index.read(tmp_path / "step_1").check(tmp_path / "step_1", ["../secret"])
 

@@ -357,6 +357,30 @@ def test_resume_within_a_stream_is_exact(stand_in: list[tuple[Any, ...]]) -> Non
     assert state["pool"]["bookmark"]["next"] > 0
 
 
+def test_the_real_package_streams_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` itself, on a folder in place of the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(hub, "ROWS", 6)
+    (tmp_path / "corpus").mkdir()
+    for part in range(3):
+        rows = [json.dumps({"text": f"{part}: {text}", "id": i}) + "\n" for i, text in enumerate(TEXTS)]
+        (tmp_path / "corpus" / f"{part}.jsonl").write_text("".join(rows))
+    config = DataConfig(source=f"hf:{tmp_path / 'corpus'}", shuffle_tokens=100, doc_batch=3)
+    with opened(config) as whole:
+        seen = []
+        for step in range(40):
+            state = json.loads(json.dumps(whole.state_dict()))
+            expected = next(whole)
+            seen += expected.tokens.flatten().tolist()
+            if step % 8 == 0:
+                with opened(config) as resumed:
+                    resumed.load_state_dict(state)
+                    assert torch.equal(next(resumed).tokens, expected.tokens)
+        assert state["pool"]["bookmark"] is not None
+        assert "2: " in whole.tokenizer.decode(seen), "every file is read"
+
+
 def test_a_hub_column_that_is_not_there_is_named(stand_in: list[tuple[Any, ...]]) -> None:
     with (
         opened(DataConfig(source="hf:org/corpus", text_key="body")) as loader,

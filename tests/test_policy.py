@@ -62,10 +62,8 @@ def run_doctor(*words: str, backend: FlashBackend) -> int:
 def crash(library, problem, width: int, dtype: torch.dtype) -> list[Outcome]:
     """A probe that found the one call its library does not survive."""
     case = next(case for case in cases_of(problem, width, dtype) if case["name"] == "a window across tiles")
-    outcome = Outcome(
-        case=case["name"], feature="dense", backward=True, problem="killed by SIGFPE", call="q=(1, 257)", request=case
-    )
-    return [Outcome(case="documents", feature="packed", backward=True), outcome]
+    outcome = Outcome(case=case["name"], feature="dense", problem="killed by SIGFPE", call="q=(1, 257)", request=case)
+    return [Outcome(case="documents", feature="packed"), outcome]
 
 
 def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +115,7 @@ def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no script to write" in capsys.readouterr().out
     assert not (tmp_path / "none.py").exists()
     assert "nothing to probe: not here" in doctor.probe(
-        Router([sdpa], Settings(), absent={"flash": "not here"}), None, None
+        Router([sdpa], Settings(), absent={"flash": "not here"}), None, None, None
     )
 
 

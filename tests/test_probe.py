@@ -182,7 +182,7 @@ def test_a_verdict_is_found_again_by_the_next_process(
 
     def prober(*given: Any) -> list[Outcome]:
         asked.append(given)
-        return [Outcome(case="x", feature="dense", backward=True, problem="hung")]
+        return [Outcome(case="x", feature="dense", problem="hung")]
 
     for _ in range(3):
         assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(PROBLEM))
@@ -195,7 +195,7 @@ def test_a_verdict_is_found_again_by_the_next_process(
     monkeypatch.setattr("nsa.backends.flash.backend.CODE", "other cases")
     assert "hung" in str(backend_of(StandIn(), tmp_path, prober).supports(PROBLEM))
     assert len(asked) == 4, "so are other cases"
-    mended = [Outcome(case="x", feature="dense", backward=True)]
+    mended = [Outcome(case="x", feature="dense")]
     (library, subject, outcomes) = backend_of(StandIn(), tmp_path, lambda *_: mended).probe_all(PROBLEM)[0]
     assert (library.version, subject.version, outcomes) == ("0", "0", mended)
     assert backend_of(StandIn(), tmp_path, prober).supports(PROBLEM) is None, "trying again replaces the verdict"
@@ -203,7 +203,7 @@ def test_a_verdict_is_found_again_by_the_next_process(
 
 def test_strict_forbids_what_a_remembered_verdict_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the second process nothing is probed: the counters and the log say it all the same."""
-    bad = [Outcome(case="x", feature="dense", backward=True, problem="hung")]
+    bad = [Outcome(case="x", feature="dense", problem="hung")]
     backend_of(StandIn(), tmp_path, lambda *_: bad).supports(PROBLEM)
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
 
@@ -225,7 +225,7 @@ def test_strict_forbids_what_a_remembered_verdict_costs(tmp_path: Path, caplog: 
 
 def test_a_library_that_is_sound_makes_up_for_one_that_is_not(tmp_path: Path) -> None:
     def prober(library: Library, *_: Any) -> list[Outcome]:
-        return [Outcome(case="x", feature="dense", backward=True, problem="hung" if library.version == "0" else None)]
+        return [Outcome(case="x", feature="dense", problem="hung" if library.version == "0" else None)]
 
     bad, good = StandIn(), StandIn(version="1")
     assert FlashBackend(INSISTS, (bad, good), folder=tmp_path, prober=prober).choose(PROBLEM) is good
@@ -274,9 +274,7 @@ def test_a_child_that_cannot_start_is_said_and_not_remembered(
 def test_verdicts_survive_their_file_and_a_broken_file_says_nothing(tmp_path: Path) -> None:
     verdicts = Verdicts(tmp_path / "deep", SUBJECT)
     assert verdicts.get("kind") is None
-    wrong = Outcome(
-        case="a", feature="packed", backward=True, problem="hung", call="q=(1)", request={"lengths": [1, 2]}
-    )
+    wrong = Outcome(case="a", feature="packed", problem="hung", call="q=(1)", request={"lengths": [1, 2]})
     verdicts.put("kind", [wrong])
     verdicts.put("other", [])
     assert verdicts.get("kind") == [wrong]
@@ -359,7 +357,7 @@ def test_nobody_waits_for_a_child_that_cannot_be_killed(monkeypatch: pytest.Monk
 
 def test_a_report_is_complete() -> None:
     wrong = Outcome(
-        case="documents", feature="packed", backward=True, problem="killed by SIGFPE", call="q=(168, 2, 8):bfloat16",
+        case="documents", feature="packed", problem="killed by SIGFPE", call="q=(168, 2, 8):bfloat16",
         request={"lengths": [1, 130, 37]},
     )  # fmt: skip
     text = report(replace(SUBJECT, gpu="NVIDIA H200", driver="570.1"), [wrong, replace(wrong, problem=None)])
@@ -378,9 +376,7 @@ def test_a_report_is_complete() -> None:
 
 def failed(library: Any, call: str = "") -> Outcome:
     case = next(case for case in cases_of(PROBLEM, 8, torch.float32) if case["name"] == "a window across tiles")
-    return Outcome(
-        case=case["name"], feature="dense", backward=True, problem="killed by SIGFPE", call=call, request=case
-    )
+    return Outcome(case=case["name"], feature="dense", problem="killed by SIGFPE", call=call, request=case)
 
 
 def test_the_repro_script_reproduces_the_crash_in_one_file(tmp_path: Path, children_find_the_stand_ins: None) -> None:
@@ -645,12 +641,30 @@ def test_a_library_whose_limits_forbid_the_problem_is_not_probed(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_probing_tries_the_window_and_the_stride_that_it_is_told(tmp_path: Path) -> None:
+    asked = []
+
+    def prober(library: Library, problem: Any, *_: Any) -> list[Outcome]:
+        asked.append((problem.op, problem.knob, problem.n_keys))
+        return []
+
+    whole = replace(PROBLEM, op="attention")
+    backend_of(StandIn(), tmp_path, prober).probe_all(whole, block=8, stride=4, window=24)
+    assert asked == [("sliding", 24, 64), ("compressed", 4, 15)]
+
+
+def test_folded_heads_are_tried_as_far_as_a_grid_reaches() -> None:
+    many = replace(PROBLEM, n_heads=8192, n_groups=8192)
+    heads = {case["name"]: case["heads"] for case in cases_of(many, 8, torch.float16)}
+    assert heads["folded heads"] == 7 * 8192
+
+
 def test_probing_the_whole_attention_is_probing_its_branches_and_forgets_the_rest(tmp_path: Path) -> None:
     asked = []
 
     def prober(library: Library, problem: Problem, *_: Any) -> list[Outcome]:
         asked.append((problem.op, problem.n_keys))
-        return [Outcome(case="x", feature="dense", backward=True)]
+        return [Outcome(case="x", feature="dense")]
 
     flash = backend_of(StandIn(), tmp_path, prober)
     flash.supports(replace(PROBLEM, batch=2))

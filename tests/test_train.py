@@ -13,7 +13,7 @@ from training import lines_of, small_run
 
 from nsa import cli
 from nsa.data import Batch, synthetic
-from nsa.data.config import DataConfig
+from nsa.data.config import IGNORED, DataConfig
 from nsa.model import LM, load_model
 from nsa.train import Trainer, TrainStep, boot, learning_rate
 from nsa.train.distributed import Ranks
@@ -38,9 +38,11 @@ def test_learning_rate_rises_then_falls_to_its_floor(schedule: str) -> None:
     assert (rates[78] == 1.0) == (schedule == "wsd")
 
 
-def test_accumulated_batches_are_one_larger_batch() -> None:
+def test_accumulated_batches_are_one_larger_batch_however_few_of_their_tokens_count() -> None:
     config = small_run(Path()).model
     tokens, targets, _ = random_batch(4)
+    targets = targets.clone()
+    targets[:2, :12] = IGNORED
     updated = []
     for batches in ([(tokens, targets)], [(tokens[:2], targets[:2]), (tokens[2:], targets[2:])]):
         torch.manual_seed(0)

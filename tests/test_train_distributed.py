@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from training import config_file, lines_of, losses, small_run
 
+from nsa.data import DataConfig
 from nsa.train import Trainer
 from nsa.train.distributed import any_rank, from_first, mean_over_ranks
 
 
-def torchrun(folder: Path, out: Path, *words: str, ranks: int = 2) -> str:
+def command(folder: Path, out: Path, *words: str) -> list[str]:
     """The small run with half of its batch on each of two ranks."""
     file = config_file(folder, small_run(out, kind="nsa", batch_size=1, log_every=2, stats_every=4))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launcher, "-m", "nsa.cli", "train", "--config", file, "--out", str(out), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launcher, "-m", "nsa.cli", "train", "--config", file, "--out", str(out), *words]
+
+
+def torchrun(folder: Path, out: Path, *words: str) -> str:
+    done = subprocess.run(command(folder, out, *words), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,7 +42,9 @@ def run_alone(out: Path, **changes: object) -> dict[int, float]:
 def test_two_ranks_are_one_and_one_goes_on(parallel: str, accum: int, tmp_path: Path) -> None:
     alone = run_alone(tmp_path / "alone", accum=accum)
     out = tmp_path / "two"
-    printed = torchrun(tmp_path, out, "--parallel", parallel, "--accum", str(accum), "--steps", "4")
+    words = ("--parallel", parallel, "--accum", str(accum), "--steps", "4", "--sample-every", "2")
+    printed = torchrun(tmp_path, out, *words)
+    assert ("[sample] none before the end" in printed) == (parallel == "fsdp")
     assert f" parallel={parallel} ranks=2 " in printed.splitlines()[0]
     assert printed.count("[boot]") == 1
     two = losses(out)
@@ -49,6 +55,33 @@ def test_two_ranks_are_one_and_one_goes_on(parallel: str, accum: int, tmp_path: 
 
     again = run_alone(out, accum=accum)
     assert again == pytest.approx(alone, rel=1e-5)
+
+
+def test_packed_documents_count_by_their_tokens_whoever_has_them(tmp_path: Path) -> None:
+    # The last token of a document has no next one to be scored by: short ones leave few, long ones many.
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "ab" * (1 + 40 * (n % 3 == 0))}) + "\n" for n in range(300)))
+    data = DataConfig(source="jsonl", path=str(texts), prefetch=False, pack=True)
+    alone = run_alone(tmp_path / "alone", data=data)
+    words = ("--parallel", "ddp", "--pack", "--dataset", "jsonl", "--data-path", str(texts))
+    torchrun(tmp_path, tmp_path / "two", *words)
+    assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
+
+
+def test_all_ranks_stop_where_one_is_asked_to_with_no_look_in_sight(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
+    with subprocess.Popen(command(tmp_path, out, *words), stdout=subprocess.PIPE, text=True) as launcher:
+        for _ in range(600):
+            # The first step is looked at.
+            if (out / "heartbeat.jsonl").is_file():
+                break
+            time.sleep(0.2)
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGTERM)
+        printed, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+    assert re.search(r"\[stop\] (SIGTERM|another rank): step \d+ is saved", printed)
 
 
 def test_mixed_precision_shards_learn_what_autocast_does(tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ class Outcome:
 
     case: str
     feature: str
-    backward: bool
     problem: str | None = None
     call: str = ""
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -165,7 +164,7 @@ def run_cases(
 
     A crash or a hang settles the verdict on its feature: what is left of that is not tried and has no outcome.
 
-    A case has a `name` of its own, a `feature` and `backward`. A child reads one JSON case a line and appends answers,
+    A case has a `name` of its own and a `feature`. A child reads one JSON case a line and appends answers,
     one JSON object a line with that name as `case`: `{"stage": ..., "call": ...}` when it begins a part of it, and
     `{"problem": null}` or what was wrong at its end.
     """
@@ -251,7 +250,6 @@ def outcome_of(case: Mapping[str, Any], problem: str | None, call: str = "", *, 
     return Outcome(
         case=case["name"],
         feature=case["feature"],
-        backward=case["backward"],
         problem=problem,
         call=call,
         request=dict(case) if problem else {},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.bench import attention, flash, plot, train, tune
+from nsa.bench import attention, flash, plot, train, trained, tune
 
 SUITES = {
     "train": (train, "throughput of the training step"),
     "attention": (attention, "attention alone, whole and by branch, beside dense"),
+    "trained": (trained, "attention alone on what a trained model gives it, beside noise"),
     "flash": (flash, "where FlashAttention wins, and the thresholds file from that"),
     "tune": (tune, "the kernels' tiles, and write the fastest into a file"),
     "plot": (plot, "draw what the others measured"),

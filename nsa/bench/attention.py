@@ -285,12 +285,16 @@ def run_shape(shape: Shape, args: argparse.Namespace, suite: str) -> None:
             # The branches' own inputs are made when their turn comes: they must not count in the whole's memory.
             tasks = chain(tasks, branch_tasks(impl, inputs, shape))
         for task in tasks:
-            for row in measure(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
-                print(
-                    f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<18} {row.mode} "
-                    f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",
-                    flush=True,
-                )
-                if args.out is not None:
-                    append(args.out, row)
+            report(task, shape, args, suite)
     print(json.dumps(asdict(shape)))
+
+
+def report(task: Task, shape: Shape, args: argparse.Namespace, suite: str) -> None:
+    for row in measure(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
+        print(
+            f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<18} {row.mode} "
+            f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",
+            flush=True,
+        )
+        if args.out is not None:
+            append(args.out, row)

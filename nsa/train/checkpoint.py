@@ -47,13 +47,15 @@ class Checkpoints:
     checkpoint: those are removed only once the new one has its name.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True) -> None:
+    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True, judge: str = "") -> None:
         require_positive_int("keep", keep)
         require_bool("keep_best", keep_best)
         require(not folder.exists() or folder.is_dir(), "folder", str(folder), "a folder, or a path where one can be")
         self.folder = folder
         self.keep = keep
         self.keep_best = keep_best
+        # What the losses are of: those of other validation data are not compared with them.
+        self.judge = judge
         # The thread speaks with other ranks' threads while training does: that needs a group of its own, on the CPU.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -83,7 +85,8 @@ class Checkpoints:
         # A signal often comes where a checkpoint was just read or written: it is the same state.
         if step == self.current and loss is None:
             return
-        writer = Writer(self.path(step), step, loss, plain_json("extra", extra), lambda: self.prune(step))
+        said = plain_json("extra", extra)
+        writer = Writer(self.path(step), step, loss, self.judge, said, lambda: self.prune(step))
         if self.rank == 0:
             self.set_aside()
         answer = dcp.async_save(state_of(model, optimizer), storage_writer=writer, process_group=self.group)
@@ -164,7 +167,8 @@ class Checkpoints:
     def loss(self, step: int) -> float | None:
         if step not in self.losses:
             try:
-                self.losses[step] = Index.read(self.path(step)).loss
+                index = Index.read(self.path(step))
+                self.losses[step] = index.loss if index.judge == self.judge else None
             except Damaged:
                 self.losses[step] = None
         return self.losses[step]

@@ -129,6 +129,28 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(x.item())
 
 
+class Vote:
+    """Whether a rank asks to stop, found out while all go on: each call answers for the call before it, the same on
+    every rank, and nobody waits for the device."""
+
+    def __init__(self) -> None:
+        self.cast: tuple[Tensor, dist.Work] | None = None
+
+    def __call__(self, asks: bool) -> bool:
+        if not dist.is_initialized():
+            return asks
+        agreed = False
+        if self.cast is not None:
+            votes, under_way = self.cast
+            under_way.wait()
+            agreed = bool(votes.item())
+        # On the CPU, where the ranks' processes talk past their GPUs.
+        votes = torch.tensor(float(asks))
+        under_way = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        self.cast = (votes, under_way)
+        return agreed
+
+
 def whole(x: Tensor) -> Tensor:
     """A tensor of which each rank holds a part, on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -6,6 +6,8 @@ written down, and stopped if it has to be.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import threading
 import time
@@ -26,13 +28,13 @@ from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, write_down
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
 from nsa.train.config import DTYPES, TrainConfig
-from nsa.train.distributed import Ranks, any_rank, mean_over_ranks, parallelize
+from nsa.train.distributed import Ranks, Vote, any_rank, mean_over_ranks, parallelize
 from nsa.train.guards import Asked, RunStopped, Signals, Skips, Watchdog, branch_profile
 from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
 from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
-from nsa.train.step import StepResult, TrainStep, autocast, learning_rate
+from nsa.train.step import StepResult, TrainStep, autocast, learning_rate, shares
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10
@@ -75,7 +77,7 @@ class Trainer:
             weight_decay=c.weight_decay,
             grad_clip=c.grad_clip,
         )
-        self.checkpoints = Checkpoints(c.out / "checkpoints", keep=c.keep)
+        self.checkpoints = Checkpoints(c.out / "checkpoints", keep=c.keep, judge=fingerprint(self.valid))
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
         self.log: RunLog | None = None
         self.written = False
@@ -126,6 +128,8 @@ class Trainer:
                     self.log = RunLog(c.out, resume=began > 0)
                 if self.loss_start is None:
                     self.loss_start = self.evaluate()
+                if c.sample_every and c.parallel == "fsdp":
+                    self.say("[sample] none before the end: a model in parts is not generated from")
                 self.shown = progress(c.steps) if self.ranks.first else None
                 with watchdog:
                     self.run_steps(signals, watchdog)
@@ -150,6 +154,7 @@ class Trainer:
         # The first step compiles; graphs are recorded in the two after it.
         warmup = 3 if c.cuda_graphs else 1
         self.clock.begin(self.loader.waited)
+        vote = Vote()
         while self.done < c.steps:
             batches = self.fetch(signals)
             if batches is None:
@@ -161,8 +166,7 @@ class Trainer:
             judged = ran == warmup + SMOKE_STEPS or (last and warmup < ran < warmup + SMOKE_STEPS)
             smoke = c.min_tokens_per_s > 0 and judged
             looks = self.due(c.log_every) or last or ran == warmup
-            # One rank stops where it is; several can only agree where they wait for each other anyway.
-            stops = signals.asked is not None and self.ranks.size == 1
+            stops = vote(signals.asked is not None)
             if not (
                 looks
                 or smoke
@@ -174,8 +178,6 @@ class Trainer:
             self.checkpoints.look()
             if smoke:
                 self.check_speed()
-            if looks:
-                stops = any_rank(signals.asked is not None, self.device)
             if self.due(c.stats_every):
                 self.write_stats()
             if not last:
@@ -354,13 +356,11 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """The mean loss over the same few validation batches every time."""
+        """The mean loss over the tokens of the same few validation batches every time."""
+        batches = [self.to_device(batch) for batch in self.valid]
         with autocast(self.device, self.dtype):
-            losses = [
-                self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
-                for batch in map(self.to_device, self.valid)
-            ]
-        return mean_over_ranks(torch.stack(losses).mean()).item()
+            losses = [self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) for batch in batches]
+        return mean_over_ranks((torch.stack(losses) * shares(batches)).sum()).item()
 
     def write_stats(self) -> None:
         found = attention_stats(self.model, self.to_device(self.valid[0]), self.dtype)
@@ -499,6 +499,14 @@ def wait_asleep(device: torch.device) -> None:
         done = torch.cuda.Event(blocking=True)
         done.record()
         done.synchronize()
+
+
+def fingerprint(batches: list[Batch]) -> str:
+    """Differs where the tokens do."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(json.dumps(batch.tokens.tolist()).encode())
+    return digest.hexdigest()[:16]
 
 
 class Clock:

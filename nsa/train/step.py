@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.data import Batch
+from nsa.data.config import IGNORED
 from nsa.model import LM
 from nsa.train.distributed import mean_over_ranks, own_gradients, whole
 
@@ -67,18 +68,18 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One update from the mean gradient of `batches`, which lie on the device."""
+        """One update from the gradient of the mean loss over all tokens of `batches`, which lie on the device."""
         # A graph's gradients lie where its next replay writes: a second batch must be added to a place of its own.
         own_place = self.cuda_graphs and len(batches) > 1
         if own_place:
             for p in self.parameters:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         loss = torch.zeros((), device=self.device)
-        for index, batch in enumerate(batches):
+        for index, (batch, share) in enumerate(zip(batches, shares(batches), strict=True)):
             # Ranks exchange gradients once a step, with the last batch.
             with own_gradients(self.module) if index + 1 < len(batches) else nullcontext():
                 with autocast(self.device, self.dtype):
-                    part = self.forward(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) / len(batches)
+                    part = self.forward(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) * share
                 self.scaler.scale(part).backward()
             loss += part.detach()
         result = self.apply(mean_over_ranks(loss), lr)
@@ -98,6 +99,13 @@ class TrainStep:
         self.optimizer.step()
         self.scaler.update()
         return StepResult(loss, grad_norm, skipped)
+
+
+def shares(batches: Sequence[Batch]) -> Tensor:
+    """What the mean loss of each batch counts for in the mean over all tokens of all ranks: packed documents leave
+    unequal numbers of tokens to score. The mean over the ranks of what each sums up with these is that mean."""
+    counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).float()
+    return counts / mean_over_ranks(counts.sum()).clamp_min(1)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -87,10 +87,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds. `extra` has one entry a rank that saved, plain JSON."""
+    """What a checkpoint holds. `judge` names the data that `loss` is of. `extra` has one entry a rank that saved, plain
+    JSON."""
 
     step: int
     loss: float | None
+    judge: str
     extra: list[dict[str, Any]]
     files: dict[str, Written]
     tensors: dict[str, Stored]
@@ -99,6 +101,7 @@ class Index:
         body = {
             "step": self.step,
             "loss": self.loss,
+            "judge": self.judge,
             "extra": self.extra,
             "files": {name: [file.bytes, file.sha256] for name, file in self.files.items()},
             "tensors": {
@@ -128,6 +131,7 @@ class Index:
         return cls(
             step=body["step"],
             loss=body["loss"],
+            judge=body["judge"],
             extra=body["extra"],
             files={name: Written(*file) for name, file in body["files"].items()},
             tensors={
@@ -231,6 +235,7 @@ class Writer(StorageWriter):
     folder: Path
     step: int
     loss: float | None
+    judge: str
     # This rank's part, as JSON text: what the caller does with its dictionary afterwards no longer matters.
     extra: str
     # What rank 0 does when the folder has its name.
@@ -296,7 +301,7 @@ class Writer(StorageWriter):
             assert isinstance(x, TensorStorageMetadata)
             tensors[name] = Stored(NAMES[x.properties.dtype], tuple(x.size), tuple(chunks[name]))
         extra = [json.loads(text) for text in self.extras]
-        Index(self.step, self.loss, extra, files, tensors).write(self.aside / INDEX)
+        Index(self.step, self.loss, self.judge, extra, files, tensors).write(self.aside / INDEX)
         sync_folder(self.aside)
         replaced = self.folder.with_name(self.folder.name + REPLACED)
         if self.folder.exists():

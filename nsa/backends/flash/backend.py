@@ -164,17 +164,26 @@ class FlashBackend:
         self.serving.clear()
         return found
 
-    def probe_all(self, problem: Problem) -> list[tuple[Library, Subject, list[Outcome]]]:
+    def probe_all(
+        self,
+        problem: Problem,
+        *,
+        block: int = 2 * USUAL["compressed"],
+        stride: int = USUAL["compressed"],
+        window: int = USUAL["sliding"],
+    ) -> list[tuple[Library, Subject, list[Outcome]]]:
         """Forget what was found and try every library on `problem`; those whose limits forbid it are left out."""
         found = []
         for library in self.libraries:
-            asked = [part for part in branches_of(problem) if self.forbids(library, part) is None]
+            asked = [
+                part for part in branches_of(problem, block, stride, window) if self.forbids(library, part) is None
+            ]
             if not asked:
                 continue
             verdicts = self.verdicts(library)
             verdicts.forget()
             self.tried = {key: kept for key, kept in self.tried.items() if key[0] != verdicts.subject}
-            outcomes = [outcome for part in asked for outcome in self.probe(library, posed(part))]
+            outcomes = [outcome for part in asked for outcome in self.probe(library, part)]
             found.append((library, verdicts.subject, without_repeats(outcomes)))
         return found
 
@@ -354,13 +363,14 @@ class FlashBackend:
         return self.backward("sliding", window, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
 
 
-def branches_of(problem: Problem) -> list[Problem]:
-    """The problems that this backend serves of the whole attention, with the paper's blocks; or the problem itself."""
+def branches_of(problem: Problem, block: int, stride: int, window: int) -> list[Posed]:
+    """The problems that this backend serves of the whole attention; or the problem itself."""
+    knobs = {"sliding": window, "compressed": stride}
     if problem.op != "attention":
-        return [problem] if problem.op in policy.BRANCHES else []
-    stride = USUAL["compressed"]
-    n_blocks = n_compressed(problem.n_keys, 2 * stride, stride)
-    return [problem.for_op("sliding"), replace(problem, op="compressed", n_keys=n_blocks)]
+        return [posed(problem, knobs[problem.op])] if problem.op in knobs else []
+    n_blocks = n_compressed(problem.n_keys, block, stride)
+    parts = [problem.for_op("sliding"), replace(problem, op="compressed", n_keys=n_blocks)]
+    return [posed(part, knobs[part.op]) for part in parts]
 
 
 def without_repeats(outcomes: list[Outcome]) -> list[Outcome]:

@@ -115,7 +115,8 @@ def cases_of(problem: Problem, width: int, dtype: torch.dtype) -> list[dict[str,
     problem = posed(problem)
     shared = {"width": width, "groups": problem.n_groups, "dtype": str(dtype).removeprefix("torch.")}
     few = {**shared, "heads": problem.n_heads}
-    many = {**shared, "heads": problem.n_heads * USUAL["compressed"]}
+    # As many queries side by side as a grid has room for.
+    many = {**shared, "heads": problem.n_heads * max(1, min(USUAL["compressed"], MOST_GRID // problem.n_heads))}
 
     def case(name: str, feature: str, sizes: Mapping[str, Any], lengths: Sequence[int], **rest: Any) -> dict[str, Any]:
         given = {"name": name, "feature": feature, "backward": feature != "cached", "batch": 1, "window": None, **rest}

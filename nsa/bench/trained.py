@@ -1,0 +1,102 @@
+"""Attention alone on what a trained model gives it: its neighbouring queries choose much the same blocks, which random
+ones do not.
+
+nsa bench trained --run runs/125m --lengths 2048 32768
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.attention import NSAAttention
+from nsa.bench.attention import DENSE, IMPLEMENTATIONS, Shape, Task, report
+from nsa.bench.results import add_output_arguments
+from nsa.config import require
+from nsa.data import open_loader
+from nsa.functional import nsa_attention
+from nsa.model import LM, load_model
+from nsa.train.boot import config_of
+
+NSA = [impl for impl in IMPLEMENTATIONS if impl not in DENSE]
+
+
+def middle_layer(model: LM) -> NSAAttention:
+    layers = [layer.attention for layer in model.blocks if isinstance(layer.attention, NSAAttention)]
+    require(bool(layers), "--run", "a model without NSA", "one that was trained with --attention nsa")
+    return layers[len(layers) // 2]
+
+
+@torch.no_grad()
+def given_to(model: LM, layer: NSAAttention, tokens: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], float]:
+    """The tensors that `layer` attends with when `model` reads `tokens`; and of the blocks that a query chooses, the
+    part that the query before it chose too."""
+    inputs: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.autocast(tokens.device.type, dtype):
+        model(tokens, tokens)
+        hook.remove()
+        (x,) = inputs
+        q, raw, selected, window, gates = layer.project(x, torch.arange(x.shape[1], device=x.device)[None])
+        compressed = layer.compress_all(raw, None, 0)
+        _, stats = layer(x, return_stats=True)
+    tensors = (q, *compressed, *selected, *window, gates)
+    return tuple(x.to(dtype) for x in tensors), shared_choice(stats.indices)
+
+
+def shared_choice(indices: Tensor) -> float:
+    """Of `indices [B, S, G, n]`, -1 for none: how many of each query's blocks are among those of the query before."""
+    own, before = indices[:, 1:, ..., None], indices[:, :-1, :, None]
+    chosen = own >= 0
+    return float(((own == before) & chosen).sum() / chosen.sum().clamp_min(1))
+
+
+def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Iterator[tuple[Shape, Task]]:
+    """The whole attention of one layer on the run's own data, and on random tensors of the same shapes."""
+    config = config_of(run)
+    model = load_model(run, "cuda")
+    layer = middle_layer(model)
+    c = layer.config
+    shape = Shape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
+    with open_loader(
+        config.data,
+        split="train",
+        batch_size=batch,
+        seq_len=length,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+    ) as loader:
+        tokens = next(loader).tokens.view(batch, length).to("cuda")
+    trained, shared = given_to(model, layer, tokens, torch.bfloat16)
+    print(f"S={length}: {shared:.0%} of the blocks that a query chooses were chosen by the query before it", flush=True)
+    noise = (*(torch.randn_like(x) for x in trained[:-1]), torch.rand_like(trained[-1]))
+    for op, tensors in (("trained", trained), ("random", noise)):
+        leaves = tuple(x.contiguous().requires_grad_() for x in tensors)
+        for impl in impls:
+            own = replace(c, backend=impl.removeprefix("nsa-"))
+            yield shape, Task(op, impl, partial(nsa_attention, *leaves, config=own), leaves)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time the attention of a trained model's middle layer on its own data, and on noise."
+    parser.epilog = "example: nsa bench trained --run runs/125m --lengths 2048 32768 --cuda-graphs"
+    parser.add_argument("--run", type=Path, required=True, help="a folder that `nsa train` wrote")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 32768])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--impl", nargs="+", choices=NSA, default=["nsa-triton"])
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    require(torch.cuda.is_available(), "nsa bench trained", "started without a GPU", "a machine with a CUDA GPU")
+    for length in args.lengths:
+        for shape, task in trained_tasks(args.run, args.batch_size, length, args.impl):
+            report(task, shape, args, "trained")
+    return 0
