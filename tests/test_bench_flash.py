@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_rows
 import pytest
@@ -299,6 +301,20 @@ def test_the_sweep_covers_every_width_group_length_and_window() -> None:
     assert {point.window for point in flash.points(parse()) if point.op == "sliding"} == {128, 512}
     with pytest.raises(ValueError, match="--group-sizes is 3; accepted: a divisor of the 16 heads"):
         list(flash.points(parse("--group-sizes", "3")))
+
+
+def test_every_kind_of_call_is_probed_ahead_once() -> None:
+    asked = []
+    points = [Point("sliding", length, 16, 4, 64, window) for length in (1024, 1000) for window in (128, 512)]
+    points += [Point("compressed", 1024, 16, 4, 64), Point("compressed", 1024, 16, 4, 64, documents=8)]
+    flash.probe_ahead([SimpleNamespace(supports=asked.append)], points, torch.bfloat16)
+    # Two lengths of one class are one kind, two windows are two.
+    assert Counter((problem.op, problem.knob, problem.packed) for problem in asked) == {
+        ("sliding", 128, False): 1,
+        ("sliding", 512, False): 1,
+        ("compressed", 16, False): 1,
+        ("compressed", 16, True): 1,
+    }
 
 
 def test_a_point_poses_the_problem_that_the_ops_would() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -278,20 +279,30 @@ def test_verdicts_survive_their_file_and_a_broken_file_says_nothing(tmp_path: Pa
     verdicts.put("kind", [wrong])
     verdicts.put("other", [])
     assert verdicts.get("kind") == [wrong]
-    assert json.loads(verdicts.path.read_text())["subject"]["library"] == "stand-in"
-    assert [path.name for path in verdicts.path.parent.iterdir()] == [SUBJECT.file_name], "no temporary file is left"
-    for broken in ("", "[]", "{}", '{"kinds": {"kind": [{"case": 1, "no": 2}]}}', '{"kinds": [1]}'):
-        verdicts.path.write_text(broken)
+    assert sorted(verdicts.read()) == [[], [wrong]]
+    files = sorted((tmp_path / "deep" / SUBJECT.name).iterdir())
+    assert [file.name for file in files] == ["kind.json", "other.json"], "no temporary file is left"
+    assert json.loads(files[0].read_text())["subject"]["library"] == "stand-in"
+    for broken in ("", "[]", "{}", '{"outcomes": [{"case": 1, "no": 2}]}', '{"outcomes": [1]}'):
+        files[0].write_text(broken)
         assert verdicts.get("kind") is None
+    assert verdicts.read() == [[]]
     verdicts.forget()
     verdicts.forget()
-    assert not verdicts.path.exists()
+    assert verdicts.read() == []
 
 
-def test_a_subject_s_file_differs_by_everything_a_verdict_depends_on() -> None:
-    names = {SUBJECT.file_name}
+def test_processes_that_probe_at_once_lose_nothing_of_each_other_s(tmp_path: Path) -> None:
+    kinds = [f"kind {n}" for n in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda kind: Verdicts(tmp_path, SUBJECT).put(kind, [Outcome(case=kind, feature="dense")]), kinds))
+    assert [Verdicts(tmp_path, SUBJECT).get(kind)[0].case for kind in kinds] == kinds
+
+
+def test_a_subject_s_folder_differs_by_everything_a_verdict_depends_on() -> None:
+    names = {SUBJECT.name}
     for name in ("version", "gpu", "driver", "torch", "cuda", "cases"):
-        names.add(replace(SUBJECT, **{name: "NVIDIA H200"}).file_name)
+        names.add(replace(SUBJECT, **{name: "NVIDIA H200"}).name)
     assert len(names) == 7
     assert all("/" not in name and " " not in name for name in names)
 

@@ -3,8 +3,9 @@
 A floating point exception, an illegal access or a hang inside a library takes its process along; nothing can be caught.
 So the first use on a machine runs in a child, case by case: the child says which case it begins and how it ended, and
 where it dies or goes silent the parent knows the case, writes it down and starts another child on those that are left.
-Verdicts are JSON in the user's cache folder, one file for each library, its version, the GPU and the driver. What may
-be otherwise a minute later, as memory that was full, is no verdict and is not kept.
+Verdicts are JSON in the user's cache folder: a folder for each library, its version, the GPU and the driver, in it a
+file for each kind of problem, so that processes that probe at the same time lose nothing of each other's. What may be
+otherwise a minute later, as memory that was full, is no verdict and is not kept.
 
 What a case does is the child's business; this module knows commands, time limits and files.
 """
@@ -72,8 +73,8 @@ class Subject:
         )
 
     @property
-    def file_name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9.+]+", "-", "_".join(asdict(self).values())) + ".json"
+    def name(self) -> str:
+        return file_name("_".join(asdict(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,10 @@ class Outcome:
     call: str = ""
     request: Mapping[str, Any] = field(default_factory=dict)
     transient: bool = False
+
+
+def file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+_]+", "-", text)
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -103,7 +108,7 @@ def cache_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdicts of one subject, kind of problem by kind of problem, in one file of `folder`.
+    """The verdicts of one subject, kind of problem by kind of problem, each in a file of its own under `folder`.
 
     Without a folder, or in one that cannot be written, a verdict holds for this process and is found anew by the next.
     """
@@ -113,44 +118,47 @@ class Verdicts:
 
     @property
     def path(self) -> Path | None:
-        return None if self.folder is None else self.folder / self.subject.file_name
+        return None if self.folder is None else self.folder / self.subject.name
 
-    def read(self) -> dict[str, list[Outcome]]:
-        """A file that is not there, or not ours, says nothing."""
-        if self.path is None:
-            return {}
-        try:
-            kinds = json.loads(self.path.read_text())["kinds"]
-            return {kind: [Outcome(**outcome) for outcome in outcomes] for kind, outcomes in kinds.items()}
-        except (OSError, KeyError, TypeError, ValueError, AttributeError):
-            return {}
+    def read(self) -> list[list[Outcome]]:
+        """Every kind's."""
+        found = [] if self.path is None else map(read_outcomes, sorted(self.path.glob("*.json")))
+        return [outcomes for outcomes in found if outcomes is not None]
 
     def get(self, kind: str) -> list[Outcome] | None:
-        return self.read().get(kind)
+        return None if self.path is None else read_outcomes(self.path / f"{file_name(kind)}.json")
 
     def put(self, kind: str, outcomes: Sequence[Outcome]) -> None:
         """Many processes of one run may finish at once: each writes a file of its own and puts it in place."""
-        kinds = {**self.read(), kind: list(outcomes)}
         content = {
             "subject": asdict(self.subject),
-            "kinds": {name: [asdict(outcome) for outcome in found] for name, found in kinds.items()},
+            "kind": kind,
+            "outcomes": [asdict(outcome) for outcome in outcomes],
         }
-        if self.folder is None or self.path is None:
+        if self.path is None:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".tmp", delete=False) as file:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path, suffix=".tmp", delete=False) as file:
                 json.dump(content, file, indent=1)
-            Path(file.name).replace(self.path)
+            Path(file.name).replace(self.path / f"{file_name(kind)}.json")
         except OSError as error:
             log.warning("nsa: the verdict on %s cannot be kept in %s: %s", self.subject.library, self.folder, error)
 
     def forget(self) -> None:
         try:
-            if self.path is not None:
-                self.path.unlink(missing_ok=True)
+            for file in [] if self.path is None else self.path.glob("*.json"):
+                file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("nsa: the verdict on %s in %s stays: %s", self.subject.library, self.folder, error)
+
+
+def read_outcomes(path: Path) -> list[Outcome] | None:
+    """A file that is not there, or not ours, says nothing."""
+    try:
+        return [Outcome(**outcome) for outcome in json.loads(path.read_text())["outcomes"]]
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def run_cases(

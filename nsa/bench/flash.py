@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import settings
 from nsa.backends import policy, sdpa, triton
 from nsa.backends.flash import FlashBackend
+from nsa.backends.flash.cases import kind_of, posed
 from nsa.backends.flash.fold import PlainFold
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
@@ -53,6 +57,7 @@ SDPA_KERNELS = {
 MOST_SCORE_BYTES = 4 << 30
 # A thousand timings in a few minutes: each has what settles a ratio, not what a published figure has.
 MEASURE_MS, MOST_CALLS = 20.0, 20
+PROBES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class Point:
     @property
     def packed(self) -> bool:
         return self.documents > 1
+
+    @property
+    def knob(self) -> int:
+        """What of a call its problem does not tell."""
+        return self.window if self.op == "sliding" else STRIDE
 
     def knobs(self, device: str) -> dict[str, Any]:
         own = {"window": self.window} if self.op == "sliding" else {"block": BLOCK, "stride": STRIDE}
@@ -225,23 +235,38 @@ def sdpa_passes(impl: str, point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pa
     yield Pass(impl, "bwd", lambda: torch.autograd.grad(out, leaves, do, retain_graph=True))
 
 
-def passes(point: Point, qkv: tuple[Tensor, ...]) -> Iterator[Pass]:
-    """Every path of the point, one after the other; one that fails is said and left out."""
-    paths: dict[str, Callable[[], Iterator[Pass]]] = {
-        "nsa-sdpa": lambda: backend_passes("nsa-sdpa", sdpa, point, qkv),
-        "nsa-triton": lambda: backend_passes("nsa-triton", triton, point, qkv),
+def flash_backends() -> dict[str, FlashBackend]:
+    """Each library that is here as a backend of its own."""
+    return {
+        f"flash-{library.contract.library}": FlashBackend(settings.current(), (library,))
+        for library in find_libraries()[0]
     }
-    for library in find_libraries()[0]:
-        impl = f"flash-{library.contract.library}"
-        backend = FlashBackend(settings.current(), (library,))
-        paths[impl] = lambda impl=impl, backend=backend: backend_passes(impl, backend, point, qkv)  # type: ignore[misc]
-    for impl in sdpa_kernels(point):
-        paths[impl] = lambda impl=impl: sdpa_passes(impl, point, qkv)  # type: ignore[misc]
-    for impl, path in paths.items():
+
+
+def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[Point], dtype: torch.dtype) -> None:
+    """Have every kind of call tried, several side by side: most of a probe is the start of its process."""
+    asked = {}
+    for point in points:
+        problem = point.problem(dtype, backward=False)
+        # The router asks before it knows the window, the call itself after.
+        for each in (posed(problem), posed(problem, point.knob)):
+            asked[kind_of(each, point.width, dtype)] = each
+    print(f"{len(asked)} kinds of calls are probed first, unless they have been", flush=True)
+    with ThreadPoolExecutor(min(PROBES_AT_ONCE, os.cpu_count() or 1)) as pool:
+        for backend in backends:
+            list(pool.map(backend.supports, asked.values()))
+
+
+def passes(point: Point, qkv: tuple[Tensor, ...], flash: Mapping[str, FlashBackend]) -> Iterator[Pass]:
+    """Every path of the point, one after the other; one that fails is said and left out."""
+    backends: dict[str, Any] = {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}
+    paths = {impl: partial(backend_passes, impl, backend, point, qkv) for impl, backend in backends.items()}
+    paths |= {impl: partial(sdpa_passes, impl, point, qkv) for impl in sdpa_kernels(point)}
+    for path in paths.values():
         try:
             yield from path()
         except RuntimeError as error:
-            print(f"{impl} fails on {point}: {first_line(error)}")
+            print(f"{path.args[0]} fails on {point}: {first_line(error)}")
 
 
 def sdpa_kernels(point: Point) -> list[str]:
@@ -255,9 +280,9 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def measure(point: Point, dtype: torch.dtype, commit: str | None) -> Iterator[Row]:
+def measure(point: Point, dtype: torch.dtype, commit: str | None, flash: Mapping[str, FlashBackend]) -> Iterator[Row]:
     where = environment(torch.device("cuda"), commit)
-    for each in passes(point, point.inputs(dtype, "cuda")):
+    for each in passes(point, point.inputs(dtype, "cuda"), flash):
         torch.cuda.reset_peak_memory_stats()
         try:
             p20, p50, p80 = quantiles(time_calls(each.call, warmup_ms=0, measure_ms=MEASURE_MS, most=MOST_CALLS))
@@ -485,8 +510,10 @@ def measure_all(args: argparse.Namespace) -> Iterator[Row]:
         )
     require(torch.cuda.is_available(), "nsa bench flash", "started without a GPU", "a CUDA GPU, or --rows FILE")
     print("sdpa-flash takes no mask and is left out of the sliding branch; no sdpa-* row is packed or of a broken band")
-    for point in points(args):
-        for row in measure(point, torch.bfloat16, args.commit):
+    flash, all_points = flash_backends(), list(points(args))
+    probe_ahead(list(flash.values()), all_points, torch.bfloat16)
+    for point in all_points:
+        for row in measure(point, torch.bfloat16, args.commit, flash):
             print(f"{point} {row.impl:<18} {row.mode} {row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB", flush=True)
             if args.out is not None:
                 append(args.out, row)

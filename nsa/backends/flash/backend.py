@@ -191,7 +191,7 @@ class FlashBackend:
         """Each library, with what the probe has found so far: for the doctor."""
         found = dict(self.absent)
         for library in self.libraries:
-            tried = self.verdicts(library).read().values()
+            tried = self.verdicts(library).read()
             outcomes = without_repeats([outcome for outcomes in tried for outcome in outcomes])
             wrong = [outcome for outcome in outcomes if outcome.problem]
             verdict = f"{len(outcomes) - len(wrong)} of {len(outcomes)} cases right" if outcomes else "not tried yet"
