@@ -126,16 +126,20 @@ class NSAAttention(nn.Module):
                 compress=lambda k, v, start: self.compress_blocks(k, v, start + position_offset),
                 counts=counts,
             )
-            o, indices = attend(
-                past.asked(q),
-                *past.compressed,
-                *past.selected,
-                *past.window,
-                past.asked(gates),
-                config=self.config,
-                q_start=past.q_start,
-                window_start=past.window_start,
-            )
+            try:
+                o, indices = attend(
+                    past.asked(q),
+                    *past.compressed,
+                    *past.selected,
+                    *past.window,
+                    past.asked(gates),
+                    config=self.config,
+                    q_start=past.q_start,
+                    window_start=past.window_start,
+                )
+            except Exception:
+                cache.discard()
+                raise
             o, indices = (past.answered(answer, x.shape[1]) for answer in (o, indices))
             cache.commit(past)
 
@@ -236,11 +240,11 @@ def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool
     if not isinstance(position_offset, Tensor):
         require_int("position_offset", position_offset, at_least=0)
         return
-    accepted = f"one integer, or {x.shape[0]} of them, on {x.device}"
+    accepted = f"one integer, or one a row of x, on {x.device}"
     integer = position_offset.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     require(integer, "position_offset.dtype", position_offset.dtype, accepted)
-    shape = tuple(position_offset.shape)
-    require(shape in ((), (1,), (x.shape[0],)), "position_offset.shape", shape, accepted)
+    fits = position_offset.dim() == 0 or (position_offset.dim() == 1 and position_offset.shape[0] in (1, x.shape[0]))
+    require(fits, "position_offset.shape", tuple(position_offset.shape), accepted)
     require(position_offset.device == x.device, "position_offset.device", position_offset.device, accepted)
     if may_look(position_offset, strict) and not torch.compiler.is_compiling():
         values = position_offset.tolist()

@@ -193,6 +193,12 @@ class NSACache:
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
         self.longest = step.longest
 
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget a staged step that was refused: what it laid behind the end may be no number."""
+        clear_from(self.selected, self.lengths)
+        clear_from(self.compressed, n_compressed_of(self.lengths, self.config.l, self.config.d))
+
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
         """No row will be longer than this after `n_new` more tokens, of which `counts [B]` are real."""
         if self.static:
@@ -258,6 +264,10 @@ class NSACache:
         """
         accepted = f"an integer, or {self.batch_size} of them in a tensor"
         require(isinstance(lengths, int | Tensor) and not isinstance(lengths, bool), "lengths", lengths, accepted)
+        if isinstance(lengths, Tensor):
+            require(lengths.device == self.device, "lengths.device", lengths.device, f"the cache's, {self.device}")
+        else:
+            require(abs(lengths) < 2**62, "lengths", lengths, "a number of tokens")
         wanted = torch.as_tensor(lengths, device=self.device)
         require(wanted.dtype in (torch.int32, torch.int64), "lengths.dtype", wanted.dtype, accepted)
         require(tuple(wanted.shape) in ((), (self.batch_size,)), "lengths.shape", tuple(wanted.shape), accepted)

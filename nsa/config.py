@@ -140,9 +140,9 @@ def check_keys(name: str, values: dict[str, Any], cls: type[NSAConfig] | type[Ro
     """The keys of `values` are fields of `cls`, and none that it needs is missing."""
     known = {field.name for field in fields(cls)}
     needed = {field.name for field in fields(cls) if field.default is MISSING}
-    unknown, missing = sorted(set(values) - known), sorted(needed - set(values))
+    unknown, missing = sorted(set(values) - known, key=str), sorted(needed - set(values))
     require(not unknown, f"the keys of {name}", unknown, f"only {sorted(known)}")
-    require(not missing, f"the keys of {name}", sorted(values), f"at least {missing} too")
+    require(not missing, f"the keys of {name}", sorted(values, key=str), f"at least {missing} too")
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:

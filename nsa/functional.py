@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from nsa import ops
 from nsa.config import NSAConfig, require
+from nsa.ops.checks import check_keys_values, check_queries, check_token_count
 
 
 def nsa_attention(
@@ -47,7 +49,8 @@ def attend(
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o, indices)`. With a cache `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
-    check_widths(q, k_cmp, v_cmp, config)
+    pairs = (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win))
+    check_tensors(q, pairs, config, q_start, window_start)
     served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d}
     # The branches are computed without autograd, and differentiated together with the gate that mixes them.
@@ -89,14 +92,24 @@ def attend(
     return o, indices
 
 
-def check_widths(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig) -> None:
-    """The tensors are those of this configuration; that they fit each other, the ops check."""
+def check_tensors(
+    q: Tensor,
+    pairs: Sequence[tuple[str, Tensor, Tensor]],
+    config: NSAConfig,
+    q_start: Tensor | None,
+    window_start: Tensor | None,
+) -> None:
+    """The tensors are those of this configuration, under the names they have here: the ops say `k` and `v`."""
     require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
-    expected = {
-        "q": (q, config.n_heads, config.d_k),
-        "k_cmp": (k_cmp, config.n_kv_groups, config.d_k),
-        "v_cmp": (v_cmp, config.n_kv_groups, config.d_v),
-    }
-    for name, (x, heads, width) in expected.items():
+    check_queries(q)
+    for name, x, heads, width in (
+        ("q", q, config.n_heads, config.d_k),
+        *((f"k_{branch}", k, config.n_kv_groups, config.d_k) for branch, k, _ in pairs),
+        *((f"v_{branch}", v, config.n_kv_groups, config.d_v) for branch, _, v in pairs),
+    ):
         shape = tuple(x.shape[2:]) if isinstance(x, Tensor) else x
         require(shape == (heads, width), f"{name}.shape[2:]", shape, f"({heads}, {width}), as config says")
+    for branch, k, v in pairs:
+        check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
+    check_token_count(q, pairs[1][1], q_start, "k_sel")
+    check_token_count(q, pairs[2][1], window_start, "k_win")

@@ -146,6 +146,12 @@ class Settings:
 
     sources: Mapping[str, Source] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for each in SETTINGS:
+            value = getattr(self, each.name)
+            if value != each.default:
+                each.check(value, each.name)
+
     def source(self, name: str) -> Source:
         return self.sources.get(name, "default")
 
@@ -203,6 +209,8 @@ def find(name: str, where: str) -> Setting:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, bool | int | str]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is {given!r}; accepted: a mapping of name: value")
     return {name: find(name, where).check(value, f"{name} in {where}") for name, value in given.items()}
 
 

@@ -17,7 +17,14 @@ from nsa.ops import library
 PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
 PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
 CACHED = PLAIN.but(seed=3)
-CASES = {"plain": PLAIN, "packed": PACKED, "cached": CACHED}
+# Tensors that are contiguous by chance, as slices or in another order of dimensions, show where there is one of a kind.
+CASES = {
+    "plain": PLAIN,
+    "packed": PACKED,
+    "cached": CACHED,
+    "one head a group": PLAIN.but(heads=1),
+    "one group": PLAIN.but(batch=1, groups=1),
+}
 WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}
 NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
 

@@ -17,6 +17,7 @@ from helpers import assert_close, assert_same_bits, document_lengths, offsets
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -819,6 +820,25 @@ def test_statistics_of_a_batch_that_is_all_padding_are_zero() -> None:
     assert stats.gate_entropy == nothing
     assert stats.selected_distance.sum() == 0
     assert stats.reads_per_step == 0
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_the_reference_compiles_with_one_head_a_group() -> None:
+    attn = layer(n_heads=2, n_kv_groups=2, backend="reference")
+    x = tokens(40)
+    run = compiled(attn)
+    assert_close(with_gradients(attn, run, x), with_gradients(attn, attn, x), 1e-11)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_offsets_a_row_do_not_compile_anew_for_every_batch() -> None:
+    attn = layer()
+    frames = CompileCounter()
+    run = torch.compile(attn, fullgraph=True, backend=frames)
+    for batch in (2, 3, 5, 4, 7):
+        x, offset = tokens(20, batch=batch), torch.arange(batch)
+        torch.testing.assert_close(run(x, position_offset=offset), attn(x, position_offset=offset))
+    assert frames.frame_count <= 2
 
 
 def test_strict_layers_compile_too() -> None:

@@ -811,7 +811,22 @@ def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
     assert_equal(attn(x, cache=cache), attn(x))
 
 
+def test_a_step_that_overflows_and_is_refused_is_forgotten() -> None:
+    """What it laid behind the end is no number, and hidden keys are still multiplied, by zero."""
+    attn = layer(strict=True).half()
+    x = tokens(30).half()
+    cache = attn.new_cache(1, 30)
+    attn(x[:, :10], cache=cache)
+    with pytest.raises(ValueError, match="not finite"):
+        attn(torch.full_like(x[:, :6], 6e4), cache=cache)
+    assert cache.lengths.tolist() == [10]
+    whole = attn(x[:, :12])[:, 10:]
+    torch.testing.assert_close(attn(x[:, 10:12], cache=cache), whole, atol=2e-2, rtol=2e-2)
+
+
 WRONG_CALLS = {
+    "crop-of-65-bits": ("lengths", lambda cache: cache.crop(2**64)),
+    "crop-elsewhere": ("lengths.device", lambda cache: cache.crop(torch.tensor(3, device="meta"))),
     "reorder-out-of-range": ("rows", lambda cache: cache.reorder(torch.tensor([0, 7]))),
     "reorder-negative": ("rows", lambda cache: cache.reorder(torch.tensor([0, -1]))),
     "reorder-float": ("rows", lambda cache: cache.reorder(torch.tensor([0.0, 1.0]))),

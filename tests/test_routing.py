@@ -505,8 +505,8 @@ def test_explain_poses_a_cached_step_as_the_layer_does() -> None:
         attn(torch.randn(1, 1, 32), cache=cache)
     whole = replace(PROBLEM.for_op("attention"), n_queries=1, n_keys=300, cached=True)
     explained = router.explain(whole, block=config.l, stride=config.d, window=config.w).routes
-    posed = {problem.op: problem for problem, _ in router.routes if problem.op == "sliding"}
-    assert explained["sliding"].problem == posed["sliding"]
+    posed = {problem.op: problem for problem, _ in router.routes}
+    assert {op: route.problem for op, route in explained.items()} == posed
 
 
 def test_explain_tells_of_values_where_they_are_as_wide_as_no_key() -> None:
@@ -648,6 +648,8 @@ def test_a_backend_is_available_unless_it_says_otherwise(
         ({"batch": 1.5}, r"batch is 1\.5"),
         ({"device": torch.device("cpu")}, "device is device"),
         ({"device": "cuda:0"}, "device is 'cuda:0'"),
+        ({"device": "banana"}, "device is 'banana'"),
+        ({"device": "CPU"}, "device is 'CPU'"),
         ({"packed": 1}, "packed is 1"),
     ],
 )

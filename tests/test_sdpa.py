@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import ops, reference
+from nsa.backends import sdpa
 from nsa.backends.sdpa import layout
 
 TIGHT = 1e-10
@@ -99,6 +100,22 @@ def test_a_selection_block_costs_no_more_than_the_keys_there_are(documents: tupl
     inputs = random_inputs(case)
     got = sdpa_results("selected", inputs, case.but(select_block=1 << 50))
     assert_close(got, reference_results("selected", inputs, case), TIGHT)
+
+
+@pytest.mark.parametrize("documents", [None, (17, 1, 0, 12)])
+def test_choosing_among_blocks_wider_than_the_sequence_costs_no_more_than_it(documents: tuple[int, ...] | None) -> None:
+    case = Case(length=30, documents=documents, groups=2, heads=2, select_block=32)
+    inputs = random_inputs(case)
+    q, k_cmp, _ = inputs.of("compressed")
+    _, lse = reference.compressed_attention(*inputs.of("compressed"), **case.compression, cu_seqlens=case.cu_seqlens)
+    chosen = [
+        each.select_blocks(
+            q, k_cmp, lse, **case.compression, select_block=width, n_select=2, n_init=1, n_local=2, scale=0.5,
+            cu_seqlens=case.cu_seqlens, q_start=None,
+        )
+        for each, width in ((sdpa, 1 << 50), (reference, 32))
+    ]  # fmt: skip
+    assert torch.equal(*chosen)
 
 
 def test_the_papers_knobs_and_widths_are_served() -> None:

@@ -219,3 +219,10 @@ def test_a_setting_claims_an_effect_exactly_when_the_code_reads_it() -> None:
         # By attribute, or by name in the trainer's table of them.
         read = re.search(rf'(settings\.current\(\)|env|config|settings)\.{setting.name}\b|"{setting.name}": "', source)
         assert bool(spec) == bool(read), f"{setting.name}: needs {setting.needs}, read in the code: {bool(read)}"
+
+
+def test_what_is_no_setting_s_value_is_refused_wherever_it_comes_from() -> None:
+    with pytest.raises(ValueError, match="force_parity is 'no'; accepted: true or false"):
+        Settings(force_parity="no")
+    with pytest.raises(ValueError, match=r"the config file is .*a mapping"):
+        Settings.load(environ={}, file=["a"])

@@ -149,6 +149,8 @@ WRONG_CALLS = [
     Wrong("backend is None", WINDOW, "backend", put(backend=None)),
     Wrong("strict is text", MIXTURE, "strict", put(strict="a")),
     Wrong("a gate below 0", "mixture", "gates", put(gates=lambda x: x - 0.5)),
+    Wrong("no branches", "mixture", "branches", put(branches=None)),
+    Wrong("two branches", "mixture", "branches", put(branches=lambda x: x[:2])),
     Wrong("keys of another width", "mixture", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
     Wrong(
         "a normaliser in half precision",
@@ -413,22 +415,54 @@ def test_a_missing_key_of_a_saved_config_is_named() -> None:
         NSAConfig.from_dict({name: value for name, value in GOOD_CONFIG.items() if name != "n_heads"})
 
 
+def test_keys_that_are_no_text_are_named() -> None:
+    with pytest.raises(ValueError, match=r"the keys of values.*\[1, 'x'\]"):
+        NSAConfig.from_dict({1: 2, "x": 3})
+
+
 def test_an_unknown_key_of_a_saved_rope_scaling_is_named() -> None:
     with pytest.raises(ValueError, match=r"rope_scaling.*fector"):
         NSAConfig.from_dict({**GOOD_CONFIG, "rope_scaling": {"fector": 8.0}})
 
 
-@pytest.mark.parametrize("wrong", ["q", "k_cmp", "v_cmp", "config"])
-def test_tensors_of_another_config_are_refused_by_the_whole(wrong: str) -> None:
+WHOLE = {
+    "q": (1, 8, 6, 8),
+    "k_cmp": (1, 2, 2, 8),
+    "v_cmp": (1, 2, 2, 4),
+    "k_sel": (1, 8, 2, 8),
+    "v_sel": (1, 8, 2, 4),
+    "k_win": (1, 8, 2, 8),
+    "v_win": (1, 8, 2, 4),
+    "gates": (1, 8, 6, 3),
+}
+SPOILED = {
+    "twice the heads": lambda x: torch.cat([x, x], dim=2),
+    "half the heads": lambda x: x[:, :, : x.shape[2] // 2].contiguous(),
+    "another width": lambda x: x[..., :-1].contiguous(),
+    "another dtype": lambda x: x.double(),
+    "a token less": lambda x: x[:, :-1].contiguous(),
+    "nothing": lambda x: None,
+    "a number": lambda x: 3,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("wrong", WHOLE)
+def test_a_wrong_tensor_of_the_whole_is_named(wrong: str, spoil: str) -> None:
     config = NSAConfig(**GOOD_CONFIG, l=4, d=4)
-    shapes = {"q": (1, 8, 6, 8), "k_cmp": (1, 2, 2, 8), "v_cmp": (1, 2, 2, 4)}
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    k, v, gates = torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 6, 3)
-    nsa_attention(*tensors.values(), k, v, k, v, gates, config=config)
-    if wrong in tensors:
-        tensors[wrong] = torch.zeros(*shapes[wrong][:2], shapes[wrong][2] * 2, shapes[wrong][3])
-    with pytest.raises(ValueError, match=rf"^{wrong}.*accepted"):
-        nsa_attention(*tensors.values(), k, v, k, v, gates, config=None if wrong == "config" else config)
+    tensors = {name: torch.zeros(shape) for name, shape in WHOLE.items()}
+    nsa_attention(**tensors, config=config)
+    # Of dtype and length it is the others that do not fit q.
+    named = "k_(cmp|sel)" if wrong == "q" and spoil in ("another dtype", "a token less") else wrong
+    if spoil == "a token less" and wrong.startswith("k_"):
+        named = wrong.replace("k", "v", 1)
+    with pytest.raises(ValueError, match=rf"^{named}.*accepted"):
+        nsa_attention(**{**tensors, wrong: SPOILED[spoil](tensors[wrong])}, config=config)
+
+
+def test_the_whole_wants_a_config() -> None:
+    with pytest.raises(ValueError, match=r"^config.*accepted"):
+        nsa_attention(**{name: torch.zeros(shape) for name, shape in WHOLE.items()}, config=None)
 
 
 def test_an_unknown_key_of_a_saved_config_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -12,6 +13,14 @@ from nsa.config import NSAConfig, check_heads, require, require_bool, require_in
 OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
 ACCEPTED_OPS = f"'attention' or one of {OPS}"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@cache
+def is_device_type(name: str) -> bool:
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,7 @@ class Problem:
             check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
         require(self.dtype in DTYPES, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
         # An index would make "cuda:0" another device than the "cuda" that backends look for.
-        plain = isinstance(self.device, str) and self.device.isidentifier()
+        plain = isinstance(self.device, str) and is_device_type(self.device)
         require(plain, "device", self.device, "a type of device without an index: 'cpu' or 'cuda'")
         for name in ("backward", "packed", "cached"):
             require_bool(name, getattr(self, name))

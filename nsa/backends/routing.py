@@ -419,6 +419,9 @@ def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | N
     if op == "compress":
         # Tokens without queries. Keys and values are compressed one after the other: these are the keys.
         problem = replace(problem, n_queries=problem.n_keys, n_heads=problem.n_groups, d_v=problem.d_k)
+    if op == "selected" and problem.cached:
+        # The store of a cache has a place more than it needs, and is handed out whole.
+        problem = replace(problem, n_keys=problem.n_keys + 1)
     if op == "sliding" and problem.cached and window is not None:
         # A cache hands out the keys that the new queries can see, and no others.
         problem = replace(problem, n_keys=min(window, problem.n_keys) - 1 + problem.n_queries)

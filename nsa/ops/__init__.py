@@ -233,6 +233,7 @@ def mixture(
     the output's gradient and the three gradients of `q` that autograd would hold. Gates are not negative. `q_start` is
     for the compressed and selected keys, `window_start` for the sliding ones.
     """
+    checks.check_branches(branches)
     (o_cmp, lse_cmp), (o_sel, lse_sel), (o_win, lse_win) = branches
     checks.check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
     checks.check_keys_values(q, k_sel, v_sel, "k_sel", "v_sel")

@@ -148,6 +148,12 @@ def check_indices(q: Tensor, k: Tensor, indices: Tensor) -> None:
     check_same("indices", "device", indices.device, "q", q.device)
 
 
+def check_branches(branches: Sequence[Sequence[Tensor]]) -> None:
+    lists = (tuple, list)
+    good = isinstance(branches, lists) and [len(pair) for pair in branches if isinstance(pair, lists)] == [2, 2, 2]
+    require(good and len(branches) == 3, "branches", type(branches).__name__, "three pairs (o, lse)")
+
+
 def check_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> None:
     check_float("o_cmp", o_cmp, "B S Hq Dv")
     for name, o in (("o_sel", o_sel), ("o_win", o_win)):

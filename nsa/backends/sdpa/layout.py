@@ -56,5 +56,7 @@ def group_keys(x: Tensor) -> Tensor:
 
 
 def ungroup_keys(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """`[B*G, N, D]` back to `[B,N,G,D]`."""
-    return x.unflatten(0, (batch, -1)).transpose(1, 2).to(dtype).contiguous()
+    """`[B*G, N, D]` back to `[B,N,G,D]`; copied also where a slice is contiguous by itself: an output of an op begins
+    its storage."""
+    x = x.unflatten(0, (batch, -1)).transpose(1, 2)
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)

@@ -41,7 +41,9 @@ def select_blocks(
         p = group_probabilities(group, qg, kg, lse_g, scale).unflatten(0, (batch, n_groups))
         if cu_seqlens is not None:
             p = shift_to_document_start(p, ranges.lo[:, c0:c1])
-        importance = pool_to_blocks(p, -(-longest // select_block), block // stride, select_block // stride)
+        # A block longer than the sequence holds no more units than that has.
+        per_select = min(select_block // stride, -(-longest // stride))
+        importance = pool_to_blocks(p, -(-longest // select_block), block // stride, per_select)
         own = torch.div(position[:, None, c0:c1, None], select_block, rounding_mode="floor")
         indices[:, c0:c1] = best_blocks(importance, own, n_select, n_init, n_local).transpose(1, 2)
     return indices
