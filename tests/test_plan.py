@@ -181,6 +181,14 @@ def test_every_gpu_has_a_peak_and_mixed_layers_can_be_planned() -> None:
     assert "B200" in render(mixed, [found])
 
 
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_a_file_where_the_run_s_folder_should_be_is_a_problem(below: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    given = load_config("tiny", {"device": "cpu", "out": str(file / below)})
+    assert [problem for problem in preflight.folder_problems(given) if f"{file} is a file" in problem]
+
+
 def test_a_device_that_is_not_there_is_a_problem_and_no_crash(tmp_path: Path) -> None:
     """Before anything is put on it; the other problems are listed too."""
     given = load_config("tiny", {"device": "cuda:99", "data.source": "text", "data.path": str(tmp_path)})

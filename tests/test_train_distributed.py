@@ -17,7 +17,8 @@ from training import config_file, lines_of, losses, small_run
 
 from nsa.data import DataConfig
 from nsa.train import Trainer
-from nsa.train.distributed import any_rank, from_first, mean_over_ranks
+from nsa.train.distributed import any_rank, from_all, from_first, mean_over_ranks
+from nsa.train.storage import Index
 
 
 def command(folder: Path, out: Path, *words: str) -> list[str]:
@@ -31,6 +32,10 @@ def torchrun(folder: Path, out: Path, *words: str) -> str:
     done = subprocess.run(command(folder, out, *words), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def newest(out: Path) -> Path:
+    return max((out / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
 
 
 def run_alone(out: Path, **changes: object) -> dict[int, float]:
@@ -52,6 +57,8 @@ def test_two_ranks_are_one_and_one_goes_on(parallel: str, accum: int, tmp_path: 
     # The order of a sum and nothing else differs.
     assert two == pytest.approx({step: alone[step] for step in two}, rel=1e-5)
     assert len(lines_of(out, "gates")) == 1
+    # Validated on the same sequences, whoever has which.
+    assert Index.read(out / "checkpoints" / "step_4").judge == Index.read(newest(tmp_path / "alone")).judge
 
     again = run_alone(out, accum=accum)
     assert again == pytest.approx(alone, rel=1e-5)
@@ -68,7 +75,15 @@ def test_packed_documents_count_by_their_tokens_whoever_has_them(tmp_path: Path)
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
 
 
-def test_all_ranks_stop_where_one_is_asked_to_with_no_look_in_sight(tmp_path: Path) -> None:
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["one rank is asked", "everyone is asked", "the launcher is killed"])
+def test_all_ranks_stop_and_save_with_no_look_in_sight(end: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
     with subprocess.Popen(command(tmp_path, out, *words), stdout=subprocess.PIPE, text=True) as launcher:
@@ -77,11 +92,22 @@ def test_all_ranks_stop_where_one_is_asked_to_with_no_look_in_sight(tmp_path: Pa
             if (out / "heartbeat.jsonl").is_file():
                 break
             time.sleep(0.2)
-        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        os.kill(int(ranks[-1]), signal.SIGTERM)
+        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+        if end == "the launcher is killed":
+            launcher.kill()
+        else:
+            for pid in ranks[-1:] if end == "one rank is asked" else [*ranks, launcher.pid]:
+                os.kill(pid, signal.SIGTERM)
         printed, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 0
-    assert re.search(r"\[stop\] (SIGTERM|another rank): step \d+ is saved", printed)
+        for _ in range(100):
+            if not any(map(running, ranks)):
+                break
+            time.sleep(0.2)
+    assert not any(map(running, ranks))
+    # torchrun that is asked itself has a status of its own.
+    assert launcher.returncode == 0 or end != "one rank is asked"
+    why = "the launcher is gone" if end == "the launcher is killed" else "(SIGTERM|another rank)"
+    assert re.search(rf"\[stop\] {why}: step \d+ is saved", printed)
 
 
 def test_mixed_precision_shards_learn_what_autocast_does(tmp_path: Path) -> None:
@@ -97,3 +123,4 @@ def test_alone_there_is_nobody_to_ask() -> None:
     assert any_rank(True, x.device)
     assert not any_rank(False, x.device)
     assert from_first("here") == "here"
+    assert from_all(["here"]) == ["here"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from nsa.data import Batch
 from nsa.data.config import DataConfig
 from nsa.train import TrainConfig, Trainer, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
+from nsa.train.metrics import RunLog
 from nsa.train.step import StepResult
 
 
@@ -127,6 +131,68 @@ def test_a_second_signal_is_not_held_back() -> None:
         assert signals.asked == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_what_a_launcher_passes_on_is_no_second_signal() -> None:
+    with Signals(echo_s=0.5) as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.asked == "SIGINT"
+        time.sleep(0.6)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    holds = (
+        "import sys; from pathlib import Path; from nsa.train.guards import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"out is .*no other process trains in"):
+            Trainer(small_run(tmp_path)).train()
+        other.kill()
+    assert Trainer(small_run(tmp_path)).train() is not None, "the lock goes with its process"
+
+
+def test_what_comes_after_too_many_skips_is_written_down(tmp_path: Path) -> None:
+    """It is part of what is saved: nothing was looked at in between."""
+    before = dict.fromkeys((1, 2, 3, 7), spoil)
+    run = interfering(small_run(tmp_path, max_skips=3, steps=10, log_every=100), before)
+    with pytest.raises(RunStopped, match="3 steps in a row were not finite, up to step 4: step 10 is saved"):
+        run.train()
+    assert list(losses(tmp_path)) == list(range(1, 11))
+    assert sorted(path.name for path in (tmp_path / "skipped").iterdir()) == [
+        f"step_{step}.safetensors" for step in (2, 3, 4, 8)
+    ]
+
+
+def test_a_disk_without_room_for_the_log_names_the_file_and_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: RunLog, step: int, **values: object) -> None:
+        raise OSError(errno.ENOSPC, "heartbeat.jsonl cannot be written: No space left on device")
+
+    monkeypatch.setattr(RunLog, "heartbeat", full)
+    with pytest.raises(OSError, match=r"heartbeat.jsonl cannot be written"):
+        Trainer(small_run(tmp_path, log_every=2)).train()
+    assert "[stop] [Errno 28] heartbeat.jsonl cannot be written: No space left on device: step 1 is saved" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "skipped").write_text("a file where the folder should be")
+    assert interfering(small_run(tmp_path, log_every=1), {2: spoil}).train() is not None
+    assert "its batch could not be kept: " in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:

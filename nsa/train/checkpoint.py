@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from nsa.config import require, require_bool, require_int, require_positive_int
 from nsa.model import LM, save_model
+from nsa.train.distributed import any_rank
 from nsa.train.storage import ASIDE, Damaged, Index, Reader, Writer, recover, remove
 
 T = TypeVar("T")
@@ -43,8 +44,9 @@ STEP = re.compile(r"step_(\d+)")
 class Checkpoints:
     """The folder `step_N` for each of the `keep` newest steps and, with `keep_best`, for the one of the lowest loss.
 
-    An error of a save in the background is raised by the next call, whichever it is. It never costs an older
-    checkpoint: those are removed only once the new one has its name.
+    An error of a save in the background is returned by `look`, said by the next `save`, which then waits for its own,
+    and raised by any other call. It never costs an older checkpoint: those are removed only once the new one has its
+    name.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True, judge: str = "") -> None:
@@ -81,7 +83,12 @@ class Checkpoints:
         `extra` is each rank's own. A save that is still being written is waited for first.
         """
         require_int("step", step, at_least=0)
-        self.wait()
+        lost = self.settle()
+        if lost is not None:
+            # That state is gone, this one need not be.
+            wait = True
+            if self.rank == 0:
+                warnings.warn(f"{lost}; trying again with step {step}", RuntimeWarning, stacklevel=2)
         # A signal often comes where a checkpoint was just read or written: it is the same state.
         if step == self.current and loss is None:
             return
@@ -124,8 +131,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what is being written has its name; an error of it is raised here."""
+        lost = self.settle()
+        if lost is not None:
+            raise lost
+
+    def settle(self) -> OSError | RuntimeError | None:
+        """Until what is being written has its name; its error, if it does not get it."""
         if self.pending is None:
-            return
+            return None
         step, future = self.pending
         self.pending = None
         try:
@@ -133,13 +146,15 @@ class Checkpoints:
         except CheckpointException as error:
             if self.rank == 0:
                 shutil.rmtree(self.path(step).with_name(self.path(step).name + ASIDE), ignore_errors=True)
-            raise plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error) from error
+            return plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error)
         self.current = step
+        return None
 
-    def look(self) -> None:
-        """Raise the error of a save that has failed meanwhile; one that is being written is left to it."""
-        if self.pending is not None and self.pending[1].done() and self.group is None:
-            self.wait()
+    def look(self) -> OSError | RuntimeError | None:
+        """The error of a save that has failed meanwhile; one that is being written is left to it."""
+        if self.pending is None or any_rank(not self.pending[1].done(), torch.device("cpu")):
+            return None
+        return self.settle()
 
     def close(self) -> None:
         """Wait for the last save. The ranks' own group goes when the run's does."""

@@ -40,6 +40,10 @@ KEYS = {
 }
 
 
+# How gloo and NCCL say that a process at the other end has ended.
+LOST = ("closed by peer", "Connection reset", "remote process exited", "Broken pipe")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a language model. What is not said here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "
@@ -130,6 +134,15 @@ def run(args: argparse.Namespace) -> int:
     except RunStopped as stopped:
         print(f"nsa train: stopped: {stopped}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if config.parallel == "none" or not any(word in str(error) for word in LOST):
+            raise
+        print(
+            f"nsa train: another rank is gone; its own words, if it had any, are above. Go on with the same command "
+            f"and --out {config.out}",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
@@ -143,4 +156,5 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
     require(args.config is None, "--config", args.config, "nothing with --resume, which takes the run's own")
     require(args.resume.is_dir(), "--resume", str(args.resume), "the folder of a run")
     require("out" not in given, "--out", given.get("out"), "nothing with --resume, which goes on in the run's folder")
-    return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=env)
+    # As it was configured: what the environment says now was part of that, or is not meant.
+    return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=settings.Settings())

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 8 -m nsa.cli train --config 1b --parallel fsdp      # 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,11 +33,18 @@ class Ranks:
     device: torch.device
     rank: int = 0
     size: int = 1
+    # The process that started this one; 0: not looked at.
+    launcher: int = 0
 
     @property
     def first(self) -> bool:
         """The one that speaks and writes."""
         return self.rank == 0
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the launcher is gone, and with it whoever would ever end this process."""
+        return self.launcher != 0 and os.getppid() != self.launcher
 
 
 @contextmanager
@@ -54,7 +62,7 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        yield Ranks(own, dist.get_rank(), dist.get_world_size())
+        yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid())
         # No rank leaves while another still writes for all.
         dist.barrier()
     finally:
@@ -118,6 +126,15 @@ def from_first(value: str) -> str:
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def from_all(values: list[str]) -> list[str]:
+    """Every rank's, one after the other."""
+    found = [values]
+    if dist.is_initialized():
+        found = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, values)
+    return [value for part in found for value in part]
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import fcntl
 import signal
 import sys
 import threading
@@ -17,12 +19,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from nsa.config import require
 from nsa.data import Batch
 from nsa.train.step import autocast
 from nsa.train.storage import read_tensors, write_tensors
 
 # The descriptor, which is there whatever Python's own stderr was replaced by.
 STDERR = 2
+LOCK = ".lock"
 
 
 class RunStopped(RuntimeError):
@@ -36,13 +40,16 @@ class Asked(Exception):
 class Signals:
     """SIGTERM and SIGINT ask the run to stop after its step; a second one ends the process as usual.
 
-    Within `waiting()` the first one ends the wait: nothing else would, if what is waited for never comes.
+    Within `waiting()` the first one ends the wait: nothing else would, if what is waited for never comes. Under a
+    launcher, which passes on what its ranks may have been sent too, one that follows within `echo_s` is the same one.
     """
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, *, echo_s: float = 0.0) -> None:
+        self.echo_s = echo_s
         self.asked: str | None = None
+        self.since = 0.0
         self.before: dict[int, Any] = {}
         self.raises = False
 
@@ -53,8 +60,12 @@ class Signals:
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        self.restore()
+        if self.asked is not None:
+            if time.monotonic() - self.since >= self.echo_s:
+                self.restore()
+                signal.raise_signal(number)
+            return
+        self.asked, self.since = signal.Signals(number).name, time.monotonic()
         if self.raises:
             raise Asked
 
@@ -77,6 +88,24 @@ class Signals:
         self.restore()
 
 
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Two processes in one folder would remove each other's checkpoints. The lock goes with its process, however that
+    ends; a file system without locks has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            require(
+                error.errno not in (errno.EACCES, errno.EAGAIN),
+                "out",
+                str(folder),
+                "a folder that no other process trains in, and one does at this moment",
+            )
+        yield
+
+
 class Skips:
     """Steps whose loss or gradients were not finite: counted, their batches kept for replay, many in a row an end."""
 
@@ -87,14 +116,19 @@ class Skips:
         self.total = 0
         self.in_a_row = 0
 
-    def note(self, step: int, skipped: bool, batches: Sequence[Batch]) -> Path | None:
-        """The file with the step's batches, if it was skipped."""
+    def note(self, step: int, skipped: bool, batches: Sequence[Batch]) -> str | None:
+        """Where the step's batches are kept, in words, if it was skipped."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:
             return None
         self.total += 1
         rank = f".rank_{self.rank}" if self.rank else ""
-        return save_batches(self.folder / f"step_{step}{rank}.safetensors", batches)
+        path = self.folder / f"step_{step}{rank}.safetensors"
+        try:
+            return f"its batch is in {save_batches(path, batches)}"
+        except OSError as error:
+            # The run need not end for it.
+            return f"its batch could not be kept: {error}"
 
     @property
     def too_many(self) -> bool:

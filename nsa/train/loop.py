@@ -28,8 +28,8 @@ from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, write_down
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
 from nsa.train.config import DTYPES, TrainConfig
-from nsa.train.distributed import Ranks, Vote, any_rank, mean_over_ranks, parallelize
-from nsa.train.guards import Asked, RunStopped, Signals, Skips, Watchdog, branch_profile
+from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
+from nsa.train.guards import Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
@@ -38,6 +38,8 @@ from nsa.train.step import StepResult, TrainStep, autocast, learning_rate, share
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10
+# A launcher passes a signal on within this time.
+ECHO_S = 2.0
 
 
 class Trainer:
@@ -77,7 +79,9 @@ class Trainer:
             weight_decay=c.weight_decay,
             grad_clip=c.grad_clip,
         )
-        self.checkpoints = Checkpoints(c.out / "checkpoints", keep=c.keep, judge=fingerprint(self.valid))
+        self.checkpoints = Checkpoints(
+            c.out / "checkpoints", keep=c.keep, judge=fingerprint(self.valid, c.model.seq_len)
+        )
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
         self.log: RunLog | None = None
         self.written = False
@@ -120,7 +124,10 @@ class Trainer:
         c = self.config
         watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            with Signals() as signals:
+            with (
+                Signals(echo_s=ECHO_S if self.ranks.size > 1 else 0.0) as signals,
+                only_writer(c.out) if self.ranks.first else nullcontext(),
+            ):
                 began = self.resume()
                 if began == 0:
                     self.write_down()
@@ -136,7 +143,8 @@ class Trainer:
                     kept = self.keep_what_is_done() if self.done < c.steps else ""
                 self.close_progress()
                 if self.done < c.steps:
-                    self.say(f"[stop] {signals.asked or 'another rank'}: {kept}")
+                    asked = signals.asked or ("the launcher is gone" if self.ranks.orphaned else "another rank")
+                    self.say(f"[stop] {asked}: {kept}")
                     self.say(f"go on with: nsa train --resume {c.out}")
                     return None
                 return self.finish()
@@ -166,7 +174,7 @@ class Trainer:
             judged = ran == warmup + SMOKE_STEPS or (last and warmup < ran < warmup + SMOKE_STEPS)
             smoke = c.min_tokens_per_s > 0 and judged
             looks = self.due(c.log_every) or last or ran == warmup
-            stops = vote(signals.asked is not None)
+            stops = vote(signals.asked is not None or self.ranks.orphaned)
             if not (
                 looks
                 or smoke
@@ -174,8 +182,15 @@ class Trainer:
                 or any(map(self.due, (c.eval_every, c.sample_every, c.stats_every, c.save_every)))
             ):
                 continue
-            self.look(timed=ran > warmup)
-            self.checkpoints.look()
+            try:
+                self.look(timed=ran > warmup)
+            except OSError as error:
+                # What cannot be written down costs the run, not what it has learned.
+                self.say(f"[stop] {error}: {self.rescue()}")
+                raise
+            lost = self.checkpoints.look()
+            if lost is not None:
+                self.say(f"[save] {lost}: {self.save_if_good()}")
             if smoke:
                 self.check_speed()
             if self.due(c.stats_every):
@@ -258,21 +273,25 @@ class Trainer:
         wait_asleep(self.device)
         values = torch.stack([torch.stack(result) for _, result, _ in self.waiting]).tolist()
         self.clock.end(len(self.waiting) * self.tokens_per_step, self.loader.waited, timed=timed)
+        too_many: tuple[int, int] | None = None
         for (step, _, batches), (loss, grad_norm, skipped) in zip(self.waiting, values, strict=True):
             record = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": self.lr(step)}
             self.write("step", **record, **({"skipped": True} if skipped else {}))
             kept = self.skips.note(step + 1, bool(skipped), batches)
             if kept is not None:
-                self.say(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; its batch is in {kept}")
+                self.say(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}")
             if self.skips.too_many:
-                self.waiting.clear()
-                raise RunStopped(
-                    f"the loss or the gradients of {self.skips.in_a_row} steps in a row were not finite, up to step "
-                    f"{step + 1}: {self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
-                )
+                too_many = (self.skips.in_a_row, step + 1)
         self.waiting.clear()
         self.write_down()
         self.show(loss, grad_norm)
+        if too_many is not None:
+            # Only now: the steps after them are part of what is saved, and of its curves.
+            in_a_row, last = too_many
+            raise RunStopped(
+                f"the loss or the gradients of {in_a_row} steps in a row were not finite, up to step {last}: "
+                f"{self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
+            )
 
     def is_good(self) -> bool:
         """Steps without a finite gradient change nothing, but the last one that did may have been what broke the model:
@@ -501,12 +520,15 @@ def wait_asleep(device: torch.device) -> None:
         done.synchronize()
 
 
-def fingerprint(batches: list[Batch]) -> str:
-    """Differs where the tokens do."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(json.dumps(batch.tokens.tolist()).encode())
-    return digest.hexdigest()[:16]
+def fingerprint(batches: list[Batch], seq_len: int) -> str:
+    """Of all ranks' batches together: the same where the same sequences are scored, whoever has which."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+    rows = [torch.stack([batch.tokens, batch.targets], dim=-1).view(-1, seq_len, 2) for batch in batches]
+    own = [digest(sequence.tolist()) for row in rows for sequence in row]
+    return digest(sorted(from_all(own)))[:16]
 
 
 class Clock:

@@ -41,16 +41,14 @@ class RunLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """A line of metrics. Times are no part of it: the same run twice gives the same lines."""
-        self.metrics.write(json.dumps({"kind": kind, **plain(values)}) + "\n")
-        self.metrics.flush()
+        add_line(self.metrics, {"kind": kind, **plain(values)})
         step = values.get("step")
         if isinstance(step, int):
             self.show(kind, {name: value for name, value in values.items() if name != "step"}, step)
 
     def heartbeat(self, step: int, **values: Any) -> None:
         """A sign of life, with the time in seconds since 1970: whoever watches compares it with their clock."""
-        self.beats.write(json.dumps({"time": round(time.time(), 3), "step": step, **plain(values)}) + "\n")
-        self.beats.flush()
+        add_line(self.beats, {"time": round(time.time(), 3), "step": step, **plain(values)})
 
     def close(self) -> None:
         self.metrics.close()
@@ -80,6 +78,14 @@ class RunLog:
         except (ImportError, OSError) as error:
             warnings.warn(f"TensorBoard gets no more numbers: {error}", RuntimeWarning, stacklevel=4)
             self.board = self.board_folder = None
+
+
+def add_line(file: IO[str], record: dict[str, Any]) -> None:
+    try:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}") from error
 
 
 def open_lines(path: Path, resume: bool) -> IO[str]:

@@ -94,6 +94,10 @@ def folder_problems(config: TrainConfig) -> Iterator[str]:
         check_folder(config)
     except ValueError as error:
         yield str(error)
+    blocked = next((path for path in (config.out, *config.out.absolute().parents) if path.is_file()), None)
+    if blocked is not None:
+        yield f"out is {str(config.out)!r}; accepted: a folder, and {blocked} is a file"
+        return
     there = next(folder for folder in (config.out, *config.out.absolute().parents) if folder.is_dir())
     if not os.access(there, os.W_OK):
         yield f"out is {str(config.out)!r}; accepted: a folder that can be written, and {there} cannot"

@@ -128,10 +128,18 @@ class Index:
         if hashlib.sha256(text.encode()).hexdigest() != checksum:
             raise Damaged(f"{INDEX} does not have the checksum that it was written with")
         body = json.loads(text)
+        try:
+            return cls.of(body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"{INDEX} is none of this version: {error!r}") from error
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Index:
         return cls(
             step=body["step"],
             loss=body["loss"],
-            judge=body["judge"],
+            # Where it is not said, the loss is compared with no other.
+            judge=body.get("judge", ""),
             extra=body["extra"],
             files={name: Written(*file) for name, file in body["files"].items()},
             tensors={
