@@ -195,9 +195,13 @@ class NSACache:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Forget a staged step that was refused: what it laid behind the end may be no number."""
-        clear_from(self.selected, self.lengths)
-        clear_from(self.compressed, n_compressed_of(self.lengths, self.config.l, self.config.d))
+        """Forget a staged step that was refused."""
+        self.clear_behind(self.lengths)
+
+    def clear_behind(self, lengths: Tensor) -> None:
+        """What is hidden is still multiplied, by zero; a NaN that was taken back must not come through that way."""
+        clear_from(self.selected, lengths)
+        clear_from(self.compressed, n_compressed_of(lengths, self.config.l, self.config.d))
 
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
         """No row will be longer than this after `n_new` more tokens, of which `counts [B]` are real."""
@@ -284,9 +288,7 @@ class NSACache:
                 lengths,
                 f"at most max_rollback = {self.max_rollback} tokens taken back",
             )
-        # What is hidden is still multiplied, by zero; a NaN that was taken back must not come through that way.
-        clear_from(self.selected, kept)
-        clear_from(self.compressed, n_compressed_of(kept, self.config.l, self.config.d))
+        self.clear_behind(kept)
         self.lengths.copy_(kept)
         self.high_water.copy_(torch.where(kept == 0, 0, self.high_water))
         self.longest = int(kept.max())

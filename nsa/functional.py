@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ def nsa_attention(
 
     `gates [B,S,Hq,3]`, none negative: a sigmoid's or a softmax's.
     """
+    check_tensors(q, {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}, config)
     o, _ = attend(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, config=config, cu_seqlens=cu_seqlens)
     return o
 
@@ -49,8 +50,6 @@ def attend(
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o, indices)`. With a cache `q_start` is where the queries start in `k_sel`, `window_start` where in `k_win`."""
-    pairs = (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win))
-    check_tensors(q, pairs, config, q_start, window_start)
     served: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": config.backend, "strict": config.strict}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d}
     # The branches are computed without autograd, and differentiated together with the gate that mixes them.
@@ -92,24 +91,18 @@ def attend(
     return o, indices
 
 
-def check_tensors(
-    q: Tensor,
-    pairs: Sequence[tuple[str, Tensor, Tensor]],
-    config: NSAConfig,
-    q_start: Tensor | None,
-    window_start: Tensor | None,
-) -> None:
+def check_tensors(q: Tensor, branches: Mapping[str, tuple[Tensor, Tensor]], config: NSAConfig) -> None:
     """The tensors are those of this configuration, under the names they have here: the ops say `k` and `v`."""
     require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
     check_queries(q)
-    for name, x, heads, width in (
-        ("q", q, config.n_heads, config.d_k),
-        *((f"k_{branch}", k, config.n_kv_groups, config.d_k) for branch, k, _ in pairs),
-        *((f"v_{branch}", v, config.n_kv_groups, config.d_v) for branch, _, v in pairs),
-    ):
+    expected = {"q": (q, config.n_heads, config.d_k)}
+    for branch, (k, v) in branches.items():
+        expected[f"k_{branch}"] = (k, config.n_kv_groups, config.d_k)
+        expected[f"v_{branch}"] = (v, config.n_kv_groups, config.d_v)
+    for name, (x, heads, width) in expected.items():
         shape = tuple(x.shape[2:]) if isinstance(x, Tensor) else x
         require(shape == (heads, width), f"{name}.shape[2:]", shape, f"({heads}, {width}), as config says")
-    for branch, k, v in pairs:
+    for branch, (k, v) in branches.items():
         check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
-    check_token_count(q, pairs[1][1], q_start, "k_sel")
-    check_token_count(q, pairs[2][1], window_start, "k_win")
+    for branch in ("sel", "win"):
+        check_token_count(q, branches[branch][0], None, f"k_{branch}")

@@ -272,7 +272,6 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_the_command_turns_rows_into_a_file_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="the plot needs it")
     source, routes, picture = tmp_path / "flash.csv", tmp_path / "routes.json", tmp_path / "flash.png"
     for length in (1024, 4096):
         for row in timed(length, sdpa=2.0, flash=1.0, triton=1.5):
