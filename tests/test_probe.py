@@ -166,7 +166,8 @@ def test_what_fails_only_in_the_run_is_counted_and_the_next_backend_serves(
     # Only the forward pass fails, once for each layer and step; every call is served all the same.
     assert set(counts["failures"].values()) == {4}
     assert counts["calls"]["compressed/flash"] == 4, "the gradients"
-    assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
+    # The stand-in's own gradients: its sums have another order, which some builds of torch show and others do not.
+    torch.testing.assert_close(losses, losses_of(Router([sdpa], Settings()), monkeypatch), atol=1e-5, rtol=1e-5)
 
 
 def test_a_verdict_holds_for_the_cases_like_the_problem(tmp_path: Path, children_find_the_stand_ins: None) -> None:
