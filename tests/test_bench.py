@@ -12,7 +12,7 @@ import torch
 from bench_rows import ROW
 
 from nsa import bench
-from nsa.bench import trained
+from nsa.bench import attention, trained
 from nsa.bench.results import COLUMNS, append, environment, quantiles, read
 from nsa.bench.train import Runner, TrainBench
 from nsa.functional import nsa_attention
@@ -113,3 +113,25 @@ def test_blocks_in_common_with_the_query_before() -> None:
 def test_no_step_waits_for_the_gpu(attention: str) -> None:
     model = replace(PRESETS["tiny"], attention=attention)
     Runner(TrainBench(model=model, batch_size=2, warmup=2)).check_sync()
+
+
+def test_what_does_not_fit_is_said_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+
+    def report(task: attention.Task, *_: object) -> None:
+        if task.impl == "nsa-sdpa":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nSee the manual")
+        measured.append(task.impl)
+
+    inputs = attention.Inputs.of(attention.Shape(1, 8, 2, 1, 4), torch.float32, "cpu", smooth=0.0)
+    monkeypatch.setattr(attention.Inputs, "of", lambda *_: inputs)
+    monkeypatch.setattr(attention, "report", report)
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    attention.run_shape(attention.Shape(1, 8, 2, 1, 4), parser.parse_args([]), "attention")
+    assert measured == ["nsa-triton", "dense-fa2", "dense-cudnn"]
+    said = capsys.readouterr().out
+    assert "nsa-sdpa is left out" in said
+    assert "7.00 GiB." in said

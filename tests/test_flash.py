@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import reference
+from nsa import NSAConfig, nsa_attention, reference
 from nsa.backends import sdpa
 from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call, value_violations
 from nsa.backends.flash import FlashBackend
@@ -38,7 +38,8 @@ from nsa.backends.flash.libraries import (
     run_forward,
 )
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure
+from nsa.backends.routing import BackendFailure, Preference, Router
+from nsa.ops import library as op_library
 from nsa.settings import Settings
 
 BRANCHES = ("compressed", "sliding")
@@ -117,6 +118,34 @@ def test_borders(branch: str, case: Case) -> None:
     inputs = random_inputs(case, torch.float32)
     found = by_backend(backend_of(StandIn()), branch, inputs, case, with_lse=True)
     assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=True))
+
+
+@pytest.mark.parametrize("documents", [None, (7, 0, 40, 3)], ids=["plain", "packed"])
+def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
+    documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thresholds file names who serves a direction at a time."""
+    case = Case(length=50, groups=2, heads=2, d_k=8, d_v=8, documents=documents)
+    tensors = random_inputs(case, torch.float32).for_attention
+    config = NSAConfig(
+        dim=32, n_heads=case.n_heads, n_kv_groups=case.groups, d_k=case.d_k, d_v=case.d_v, l=case.block, d=case.stride,
+        l_sel=case.select_block, n_sel=case.n_select, n_init=case.n_init, n_local=case.n_local, w=case.window,
+    )  # fmt: skip
+
+    def gradients(router: Router) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(op_library, "router", lambda: router)
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        o = nsa_attention(*leaves, config=config, cu_seqlens=case.cu_seqlens)
+        return torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    backward = [Preference(gpu="cpu", op=op, order=("flash", "sdpa"), mode="bwd") for op in BRANCHES]
+    mixed = Router([sdpa, backend_of(StandIn())], Settings(), backward)
+    found, expected = gradients(mixed), gradients(Router([sdpa], Settings()))
+    assert {(op, name) for op, name in mixed.counts.calls if op in BRANCHES} == {
+        (op, name) for op in BRANCHES for name in ("sdpa", "flash")
+    }
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 def test_a_pack_may_have_room_after_its_blocks_whose_gradient_is_zero() -> None:

@@ -403,6 +403,15 @@ def test_a_preference_may_hold_for_one_direction() -> None:
     assert router.route(replace(PROBLEM, backward=True)).chosen == "sdpa"
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_preference_may_hold_for_one_kind_of_row(packed: bool) -> None:
+    router = router_of(
+        Fake("triton"), Fake("sdpa"), preferences=[Preference(gpu="cpu", op="sliding", order=("sdpa",), packed=packed)]
+    )
+    assert router.route(replace(PROBLEM, packed=packed)).chosen == "sdpa"
+    assert router.route(replace(PROBLEM, packed=not packed)).chosen == "triton"
+
+
 def test_after_a_preferred_backend_fails_the_others_still_serve() -> None:
     preference = Preference(gpu="cpu", op="sliding", order=("sdpa",))
     backends = Fake("triton"), Fake("sdpa", raises=BackendFailure("no"))
@@ -423,16 +432,13 @@ def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
         ({"preferences": [row | {"order": ["tritno"]}]}, "order names 'tritno'"),
         ({"preferences": [{"gpu": "x"}]}, "missing"),
         ({"preferences": [row | {"mode": "both"}]}, "mode is 'both'"),
+        ({"preferences": [row | {"packed": "no"}]}, "packed is 'no'"),
     ]
     for content, message in wrong:
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message) as error:
             routing.load_preferences(path)
         assert str(path) in str(error.value)
-
-
-def test_the_table_that_ships_loads() -> None:
-    routing.load_preferences(routing.preferences_path())
 
 
 def test_explain_tells_each_op_with_its_reasons() -> None:

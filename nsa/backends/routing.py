@@ -158,12 +158,15 @@ class Preference:
     max_length: int | None = None
     head_widths: tuple[int, ...] | None = None
     mode: Literal["fwd", "bwd"] | None = None  # None: both
+    packed: bool | None = None  # rows of several documents; None: both kinds
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; accepted: one of {OPS}")
         if self.mode not in (None, "fwd", "bwd"):
             raise ValueError(f"mode is {self.mode!r}; accepted: 'fwd', 'bwd' or nothing for both")
+        if self.packed not in (None, True, False):
+            raise ValueError(f"packed is {self.packed!r}; accepted: true, false or nothing for both")
         for name in self.order:
             if name not in BACKEND_MODULES:
                 raise ValueError(f"order names {name!r}; accepted: {list(BACKEND_MODULES)}")
@@ -178,6 +181,7 @@ class Preference:
             and not problem.cached
             and (self.head_widths is None or (problem.d_k == problem.d_v and problem.d_k in self.head_widths))
             and self.mode in (None, "bwd" if problem.backward else "fwd")
+            and self.packed in (None, problem.packed)
         )
 
 

@@ -284,8 +284,12 @@ def run_shape(shape: Shape, args: argparse.Namespace, suite: str) -> None:
         if args.branches and impl not in DENSE:
             # The branches' own inputs are made when their turn comes: they must not count in the whole's memory.
             tasks = chain(tasks, branch_tasks(impl, inputs, shape))
-        for task in tasks:
-            report(task, shape, args, suite)
+        try:
+            for task in tasks:
+                report(task, shape, args, suite)
+        except torch.OutOfMemoryError as error:
+            # The others, and other shapes, are still worth knowing.
+            print(f"{impl} is left out at {shape}: {str(error).splitlines()[0]}")
     print(json.dumps(asdict(shape)))
 
 

@@ -3,11 +3,11 @@
     nsa bench flash --out benchmarks/results/h200/flash.csv --plot docs/flash.png --write configs/routes.json
     nsa bench flash --rows benchmarks/results/h200/flash.csv --write configs/routes.json   # anew from rows, no GPU
 
-`auto` takes FlashAttention where it is at least 1.2 times as fast as SDPA at every group size and window measured, on
-plain rows and on packed ones, and our kernels where they are faster than both. `sdpa-*` rows are torch's kernels for
-comparison only, no backend is made of them: the compressed branch folded, the sliding one cut into bands of a window's
-queries over two windows' keys under a mask, which torch's flash kernel does not take. Laying out is not counted. Times
-are the GPU's alone, by graph replay.
+`auto` takes FlashAttention where it is at least 1.2 times as fast as SDPA at every group size and window measured, and
+our kernels where they are faster than both; plain rows and packed ones each for themselves. `sdpa-*` rows are torch's
+kernels for comparison only, no backend is made of them: the compressed branch folded, the sliding one cut into bands of
+a window's queries over two windows' keys under a mask, which torch's flash kernel does not take. Laying out is not
+counted. Times are the GPU's alone, by graph replay.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,14 @@ from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Preference, load_preferences
 from nsa.bench.attention import captured, peak_bytes, time_calls
-from nsa.bench.plot import COLOURS, OTHER_COLOUR
+from nsa.bench.plot import COLOURS, NAMES, OTHER_COLOUR, mark_lengths
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles, read
 from nsa.config import require
 from nsa.geometry import n_compressed
 
 BLOCK, STRIDE, WINDOW = 32, 16, 512
+# How the suite of a row of several documents ends.
+PACKED = "-packed"
 # How much faster than SDPA FlashAttention must be to be chosen: below, a crash of someone else's code is not worth it.
 WORTH_IT = 1.2
 # The rows that stand for a backend.
@@ -59,6 +62,7 @@ MOST_SCORE_BYTES = 4 << 30
 # A thousand timings in a few minutes: each has what settles a ratio, not what a published figure has.
 MEASURE_MS, MOST_CALLS = 20.0, 20
 PROBES_AT_ONCE = 8
+LINE_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Point:
     @property
     def suite(self) -> str:
         window = f"-w{self.window}" if self.op == "sliding" else ""
-        return f"flash{window}{'-packed' if self.packed else ''}"
+        return f"flash{window}{PACKED if self.packed else ''}"
 
     @property
     def packed(self) -> bool:
@@ -318,36 +322,38 @@ def measure(point: Point, dtype: torch.dtype, commit: str | None, flash: Mapping
 
 
 def thresholds(rows: Sequence[Row]) -> list[Preference]:
-    """Per GPU, branch, width and direction: which backends to try in which order, by ranges of lengths."""
-    chosen: dict[tuple[str, str, int, str], dict[int, tuple[str, ...]]] = defaultdict(dict)
-    for (gpu, op, width, mode, length), times in times_of(rows).items():
-        chosen[gpu, op, width, mode][length] = order_of(times)
+    """Per GPU, branch, width, direction and kind of row: which backends to try in which order, by ranges of lengths."""
+    chosen: dict[tuple[str, str, int, str, bool], dict[int, tuple[str, ...]]] = defaultdict(dict)
+    for (gpu, op, width, mode, packed, length), times in times_of(rows).items():
+        chosen[gpu, op, width, mode, packed][length] = order_of(times)
     found = []
-    for (gpu, op, width, mode), orders in sorted(chosen.items()):
+    for (gpu, op, width, mode, packed), orders in sorted(chosen.items()):
         for low, high, order in ranges(orders):
-            shape: dict[str, Any] = {"gpu": gpu, "op": op, "head_widths": (width,), "mode": mode}
+            shape: dict[str, Any] = {"gpu": gpu, "op": op, "head_widths": (width,), "mode": mode, "packed": packed}
             found.append(Preference(**shape, order=order, min_length=low, max_length=high))
     return found
 
 
-# backend: what the file does not tell apart, the window and the documents of a suite, batch, heads, groups and dtype:
-# milliseconds
+# backend: what the file does not tell apart, the window of a suite, batch, heads, groups and dtype: milliseconds
 Shape = tuple[str, int, int, int, str]
 Times = dict[str, dict[Shape, float]]
+# GPU, branch, width, direction, packed, length
+Kind = tuple[str, str, int, str, bool, int]
 
 
 def shape_of(row: Row) -> Shape:
     return row.suite, row.B, row.Hq, row.G, row.dtype
 
 
-def times_of(rows: Sequence[Row]) -> dict[tuple[str, str, int, str, int], Times]:
+def times_of(rows: Sequence[Row]) -> dict[Kind, Times]:
     """The latest row of each backend; of the flash backend the library's that it would call."""
-    found: dict[tuple[str, str, int, str, int], Times] = defaultdict(lambda: defaultdict(dict))
+    found: dict[Kind, Times] = defaultdict(lambda: defaultdict(dict))
     # Torch's kernels are tried first: where they have a row, it is the last to be entered.
     for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
         backend = BACKENDS.get(row.impl)
         if backend is not None and row.suite.startswith("flash"):
-            found[row.gpu, row.op, row.Dk, row.mode, row.S][backend][shape_of(row)] = row.p50_ms
+            kind = (row.gpu, row.op, row.Dk, row.mode, row.suite.endswith(PACKED), row.S)
+            found[kind][backend][shape_of(row)] = row.p50_ms
     return found
 
 
@@ -370,23 +376,18 @@ def order_of(times: Times) -> tuple[str, ...]:
 
 
 def ranges(orders: dict[int, tuple[str, ...]]) -> Iterator[tuple[int, int | None, tuple[str, ...]]]:
-    """Neighbouring lengths with one order become one range; nothing is claimed below the shortest that was measured,
-    and past the longest its order stays."""
-    lengths = sorted(orders)
-    low = lengths[0]
-    for here, following in zip(lengths, [*lengths[1:], None], strict=True):
-        if following is None:
-            yield low, None, orders[here]
-        elif orders[following] != orders[here]:
-            yield low, following - 1, orders[here]
-            low = following
+    """Neighbouring lengths with one order become one range, and past the longest its order stays. Between two that
+    differ, as below the shortest, nothing was measured and nothing is claimed."""
+    for order, neighbours in groupby(sorted(orders), orders.__getitem__):
+        lengths = list(neighbours)
+        yield lengths[0], None if lengths[-1] == max(orders) else lengths[-1], order
 
 
 def write_thresholds(path: Path, found: Sequence[Preference], rows: Sequence[Row]) -> None:
-    """Replace what the file says about these GPUs, branches, widths and directions; the rest of it stays."""
+    """Replace what the file says about the same GPUs, branches, widths, directions and rows; the rest of it stays."""
 
     def subject(preference: Preference) -> tuple[Any, ...]:
-        return preference.gpu, preference.op, preference.head_widths, preference.mode
+        return preference.gpu, preference.op, preference.head_widths, preference.mode, preference.packed
 
     measured = set(map(subject, found))
     kept = [old for old in load_preferences(path) if subject(old) not in measured]
@@ -422,44 +423,58 @@ def by_shape(rows: Sequence[Row]) -> dict[tuple[str, str, str, int, int, int], d
     return found
 
 
+# branch, direction: width: path, heads a group: length: times as fast as SDPA
+Ratios = dict[tuple[str, str], dict[int, dict[tuple[str, int], dict[int, float]]]]
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Of plain rows, the sliding ones at the paper's window."""
+    found: Ratios = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for (suite, op, mode, width, size, length), times in by_shape(rows).items():
+        base = times.pop("nsa-sdpa", None)
+        if suite in ("flash", f"flash-w{WINDOW}") and base is not None:
+            for impl, ms in times.items():
+                found[op, mode][width][impl, size][length] = base / ms
+    require(bool(found), "rows", len(rows), "rows of nsa-sdpa among them, which the others are held against")
+    return found
+
+
 def draw(rows: Sequence[Row], out: Path) -> None:
     """Speed against SDPA over the length: a row of panels for each branch and direction, a column for each width."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
-    lines: dict[tuple[str, str], dict[int, dict[tuple[str, int], dict[int, float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(dict))
-    )
-    for (suite, op, mode, width, size, length), found in by_shape(rows).items():
-        if suite in ("flash", f"flash-w{WINDOW}") and "nsa-sdpa" in found:
-            for impl, ms in found.items():
-                lines[op, mode][width][impl, size][length] = found["nsa-sdpa"] / ms
-    require(bool(lines), "rows", len(rows), "rows of nsa-sdpa among them, which the others are held against")
-    widths = sorted({width for panels in lines.values() for width in panels})
-    sizes = sorted({size for panels in lines.values() for by_line in panels.values() for _, size in by_line})
-    styles = {size: ("-", "--", ":", "-.")[i % 4] for i, size in enumerate(sizes)}
-    shape = (len(lines), len(widths))
-    figure, axes = pyplot.subplots(*shape, figsize=(4.2 * shape[1], 3.2 * shape[0]), squeeze=False)
-    for row, ((op, mode), panels) in zip(axes, sorted(lines.items()), strict=True):
+    found = ratios(rows)
+    widths = sorted({width for panels in found.values() for width in panels})
+    lines = {line for panels in found.values() for by_line in panels.values() for line in by_line}
+    colours = {impl: COLOURS.get(impl, OTHER_COLOUR) for impl in sorted({impl for impl, _ in lines})}
+    styles = dict(zip(sorted({size for _, size in lines}), cycle(LINE_STYLES), strict=False))
+    size = (3.6 * len(widths), 2.9 * len(found) + 0.6)
+    figure, axes = pyplot.subplots(len(found), len(widths), figsize=size, squeeze=False, sharey="row")
+    for row, ((op, mode), panels) in zip(axes, sorted(found.items()), strict=True):
         for axis, width in zip(row, widths, strict=True):
-            for (impl, size), points in sorted(panels[width].items()):
-                lengths = sorted(points)
-                colour = COLOURS.get(impl, OTHER_COLOUR)
-                values = [points[length] for length in lengths]
-                axis.plot(
-                    lengths, values, styles[size], marker=".", color=colour, label=f"{impl}, {size} heads a group"
-                )
+            for (impl, heads), points in sorted(panels[width].items()):
+                axis.plot(*zip(*sorted(points.items()), strict=True), styles[heads], marker=".", color=colours[impl])
+            axis.axhline(1, color=COLOURS["nsa-sdpa"])
             axis.axhline(WORTH_IT, color="#cc4444", linewidth=0.8)
-            axis.set(title=f"{op} {mode}, width {width}", xlabel="sequence length", xscale="log", yscale="log")
+            axis.set(title=f"{op} {NAMES[mode]}, width {width}", xscale="log", yscale="log")
+            axis.set_yticks([0.25, 0.5, 1, 2, 5, 10], ["1/4", "1/2", "1", "2", "5", "10"])
+            mark_lengths(axis, {length for points in panels[width].values() for length in points})
             axis.grid(alpha=0.25)
         row[0].set_ylabel("times as fast as nsa-sdpa")
-        next(axis for axis in row if axis.lines[:-1]).legend(frameon=False, fontsize=6)
-    figure.suptitle(", ".join(sorted({row.gpu for row in rows})), fontsize=9, color="#666666")
-    figure.tight_layout()
+    legend = [Line2D([], [], color=colour, label=impl) for impl, colour in colours.items()]
+    legend += [Line2D([], [], color=COLOURS["nsa-sdpa"], label="nsa-sdpa")]
+    legend += [Line2D([], [], color="#cc4444", linewidth=0.8, label=f"worth it: {WORTH_IT}")]
+    legend += [Line2D([], [], color="#333333", linestyle=s, label=f"{n} heads a group") for n, s in styles.items()]
+    gpus = ", ".join(sorted({row.gpu for row in rows}))
+    figure.suptitle(f"{gpus}, batch 1, window {WINDOW}", fontsize=9, color="#666666")
+    figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
+    figure.legend(handles=legend, loc="lower center", ncols=5, frameon=False, fontsize=8)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    figure.savefig(out, dpi=90)
     pyplot.close(figure)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ COLOURS = {
     "flash-flash_attn": "#1f3f66",
     "sdpa-flash": "#9a9a9a",
     "sdpa-cudnn": "#333333",
+    "sdpa-efficient": "#b0722f",
+    "sdpa-math": "#dcb98f",
 }
 OTHER_COLOUR = "#b0722f"
 NAMES = {"fwd": "forward", "bwd": "backward", "train": "training"}
@@ -76,13 +78,17 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
         xscale="log",
         yscale="linear" if rate else "log",
     )
-    lengths = sorted({row.S for points in lines.values() for row in points})
-    axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    axis.minorticks_off()
+    mark_lengths(axis, {row.S for points in lines.values() for row in points})
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
     if rate:
         axis.set_ylim(bottom=0)
+
+
+def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
+    """A tick at each length that was measured, and nowhere else."""
+    axis.set_xticks(sorted(lengths), [f"{n // 1024}k" if n >= 1024 else str(n) for n in sorted(lengths)])
+    axis.minorticks_off()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

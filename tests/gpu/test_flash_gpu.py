@@ -18,9 +18,11 @@ from flash_shapes import backend_of, by_backend, check, knobs, run
 from helpers import Case, random_inputs
 from torch import Tensor
 
-from nsa import NSAAttention, NSAConfig, ops, settings
+from nsa import NSAAttention, NSAConfig, nsa_attention, ops, settings
 from nsa.backends import routing
 from nsa.backends.flash.libraries import find_libraries
+from nsa.backends.problem import Problem
+from nsa.ops import library as op_library
 
 LIBRARIES = [x for x in find_libraries()[0] if x.contract.library == "torch" or settings.current().test_fa2]
 PAPER = {"block": 32, "stride": 16, "window": 512}
@@ -148,15 +150,45 @@ def test_a_named_backend_serves_after_a_probe_in_a_process_of_its_own() -> None:
 
 
 def test_without_a_measurement_auto_does_not_pick_it() -> None:
-    if routing.preferences_path().is_file():
-        pytest.skip("there is a thresholds file")
-    problem = routing.Problem(
+    problem = Problem(
         op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=64, d_v=64, dtype=torch.bfloat16,
         device="cuda",
     )  # fmt: skip
-    assert routing.build_router(settings.Settings()).route(problem).chosen != "flash"
-    insisted = settings.Settings.load(environ={"NSA_USE_FA2": "1"})
-    assert routing.build_router(insisted).route(problem).chosen == "flash"
+    for environ, picks in (({}, False), ({"NSA_USE_FA2": "1"}, True)):
+        config = settings.Settings.load(environ=environ)
+        router = routing.Router(routing.find_backends(config)[0], config)
+        assert (router.route(problem).chosen == "flash") is picks
+
+
+@pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["plain", "packed"])
+@pytest.mark.parametrize("width", [64, 192])
+def test_gradients_may_be_flash_s_where_the_forward_pass_was_triton_s(
+    width: int, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thresholds file names who serves a direction at a time."""
+    case = Case(length=1500, groups=2, heads=4, d_k=width, d_v=width, documents=documents, **PAPER)
+    tensors = random_inputs(case.but(select_block=64, n_select=16), torch.bfloat16).map(Tensor.cuda).for_attention
+    config = NSAConfig(dim=64, n_heads=case.n_heads, n_kv_groups=case.groups, d_k=width, d_v=width)
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
+    backends = routing.find_backends(settings.Settings())[0]
+
+    def gradients(router: routing.Router) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(op_library, "router", lambda: router)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        o = nsa_attention(*leaves, config=config, cu_seqlens=cu_seqlens)
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+        return torch.autograd.grad(o, leaves, do)
+
+    gpu = torch.cuda.get_device_name()
+    backward = [
+        routing.Preference(gpu=gpu, op=op, order=("flash", "triton"), mode="bwd") for op in ("compressed", "sliding")
+    ]
+    mixed = routing.Router(backends, settings.Settings(), backward)
+    found, expected = gradients(mixed), gradients(routing.Router(backends, settings.Settings()))
+    assert {op for op, name in mixed.counts.calls if name == "flash"} == {"compressed", "sliding"}
+    for ours, theirs in zip(found, expected, strict=True):
+        size = theirs.float().abs().max().item()
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2 * size, rtol=2e-2)
 
 
 @pytest.mark.slow
