@@ -227,6 +227,25 @@ class BackwardFault(StandIn):
 
 
 @dataclass
+class BackwardRaising(StandIn):
+    """Right forward, refuses every backward pass."""
+
+    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+@dataclass
+class BackwardDying(StandIn):
+    """Right forward, takes its process along in every backward pass."""
+
+    address: str = f"{__name__}:BackwardDying"
+
+    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        os.kill(os.getpid(), signal.SIGFPE)
+        raise AssertionError("the process should be gone")
+
+
+@dataclass
 class WrongAndTalking(StandIn):
     """Looks at wrong keys on plain sequences, and prints no newline; the note is an answer's look-alike."""
 

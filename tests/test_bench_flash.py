@@ -56,14 +56,23 @@ def timed(length: int = 4096, group_size: int = 4, **milliseconds: float) -> lis
         ({"sdpa": {4: 1.2}, "flash": {4: 1.0}}, ("flash", "sdpa")),
         ({"sdpa": {4: 1.19}, "flash": {4: 1.0}}, ("sdpa",)),
         ({"sdpa": {4: 3.0}, "flash": {4: 2.0}, "triton": {4: 1.0}}, ("triton", "flash", "sdpa")),
-        ({"sdpa": {4: 3.0}, "flash": {4: 1.0}, "triton": {4: 2.0}}, ("flash", "triton", "sdpa")),
+        ({"sdpa": {4: 3.0}, "flash": {4: 1.0}, "triton": {4: 1.2}}, ("flash", "triton", "sdpa")),
         ({"sdpa": {4: 3.0}, "flash": {4: 2.9}, "triton": {4: 1.0}}, ("triton", "sdpa")),
         # At every group size, or not at all.
         ({"sdpa": {4: 3.0, 16: 1.0}, "flash": {4: 1.0, 16: 1.0}}, ("sdpa",)),
         ({"sdpa": {4: 3.0, 16: 3.0}, "flash": {4: 1.0}}, ("sdpa",)),
+        # Before our kernels it must be as much faster than they are, on every shape.
+        ({"sdpa": {4: 3.0}, "flash": {4: 1.0}, "triton": {4: 1.19}}, ("triton", "flash", "sdpa")),
+        (
+            {"sdpa": {4: 9.0, 16: 9.0}, "flash": {4: 1.0, 16: 1.0}, "triton": {4: 9.0, 16: 1.1}},
+            ("triton", "flash", "sdpa"),
+        ),
+        # But not behind SDPA because our kernels are slower than that.
+        ({"sdpa": {4: 1.2}, "flash": {4: 1.0}, "triton": {4: 1.3}}, ("flash", "sdpa", "triton")),
         # Nothing to compare with: nothing is claimed.
-        ({"flash": {4: 1.0}}, ("sdpa",)),
-        ({"sdpa": {4: 1.0}}, ("sdpa",)),
+        ({"flash": {4: 1.0}}, ()),
+        ({"sdpa": {4: 1.0}}, ()),
+        ({"sdpa": {4: 1.0}, "triton": {16: 1.0}}, ()),
         # Means over the shapes that both have.
         ({"sdpa": {4: 2.0, 16: 2.0}, "triton": {4: 1.0}}, ("triton", "sdpa")),
     ],
@@ -77,8 +86,9 @@ def test_the_order_is_by_speed_and_flash_must_be_worth_it(
 def test_neighbouring_lengths_with_one_order_are_one_range_and_what_lies_between_two_orders_is_nobody_s() -> None:
     a, b = ("sdpa",), ("flash", "sdpa")
     assert list(ranges({1024: a, 2048: a, 4096: b, 8192: b})) == [(1024, 2048, a), (4096, None, b)]
-    assert list(ranges({1024: a})) == [(1024, None, a)]
-    assert list(ranges({4096: a, 1024: a, 2048: b})) == [(1024, 1024, a), (2048, 2048, b), (4096, None, a)]
+    # One length alone shows nothing of longer ones.
+    assert list(ranges({1024: a})) == [(1024, 1024, a)]
+    assert list(ranges({4096: a, 1024: a, 2048: b})) == [(1024, 1024, a), (2048, 2048, b), (4096, 4096, a)]
 
 
 def test_thresholds_follow_from_the_rows_alone() -> None:
@@ -88,9 +98,9 @@ def test_thresholds_follow_from_the_rows_alone() -> None:
     rows += [replace(ROW, impl="sdpa-cudnn", p50_ms=0.01), replace(ROW, suite="attention")]
     subject = {"gpu": "NVIDIA H200", "op": "compressed", "head_widths": (64,), "packed": False}
     expected = [
-        Preference(**subject, mode="bwd", min_length=1024, order=("triton", "flash", "sdpa")),
+        Preference(**subject, mode="bwd", min_length=1024, max_length=1024, order=("triton", "flash", "sdpa")),
         Preference(**subject, mode="fwd", min_length=1024, max_length=1024, order=("sdpa",)),
-        Preference(**subject, mode="fwd", min_length=4096, order=("flash", "sdpa")),
+        Preference(**subject, mode="fwd", min_length=4096, max_length=4096, order=("flash", "sdpa")),
     ]
     assert thresholds(rows) == expected
 
@@ -110,11 +120,12 @@ def test_flash_must_be_worth_it_at_every_window() -> None:
 
 
 def test_packed_rows_speak_for_packed_rows_alone() -> None:
-    """A path that is slow on many short documents may be the fastest on one long one."""
+    """In which FlashAttention never goes first: what it costs grows with the number of documents."""
     plain = timed(sdpa=4.0, flash=1.0, triton=2.0)
-    packed = [replace(row, suite="flash-packed") for row in timed(sdpa=4.0, flash=9.0, triton=2.0)]
-    found = {one.packed: one.order for one in thresholds(plain + packed)}
-    assert found == {False: ("flash", "triton", "sdpa"), True: ("triton", "sdpa")}
+    for ms, order in ((1.0, ("triton", "flash", "sdpa")), (9.0, ("triton", "sdpa"))):
+        packed = [replace(row, suite="flash-packed") for row in timed(sdpa=4.0, flash=ms, triton=2.0)]
+        found = {one.packed: one.order for one in thresholds(plain + packed)}
+        assert found == {False: ("flash", "triton", "sdpa"), True: order}
 
 
 @pytest.mark.parametrize("other", [{"Hq": 64, "G": 16}, {"dtype": "float32"}, {"B": 4}], ids=str)
@@ -228,13 +239,15 @@ def test_the_file_is_what_the_router_reads_and_keeps_what_others_measured(tmp_pa
     for _ in range(2):
         write_thresholds(path, thresholds(rows), rows)
     found = load_preferences(path)
-    assert found == (other, selected, *thresholds(rows))
+    assert found == (*thresholds(rows), other, selected)
     assert json.loads(path.read_text())["measured"] == {
         "by": "nsa bench flash",
         "rows": 2,
         "date": "2026-11-15",
         "commit": "abc1234",
     }
+
+    assert found[0].gpu == "NVIDIA H200"
 
     class Flash:
         name = "flash"
@@ -339,3 +352,27 @@ def test_the_table_that_ships_follows_from_the_rows_that_ship() -> None:
     root = Path(__file__).resolve().parent.parent
     rows = read(root / "benchmarks" / "results" / "h200" / "flash.csv")
     assert list(load_preferences(preferences_path())) == thresholds(rows)
+
+
+def test_rows_of_two_gpus_are_never_held_against_each_other(tmp_path: Path) -> None:
+    other = [replace(row, gpu="NVIDIA A100-SXM4-80GB") for row in timed(flash=100.0)]
+    assert "flash-torch 2.00" in table([*timed(sdpa=2.0, flash=1.0), *other])
+    with pytest.raises(ValueError, match="those of one GPU"):
+        flash.draw([*timed(sdpa=2.0, flash=1.0), *other], tmp_path / "flash.png")
+
+
+def test_rows_that_compare_nothing_write_nothing(tmp_path: Path) -> None:
+    source, routes = tmp_path / "train.csv", tmp_path / "routes.json"
+    append(source, bench_rows.ROW)
+    with pytest.raises(ValueError, match="rows of several backends"):
+        bench.run(parse("--rows", str(source), "--write", str(routes)))
+    assert not routes.exists()
+
+
+def test_new_lines_go_before_what_the_file_still_says(tmp_path: Path) -> None:
+    """An older line may cover more: the router takes the first."""
+    path = tmp_path / "routes.json"
+    write_thresholds(path, [Preference(gpu="NVIDIA H200", op="compressed", order=("sdpa", "flash"))], [ROW])
+    rows = timed(sdpa=2.0, flash=1.0)
+    write_thresholds(path, thresholds(rows), rows)
+    assert [one.order for one in load_preferences(path)] == [("flash", "sdpa"), ("sdpa", "flash")]

@@ -161,6 +161,8 @@ WRONG: dict[str, tuple[Callable[[Call], Call], str]] = {
     "a forward pass with results": (lambda c: replace(with_gradients(c), do=None), "without do"),
     "a window that looks ahead": (lambda c: replace(c, causal=False, window=5), "look ahead"),
     "no scale": (lambda c: replace(c, scale=float("nan")), "scale"),
+    "a scale of no number": (lambda c: replace(c, scale=None), "scale is None"),
+    "a sparse tensor": (lambda c: replace(c, v=torch.empty(c.v.shape, dtype=c.v.dtype).to_sparse()), "to_dense"),
     "no token": (lambda c: replace(c, k=c.k[..., :0, :, :], v=c.v[..., :0, :, :]), "do not call"),
     "dimensions lost": (lambda c: replace(c, q=c.q[0]), "dimensions"),
 }

@@ -21,7 +21,9 @@ import torch
 from flash_standin import (
     CPU_CONTRACT,
     FAULTS,
+    BackwardDying,
     BackwardFault,
+    BackwardRaising,
     BatchFault,
     CannotBeLoaded,
     FloatingPointException,
@@ -57,7 +59,7 @@ from nsa.backends.flash.repro import repro_script
 from nsa.backends.flash.trial import difference, main, written_out
 from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, end, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, Fault, Router
+from nsa.backends.routing import BackendFailure, Fault, Preference, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library
@@ -138,6 +140,23 @@ def test_a_fault_is_survived_reported_and_training_goes_on_with_the_same_losses(
     assert all(WORDS[fault.__name__] in name for name in counts["failures"])
     assert sum(counts["failures"].values()) == calls["sliding/sdpa"] + calls["compressed/sdpa"]
     assert not [name for name in calls if name.endswith("/flash")]
+    assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [(BackwardRaising, "only supports Ampere"), (BackwardDying, "SIGFPE in backward")]
+)
+def test_a_fault_in_gradients_alone_is_survived_where_a_measured_line_asks_for_them(
+    fault: Any, says: str, tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [Preference(gpu="cpu", op=op, order=("flash", "sdpa"), mode="bwd") for op in ("sliding", "compressed")]
+    prober = probe_quickly if fault is BackwardDying else (lambda *_: [])
+    router = Router([sdpa, FlashBackend(Settings(), (fault(),), folder=tmp_path, prober=prober)], Settings(), lines)
+    losses = losses_of(router, monkeypatch)
+    counts = router.counts.as_dict()
+    assert {name.split(":")[0] for name in counts["failures"]} == {"sliding/flash", "compressed/flash"}
+    assert all(says in name for name in counts["failures"])
+    assert not [name for name in counts["calls"] if name.endswith("/flash")]
     assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
 
 
@@ -538,7 +557,10 @@ def test_what_says_nothing_about_the_library_is_not_remembered(
 ) -> None:
     monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
     flash = backend_of(library(), tmp_path / "verdicts", partial(probe_quickly, names=(*SOME, "documents")))
-    assert flash.supports(PROBLEM) is not None
+    reason = flash.supports(PROBLEM)
+    assert reason is not None
+    # Nor does it end a strict run, unless the library died as well.
+    assert isinstance(reason, Fault) is (library is LoadedOnce)
     assert not (tmp_path / "verdicts").exists()
     assert backend_of(StandIn(), tmp_path / "verdicts").supports(PROBLEM) is None
 

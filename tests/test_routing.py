@@ -376,10 +376,10 @@ def test_a_switch_binds_a_named_flash_too_but_a_threshold_does_not() -> None:
 
 def test_measured_preferences_reorder_where_they_were_measured() -> None:
     preference = Preference(
-        gpu="H200", op="sliding", order=("sdpa", "flash"), min_length=32, max_length=128, head_widths=(16,)
+        gpu="H200", op="sliding", order=("sdpa", "triton"), min_length=32, max_length=128, head_widths=(16,)
     )
     router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="H200")
-    on_gpu = replace(PROBLEM, device="cuda")
+    on_gpu = replace(PROBLEM, device="cuda", dtype=torch.bfloat16)
     assert router.route(on_gpu).chosen == "sdpa"
     assert router.route(on_gpu).why == "measured order on H200"
     elsewhere = [
@@ -390,14 +390,36 @@ def test_measured_preferences_reorder_where_they_were_measured() -> None:
         replace(on_gpu, d_k=32),
         replace(on_gpu, d_v=8),
         replace(on_gpu, cached=True),
+        replace(on_gpu, dtype=torch.float32),
     ]
-    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 7
-    other_gpu = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="A100")
-    assert other_gpu.route(on_gpu).chosen == "triton"
+    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 8
+    for gpu, chosen in (("A100", "triton"), ("H200 NVL", "sdpa"), ("GH200 480GB", "triton")):
+        other = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu=gpu)
+        assert other.route(on_gpu).chosen == chosen, gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_a_family_is_a_gpu_whatever_its_memory_and_slot(name: str, family: str) -> None:
+    assert routing.gpu_family(name) == family
+
+
+def test_a_line_says_nothing_of_backends_that_it_does_not_list() -> None:
+    line = Preference(gpu="cpu", op="sliding", order=("reference", "sdpa"))
+    router = router_of(Fake("triton"), Fake("sdpa"), Fake("reference"), preferences=[line])
+    assert router.order(PROBLEM)[0] == ["triton", "reference", "sdpa"]
 
 
 def test_a_preference_may_hold_for_one_direction() -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=("sdpa",), mode="bwd")
+    preference = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
     router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference])
     assert router.route(PROBLEM).chosen == "triton"
     assert router.route(replace(PROBLEM, backward=True)).chosen == "sdpa"
@@ -405,15 +427,14 @@ def test_a_preference_may_hold_for_one_direction() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_preference_may_hold_for_one_kind_of_row(packed: bool) -> None:
-    router = router_of(
-        Fake("triton"), Fake("sdpa"), preferences=[Preference(gpu="cpu", op="sliding", order=("sdpa",), packed=packed)]
-    )
+    line = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), packed=packed)
+    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[line])
     assert router.route(replace(PROBLEM, packed=packed)).chosen == "sdpa"
     assert router.route(replace(PROBLEM, packed=not packed)).chosen == "triton"
 
 
 def test_after_a_preferred_backend_fails_the_others_still_serve() -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=("sdpa",))
+    preference = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))
     backends = Fake("triton"), Fake("sdpa", raises=BackendFailure("no"))
     assert run(router_of(*backends, preferences=[preference])) == "triton"
 
@@ -433,6 +454,11 @@ def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
         ({"preferences": [{"gpu": "x"}]}, "missing"),
         ({"preferences": [row | {"mode": "both"}]}, "mode is 'both'"),
         ({"preferences": [row | {"packed": "no"}]}, "packed is 'no'"),
+        ({"preferences": [row | {"packed": 0}]}, "packed is 0"),
+        ({"preferences": [row | {"min_length": "4096"}]}, "min_length, max_length are"),
+        ({"preferences": [row | {"max_length": 4095}]}, "the second not below"),
+        ({"preferences": [row | {"head_widths": 64}]}, "head_widths is 64"),
+        ({"preferences": [row | {"head_widths": ["64"]}]}, "head_widths is"),
     ]
     for content, message in wrong:
         path.write_text(json.dumps(content))

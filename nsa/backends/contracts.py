@@ -249,6 +249,9 @@ def tensor_violations(call: Call, contract: Contract) -> Iterator[str]:
     device = call.q.device
     right_kind = device.type == contract.device
     for name, x in call.tensors.items():
+        if x.layout != torch.strided:
+            yield f"{name} is {x.layout}: pass .to_dense()"
+            continue
         if not right_kind or x.device != device:
             yield f"{name} is on {x.device}: move it to the {contract.device} device of q"
         if x.dtype != call.q.dtype:
@@ -276,8 +279,8 @@ def aligned(x: Tensor) -> bool:
 
 
 def mask_violations(call: Call) -> Iterator[str]:
-    if not 0 < call.scale < float("inf"):
-        yield f"scale is {call.scale}: pass a positive finite number"
+    if not isinstance(call.scale, int | float) or not 0 < call.scale < float("inf"):
+        yield f"scale is {call.scale!r}: pass a positive finite number"
     if call.window is not None and not fits_int(call.window):
         yield f"window is {call.window}: pass an integer of at least 1, a query sees itself, and at most {LARGEST_INT}"
     if call.window is not None and not call.causal:

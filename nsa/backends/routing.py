@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -149,9 +150,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """One measured line of the routing table: on this GPU, op and range of lengths, try these backends first."""
+    """A measured line of the routing table: on this GPU, op and range of lengths, try these backends in this order."""
 
-    gpu: str  # as torch names it, or "cpu"
+    gpu: str  # a family, as `gpu_family` names it, or "cpu"
     op: str
     order: tuple[str, ...]
     min_length: int = 0
@@ -165,8 +166,14 @@ class Preference:
             raise ValueError(f"op is {self.op!r}; accepted: one of {OPS}")
         if self.mode not in (None, "fwd", "bwd"):
             raise ValueError(f"mode is {self.mode!r}; accepted: 'fwd', 'bwd' or nothing for both")
-        if self.packed not in (None, True, False):
+        if self.packed is not None and not isinstance(self.packed, bool):
             raise ValueError(f"packed is {self.packed!r}; accepted: true, false or nothing for both")
+        lengths = (self.min_length,) if self.max_length is None else (self.min_length, self.max_length)
+        if not all(is_count(n) for n in lengths) or min(lengths) < 0 or lengths[-1] < lengths[0]:
+            raise ValueError(f"min_length, max_length are {lengths}; accepted: whole numbers, the second not below")
+        widths = () if self.head_widths is None else self.head_widths
+        if not isinstance(widths, tuple) or not all(is_count(n) for n in widths):
+            raise ValueError(f"head_widths is {self.head_widths!r}; accepted: a list of whole numbers, or nothing")
         for name in self.order:
             if name not in BACKEND_MODULES:
                 raise ValueError(f"order names {name!r}; accepted: {list(BACKEND_MODULES)}")
@@ -177,8 +184,9 @@ class Preference:
             and self.op == problem.op
             and problem.n_queries >= self.min_length
             and (self.max_length is None or problem.n_queries <= self.max_length)
-            # What is measured is whole sequences of equal widths; for the rest nothing is known.
+            # What is measured is whole sequences of equal widths in half precision; for the rest nothing is known.
             and not problem.cached
+            and (problem.device != "cuda" or problem.dtype.itemsize == 2)
             and (self.head_widths is None or (problem.d_k == problem.d_v and problem.d_k in self.head_widths))
             and self.mode in (None, "bwd" if problem.backward else "fwd")
             and self.packed in (None, problem.packed)
@@ -220,7 +228,7 @@ class Router:
         """The measurement that holds for the problem, if there is one."""
         if not self.preferences:
             return None
-        device = (self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
+        device = gpu_family(self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
         return next((preference for preference in self.preferences if preference.covers(problem, device)), None)
 
     def order(self, problem: Problem) -> tuple[list[str], str]:
@@ -228,8 +236,9 @@ class Router:
         names, why = list(self.names), "first that supports it"
         preference = self.preference(problem)
         if preference is not None:
-            first = [name for name in preference.order if name in names]
-            names = first + [name for name in names if name not in first]
+            # Nothing is said of a backend that the line does not list: it keeps its place.
+            listed = iter([name for name in preference.order if name in names])
+            names = [next(listed) if name in preference.order else name for name in names]
             why = f"measured order on {preference.gpu}"
         if "flash" in names and policy.insists(self.config, problem.op):
             names = ["flash", *(name for name in names if name != "flash")]
@@ -481,6 +490,15 @@ def preferences_path() -> Path:
     inside = package / "configs" / "routes.json"
     in_checkout = (package.parent / "pyproject.toml").is_file()
     return package.parent / "configs" / "routes.json" if in_checkout and not inside.is_file() else inside
+
+
+def gpu_family(name: str) -> str:
+    """The GPU without its memory and its slot: of "NVIDIA A100-SXM4-80GB" the "NVIDIA A100"."""
+    return re.split(r"[ -](?:SXM|PCI|NVL|HBM|\d+ ?GB)", name, maxsplit=1)[0]
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def gpu_name() -> str:

@@ -3,11 +3,14 @@
     nsa bench flash --out benchmarks/results/h200/flash.csv --plot docs/flash.png --write configs/routes.json
     nsa bench flash --rows benchmarks/results/h200/flash.csv --write configs/routes.json   # anew from rows, no GPU
 
-`auto` takes FlashAttention where it is at least 1.2 times as fast as SDPA at every group size and window measured, and
-our kernels where they are faster than both; plain rows and packed ones each for themselves. `sdpa-*` rows are torch's
-kernels for comparison only, no backend is made of them: the compressed branch folded, the sliding one cut into bands of
-a window's queries over two windows' keys under a mask, which torch's flash kernel does not take. Laying out is not
-counted. Times are the GPU's alone, by graph replay.
+`auto` takes our kernels. FlashAttention is listed after them where it is at least 1.2 times as fast as our SDPA path at
+every group size and window measured, and before them where it is as much faster than they are too: what a layer saves
+by them, the gate and the sum of `dq` in the same pass, is not in these times. In packed rows it stays behind them: what
+it costs there grows with the number of documents, which a route does not know.
+
+`sdpa-*` rows are torch's kernels for comparison only, no backend is made of them: the compressed branch folded, the
+sliding one cut into bands of a window's queries over two windows' keys under a mask, which torch's flash kernel does
+not take. Laying out is not counted. Times are the GPU's alone, by graph replay.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,7 @@ from nsa.backends.flash.cases import kind_of, posed
 from nsa.backends.flash.fold import PlainFold
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
-from nsa.backends.routing import Preference, load_preferences
+from nsa.backends.routing import Preference, gpu_family, load_preferences
 from nsa.bench.attention import captured, peak_bytes, time_calls
 from nsa.bench.plot import COLOURS, NAMES, OTHER_COLOUR, mark_lengths
 from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles, read
@@ -47,7 +50,8 @@ from nsa.geometry import n_compressed
 BLOCK, STRIDE, WINDOW = 32, 16, 512
 # How the suite of a row of several documents ends.
 PACKED = "-packed"
-# How much faster than SDPA FlashAttention must be to be chosen: below, a crash of someone else's code is not worth it.
+# How much faster than another path FlashAttention must be to go before it: below, a crash of someone else's code is not
+# worth it.
 WORTH_IT = 1.2
 # The rows that stand for a backend.
 BACKENDS = {"nsa-triton": "triton", "flash-torch": "flash", "flash-flash_attn": "flash", "nsa-sdpa": "sdpa"}
@@ -325,7 +329,9 @@ def thresholds(rows: Sequence[Row]) -> list[Preference]:
     """Per GPU, branch, width, direction and kind of row: which backends to try in which order, by ranges of lengths."""
     chosen: dict[tuple[str, str, int, str, bool], dict[int, tuple[str, ...]]] = defaultdict(dict)
     for (gpu, op, width, mode, packed, length), times in times_of(rows).items():
-        chosen[gpu, op, width, mode, packed][length] = order_of(times)
+        order = order_of(times, packed=packed)
+        if order:
+            chosen[gpu, op, width, mode, packed][length] = order
     found = []
     for (gpu, op, width, mode, packed), orders in sorted(chosen.items()):
         for low, high, order in ranges(orders):
@@ -337,7 +343,7 @@ def thresholds(rows: Sequence[Row]) -> list[Preference]:
 # backend: what the file does not tell apart, the window of a suite, batch, heads, groups and dtype: milliseconds
 Shape = tuple[str, int, int, int, str]
 Times = dict[str, dict[Shape, float]]
-# GPU, branch, width, direction, packed, length
+# Family of GPUs, branch, width, direction, packed, length
 Kind = tuple[str, str, int, str, bool, int]
 
 
@@ -352,39 +358,45 @@ def times_of(rows: Sequence[Row]) -> dict[Kind, Times]:
     for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
         backend = BACKENDS.get(row.impl)
         if backend is not None and row.suite.startswith("flash"):
-            kind = (row.gpu, row.op, row.Dk, row.mode, row.suite.endswith(PACKED), row.S)
+            kind = (gpu_family(row.gpu), row.op, row.Dk, row.mode, row.suite.endswith(PACKED), row.S)
             found[kind][backend][shape_of(row)] = row.p50_ms
     return found
 
 
-def order_of(times: Times) -> tuple[str, ...]:
-    """Fastest first. FlashAttention is listed only where it is worth it on every shape that SDPA has."""
+def order_of(times: Times, *, packed: bool = False) -> tuple[str, ...]:
+    """Fastest first by the mean over the shapes that all have; nothing where nothing can be compared."""
     listed = dict(times)
-    flash, plain = listed.get("flash"), listed.get("sdpa")
-    if flash is not None:
-        worth_it = plain is not None and all(
-            shape in flash and plain[shape] >= WORTH_IT * flash[shape] for shape in plain
-        )
-        if not worth_it:
-            del listed["flash"]
-    # Means are comparable only over the same shapes.
+    # Where it is not worth it, FlashAttention is not listed, which keeps `auto` from it.
+    if "flash" in listed and not worth_it(listed, than="sdpa"):
+        del listed["flash"]
     shared = set.intersection(*(set(timed) for timed in listed.values())) if listed else set()
-    if not shared:
-        return ("sdpa",)
+    if not shared or len(times) == 1:
+        return ()
     mean = {name: math.fsum(math.log(timed[shape]) for shape in shared) for name, timed in listed.items()}
-    return tuple(sorted(listed, key=lambda name: (mean[name], name)))
+    order = sorted(listed, key=lambda name: (mean[name], name))
+    if order[:2] == ["flash", "triton"] and (packed or not worth_it(listed, than="triton")):
+        order[:2] = ["triton", "flash"]
+    return tuple(order)
+
+
+def worth_it(times: Times, than: str) -> bool:
+    """Whether FlashAttention is so much faster on every shape that the other path has."""
+    flash, other = times["flash"], times.get(than, {})
+    return bool(other) and all(shape in flash and other[shape] >= WORTH_IT * flash[shape] for shape in other)
 
 
 def ranges(orders: dict[int, tuple[str, ...]]) -> Iterator[tuple[int, int | None, tuple[str, ...]]]:
-    """Neighbouring lengths with one order become one range, and past the longest its order stays. Between two that
-    differ, as below the shortest, nothing was measured and nothing is claimed."""
+    """Neighbouring lengths with one order become one range, which goes on past the longest if two of them show it.
+    Between two that differ, as below the shortest, nothing was measured and nothing is claimed."""
     for order, neighbours in groupby(sorted(orders), orders.__getitem__):
         lengths = list(neighbours)
-        yield lengths[0], None if lengths[-1] == max(orders) else lengths[-1], order
+        goes_on = len(lengths) > 1 and lengths[-1] == max(orders)
+        yield lengths[0], None if goes_on else lengths[-1], order
 
 
 def write_thresholds(path: Path, found: Sequence[Preference], rows: Sequence[Row]) -> None:
-    """Replace what the file says about the same GPUs, branches, widths, directions and rows; the rest of it stays."""
+    """Replace what the file says about the same GPUs, branches, widths, directions and rows; the rest of it stays,
+    behind what is new: the router takes the first line that covers a problem."""
 
     def subject(preference: Preference) -> tuple[Any, ...]:
         return preference.gpu, preference.op, preference.head_widths, preference.mode, preference.packed
@@ -394,7 +406,7 @@ def write_thresholds(path: Path, found: Sequence[Preference], rows: Sequence[Row
     origin = {"by": "nsa bench flash", "rows": len(rows), "date": max(row.date for row in rows)}
     origin["commit"] = ", ".join(sorted({row.commit for row in rows if row.commit})) or "unknown"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(as_json(preference))}" for preference in (*kept, *found))
+    lines = ",\n".join(f"  {json.dumps(as_json(preference))}" for preference in (*found, *kept))
     path.write_text(f'{{\n "measured": {json.dumps(origin)},\n "preferences": [\n{lines}\n ]\n}}\n')
 
 
@@ -405,21 +417,38 @@ def as_json(preference: Preference) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Every path against SDPA: how many times as fast."""
+    """Every path against our SDPA path: how many times as fast."""
     lines = [f"{'op':<11}{'mode':<5}{'width':>5}{'group':>6}{'S':>8}  times as fast as nsa-sdpa"]
-    for (suite, op, mode, width, size, length), found in sorted(by_shape(rows).items()):
+    for point, found in sorted(by_point(rows).items()):
         base = found.get("nsa-sdpa")
         if base is not None:
-            ratios = "  ".join(f"{impl} {base / ms:.2f}" for impl, ms in sorted(found.items()) if impl != "nsa-sdpa")
-            kind = f" ({suite.removeprefix('flash-')})" if suite != "flash" else ""
-            lines.append(f"{op:<11}{mode:<5}{width:>5}{size:>6}{length:>8}  {ratios}{kind}")
+            times = "  ".join(f"{impl} {base / ms:.2f}" for impl, ms in sorted(found.items()) if impl != "nsa-sdpa")
+            kind = f" ({point.suite.removeprefix('flash-')})" if point.suite != "flash" else ""
+            shape = f"{point.op:<11}{point.mode:<5}{point.width:>5}{point.group_size:>6}{point.length:>8}"
+            lines.append(f"{shape}  {times}{kind}")
     return "\n".join(lines)
 
 
-def by_shape(rows: Sequence[Row]) -> dict[tuple[str, str, str, int, int, int], dict[str, float]]:
-    found: dict[tuple[str, str, str, int, int, int], dict[str, float]] = defaultdict(dict)
+class Measured(NamedTuple):
+    """What two rows must share to be compared."""
+
+    gpu: str
+    suite: str
+    op: str
+    mode: str
+    width: int
+    group_size: int
+    length: int
+    batch: int
+    n_heads: int
+    dtype: str
+
+
+def by_point(rows: Sequence[Row]) -> dict[Measured, dict[str, float]]:
+    found: dict[Measured, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        found[row.suite, row.op, row.mode, row.Dk, row.Hq // row.G, row.S][row.impl] = row.p50_ms
+        shape = (row.gpu, row.suite, row.op, row.mode, row.Dk, row.Hq // row.G, row.S, row.B, row.Hq, row.dtype)
+        found[Measured(*shape)][row.impl] = row.p50_ms
     return found
 
 
@@ -430,11 +459,13 @@ Ratios = dict[tuple[str, str], dict[int, dict[tuple[str, int], dict[int, float]]
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Of plain rows, the sliding ones at the paper's window."""
     found: Ratios = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for (suite, op, mode, width, size, length), times in by_shape(rows).items():
+    for point, times in by_point(rows).items():
         base = times.pop("nsa-sdpa", None)
-        if suite in ("flash", f"flash-w{WINDOW}") and base is not None:
+        if point.suite in ("flash", f"flash-w{WINDOW}") and base is not None:
             for impl, ms in times.items():
-                found[op, mode][width][impl, size][length] = base / ms
+                found[point.op, point.mode][point.width][impl, point.group_size][point.length] = base / ms
+    gpus = sorted({row.gpu for row in rows})
+    require(len(gpus) < 2, "rows", gpus, "those of one GPU, for a plot")
     require(bool(found), "rows", len(rows), "rows of nsa-sdpa among them, which the others are held against")
     return found
 
@@ -515,6 +546,12 @@ def run(args: argparse.Namespace) -> int:
         draw(rows, args.plot)
     found = thresholds(rows)
     if args.write is not None:
+        require(
+            bool(found),
+            "--write",
+            str(args.write),
+            "rows of several backends to compare, as nsa bench flash makes them",
+        )
         write_thresholds(args.write, found, rows)
     print(json.dumps([as_json(preference) for preference in found]))
     return 0

@@ -126,12 +126,13 @@ class FlashBackend:
         """fp32 is cast only where the user asked for it."""
         return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
 
-    def verdict(self, library: Library, problem: Posed) -> Fault | None:
+    def verdict(self, library: Library, problem: Posed) -> str | None:
         """None when every case like this problem was right in the probe."""
-        for outcome in self.outcomes(library, problem):
-            if outcome.problem and outcome.feature == problem.feature:
-                again = "(nsa doctor --probe tries again)"
-                return Fault(f"the probe's case {outcome.case!r} {outcome.problem} {again}")
+        found = [x for x in self.outcomes(library, problem) if x.problem and x.feature == problem.feature]
+        # A full GPU is no failure of the library's: it is told only where nothing else is.
+        for outcome in sorted(found, key=lambda outcome: outcome.transient):
+            reason = f"the probe's case {outcome.case!r} {outcome.problem} (nsa doctor --probe tries again)"
+            return reason if outcome.transient else Fault(reason)
         return None
 
     def outcomes(self, library: Library, problem: Posed) -> list[Outcome]:
