@@ -17,11 +17,13 @@ from torch.nn.attention import SDPBackend
 
 from nsa import bench
 from nsa.backends import sdpa
+from nsa.backends.preferences import Preference, load_preferences, preferences_path
 from nsa.backends.problem import Problem
-from nsa.backends.routing import Preference, Router, load_preferences, preferences_path
+from nsa.backends.routing import Router
 from nsa.bench import flash
-from nsa.bench.flash import Point, as_json, order_of, ranges, table, thresholds, write_thresholds
+from nsa.bench.flash import Point, table
 from nsa.bench.results import Row, append, read
+from nsa.bench.thresholds import as_json, order_of, ranges, thresholds, write_thresholds
 from nsa.settings import Settings
 
 ROW = replace(

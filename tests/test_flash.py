@@ -37,8 +37,9 @@ from nsa.backends.flash.libraries import (
     reason_against,
     run_forward,
 )
+from nsa.backends.preferences import Preference
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, Preference, Router
+from nsa.backends.routing import BackendFailure, Router
 from nsa.ops import library as op_library
 from nsa.settings import Settings
 

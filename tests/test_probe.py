@@ -57,9 +57,10 @@ from nsa.backends.flash.cases import (
 from nsa.backends.flash.libraries import Library, TorchLibrary
 from nsa.backends.flash.repro import repro_script
 from nsa.backends.flash.trial import difference, main, written_out
+from nsa.backends.preferences import Preference
 from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, end, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, Fault, Preference, Router
+from nsa.backends.routing import BackendFailure, Fault, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library

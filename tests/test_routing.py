@@ -16,8 +16,9 @@ import torch
 
 from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa
+from nsa.backends.preferences import Preference, gpu_family, load_preferences
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Broken, Fault, Preference, Router
+from nsa.backends.routing import BackendFailure, Broken, Fault, Router
 from nsa.ops import library
 from nsa.settings import Settings
 
@@ -409,7 +410,7 @@ def test_measured_preferences_reorder_where_they_were_measured() -> None:
     ],
 )
 def test_a_family_is_a_gpu_whatever_its_memory_and_slot(name: str, family: str) -> None:
-    assert routing.gpu_family(name) == family
+    assert gpu_family(name) == family
 
 
 def test_a_line_says_nothing_of_backends_that_it_does_not_list() -> None:
@@ -441,10 +442,10 @@ def test_after_a_preferred_backend_fails_the_others_still_serve() -> None:
 
 def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "routes.json"
-    assert routing.load_preferences(path) == ()
+    assert load_preferences(path) == ()
     row = {"gpu": "NVIDIA H200", "op": "sliding", "order": ["flash", "triton"], "min_length": 4096}
     path.write_text(json.dumps({"measured": "by a benchmark", "preferences": [row]}))
-    (preference,) = routing.load_preferences(path)
+    (preference,) = load_preferences(path)
     assert preference == Preference(gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096)
     wrong = [
         ([], "routing table"),
@@ -463,7 +464,7 @@ def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
     for content, message in wrong:
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message) as error:
-            routing.load_preferences(path)
+            load_preferences(path)
         assert str(path) in str(error.value)
 
 

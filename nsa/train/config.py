@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nsa import settings
-from nsa.backends.routing import preferences_path
+from nsa.backends.preferences import preferences_path
 from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
 from nsa.data import DataConfig
 from nsa.model import LMConfig

@@ -22,6 +22,7 @@ from torch import Tensor
 from nsa import NSAAttention, NSAConfig, ops, settings
 from nsa.backends import routing
 from nsa.backends.flash.libraries import find_libraries
+from nsa.backends.preferences import Preference, gpu_family, gpu_name
 from nsa.backends.problem import Problem
 from nsa.ops import library as op_library
 
@@ -171,7 +172,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_triton_s(
     case = Case(length=1500, groups=2, heads=4, d_k=width, d_v=width, documents=documents, **PAPER, **PAPER_SELECTION)
     config = settings.Settings()
     lines = [
-        routing.Preference(gpu=routing.gpu_family(routing.gpu_name()), op=op, order=("flash", "triton"), mode="bwd")
+        Preference(gpu=gpu_family(gpu_name()), op=op, order=("flash", "triton"), mode="bwd")
         for op in ("compressed", "sliding")
     ]
     router = routing.Router(routing.find_backends(config)[0], config, lines)
