@@ -58,8 +58,9 @@ class NSACache:
 
     `max_rollback` is how many tokens `crop` can always take back; it costs that many extra places in the two rings.
     `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. No length is then known to
-    the host, so a row drops the tokens that do not fit instead of raising, and what it returns for those means nothing.
-    What a shape shows is still refused: a step of more than `max_len` tokens that has no mask.
+    the host, so a row drops the tokens that do not fit instead of raising, and what it returns for those means nothing;
+    with `strict` in its config the device is asked, and it raises. What a shape shows is refused either way: a step of
+    more than `max_len` tokens that has no mask.
     """
 
     def __init__(
@@ -206,16 +207,22 @@ class NSACache:
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
         """No row will be longer than this after `n_new` more tokens, of which `counts [B]` are real."""
         if self.static:
+            # In a compiled step nobody can be asked.
+            if self.config.strict and not torch.compiler.is_compiling():
+                self.exactly_after(n_new, counts)
             return self.max_len
         longest = self.longest + n_new
+        # The host's bound counts padding and rows since cut short; ask the device before giving up.
+        return longest if longest <= self.max_len else self.exactly_after(n_new, counts)
+
+    def exactly_after(self, n_new: int, counts: Tensor | None) -> int:
+        """The longest row after the step, by the lengths on the device; a ValueError where it does not fit."""
+        longest = int((self.lengths + (n_new if counts is None else counts)).max())
         if longest > self.max_len:
-            # The host's bound counts padding and rows since cut short; ask the device before giving up.
-            longest = int((self.lengths + (n_new if counts is None else counts)).max())
-            if longest > self.max_len:
-                raise ValueError(
-                    f"the cache would hold {longest} tokens; accepted: at most max_len = {self.max_len}. "
-                    "Make the cache longer, or reset or crop it"
-                )
+            raise ValueError(
+                f"the cache would hold {longest} tokens; accepted: at most max_len = {self.max_len}. "
+                "Make the cache longer, or reset or crop it"
+            )
         return longest
 
     def emit_blocks(

@@ -32,6 +32,7 @@ import nsa
 from nsa import selftest, settings
 from nsa.backends import policy, triton
 from nsa.backends.flash.repro import repro_script
+from nsa.backends.preferences import gpu_family, gpu_name, preferences_path
 from nsa.backends.probe import nvidia_driver
 from nsa.backends.probe import report as probe_report
 from nsa.backends.problem import Problem
@@ -230,7 +231,17 @@ def flash_states(router: Router) -> dict[str, str]:
     """The effective flag of each branch; each library, where the backend is here to ask."""
     flags = {op: str(flag) for op, flag in policy.flags(router.config).items()}
     describe = getattr(router.backends.get("flash"), "describe", dict)
-    return flags | describe()
+    return flags | {"thresholds": thresholds_origin(router)} | describe()
+
+
+def thresholds_origin(router: Router) -> str:
+    """The file that was measured, and how much of it holds here."""
+    path = preferences_path()
+    if not path.is_file():
+        return f"{path} is not there: nothing is measured"
+    family = gpu_family(router.gpu or gpu_name())
+    here = sum(line.gpu == family for line in router.preferences)
+    return f"{here} of {len(router.preferences)} lines of {path} are for {family}"
 
 
 def probe(router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa import ops
 from nsa.config import NSAConfig, require
-from nsa.ops.checks import check_keys_values, check_queries, check_token_count
+from nsa.ops.checks import check_finite, check_keys_values, check_queries, check_token_count
 
 
 def nsa_attention(
@@ -106,3 +107,5 @@ def check_tensors(q: Tensor, branches: Mapping[str, tuple[Tensor, Tensor]], conf
         check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
     for branch in ("sel", "win"):
         check_token_count(q, branches[branch][0], None, f"k_{branch}")
+    if not torch.compiler.is_compiling():
+        check_finite(config.strict, **{name: x for name, (x, _, _) in expected.items()})

@@ -615,6 +615,17 @@ def test_a_full_static_cache_drops_what_does_not_fit_and_keeps_the_rest(max_len:
     assert_equal(attn(x[:, -3:], cache=cache), attn(x)[:, -3:])
 
 
+@pytest.mark.parametrize("sizes", [[8, 8], [10, 1]], ids=str)
+def test_a_strict_static_cache_asks_the_device_and_refuses(sizes: list[int]) -> None:
+    attn = layer(strict=True)
+    cache = attn.new_cache(2, 10, static=True)
+    x = tokens(sum(sizes), batch=2)
+    attn(x[:, : sizes[0]], cache=cache)
+    with pytest.raises(ValueError, match=rf"would hold {sum(sizes)} tokens; accepted: at most max_len = 10"):
+        attn(x[:, sizes[0] :], cache=cache)
+    assert cache.lengths.tolist() == [sizes[0]] * 2
+
+
 @pytest.mark.parametrize("sizes", [[14, 18], [19, 2], [3, 20]], ids=str)
 def test_of_a_static_chunk_that_fits_in_part_that_part_is_answered(sizes: list[int]) -> None:
     attn = layer()

@@ -19,6 +19,7 @@ import torch
 from nsa import cli, doctor, selftest, settings
 from nsa.backends import reference, sdpa
 from nsa.backends.gated import with_gate
+from nsa.backends.preferences import Preference
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, Broken, Router
 from nsa.selftest import Check
@@ -602,3 +603,14 @@ def test_widths_that_differ_still_do_where_they_are_cut(
 def test_widths_that_a_gpu_takes_are_left_alone() -> None:
     small = selftest.affordable(replace(SHAPE, d_k=256, d_v=192, device="cuda"), torch.bfloat16)
     assert (small.d_k, small.d_v) == (256, 192)
+
+
+def test_the_doctor_says_which_measurements_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [Preference(gpu=gpu, op="sliding", order=("triton", "sdpa")) for gpu in ("NVIDIA H200", "NVIDIA A100")]
+    path = tmp_path / "routes.json"
+    path.write_text("{}")
+    monkeypatch.setattr(doctor, "preferences_path", lambda: path)
+    router = Router([sdpa], Settings(), lines, gpu="NVIDIA H200 NVL")
+    assert doctor.thresholds_origin(router) == f"1 of 2 lines of {path} are for NVIDIA H200"
+    path.unlink()
+    assert doctor.thresholds_origin(router) == f"{path} is not there: nothing is measured"

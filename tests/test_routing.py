@@ -460,6 +460,11 @@ def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
         ({"preferences": [row | {"max_length": 4095}]}, "the second not below"),
         ({"preferences": [row | {"head_widths": 64}]}, "head_widths is 64"),
         ({"preferences": [row | {"head_widths": ["64"]}]}, "head_widths is"),
+        ({"preferences": [row | {"head_widths": []}]}, "head_widths is"),
+        ({"preferences": [row | {"order": ["sdpa", "sdpa"]}]}, "each once"),
+        ({"preferences": [row | {"order": []}]}, "each once"),
+        ({"preferences": [row | {"gpu": 3}]}, "gpu is 3"),
+        ({"preferences": [row | {"gpu": "NVIDIA A100-SXM4-80GB"}]}, "a family's name"),
     ]
     for content, message in wrong:
         path.write_text(json.dumps(content))
@@ -483,6 +488,16 @@ def test_explain_tells_the_two_compressions_apart_where_keys_and_values_differ()
     named = [line.partition("sdpa: ")[0].rstrip() for line in lines if line.startswith("compress")]
     assert named == ["compress", "compress (values)", "compressed"]
     assert len({line.index("sdpa: ") for line in lines[1:]}) == 1
+
+
+def test_explain_of_gradients_tells_who_served_the_forward_pass_where_that_is_another() -> None:
+    line = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
+    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[line])
+    problem = replace(PROBLEM.for_op("attention"), backward=True)
+    routes = router.explain(problem).routes
+    assert (routes["sliding"].chosen, routes["sliding (forward)"].chosen) == ("sdpa", "triton")
+    assert [op for op in routes if op.endswith("(forward)")] == ["sliding (forward)"]
+    assert not [op for op in router.explain(replace(problem, backward=False)).routes if op.endswith("(forward)")]
 
 
 def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None:

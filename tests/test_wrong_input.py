@@ -460,6 +460,16 @@ def test_a_wrong_tensor_of_the_whole_is_named(wrong: str, spoil: str) -> None:
         nsa_attention(**{**tensors, wrong: SPOILED[spoil](tensors[wrong])}, config=config)
 
 
+@pytest.mark.parametrize("wrong", WHOLE)
+def test_strict_names_the_tensor_of_the_whole_that_is_not_finite(wrong: str) -> None:
+    config = NSAConfig(**GOOD_CONFIG, l=4, d=4, strict=True)
+    tensors = {name: torch.zeros(shape) for name, shape in WHOLE.items()}
+    nsa_attention(**tensors, config=config)
+    tensors[wrong][0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match=rf"^{wrong} is 'not finite everywhere'; accepted"):
+        nsa_attention(**tensors, config=config)
+
+
 def test_the_whole_wants_a_config() -> None:
     with pytest.raises(ValueError, match=r"^config.*accepted"):
         nsa_attention(**{name: torch.zeros(shape) for name, shape in WHOLE.items()}, config=None)

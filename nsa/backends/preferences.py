@@ -32,6 +32,8 @@ class Preference:
     packed: bool | None = None  # rows of several documents; None: both kinds
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gpu, str) or gpu_family(self.gpu) != self.gpu:
+            raise ValueError(f"gpu is {self.gpu!r}; accepted: a family's name, as 'NVIDIA A100' or 'cpu'")
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; accepted: one of {OPS}")
         if self.mode not in (None, "fwd", "bwd"):
@@ -41,9 +43,11 @@ class Preference:
         lengths = (self.min_length,) if self.max_length is None else (self.min_length, self.max_length)
         if not all(is_count(n) for n in lengths) or min(lengths) < 0 or lengths[-1] < lengths[0]:
             raise ValueError(f"min_length, max_length are {lengths}; accepted: whole numbers, the second not below")
-        widths = () if self.head_widths is None else self.head_widths
-        if not isinstance(widths, tuple) or not all(is_count(n) for n in widths):
+        widths = (1,) if self.head_widths is None else self.head_widths
+        if not isinstance(widths, tuple) or not widths or not all(is_count(n) for n in widths):
             raise ValueError(f"head_widths is {self.head_widths!r}; accepted: a list of whole numbers, or nothing")
+        if not isinstance(self.order, tuple) or not self.order or len(set(self.order)) < len(self.order):
+            raise ValueError(f"order is {self.order!r}; accepted: a list of backends, each once")
         for name in self.order:
             if name == "auto" or name not in BACKENDS:
                 raise ValueError(f"order names {name!r}; accepted: {[known for known in BACKENDS if known != 'auto']}")

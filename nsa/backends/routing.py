@@ -362,7 +362,8 @@ class Router:
     ) -> Explanation:
         """The routes of the whole attention `problem`; the knobs tell how many keys each branch has.
 
-        A static cache poses its capacity: `n_keys` is then its `max_len`.
+        Of a `backward` problem they are the gradients' routes; where another backend serves the forward pass before
+        them, that one is told too. A static cache poses its capacity: `n_keys` is then its `max_len`.
         """
         require(isinstance(problem, Problem), "problem", problem, "a Problem")
         require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
@@ -377,7 +378,13 @@ class Router:
             if op == "compress" and problem.d_v != problem.d_k:
                 values = replace(problem, d_k=problem.d_v)
                 posed["compress (values)"] = as_posed(values, op, block, stride, window)
-        return Explanation(problem, {op: self.route(one, backend) for op, one in posed.items()})
+        routes = {}
+        for op, one in posed.items():
+            routes[op] = self.route(one, backend)
+            before = self.route(replace(one, backward=False), backend)
+            if before.chosen != routes[op].chosen:
+                routes[f"{op} (forward)"] = before
+        return Explanation(problem, routes)
 
 
 def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:
