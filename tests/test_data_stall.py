@@ -130,6 +130,20 @@ def test_synthetic_stands_in_and_the_ranks_stay_together(sleepy: Sleepy, caplog:
     assert torch.equal(next(resumed).tokens, expected[first + 1])
 
 
+def test_a_loader_that_goes_on_stands_in_with_other_noise() -> None:
+    first, second, older = (memory_loader(Memory(LENGTHS)) for _ in range(3))
+    noise = [first.stand_in()[0].tokens for _ in range(2)]
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert second.stand_ins == 2
+    noise += [second.stand_in()[0].tokens for _ in range(2)]
+    assert len({tuple(tokens.flatten().tolist()) for tokens in noise}) == 4
+    # A state from before they were counted.
+    del state["stand_ins"]
+    older.load_state_dict(state)
+    assert older.stand_ins == 0
+
+
 def test_stand_ins_are_packed_like_the_rest(sleepy: Sleepy) -> None:
     with stalling(sleepy, "synthetic", pack=True, batch_size=3) as loader:
         while not loader.stand_ins:

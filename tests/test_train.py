@@ -147,6 +147,7 @@ def test_a_run_leaves_metrics_a_model_and_a_report(
     assert summary.report == out / "report.html"
     assert summary.report.is_file()
     assert (out / "tokenizer.json").is_file()
+    assert (out / "model.safetensors").stat().st_mode == (out / "model.json").stat().st_mode
     record = json.loads((out / "run.json").read_text())
     assert record["hash"] == config.hash
     assert record["environment"]["torch"] == torch.__version__
@@ -260,3 +261,17 @@ def test_the_command_trains_and_says_how_to_go_on(
     (tmp_path / "run.json").write_text('{"ha')
     assert cli.main(["train", "--config", str(tmp_path), "--diff", str(tmp_path)]) == 2
     assert f"nsa train: error: {tmp_path / 'run.json'} is damaged: " in capsys.readouterr().err
+
+
+def test_what_a_resumed_run_changes_is_said_and_every_start_is_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(small_run(tmp_path, steps=2)).train()
+    Trainer(small_run(tmp_path, steps=6, batch_size=4)).train()
+    assert "[resume] tokens a step: 64 on 1 ranks -> 128 on 1; --accum-batches" in capsys.readouterr().out
+    Trainer(small_run(tmp_path, steps=8, batch_size=4)).train()
+    assert "tokens a step" not in capsys.readouterr().out
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert [record["from_step"], *(start["from_step"] for start in record["before"])] == [6, 0, 2]
+    with pytest.raises(ValueError, match=r"steps is 7; accepted: at least the 8 that the run in .* has done"):
+        Trainer(small_run(tmp_path, steps=7, batch_size=4)).train()

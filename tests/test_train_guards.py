@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from training import lines_of, losses, small_run
+from training import config_file, lines_of, losses, small_run
 
+from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
 from nsa.train import TrainConfig, Trainer, loop
@@ -114,6 +115,23 @@ def test_a_signal_saves_and_the_next_start_goes_on_as_if_nothing_had_been(
     assert summary is not None
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert lines_of(tmp_path / "run", "eval") == lines_of(tmp_path / "whole", "eval")
+
+
+def test_a_signal_before_the_first_step_is_heard_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data may be opened for minutes."""
+    handlers = [signal.getsignal(number) for number in Signals.NUMBERS]
+    open_data = Trainer.open_data
+
+    def slowly(trainer: Trainer, split: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return open_data(trainer, split)
+
+    monkeypatch.setattr(Trainer, "open_data", slowly)
+    assert cli.main(["train", "--config", config_file(tmp_path, small_run(tmp_path / "run"))]) == 0
+    assert "[stop] asked to before the first step: nothing was done" in capsys.readouterr().out
+    assert [signal.getsignal(number) for number in Signals.NUMBERS] == handlers
 
 
 @pytest.fixture
@@ -383,6 +401,22 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
     assert "in slow" in text
     assert f"step 3 is saved in {tmp_path / 'checkpoints'}" in text
     assert "[watchdog] no step for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("phase", ["resume", "evaluate", "finish"])
+def test_the_watchdog_watches_from_the_first_file_to_the_last(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(small_run(tmp_path, steps=1, watchdog_s=0.3))
+    intact = getattr(trainer, phase)
+
+    def slowly() -> Any:
+        time.sleep(1.0)
+        return intact()
+
+    monkeypatch.setattr(trainer, phase, slowly)
+    assert trainer.train() is not None
+    assert "in slowly" in (tmp_path / "watchdog.txt").read_text()
 
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:

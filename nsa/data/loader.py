@@ -151,8 +151,14 @@ class Loader:
         return layout(windows, share), position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was returned: the same on every rank, JSON types."""
-        return {**self.identity, "pool": self.position.pool, "used": self.position.used}
+        """The position after the last batch that was returned: the same on every rank, JSON types. `stand_ins` alone is
+        this rank's; it is kept so that no noise is learned from twice."""
+        return {
+            **self.identity,
+            "pool": self.position.pool,
+            "used": self.position.used,
+            "stand_ins": self.stand_ins,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader of the same data, seed and length was, bit for bit.
@@ -161,7 +167,9 @@ class Loader:
         source. What is lost is what `on_stall="synthetic"` stood in for. Other data, or a corpus that has changed, is
         an error.
         """
-        known = {*self.identity, "pool", "used"}
+        # One that was written without the last had none.
+        state = {"stand_ins": 0, **state}
+        known = {*self.identity, "pool", "used", "stand_ins"}
         require(set(state) == known, "the keys of the data's state", sorted(state), f"{sorted(known)}")
         for name, value in self.identity.items():
             did = "was shuffled" if name in ("seed", "shuffle_tokens") else "was read"
@@ -171,8 +179,10 @@ class Loader:
                 value,
                 f"{state[name]!r}: the data of the run that is resumed {did} with it, and it cannot change now",
             )
-        require_int("used in the data's state", state["used"], at_least=0)
+        for name in ("used", "stand_ins"):
+            require_int(f"{name} in the data's state", state[name], at_least=0)
         self.close()
+        self.stand_ins = state["stand_ins"]
         self.position = Position(state["pool"], state["used"])
         self.late = self.retries = 0
         self.closed = False

@@ -92,11 +92,24 @@ def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
 
 
 def write_down(config: TrainConfig, *, step: int, ranks: Ranks) -> None:
-    """The resolved config, its hash, the environment and the commit, in the run's folder."""
+    """The resolved config, its hash, the environment and the commit, in the run's folder, with those of the starts that
+    it goes on from."""
     config.out.mkdir(parents=True, exist_ok=True)
     write_yaml(config.out / FILE, config)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
+    if step:
+        before = record_of(config.out)
+        record["before"] = [*before.pop("before", []), before]
     replace_text(config.out / RUN, json.dumps(record, indent=2) + "\n")
+
+
+def record_of(run: Path) -> dict[str, Any]:
+    """What was written down at the run's last start; nothing where there is no such file."""
+    try:
+        found: dict[str, Any] = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{run / RUN} is damaged: {error}") from error
+    return found
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -138,11 +151,7 @@ def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 def describe_difference(run: Path, config: TrainConfig) -> str:
     """`nsa train --diff RUN`: how a start now would differ from that run's, in config and environment."""
-    try:
-        record = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{run / RUN} is damaged: {error}") from error
-    then, now = record.get("environment", {}), environment(torch.device(config.device))
+    then, now = record_of(run).get("environment", {}), environment(torch.device(config.device))
     lines = [f"{key}: {a!r} -> {b!r}" for key, (a, b) in diff(config_of(run), config).items()]
     told = [name for name in now if name not in ("command", "machine")]
     lines += [f"{name}: {then.get(name)!r} -> {now[name]!r}" for name in told if then.get(name) != now[name]]

@@ -349,6 +349,9 @@ def export(model: nn.Module, folder: Path, tokenizer: HasSave | None) -> Path:
         if tokenizer is not None:
             tokenizer.save(aside)
         for path in sorted(aside.iterdir()):
+            # The safetensors library writes for its own user alone.
+            shutil.copymode(aside / "model.json", path)
+        for path in sorted(aside.iterdir()):
             path.replace(folder / path.name)
         aside.rmdir()
         # One folder, one model: what an earlier export wrote in the other format would be read in its place.

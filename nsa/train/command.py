@@ -23,8 +23,8 @@ from nsa.model import ATTENTION_KINDS
 from nsa.train.boot import describe_difference
 from nsa.train.config import DTYPES, TrainConfig, load_config, moved, parse_set
 from nsa.train.distributed import from_first, ranks
-from nsa.train.guards import RunStopped
-from nsa.train.loop import Trainer
+from nsa.train.guards import Asked, RunStopped
+from nsa.train.loop import Trainer, listen
 
 # Flags that are keys of the config under another name; the others are spelled as their key is.
 KEYS = {
@@ -127,10 +127,16 @@ def run(args: argparse.Namespace) -> int:
         with ranks(config.device, config.parallel) as own:
             # A name with the time in it may differ from rank to rank.
             config = replace(config, out=Path(from_first(str(config.out))))
-            summary = Trainer(config, own).train()
+            with listen(own) as signals:
+                # Nothing is done yet that would have to be kept.
+                with signals.waiting():
+                    trainer = Trainer(config, own)
+                summary = trainer.train(signals)
             if summary is not None and own.first:
                 print(summary)
                 print(f'go on with: nsa generate --run {config.out} --prompt "import "')
+    except Asked:
+        print("[stop] asked to before the first step: nothing was done")
     except RunStopped as stopped:
         print(f"nsa train: stopped: {stopped}", file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.routing import counts_so_far
+from nsa.config import require
 from nsa.data import Batch, Loader, open_loader
 from nsa.data.config import Split
 from nsa.generate import generate
@@ -88,6 +89,8 @@ class Trainer:
         self.shown: Progress | None = None
         # What a checkpoint would hold besides parameters: the steps done, and where the data stood after them.
         self.done = 0
+        # The step that this process went on from.
+        self.began = 0
         self.position = self.loader.state_dict()
         self.loss_start: float | None = None
         # The last validation, as (step, loss).
@@ -119,29 +122,30 @@ class Trainer:
 
     # The run.
 
-    def train(self) -> Summary | None:
-        """None where a signal ended it before its last step."""
+    def train(self, signals: Signals | None = None) -> Summary | None:
+        """None where a signal ended it before its last step. `signals`: those of a caller that already listens."""
         c = self.config
+        listening = listen(self.ranks) if signals is None else nullcontext(signals)
         watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            with (
-                Signals(echo_s=ECHO_S if self.ranks.size > 1 else 0.0) as signals,
-                only_writer(c.out) if self.ranks.first else nullcontext(),
-            ):
-                began = self.resume()
-                if began == 0:
+            with listening as signals, only_writer(c.out) if self.ranks.first else nullcontext(), watchdog:
+                with self.changing:
+                    self.resume()
+                watchdog.beat()
+                if self.began == 0:
                     self.write_down()
                 if self.ranks.first:
-                    self.log = RunLog(c.out, resume=began > 0)
+                    self.log = RunLog(c.out, resume=self.began > 0)
                 if self.loss_start is None:
                     self.loss_start = self.evaluate()
                 if c.sample_every and c.parallel == "fsdp":
                     self.say("[sample] none before the end: a model in parts is not generated from")
                 self.shown = progress(c.steps) if self.ranks.first else None
-                with watchdog:
-                    self.run_steps(signals, watchdog)
-                    kept = self.keep_what_is_done() if self.done < c.steps else ""
+                watchdog.beat()
+                self.run_steps(signals, watchdog)
+                kept = self.keep_what_is_done() if self.done < c.steps else ""
                 self.close_progress()
+                watchdog.beat()
                 if self.done < c.steps:
                     asked = signals.asked or ("the launcher is gone" if self.ranks.orphaned else "another rank")
                     self.say(f"[stop] {asked}: {kept}")
@@ -315,7 +319,7 @@ class Trainer:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
         not be what the next one takes for the run."""
         if self.ranks.first and not self.written:
-            write_down(self.config, step=self.done, ranks=self.ranks)
+            write_down(self.config, step=self.began, ranks=self.ranks)
         self.written = True
 
     def show(self, loss: float, grad_norm: float) -> None:
@@ -409,6 +413,8 @@ class Trainer:
         validated = self.validated[1] if self.validated and self.validated[0] == self.done else None
         extra = {
             "data": self.position,
+            "ranks": self.ranks.size,
+            "tokens_per_step": self.tokens_per_step,
             "rng": rng_state(self.device),
             "scaler": self.update.scaler.state_dict(),
             "skipped": self.skips.total,
@@ -419,10 +425,13 @@ class Trainer:
 
     def resume(self) -> int:
         """Go on from the newest intact checkpoint of the run's folder; the step it is of, 0 if there is none."""
+        c = self.config
         found = self.checkpoints.load(self.model, self.update.optimizer)
         if found is None:
             return 0
         self.done, extra = found
+        self.began = self.done
+        require(self.done <= c.steps, "steps", c.steps, f"at least the {self.done} that the run in {c.out} has done")
         self.loader.load_state_dict(extra["data"])
         self.position = extra["data"]
         set_rng_state(extra["rng"], self.device)
@@ -432,9 +441,16 @@ class Trainer:
         self.skips.total = extra["skipped"]
         self.loss_start = extra["loss_start"]
         self.clock.earlier = extra["seconds"]
-        self.say(f"[resume] step {self.done} of {self.config.out}")
+        self.say(f"[resume] step {self.done} of {c.out}")
         for key, (then, now) in self.changed.items():
             self.say(f"[resume] {key}: {then!r} -> {now!r}")
+        now = self.tokens_per_step
+        then = extra.get("tokens_per_step", now)
+        if then != now:
+            self.say(
+                f"[resume] tokens a step: {then:,} on {extra['ranks']} ranks -> {now:,} on {self.ranks.size}; "
+                "--accum-batches and --batch-size can keep them"
+            )
         return self.done
 
     def rescue(self) -> str:
@@ -565,6 +581,10 @@ class Clock:
     def mean_rate(self) -> float | None:
         tokens, seconds = self.timed
         return tokens / seconds if tokens else None
+
+
+def listen(ranks: Ranks) -> Signals:
+    return Signals(echo_s=ECHO_S if ranks.size > 1 else 0.0)
 
 
 @dataclass
