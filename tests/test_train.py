@@ -275,3 +275,7 @@ def test_what_a_resumed_run_changes_is_said_and_every_start_is_written_down(
     assert [record["from_step"], *(start["from_step"] for start in record["before"])] == [6, 0, 2]
     with pytest.raises(ValueError, match=r"steps is 7; accepted: at least the 8 that the run in .* has done"):
         Trainer(small_run(tmp_path, steps=7, batch_size=4)).train()
+    (tmp_path / "run.json").write_text('{"ha')
+    with pytest.raises(ValueError, match=r"run.json is damaged"):
+        Trainer(small_run(tmp_path, steps=9, batch_size=4)).train()
+    assert max(record["step"] for record in lines_of(tmp_path, "step")) == 8

@@ -428,6 +428,14 @@ def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
     trainer.loader.close()
 
 
+def test_the_watchdog_is_gone_when_the_run_is(tmp_path: Path) -> None:
+    """A process that ended with it awake died of SIGABRT."""
+    for _ in range(20):
+        with Watchdog(tmp_path / "watchdog.txt", 600.0, describe=str, rescue=str) as watchdog:
+            pass
+        assert not watchdog.thread.is_alive()
+
+
 def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     barks: list[str] = []
     path = tmp_path / "dog.txt"

@@ -91,15 +91,15 @@ def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
     return replace(problem, packed=packed)
 
 
-def write_down(config: TrainConfig, *, step: int, ranks: Ranks) -> None:
-    """The resolved config, its hash, the environment and the commit, in the run's folder, with those of the starts that
-    it goes on from."""
+def write_down(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str, Any] | None = None) -> None:
+    """The resolved config, its hash, the environment and the commit, in the run's folder; `before`: the record of the
+    start that this one goes on from, which has those before it."""
     config.out.mkdir(parents=True, exist_ok=True)
     write_yaml(config.out / FILE, config)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
-    if step:
-        before = record_of(config.out)
-        record["before"] = [*before.pop("before", []), before]
+    if before is not None:
+        earlier = before.get("before", [])
+        record["before"] = [*earlier, {name: value for name, value in before.items() if name != "before"}]
     replace_text(config.out / RUN, json.dumps(record, indent=2) + "\n")
 
 

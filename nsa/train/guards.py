@@ -186,6 +186,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
+        # A thread that is awake while the interpreter ends takes the process down. One that barks is not waited for.
+        self.thread.join(1.0)
 
     def watch(self) -> None:
         while not self.ended.wait(self.seconds / 10):

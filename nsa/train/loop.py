@@ -26,7 +26,7 @@ from nsa.data import Batch, Loader, open_loader
 from nsa.data.config import Split
 from nsa.generate import generate
 from nsa.model import LM, load_model
-from nsa.train.boot import backends, boot_line, check_folder, write_down
+from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
 from nsa.train.config import DTYPES, TrainConfig
 from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
@@ -89,8 +89,9 @@ class Trainer:
         self.shown: Progress | None = None
         # What a checkpoint would hold besides parameters: the steps done, and where the data stood after them.
         self.done = 0
-        # The step that this process went on from.
+        # The step that this process went on from, and what was written down at the start that did it.
         self.began = 0
+        self.last_start: dict[str, Any] | None = None
         self.position = self.loader.state_dict()
         self.loss_start: float | None = None
         # The last validation, as (step, loss).
@@ -319,7 +320,7 @@ class Trainer:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
         not be what the next one takes for the run."""
         if self.ranks.first and not self.written:
-            write_down(self.config, step=self.began, ranks=self.ranks)
+            write_down(self.config, step=self.began, ranks=self.ranks, before=self.last_start)
         self.written = True
 
     def show(self, loss: float, grad_norm: float) -> None:
@@ -431,6 +432,8 @@ class Trainer:
             return 0
         self.done, extra = found
         self.began = self.done
+        # Read now: a file that is damaged must not end a run that has gone on.
+        self.last_start = record_of(c.out)
         require(self.done <= c.steps, "steps", c.steps, f"at least the {self.done} that the run in {c.out} has done")
         self.loader.load_state_dict(extra["data"])
         self.position = extra["data"]

@@ -130,10 +130,11 @@ class FlashBackend:
         """None when every case like this problem was right in the probe."""
         found = [x for x in self.outcomes(library, problem) if x.problem and x.feature == problem.feature]
         # A full GPU is no failure of the library's: it is told only where nothing else is.
-        for outcome in sorted(found, key=lambda outcome: outcome.transient):
-            reason = f"the probe's case {outcome.case!r} {outcome.problem} (nsa doctor --probe tries again)"
-            return reason if outcome.transient else Fault(reason)
-        return None
+        worst = min(found, key=lambda outcome: outcome.transient, default=None)
+        if worst is None:
+            return None
+        reason = f"the probe's case {worst.case!r} {worst.problem} (nsa doctor --probe tries again)"
+        return reason if worst.transient else Fault(reason)
 
     def outcomes(self, library: Library, problem: Posed) -> list[Outcome]:
         """From memory, from the user's cache, or from a child process, in this order."""
