@@ -48,11 +48,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # The shape that is routed where none is given: a 125M model's.
 SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
 
-TRITON_NOTE = (
-    "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come out "
-    "wrong without an error. The kernels of this library avoid that form; other Triton kernels here may not. "
-    "3.7.1 is fixed."
-)
+# What is known of the versions from one to another, both included.
+TRITON_NOTES = {
+    ((3, 4, 0), (3, 7, 0)): (
+        "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come "
+        "out wrong without an error. The kernels of this library avoid that form; other Triton kernels here may not. "
+        "3.7.1 is fixed."
+    ),
+    ((3, 5, 0), (3, 7, 1)): (
+        "ptxas 12.8, which Triton 3.5 to 3.7.1 bring, miscompiles, on Hopper, a lone loop of two dots whose first has "
+        "rows in registers from before the loop: results come out wrong without an error. The kernels of this library "
+        "avoid that form, and its tests read their machine code; other Triton kernels here may not."
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ def find_versions() -> Versions:
         python=platform.python_version(),
         torch=str(torch.__version__),
         triton=found,
-        triton_note=TRITON_NOTE if found is not None and miscompiles_on_hopper(found) else None,
+        triton_note="\n".join(triton_notes(found)) or None,
     )
 
 
@@ -191,9 +199,12 @@ def triton_version() -> str | None:
     return "of unknown version"
 
 
-def miscompiles_on_hopper(version: str) -> bool:
-    release = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return release is not None and (3, 4, 0) <= tuple(map(int, release.groups())) <= (3, 7, 0)
+def triton_notes(version: str | None) -> list[str]:
+    release = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
+    if release is None:
+        return []
+    found = tuple(map(int, release.groups()))
+    return [note for (first, last), note in TRITON_NOTES.items() if first <= found <= last]
 
 
 def find_gpus() -> tuple[Gpu, ...]:

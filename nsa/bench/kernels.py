@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,10 +56,11 @@ def candidates(kernel: str, shape: Shape, gpu: Gpu, current: Any) -> list[Any]:
     branch, _, part = kernel.partition("-")
     if branch in ("compressed", "sliding"):
         width = tuning.width_class(shape.width, shape.width)
-        cuts = tiles.candidates(part, width, large=tuning.is_large(gpu))
+        cuts: tuple[Any, ...] = tiles.candidates(part, width, large=tuning.is_large(gpu))
         if part != "dkv":
             return list(cuts)
-        return [*(replace(current, **asdict(cut)) for cut in cuts), *(replace(current, waves=n) for n in WAVES)]
+        split = [replace(cut, waves=current.waves, least=current.least) for cut in cuts]
+        return [*split, *(replace(current, waves=n) for n in WAVES)]
     if branch == "scores":
         return list(scores.candidates())
     if branch == "combine":

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sass
+
 KIB = 1024
 # Columns of tensor memory that a program may have, where there is any.
 TENSOR_MEMORY = 512
@@ -78,6 +80,7 @@ SHAPES = {
     "64/4/128": Shape(64, 4, 128, 128),
     "32/8/128 packed": Shape(32, 8, 128, 128, packed=True),
     "12/2/64": Shape(12, 2, 64, 64),
+    "32/8/64": Shape(32, 8, 64, 64),
     "192/128": Shape(32, 8, 192, 128),
     "256": Shape(16, 2, 256, 256),
     "64/1/256": Shape(64, 1, 256, 256),
@@ -88,7 +91,8 @@ SHAPES = {
 
 @dataclass
 class Compiled:
-    """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does."""
+    """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does;
+    `overwritten` names products that read what is no longer there, see `sass.py`."""
 
     shape: str
     branch: str
@@ -99,6 +103,7 @@ class Compiled:
     shared: int = 0
     tensor_memory: int = 0
     seconds: float = 0.0
+    overwritten: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -122,6 +127,7 @@ class Recorder:
             return
         self.seen.add(id(kernel))
         registers, spills = resources(kernel.asm["cubin"])
+        code = dump(kernel.asm["cubin"], "-sass")
         meta = kernel.metadata
         self.found.append(
             Compiled(
@@ -134,6 +140,7 @@ class Recorder:
                 meta.shared,
                 getattr(meta, "tmem_size", None) or 0,
                 round(seconds, 2),
+                sass.overwritten(code),
             )
         )
 
@@ -142,15 +149,19 @@ class Recorder:
         self.found.append(Compiled(self.shape, self.branch, name, error=" ".join(lines)[-600:]))
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and how many more it keeps in memory."""
+def dump(cubin: bytes, what: str) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and how many more it keeps in memory."""
+    text = dump(cubin, "--dump-resource-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return found["REG"], (found["STACK"] + found["LOCAL"]) // 4
 

@@ -1,4 +1,5 @@
-"""Every kernel, with the tiles its launcher picks, compiles for every GPU that is served and fits its shared memory.
+"""Every kernel, with the tiles its launcher picks, compiles for every GPU that is served, fits its shared memory, and
+has not come out of ptxas with a product that reads registers since given away.
 
 No GPU is needed: `compiling.py` stands in for one, in a process of its own for each target. `pytest -s` prints what
 each kernel takes.
@@ -18,6 +19,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from compiling import SHAPES, TARGETS, TENSOR_MEMORY, Compiled, table
+from sass import overwritten
 
 # All of half precision where tiles were measured. Elsewhere what four minutes of one core allow: sm_80, 86 and 89 have
 # the same tiles, so their shapes are shared out.
@@ -25,7 +27,7 @@ PICKED = {
     "sm_80": ["64/4/128"],
     "sm_86": ["64/1/256", "32/1/256 fp32"],
     "sm_89": ["192/128"],
-    "sm_90": ["64/4/128", "32/8/128 packed", "12/2/64", "192/128", "256"],
+    "sm_90": ["64/4/128", "32/8/128 packed", "12/2/64", "32/8/64", "192/128", "256"],
     "sm_100": ["64/4/128", "256"],
     "sm_120": ["12/2/64", "64/4/128 fp32"],
 }
@@ -82,6 +84,36 @@ def test_kernels_compile_and_fit(target: str, shape: str, shared_folder: Path) -
             wrong.append(f"{where}: {x.shared} bytes of shared memory, {limit} there are")
         if x.tensor_memory > TENSOR_MEMORY:
             wrong.append(f"{where}: {x.tensor_memory} columns of tensor memory, {TENSOR_MEMORY} there are")
+        wrong += [f"{where}: {product}" for product in x.overwritten]
         if x.spills > SPILLS and shape not in SPILLING:
             wrong.append(f"{where}: {x.spills} registers spilled")
     assert not wrong, "\n".join(wrong)
+
+
+# A loop that multiplies R8 to R11, loaded before it, and then puts something else into R10.
+LOOP = """
+    /*0010*/                   LDSM.16.M88.4 R8, [R7] ;
+    /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR16], RZ, !UPT, gsb0 ;
+    /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+    /*0040*/              @!P1 F2FP.BF16.F32.PACK_AB R10, R25, R24 ;
+    /*0050*/               @P0 BRA 0x20 ;
+"""
+
+
+def test_an_operand_given_away_is_found() -> None:
+    assert overwritten(LOOP) == ["HGMMA.64x64x16.F32.BF16 at 0x20: R10 is written later in the loop"]
+
+
+@pytest.mark.parametrize(
+    ("told", "instead"),
+    [
+        ("BRA 0x20", "BRA 0x10"),
+        ("PACK_AB R10,", "PACK_AB R12,"),
+        ("F2FP.BF16.F32.PACK_AB", "STS"),
+        ("R8, gdesc", "gdesc"),
+    ],
+    ids=["loaded-each-time", "another-register", "read-only", "in-shared-memory"],
+)
+def test_an_operand_that_lasts_is_not(told: str, instead: str) -> None:
+    assert told in LOOP
+    assert overwritten(LOOP.replace(told, instead)) == []

@@ -142,7 +142,7 @@ def ranged_dq_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr,
+    DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against all the keys they see, as in the forward; ACCUMULATE adds to the `dq` that is there."""
     n_rows = n_queries * H
@@ -168,22 +168,19 @@ def ranged_dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_DK], dtype=tl.float32)
 
     i_full = first_lo
-    if MASK_ALL:
-        i_edge = first_lo
-    else:
-        if SLIDING or PACKED:
-            i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
-            b_dq = attend_dq(
-                b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g,
-                n_keys, scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-                D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
-            )  # fmt: skip
-        i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
+    if SLIDING or PACKED:
+        i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
         b_dq = attend_dq(
-            b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g,
+            b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g,
             n_keys, scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, False, DESC_KV,
+            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, True, DESC_KV,
         )  # fmt: skip
+    i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
+    b_dq = attend_dq(
+        b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g,
+        n_keys, scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, False, DESC_KV,
+    )  # fmt: skip
     b_dq = attend_dq(
         b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g,
         n_keys, scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -399,7 +396,6 @@ def shared_arguments(
         "SPAN": ranges.span,
         "STRIDE": ranges.stride,
         "PACKED": ranges.lo is not None,
-        "MASK_ALL": cut.mask_all,
         "num_warps": cut.num_warps,
         "num_stages": cut.num_stages,
         "maxnreg": cut.max_registers,
@@ -480,6 +476,7 @@ def key_gradients(
         stride_xp=dk.stride(0),
         stride_yp=dv.stride(0),
         **shared_arguments(do, q, k, v, lse2, ranges, scale, cut),
+        MASK_ALL=cut.mask_all,
         DESC_Q=q_src is not q,
         DESC_STAT=cut.desc_rows,
     )

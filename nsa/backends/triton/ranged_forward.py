@@ -78,7 +78,7 @@ def ranged_forward_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    SELECT_BLOCK: tl.constexpr, MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against all the keys they see."""
     n_rows = n_queries * H
@@ -109,22 +109,19 @@ def ranged_forward_kernel(
 
     # Keys [first_lo, last_hi): those before last_lo or from first_hi on are hidden from some row of the tile.
     i_full = first_lo
-    if MASK_ALL:
-        i_edge = first_lo
-    else:
-        if SLIDING or PACKED:
-            i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
-            b_m, b_l, b_o = attend(
-                b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
-                scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-                D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
-            )  # fmt: skip
-        i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
+    if SLIDING or PACKED:
+        i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
         b_m, b_l, b_o = attend(
-            b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
+            b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
             scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, False, DESC_KV,
+            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
         )  # fmt: skip
+    i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
+    b_m, b_l, b_o = attend(
+        b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
+        scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, False, DESC_KV,
+    )  # fmt: skip
     b_m, b_l, b_o = attend(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -208,7 +205,6 @@ def ranged_forward(
         STRIDE=ranges.stride,
         PACKED=ranges.lo is not None,
         SELECT_BLOCK=0 if chosen is None else chosen.select_block,
-        MASK_ALL=tile.mask_all,
         DESC_Q=q_src is not q,
         DESC_KV=k_src is not k,
         num_warps=tile.num_warps,

@@ -6,6 +6,7 @@ any other by its `tile` argument.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +23,7 @@ class Tile:
     """How a kernel cuts its work.
 
     `desc_rows`, `desc_keys`: tiles of rows, of keys come by tensor descriptor where their strides allow it, else by
-    pointer. `mask_all`: one masked loop in place of edge, middle, edge, which is better when the range is short.
-    `max_registers`: a thread's limit, to fit one more program on a processor.
+    pointer. `max_registers`: a thread's limit, to fit one more program on a processor.
     """
 
     block_m: int
@@ -32,7 +32,6 @@ class Tile:
     num_stages: int
     desc_rows: bool = True
     desc_keys: bool = True
-    mask_all: bool = False
     max_registers: int | None = None
 
 
@@ -42,8 +41,11 @@ class SplitTile(Tile):
 
     Where there are few tiles of keys, their rows are split over several programs until a processor has `waves` of them,
     but not into parts of less than `least` tiles of rows, beside which loading and storing the keys would count.
+    `mask_all`: one masked loop in place of edge, middle, edge, which is better when the range is short. Not for the
+    query-major kernels, see docs/kernels.md: ptxas 12.8 lets go of queries in registers where there is one loop only.
     """
 
+    mask_all: bool = False
     waves: int = 8
     least: int = 8
 
@@ -169,8 +171,6 @@ FORWARD = {
         Tile(64, 128, 4, 2),  # 167 registers, 3 programs
         Tile(128, 64, 4, 3),  # 226 registers, 2 programs
         Tile(128, 128, 8, 3),
-        Tile(128, 64, 4, 3, mask_all=True),
-        Tile(64, 64, 4, 3, mask_all=True),
     ),
     128: (
         Tile(128, 64, 8, 2, desc_rows=False, max_registers=128),  # 96 KiB, 2 programs
@@ -178,8 +178,6 @@ FORWARD = {
         Tile(128, 128, 8, 2),
         Tile(64, 64, 4, 2, max_registers=168),  # 64 KiB, 3 programs
         Tile(64, 64, 4, 3),  # 96 KiB, 2 programs
-        Tile(64, 64, 4, 2, mask_all=True, max_registers=168),
-        Tile(128, 64, 8, 2, desc_rows=False, mask_all=True, max_registers=128),
     ),
     256: (Tile(128, 64, 8, 2, desc_rows=False),),
 }
@@ -188,14 +186,12 @@ BACKWARD_DQ = {
         Tile(64, 64, 4, 3),  # 124 registers, 3 programs
         Tile(128, 64, 4, 2),  # 254 registers, 2 programs
         Tile(128, 128, 8, 2),
-        Tile(64, 64, 4, 3, mask_all=True),
     ),
     128: (
         Tile(128, 64, 8, 3),  # 220 registers, 96 KiB, 1 program
         Tile(128, 64, 8, 3, desc_rows=False),  # 168 registers, 161 KiB, 1 program
         Tile(128, 128, 8, 2, desc_rows=False),  # 231 registers, 193 KiB, 1 program
         Tile(64, 64, 4, 2, desc_rows=False),  # 168 registers, 97 KiB, 2 programs
-        Tile(64, 64, 4, 2, desc_rows=False, mask_all=True),
         Tile(128, 32, 8, 3, desc_rows=False, max_registers=128),  # 112 KiB, 2 programs
         Tile(128, 64, 8, 4),
     ),
@@ -203,22 +199,23 @@ BACKWARD_DQ = {
 }
 BACKWARD_DKV = {
     64: (
-        Tile(64, 64, 4, 3),  # 180 registers, 66 KiB, 2 programs
-        Tile(128, 128, 8, 2),  # 222 registers, 98 KiB, 1 program
-        Tile(64, 128, 8, 3),  # 181 registers, 82 KiB, 1 program
-        Tile(64, 64, 4, 3, mask_all=True),
+        SplitTile(64, 64, 4, 3),  # 180 registers, 66 KiB, 2 programs
+        SplitTile(128, 128, 8, 2),  # 222 registers, 98 KiB, 1 program
+        SplitTile(64, 128, 8, 3),  # 181 registers, 82 KiB, 1 program
+        SplitTile(64, 64, 4, 3, mask_all=True),
     ),
     128: (
-        Tile(64, 64, 4, 2),  # 252 registers, 97 KiB, 2 programs
-        Tile(64, 128, 8, 2),  # 244 registers, 129 KiB, 1 program
-        Tile(32, 64, 4, 3),  # 204 registers, 81 KiB, 2 programs
-        Tile(64, 64, 4, 2, mask_all=True),
-        Tile(32, 128, 8, 3),  # 206 registers, 113 KiB, 1 program
-        Tile(64, 128, 8, 3),
-        Tile(64, 128, 8, 4),
+        SplitTile(64, 64, 4, 2),  # 252 registers, 97 KiB, 2 programs
+        SplitTile(64, 128, 8, 2),  # 244 registers, 129 KiB, 1 program
+        SplitTile(32, 64, 4, 3),  # 204 registers, 81 KiB, 2 programs
+        SplitTile(64, 64, 4, 2, mask_all=True),
+        SplitTile(32, 128, 8, 3),  # 206 registers, 113 KiB, 1 program
+        SplitTile(64, 128, 8, 3),
+        SplitTile(64, 128, 8, 4),
     ),
-    256: (Tile(32, 64, 8, 2),),
+    256: (SplitTile(32, 64, 8, 2),),
 }
+LARGE: dict[str, Mapping[int, tuple[Tile, ...]]] = {"forward": FORWARD, "dq": BACKWARD_DQ, "dkv": BACKWARD_DKV}
 # Rows and keys for GPUs that are not large, whose shared memory holds less and most of which have no descriptors.
 POINTER_BLOCKS = ((64, 64), (128, 64), (64, 32), (32, 64), (32, 32))
 
@@ -226,8 +223,9 @@ POINTER_BLOCKS = ((64, 64), (128, 64), (64, 32), (32, 64), (32, 32))
 def candidates(kernel: str, width: int, *, large: bool = True) -> tuple[Tile, ...]:
     """Tiles worth measuring for `kernel` ("forward", "dq", "dkv") and heads up to `width` (64, 128, 256)."""
     if large:
-        return {"forward": FORWARD, "dq": BACKWARD_DQ, "dkv": BACKWARD_DKV}[kernel][width]
-    plain = [Tile(m, n, 4, 2, desc_rows=False, desc_keys=False) for m, n in POINTER_BLOCKS]
+        return LARGE[kernel][width]
+    kind = SplitTile if kernel == "dkv" else Tile
+    plain = [kind(m, n, 4, 2, desc_rows=False, desc_keys=False) for m, n in POINTER_BLOCKS]
     return (*plain, *(replace(tile, num_stages=3) for tile in plain), *(replace(tile, num_warps=8) for tile in plain))
 
 
