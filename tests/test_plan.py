@@ -123,6 +123,7 @@ def test_memory_follows_the_choices() -> None:
     gc = plan(config(gc=True), "H200")
     assert gc.memory.activations < plain.activations / 3
     assert gc.tokens_per_s == pytest.approx(plan(config(), "H200").tokens_per_s * 3 / 4)
+    assert gc.source.endswith("times 3/4, which is arithmetic, for gc")
     sharded = plan(config(parallel="fsdp", cuda_graphs=False), "H200", gpus=8).memory
     assert sharded.optimizer == plain.optimizer / 8
     assert sharded.activations == plain.activations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import TrainConfig, Trainer, loop
+from nsa.train import TrainConfig, Trainer, command, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.metrics import RunLog
 from nsa.train.step import StepResult
@@ -417,6 +418,53 @@ def test_the_watchdog_watches_from_the_first_file_to_the_last(
     monkeypatch.setattr(trainer, phase, slowly)
     assert trainer.train() is not None
     assert "in slowly" in (tmp_path / "watchdog.txt").read_text()
+
+
+def test_the_watchdog_watches_the_data_being_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slowly(config: TrainConfig, ranks: object) -> None:
+        for _ in range(100):
+            if barked.is_file() and "nothing is learned yet" in barked.read_text():
+                break
+            time.sleep(0.05)
+        raise RunStopped("enough")
+
+    barked = tmp_path / "run" / "watchdog.txt"
+
+    monkeypatch.setattr(command, "Trainer", slowly)
+    file = config_file(tmp_path, small_run(tmp_path / "run", watchdog_s=0.3))
+    assert cli.main(["train", "--config", file, "--out", str(tmp_path / "run")]) == 1
+    assert "the run has not begun" in barked.read_text()
+    assert "in slowly" in barked.read_text()
+    assert "[watchdog] no checkpoint: nothing is learned yet" in capsys.readouterr().err
+
+
+def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    data = DataConfig(source="text", path=str(tmp_path / "a.txt"), prefetch=False)
+    trainer = Trainer(small_run(tmp_path / "run", data=data))
+    began, release = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        began.set()
+        release.wait(10)
+        raise OSError("released")
+
+    monkeypatch.setattr(trainer.loader.pools.documents, "read", hang)
+
+    def wait() -> None:
+        with pytest.raises(OSError, match="released"):
+            next(trainer.loader)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert began.wait(10)
+    time.sleep(1.1)
+    told = trainer.describe()
+    release.set()
+    thread.join()
+    assert re.search(r"data: text .*, last seen reading .*a\.txt; 1 s waited for, 1 of them for the next batch", told)
 
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:

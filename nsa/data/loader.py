@@ -65,8 +65,9 @@ class Loader:
         self.source: str = pools.name
         self.tokenizer: Tokenizer = pools.tokenizer
         self.vocab_size: int = pools.tokenizer.vocab_size
-        # Seconds that the caller spent waiting, in all.
+        # Seconds that the caller spent waiting, in all, and since when it waits now.
         self.waited = 0.0
+        self.asked: float | None = None
         # Batches that stood in for real ones, in all.
         self.stand_ins = 0
         self.position = Position()
@@ -92,12 +93,20 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        began = time.perf_counter()
+        self.asked = time.perf_counter()
         try:
             batch, self.position = self.take()
         finally:
-            self.waited += time.perf_counter() - began
+            self.waited += time.perf_counter() - self.asked
+            self.asked = None
         return batch
+
+    def __str__(self) -> str:
+        """For whoever looks in from another thread."""
+        since = self.asked
+        now = 0.0 if since is None else time.perf_counter() - since
+        waited = f"{self.waited + now:.0f} s waited for, {now:.0f} of them for the next batch"
+        return f"{self.source}, last seen {self.pools.doing}; {waited}"
 
     def take(self) -> tuple[Batch, Position]:
         require(not self.closed, "loader", "closed", "one that is open")

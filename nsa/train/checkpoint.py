@@ -331,19 +331,27 @@ class HasSave(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
+def put_together(model: nn.Module) -> LM | None:
+    """The whole model, for the first rank, on the CPU where others hold parts of it; every rank calls it."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return None
+    # FSDP2 makes a class of its own of the model's, which is still one of these; DDP and compilation wrap it.
+    config = next(module.config for module in model.modules() if isinstance(module, LM))
+    with torch.device("meta"):
+        whole = LM(config)
+    whole.load_state_dict(state, assign=True)
+    return whole
+
+
 def export(model: nn.Module, folder: Path, tokenizer: HasSave | None) -> Path:
     """Write the whole model with its configuration and tokenizer for `nsa.model.load_model`; the parameters' file.
 
     Every rank calls it, rank 0 writes. Each file is written aside and renamed: until then an earlier one stays whole.
     """
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    # FSDP2 makes a class of its own of the model's, which is still one of these; DDP and compilation wrap it.
-    config = next(module.config for module in model.modules() if isinstance(module, LM))
+    whole = put_together(model)
     aside = folder / f"export{ASIDE}"
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        with torch.device("meta"):
-            whole = LM(config)
-        whole.load_state_dict(state, assign=True)
+    if whole is not None:
         shutil.rmtree(aside, ignore_errors=True)
         name = save_model(whole, aside).name
         if tokenizer is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from nsa.model import ATTENTION_KINDS
 from nsa.train.boot import describe_difference
 from nsa.train.config import DTYPES, TrainConfig, load_config, moved, parse_set
 from nsa.train.distributed import from_first, ranks
-from nsa.train.guards import Asked, RunStopped
+from nsa.train.guards import WATCHDOG, Asked, RunStopped, Watchdog
 from nsa.train.loop import Trainer, listen
 
 # Flags that are keys of the config under another name; the others are spelled as their key is.
@@ -127,9 +129,9 @@ def run(args: argparse.Namespace) -> int:
         with ranks(config.device, config.parallel) as own:
             # A name with the time in it may differ from rank to rank.
             config = replace(config, out=Path(from_first(str(config.out))))
-            with listen(own) as signals:
+            with listen(own) as signals, telling_of_lost_ranks(config.out):
                 # Nothing is done yet that would have to be kept.
-                with signals.waiting():
+                with signals.waiting(), starting(config):
                     trainer = Trainer(config, own)
                 summary = trainer.train(signals)
             if summary is not None and own.first:
@@ -140,16 +142,34 @@ def run(args: argparse.Namespace) -> int:
     except RunStopped as stopped:
         print(f"nsa train: stopped: {stopped}", file=sys.stderr)
         return 1
+    return 0
+
+
+def starting(config: TrainConfig) -> Watchdog:
+    """For data that is opened and read before the run has a watchdog of its own."""
+    return Watchdog(
+        config.out / WATCHDOG,
+        config.watchdog_s,
+        describe=lambda: "the run has not begun: its data is opened, its model made",
+        rescue=lambda: "no checkpoint: nothing is learned yet",
+    )
+
+
+@contextmanager
+def telling_of_lost_ranks(out: Path) -> Iterator[None]:
+    """Says what to do, and at once: a launcher ends all ranks soon after one is gone."""
+    try:
+        yield
     except RuntimeError as error:
-        if config.parallel == "none" or not any(word in str(error) for word in LOST):
+        if not any(word in str(error) for word in LOST):
             raise
         print(
             f"nsa train: another rank is gone; its own words, if it had any, are above. Go on with the same command "
-            f"and --out {config.out}",
+            f"and --out {out}",
             file=sys.stderr,
+            flush=True,
         )
-        return 1
-    return 0
+        raise SystemExit(1) from error
 
 
 def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig:

@@ -323,8 +323,13 @@ def write_yaml(path: Path, config: TrainConfig) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Written aside and renamed: a disk that is full, or a kill, leaves the old file whole."""
     aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(text)
-    aside.replace(path)
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        # A full disk names no file.
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def parse_set(texts: list[str]) -> dict[str, Any]:

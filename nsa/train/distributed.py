@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Ranks:
     size: int = 1
     # The process that started this one; 0: not looked at.
     launcher: int = 0
+    # The same ranks, for questions that not all of them may get to: a training step's own messages stay in order.
+    aside: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -45,6 +48,17 @@ class Ranks:
     def orphaned(self) -> bool:
         """Whether the launcher is gone, and with it whoever would ever end this process."""
         return self.launcher != 0 and os.getppid() != self.launcher
+
+    def all_come(self, seconds: float) -> bool:
+        """Whether every rank asks this within that time."""
+        if self.aside is None:
+            return True
+        try:
+            dist.monitored_barrier(self.aside, timeout=timedelta(seconds=seconds))
+        except RuntimeError:
+            # How torch says that one did not, or is gone.
+            return False
+        return True
 
 
 @contextmanager
@@ -62,7 +76,7 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid())
+        yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid(), dist.new_group(backend="gloo"))
         # No rank leaves while another still writes for all.
         dist.barrier()
     finally:

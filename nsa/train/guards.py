@@ -27,6 +27,7 @@ from nsa.train.storage import read_tensors, write_tensors
 # The descriptor, which is there whatever Python's own stderr was replaced by.
 STDERR = 2
 LOCK = ".lock"
+WATCHDOG = "watchdog.txt"
 
 
 class RunStopped(RuntimeError):

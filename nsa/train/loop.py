@@ -27,10 +27,10 @@ from nsa.data.config import Split
 from nsa.generate import generate
 from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
-from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state
+from nsa.train.checkpoint import Checkpoints, export, put_together, rng_state, set_rng_state
 from nsa.train.config import DTYPES, TrainConfig
 from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
-from nsa.train.guards import Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
+from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
@@ -41,6 +41,8 @@ from nsa.train.step import StepResult, TrainStep, autocast, learning_rate, share
 SMOKE_STEPS = 10
 # A launcher passes a signal on within this time.
 ECHO_S = 2.0
+# Ranks that wait for the same data give up within this time of each other.
+MEET_S = 30.0
 
 
 class Trainer:
@@ -127,7 +129,7 @@ class Trainer:
         """None where a signal ended it before its last step. `signals`: those of a caller that already listens."""
         c = self.config
         listening = listen(self.ranks) if signals is None else nullcontext(signals)
-        watchdog = Watchdog(c.out / "watchdog.txt", c.watchdog_s, describe=self.describe, rescue=self.rescue)
+        watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
             with listening as signals, only_writer(c.out) if self.ranks.first else nullcontext(), watchdog:
                 with self.changing:
@@ -139,8 +141,6 @@ class Trainer:
                     self.log = RunLog(c.out, resume=self.began > 0)
                 if self.loss_start is None:
                     self.loss_start = self.evaluate()
-                if c.sample_every and c.parallel == "fsdp":
-                    self.say("[sample] none before the end: a model in parts is not generated from")
                 self.shown = progress(c.steps) if self.ranks.first else None
                 watchdog.beat()
                 self.run_steps(signals, watchdog)
@@ -213,7 +213,7 @@ class Trainer:
     def look_closer(self) -> None:
         """What the end of a run does anyway."""
         c = self.config
-        saves, samples = self.due(c.save_every), self.due(c.sample_every) and c.parallel != "fsdp"
+        saves, samples = self.due(c.save_every), self.due(c.sample_every)
         if saves or self.due(c.eval_every):
             # Without a loss a checkpoint could not be the best one.
             self.evaluate()
@@ -221,8 +221,11 @@ class Trainer:
         good = (saves or samples) and self.is_good()
         if samples and not good:
             self.say(f"[sample] none at step {self.done}: the parameters give no finite loss")
-        elif samples and self.ranks.first:
-            self.write_sample(self.sample(self.model))
+        elif samples:
+            # Of a model in parts every rank gives its own.
+            model = put_together(self.model) if c.parallel == "fsdp" else self.model
+            if model is not None and self.ranks.first:
+                self.write_sample(self.sample(model.to(self.device)))
         if saves and good:
             self.save()
 
@@ -234,8 +237,8 @@ class Trainer:
         except Asked:
             return None
         except (OSError, RuntimeError, ValueError):
-            # The data is lost, the run need not be.
-            if self.ranks.size == 1:
+            # The data is lost, the run need not be. All ranks read the same, so they lose it at the same step.
+            if self.ranks.all_come(MEET_S):
                 self.say(f"[stop] no data: {self.keep_what_is_done()}")
             raise
         return self.fetched
@@ -481,7 +484,7 @@ class Trainer:
         return "\n".join(
             [
                 f"steps done: {self.done}, not looked at yet: {len(self.waiting)}",
-                f"data: {self.loader.source}, {self.loader.waited:.0f} s waited for",
+                f"data: {self.loader}",
                 f"last batches: {shapes}",
                 f"routes: {backends(self.config)}",
                 f"calls and failures: {counts_so_far().as_dict()}",

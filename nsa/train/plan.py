@@ -132,7 +132,7 @@ def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = 
         step_s=step,
         total_s=total,
         cost=None if price is None else total / 3600 * price * gpus,
-        source=rate.source,
+        source=f"{rate.source}; times 3/4, which is arithmetic, for gc" if config.gc else rate.source,
     )
 
 
