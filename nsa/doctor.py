@@ -115,6 +115,8 @@ class Report:
     forward: Explanation
     backward: Explanation
     checks: tuple[Check, ...]
+    # What failed where the libraries were tried anew.
+    probe_failures: tuple[str, ...] = ()
 
     @property
     def failures(self) -> list[Check]:
@@ -124,7 +126,11 @@ class Report:
     def obstacles(self) -> list[str]:
         """What keeps from running what should run here."""
         broken = [f"{backend.name} {backend.note}" for backend in self.backends if backend.broken]
-        return [*broken, *([f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else [])]
+        return [
+            *broken,
+            *self.probe_failures,
+            *([f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else []),
+        ]
 
     @property
     def healthy(self) -> bool:
@@ -135,6 +141,7 @@ class Report:
         routes = {"forward": self.forward, "backward": self.backward}
         return {
             "healthy": self.healthy,
+            "probe_failures": list(self.probe_failures),
             "versions": asdict(self.versions),
             "gpus": [asdict(gpu) for gpu in self.gpus],
             "backends": [asdict(backend) for backend in self.backends],
@@ -158,7 +165,13 @@ class Report:
         }
 
 
-def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None = None) -> Report:
+def diagnose(
+    problem: Problem,
+    router: Router,
+    environ: Mapping[str, str] | None = None,
+    *,
+    probe_failures: Sequence[str] = (),
+) -> Report:
     """Everything the doctor can say; `problem` is the attention whose route and head shape are asked about."""
     return Report(
         versions=find_versions(),
@@ -173,6 +186,7 @@ def diagnose(problem: Problem, router: Router, environ: Mapping[str, str] | None
         backward=router.explain(replace(problem, backward=True)),
         # A backend is tested where its name would get it: what a setting switches off is not called.
         checks=tuple(self_test(list(router.backends.values()), problem, partial(router.reason_against, named=True))),
+        probe_failures=tuple(probe_failures),
     )
 
 
@@ -255,16 +269,28 @@ def thresholds_origin(router: Router) -> str:
     return f"{here} of {len(router.preferences)} lines of {path} are for {family}"
 
 
-def probe(router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None) -> str:
-    """Try the FlashAttention libraries anew, in processes of their own; write the first failure down as a script."""
+def probe(
+    router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None
+) -> tuple[str, tuple[str, ...]]:
+    """Try the FlashAttention libraries anew, in processes of their own; write the first failure down as a script.
+
+    What to print, and a sentence for each library that failed.
+    """
     backend: Any = router.backends.get("flash")
     if backend is None:
-        return f"nothing to probe: {router.absent.get('flash', 'no flash backend')}"
+        return f"nothing to probe: {router.absent.get('flash', 'no flash backend')}", ()
     lines = []
+    failures = []
     failed = None
     knobs = {} if attn is None else {"block": attn.l, "stride": attn.d, "window": attn.w}
     for library, subject, outcomes in backend.probe_all(problem, **knobs):
         lines.append(probe_report(subject, outcomes))
+        # What says nothing about the library is shown above, and no reason to mend it.
+        faults = [outcome for outcome in outcomes if outcome.problem and not outcome.transient]
+        if faults:
+            kinds = ", ".join(dict.fromkeys(outcome.feature for outcome in faults))
+            what = f"{faults[0].case}: {faults[0].problem}"
+            failures.append(f"{subject.library} {subject.version} failed in the probe on {kinds} calls ({what})")
         wrong = next((outcome for outcome in outcomes if outcome.problem), None)
         if wrong is not None and failed is None:
             failed = repro_script(library, subject, wrong)
@@ -272,7 +298,7 @@ def probe(router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: P
         repro.write_text(failed)
     if repro is not None:
         lines.append("nothing failed: no script to write" if failed is None else f"the first failure is in {repro}")
-    return "\n".join(lines) or f"nothing to probe: no library takes {problem}"
+    return "\n".join(lines) or f"nothing to probe: no library takes {problem}", tuple(failures)
 
 
 def setting_states(router: Router) -> tuple[SettingState, ...]:
@@ -430,7 +456,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
         "  nsa doctor --setting force_parity=on --json | tail -1\n"
         "  nsa doctor --config 125m --set batch_size=16     whether this machine is ready for that run\n\n"
-        "The exit status is 0 only if every backend agrees with the reference."
+        "The exit status is 0 only if every backend agrees with the reference, and under --probe every library passes."
     )
     shape = parser.add_argument_group("the shape to route (by default a 125M model's, or the config's)")
     for name, default in SHAPE.items():
@@ -500,9 +526,14 @@ def to_mend(wrong: list[str]) -> str:
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
-    """The command: 0 when every backend agrees with the reference and a run to come can start, else 1."""
+    """The command: 0 when every backend agrees with the reference, nothing failed in a probe that was asked for, and a
+    run to come can start; else 1."""
     loaded = load_settings(args)
     nsa.config.require(bool(args.config) or not args.set, "--set", args.set, "nothing without --config")
+    if args.repro is not None:
+        # A probe takes a while, and what it found must not be lost at its end.
+        writable = args.repro.parent.is_dir() and not args.repro.is_dir()
+        nsa.config.require(writable, "--repro", str(args.repro), "a file in a folder that is there")
     config = config_of(args, loaded) if args.config else None
     problem, router = (
         problem_of(args) if config is None else boot.problem_of(config, backward=False),
@@ -512,12 +543,14 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         # The self-test would run on a device that is not there.
         print(to_mend(preflight.problems(config, router)))
         return 1
+    probe_failures: tuple[str, ...] = ()
     if args.probe or args.repro:
         attn = None if config is None else config.model.attn
-        print(f"probe\n{indent(probe(router, problem, attn, args.repro))}\n")
+        told, probe_failures = probe(router, problem, attn, args.repro)
+        print(f"probe\n{indent(told)}\n")
     if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
         print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
-    report = diagnose(problem, router)
+    report = diagnose(problem, router, probe_failures=probe_failures)
     print(render(report))
     ready = report.healthy
     if config is not None:

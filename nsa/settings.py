@@ -257,6 +257,11 @@ def user_path(text: str) -> Path | None:
     return None if expanded.startswith("~") else Path(expanded)
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment, with `changes`, for one that it starts."""
+    return {**os.environ, **changes}
+
+
 @cache
 def current() -> Settings:
     """The settings of this process, read from the environment the first time anyone asks."""

@@ -150,6 +150,22 @@ class WrongKeys(StandIn):
 
 
 @dataclass
+class LongWindow(StandIn):
+    """Takes a window for the keys before the query, its own not counted: one too many."""
+
+    address: str = f"{__name__}:LongWindow"
+
+    def longer(self, call: Call) -> Call:
+        return call if call.window is None else replace(call, window=call.window + 1)
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        return super().forward(self.longer(call))
+
+    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        return super().backward(self.longer(call))
+
+
+@dataclass
 class Segfaulting(Faulty):
     address: str = f"{__name__}:Segfaulting"
 
@@ -176,6 +192,18 @@ class Hanging(Faulty):
 @dataclass
 class CannotBeLoaded(StandIn):
     address: str = f"{__name__}:no_such_name"
+
+
+def dies_when_loaded() -> StandIn:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError("the process should be gone")
+
+
+@dataclass
+class DyingWhenLoaded(StandIn):
+    """Takes its process along before the first call."""
+
+    address: str = f"{__name__}:dies_when_loaded"
 
 
 @dataclass

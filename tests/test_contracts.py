@@ -103,7 +103,7 @@ def cached_calls(draw: st.DrawFn) -> Call:
         cu_seqlens_k=starts * room,
         used_k=torch.tensor(used).int(),
         max_q=queries,
-        max_k=room,
+        max_k=draw(st.integers(max(*used, 1), room)),
     )
 
 
@@ -161,6 +161,14 @@ WRONG: dict[str, tuple[Callable[[Call], Call], str]] = {
     "a forward pass with results": (lambda c: replace(with_gradients(c), do=None), "without do"),
     "a window that looks ahead": (lambda c: replace(c, causal=False, window=5), "look ahead"),
     "no scale": (lambda c: replace(c, scale=float("nan")), "scale"),
+    "a scale past fp32": (lambda c: replace(c, scale=10**400), "scale is 1000"),
+    "a scale that fp32 rounds to zero": (lambda c: replace(c, scale=1e-60), "scale is 1e-60"),
+    "a scale that is a yes": (lambda c: replace(c, scale=True), "scale is True"),
+    "a nested tensor": (
+        lambda c: replace(c, v=torch.nested.nested_tensor([torch.empty(2)], layout=torch.jagged)),
+        "v is a nested tensor",
+    ),
+    "a list": (lambda c: replace(c, k=[1.0]), "k is a list"),
     "a scale of no number": (lambda c: replace(c, scale=None), "scale is None"),
     "a sparse tensor": (lambda c: replace(c, v=torch.empty(c.v.shape, dtype=c.v.dtype).to_sparse()), "to_dense"),
     "no token": (lambda c: replace(c, k=c.k[..., :0, :, :], v=c.v[..., :0, :, :]), "do not call"),
@@ -245,6 +253,12 @@ WRONG_OFFSETS: dict[str, tuple[Callable[[Call], Call], str]] = {
     "of another count": (lambda c: replace(c, cu_seqlens_k=c.cu_seqlens_k[1:]), "shape"),
     "strided": (lambda c: replace(c, cu_seqlens_q=empty(2 * c.n_sequences + 2, dtype=torch.int32)[::2]), "contiguous"),
     "only one": (lambda c: replace(c, cu_seqlens_k=None), "both"),
+    "a list": (lambda c: replace(c, cu_seqlens_q=[0, 5]), "cu_seqlens_q is a list: pass a tensor"),
+    "nested": (
+        lambda c: replace(c, cu_seqlens_k=torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)),
+        "a nested tensor",
+    ),
+    "used keys in a list": (lambda c: used(c, [5]), "used_k is a list"),
     "no longest": (lambda c: replace(c, max_q=None), "upper bound"),
     "longest of zero": (lambda c: replace(c, max_k=0), "upper bound"),
     "longest past 32 bits": (lambda c: replace(c, max_q=2**40), "up to 2147483647"),
@@ -271,6 +285,30 @@ def test_every_wrong_offset_tensor_is_caught_without_reading_it(
     assert any(words in sentence for sentence in violations(change(call), ON_META, HOPPER))
 
 
+@given(call=cached_calls())
+def test_what_is_wrong_with_offsets_is_told_in_their_own_order(call: Call) -> None:
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    assert call.used_k is not None
+    long = replace(
+        call,
+        cu_seqlens_q=call.cu_seqlens_q.long(),
+        cu_seqlens_k=call.cu_seqlens_k.long(),
+        used_k=call.used_k.long(),
+    )
+    told = [f"{name} is torch.int64: pass int32" for name in ("cu_seqlens_q", "cu_seqlens_k", "used_k")]
+    assert violations(long, ON_CPU, HOPPER) == told
+
+
+@given(call=cached_calls())
+def test_the_keys_in_use_and_not_their_room_are_held_against_the_longest(call: Call) -> None:
+    assert call.used_k is not None
+    longest = max(call.used_k.tolist())
+    assume(longest > 0)
+    (sentence,) = value_violations(replace(call, max_k=longest - 1), ON_CPU)
+    assert sentence == f"a sequence of used_k is {longest} long, above max {longest - 1}: pass its length"
+
+
 def used(call: Call, used_k: Tensor) -> Call:
     """A cache's keys, in a forward pass."""
     return forward_only(replace(call, used_k=used_k))
@@ -290,6 +328,7 @@ WRONG_VALUES: dict[str, tuple[Callable[[Call], Call], str]] = {
     "keys of nobody": (lambda c: replace(c, k=c.k.new_empty(c.k.shape[0] + 1, *c.k.shape[1:])), "room_after"),
     "no sequence": (lambda c: replace(c, cu_seqlens_q=c.cu_seqlens_q[:1]), "one number more"),
     "nothing": (lambda c: replace(c, cu_seqlens_k=c.cu_seqlens_k[:0]), "one number more"),
+    "a list": (lambda c: replace(c, cu_seqlens_k=c.cu_seqlens_k.tolist()), "cu_seqlens_k is a list"),
     "queries before the first key": (lambda c: fewer_keys(c), "see none"),
     "queries before the first key in use": (lambda c: replace(c, used_k=c.cu_seqlens_k.diff().int() - 1), "see none"),
     "longer than said": (lambda c: replace(c, max_k=max(c.cu_seqlens_k.diff().tolist()) - 1), "above max"),

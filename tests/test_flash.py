@@ -262,6 +262,15 @@ def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branc
     with pytest.raises(BackendFailure, match="do not follow each other"):
         decode(branch, library, torch.randn(2, 1, 2, 8), v[:1].expand(2, -1, -1, -1), v)
     assert not library.calls
+    # Of a cache that lies as it must the next step of the same problem is served all the same.
+    config = Settings.load(environ={"NSA_USE_FA2": "1"})
+    router = Router([backend_of(library, config), sdpa], config)
+    options = knobs(branch, Case(length=40, d_k=8, window=40), q_start=torch.tensor([30, 31]).int())
+    problem = replace(PROBLEM, op=branch, batch=2, n_queries=1, n_keys=40, n_heads=2, n_groups=1, d_k=8, d_v=8)
+    for keys in (k, v, k):
+        router.run(replace(problem, cached=True), f"{branch}_forward", torch.randn(2, 1, 2, 8), keys, v, **options)
+    assert dict(router.counts.calls) == {(branch, "sdpa"): 2, (branch, "flash"): 1}
+    assert list(router.counts.failures.values()) == [2]
     # A single row has no next one, whatever room there is.
     assert decode(branch, library, torch.randn(1, 1, 2, 8), k[:1], v[:1]).isfinite().all()
 
@@ -363,6 +372,26 @@ def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] 
 def test_every_call_of_a_branch_keeps_the_contract_by_value_too(branch: str, case: Case) -> None:
     library = StandIn()
     by_backend(backend_of(library), branch, random_inputs(case, torch.float32), case, with_lse=True)
+    for call in library.calls:
+        assert value_violations(call, CPU_CONTRACT) == []
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_every_step_of_a_branch_keeps_the_contract_by_value_too(
+    branch: str, rows: int, room: int, queries: int
+) -> None:
+    if branch == "compressed" and queries > 1:
+        pytest.skip("declined: see the test of what is declined")
+    case = Case(length=40, d_k=8, d_v=8, window=6)
+    q, cache = torch.randn(rows, queries, 2, 8), torch.randn(rows, 40 + room, 1, 8)[:, :40]
+    library = StandIn()
+    for start in (0, 9, 36):
+        q_start = torch.arange(start, start + rows).clamp_max(40 - queries).int()
+        getattr(backend_of(library), f"{branch}_forward")(q, cache, cache, **knobs(branch, case, q_start=q_start))
+    assert len(library.calls) == 3
     for call in library.calls:
         assert value_violations(call, CPU_CONTRACT) == []
 
@@ -493,6 +522,53 @@ def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.L
     assert {call.q.dtype for call in library.calls} == {torch.float16}
     assert all(x.dtype == torch.float32 for x in found.values())
     assert_equal_to_rounding(found, by_reference("sliding", inputs, case, with_lse=False), tolerance=2e-2)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-30, 1.0, 1e6, 0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["do", "dlse", "both"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, size: float) -> None:
+    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
+    backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
+    case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
+    q, k, v = random_inputs(case, torch.float32).of(branch)
+    options = knobs(branch, case)
+    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, **options)
+    do, dlse = gradients_for(o, lse)
+    # Rows that see nothing have no normaliser to pull at.
+    dlse = dlse.where(lse.isfinite(), 0.0)
+    sizes = {"do": (size, 1.0), "dlse": (1.0, size), "both": (size, size)}[part]
+    pull = getattr(backend, f"{branch}_backward")
+
+    def gradients(do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+        return dict(zip(("dq", "dk", "dv"), pull(do, dlse, q, k, v, o, lse, **options), strict=True))
+
+    found = gradients(do * sizes[0], dlse * sizes[1])
+    if not size < float("inf"):
+        assert not all(x.isfinite().all() for x in found.values()), "what is not finite is not hidden"
+        return
+    # Gradients are linear in both: each by itself at size 1, where fp16 is at home, tells them at any other.
+    by_do, by_dlse = gradients(do, torch.zeros_like(dlse)), gradients(torch.zeros_like(do), dlse)
+    for name, x in found.items():
+        expected = by_do[name].double() * sizes[0] + by_dlse[name].double() * sizes[1]
+        largest = float(expected.abs().max())
+        assert float((x.double() - expected).abs().max()) <= 2e-3 * largest, name
+        assert (largest > 0) is bool((x != 0).any()), name
+
+
+def test_small_gradients_of_a_cast_are_the_reference_s() -> None:
+    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
+    backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
+    case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("sliding")
+    options = knobs("sliding", case)
+    o, lse = backend.sliding_forward(q, k, v, **options)
+    do, _ = gradients_for(o, lse)
+    found = backend.sliding_backward(do * 1e-8, None, q, k, v, o, lse, **options)
+    exact = by_reference("sliding", inputs, case, with_lse=False)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        torch.testing.assert_close(x.double() * 1e8, exact[name], atol=2e-2, rtol=2e-2)
 
 
 # The libraries' own calls.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -98,7 +99,7 @@ def test_the_doctor_probes_again_and_writes_the_failure_as_a_script(
 ) -> None:
     backend = FlashBackend(Settings(), (FloatingPointException(),), {}, tmp_path / "verdicts", crash)
     script = tmp_path / "crash.py"
-    assert run_doctor("--probe", "--repro", str(script), backend=backend) == 0
+    assert run_doctor("--probe", "--repro", str(script), "--json", backend=backend) == 1, "it failed"
     text = capsys.readouterr().out
     assert text.startswith("probe\n  stand-in 0 on gpu cpu")
     assert "1 of 2 cases failed" in text
@@ -107,6 +108,28 @@ def test_the_doctor_probes_again_and_writes_the_failure_as_a_script(
     assert "stand-in    0, 1 of 2 cases right: a window across tiles: killed by SIGFPE" in text
     assert "declines: stand-in: the probe's case 'a window across tiles' killed by SIGFPE" in text
     assert "from flash_standin import FloatingPointException" in script.read_text()
+    said = "stand-in 0 failed in the probe on dense calls (a window across tiles: killed by SIGFPE)"
+    assert f"every backend that runs here agrees with the reference, but {said}" in text
+    found = json.loads(text.splitlines()[-1])
+    assert (found["healthy"], found["probe_failures"]) == (False, [said])
+
+
+def test_a_probe_that_says_nothing_about_the_library_is_no_failure_of_the_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = [Outcome(case="documents", feature="packed", problem="out of memory", transient=True)]
+    backend = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: full)
+    assert run_doctor("--probe", backend=backend) == 0
+    text = capsys.readouterr().out
+    assert "documents: out of memory" in text
+    assert "every backend here agrees with the reference" in text
+
+
+def test_a_script_that_could_not_be_written_is_refused_before_the_probe(tmp_path: Path) -> None:
+    backend = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: pytest.fail("it was probed"))
+    for path in (tmp_path / "no" / "crash.py", tmp_path):
+        with pytest.raises(ValueError, match=f"--repro is '{path}'; accepted: a file in a folder that is there"):
+            run_doctor("--probe", "--repro", str(path), backend=backend)
 
 
 def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +137,8 @@ def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_doctor("--repro", str(tmp_path / "none.py"), backend=right) == 0
     assert "no script to write" in capsys.readouterr().out
     assert not (tmp_path / "none.py").exists()
-    assert "nothing to probe: not here" in doctor.probe(
-        Router([sdpa], Settings(), absent={"flash": "not here"}), None, None, None
-    )
+    absent = Router([sdpa], Settings(), absent={"flash": "not here"})
+    assert doctor.probe(absent, None, None, None) == ("nothing to probe: not here", ())
 
 
 # A package of that name and version whose import is remembered, and fails.

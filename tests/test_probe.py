@@ -26,10 +26,12 @@ from flash_standin import (
     BackwardRaising,
     BatchFault,
     CannotBeLoaded,
+    DyingWhenLoaded,
     FloatingPointException,
     Full,
     LoadedOnce,
     LongFault,
+    LongWindow,
     NotFinite,
     OddBytes,
     Raising,
@@ -42,7 +44,7 @@ from flash_standin import (
 
 import nsa
 from nsa.backends import sdpa
-from nsa.backends.flash import FlashBackend
+from nsa.backends.flash import FlashBackend, trial
 from nsa.backends.flash.cases import (
     CODE,
     MOST_ELEMENTS,
@@ -56,12 +58,23 @@ from nsa.backends.flash.cases import (
 )
 from nsa.backends.flash.libraries import Library, TorchLibrary
 from nsa.backends.flash.repro import repro_script
-from nsa.backends.flash.trial import difference, main, written_out
+from nsa.backends.flash.trial import LOADING, Answers, difference, main, try_case, written_out
 from nsa.backends.preferences import Preference
-from nsa.backends.probe import NOT_STARTED, RESTART, Outcome, Subject, Verdicts, end, report, run_cases
+from nsa.backends.probe import (
+    NOT_STARTED,
+    RESTART,
+    START_SECONDS,
+    Outcome,
+    Subject,
+    Verdicts,
+    end,
+    report,
+    run_cases,
+)
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Fault, Router
 from nsa.data import Batch
+from nsa.geometry import n_compressed
 from nsa.model import LM, PRESETS
 from nsa.ops import library as op_library
 from nsa.settings import Settings
@@ -90,7 +103,7 @@ def probe_quickly(
     library: Library, problem: Problem, width: int, dtype: torch.dtype, names: tuple[str, ...] = SOME
 ) -> list[Outcome]:
     """As the backend's own, with less patience and fewer cases."""
-    command = [sys.executable, "-m", "nsa.backends.flash.trial", library.address, problem.device]
+    command = [sys.executable, "-P", "-m", "nsa.backends.flash.trial", library.address, problem.device]
     cases = [case for case in cases_of(problem, width, dtype) if case["name"] in names]
     return run_cases(command, cases, case_seconds=2.0)
 
@@ -169,7 +182,7 @@ def test_a_right_library_passes_the_whole_probe_and_serves(
     losses = losses_of(router, monkeypatch)
     assert {kind.split("-")[3].rstrip("0123456789") for _, kind in flash.tried} == {"sliding", "compressed"}
     for outcomes in flash.tried.values():
-        assert [outcome.problem for outcome in outcomes] == [None] * 12
+        assert [outcome.problem for outcome in outcomes] == [None] * 13
     calls = router.counts.as_dict()["calls"]
     assert calls["sliding/flash"] > 0
     assert calls["compressed/flash"] > 0
@@ -341,8 +354,9 @@ def test_the_child_restarts_after_an_error_that_may_have_broken_its_gpu(
     stages = [(answer["case"], answer.get("stage")) for answer in answers]
     parts = ["making the call", "forward", "backward", "the comparison", None]
     tiles = "a window across tiles"
+    assert stages.pop(0) == ("", LOADING)
     assert stages == [("one token", part) for part in parts] + [(tiles, parts[0]), (tiles, parts[1]), (tiles, None)]
-    assert answers[4] == {"case": "one token", "problem": None}
+    assert answers[5] == {"case": "one token", "problem": None}
     assert "RuntimeError in forward" in answers[-1]["problem"]
 
 
@@ -362,8 +376,29 @@ def test_a_gradient_that_the_contract_forbids_is_left_out(tmp_path: Path, monkey
     path = tmp_path / "answers"
     main("any", "cpu", str(path))
     answers = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [answer.get("stage") for answer in answers] == ["making the call", "forward", "the comparison", None]
+    assert [answer.get("stage") for answer in answers] == [
+        LOADING,
+        "making the call",
+        "forward",
+        "the comparison",
+        None,
+    ]
     assert answers[-1]["problem"] is None
+
+
+def test_loading_has_the_time_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's own watch would otherwise end it before its parent can say that it hung."""
+    allowed = []
+
+    def load(address: str) -> Library:
+        assert allowed[-1] > START_SECONDS
+        return StandIn()
+
+    monkeypatch.setattr(trial, "end_after", allowed.append)
+    monkeypatch.setattr(trial, "load", load)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    main("any", "cpu", str(tmp_path / "answers"))
+    assert min(allowed) < START_SECONDS, "a case has less"
 
 
 def test_a_hanging_child_without_a_parent_ends_by_itself(tmp_path: Path, children_find_the_stand_ins: None) -> None:
@@ -439,7 +474,7 @@ def test_the_repro_script_of_torch_s_kernels_needs_torch_alone(tmp_path: Path) -
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert "_flash_attention_forward" in done.stderr
     assert "CPU" in done.stderr
-    assert "window=100" in done.stdout
+    assert "window=4" in done.stdout
 
 
 CASE = {"name": "one", "feature": "dense", "backward": False}
@@ -449,12 +484,111 @@ def say(**fields):
 """
 
 
-def outcomes_of(tmp_path: Path, code: str, *names: str) -> list[Outcome]:
+def outcomes_of(tmp_path: Path, code: str, *names: str, start: float = 120.0, case: float = 10.0) -> list[Outcome]:
     script = tmp_path / "child.py"
     script.write_text(CHILD + code)
     # Each with a feature of its own: a crash settles the verdict on one.
     cases = [{**CASE, "name": name, "feature": name} for name in names or ("one",)]
-    return run_cases([sys.executable, str(script)], cases, case_seconds=10.0)
+    return run_cases([sys.executable, str(script)], cases, start_seconds=start, case_seconds=case)
+
+
+SAY_LOADING = 'import os, signal, time; say(case="", stage="loading the library", call=""); '
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (f"{SAY_LOADING} os.abort()", "killed by SIGABRT in loading the library"),
+        (f"{SAY_LOADING} time.sleep(60)", "hung: no answer in 3 s in loading the library"),
+    ],
+)
+def test_what_dies_or_hangs_while_it_is_loaded_fails_every_case_for_good(
+    tmp_path: Path, code: str, problem: str
+) -> None:
+    outcomes = outcomes_of(tmp_path, code, "one", "two", "three", start=3.0)
+    assert [(outcome.problem, outcome.transient) for outcome in outcomes] == [(problem, False)] * 3
+    assert problem in report(SUBJECT, outcomes)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{SAY_LOADING} sys.exit('no module of that name')",
+        f"{SAY_LOADING} os.kill(os.getpid(), signal.SIGKILL)",
+        "import os; os.abort()",
+        "import time; time.sleep(60)",
+        "sys.exit(3)",
+    ],
+    ids=["error", "out-of-memory", "died-before", "hung-before", "ended-before"],
+)
+def test_a_start_that_fails_otherwise_says_nothing_about_the_library(tmp_path: Path, code: str) -> None:
+    outcomes = outcomes_of(tmp_path, code, "one", "two", start=3.0)
+    assert len(outcomes) == 2
+    assert all(NOT_STARTED in str(outcome.problem) and outcome.transient for outcome in outcomes)
+
+
+def test_loading_may_take_longer_than_a_case(tmp_path: Path) -> None:
+    code = f"{SAY_LOADING} time.sleep(2); say(case='one', problem=None)"
+    (outcome,) = outcomes_of(tmp_path, code, case=0.5)
+    assert outcome.problem is None
+
+
+def test_a_library_that_dies_while_it_is_loaded_is_a_failure_that_is_remembered(
+    tmp_path: Path, children_find_the_stand_ins: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    dying = backend_of(DyingWhenLoaded(), tmp_path, partial(probe_quickly, names=(*SOME, "documents")))
+    again = backend_of(DyingWhenLoaded(), tmp_path, lambda *_: pytest.fail("it is remembered"))
+    for flash in (dying, again):
+        for problem in (PROBLEM, replace(PROBLEM, op="compressed")):
+            reason = flash.supports(problem)
+            assert isinstance(reason, Fault)
+            assert "killed by SIGSEGV in loading the library" in reason
+    assert "one token: killed by SIGSEGV in loading the library" in caplog.text
+    assert {outcome.feature for outcomes in again.tried.values() for outcome in outcomes} == {"dense", "packed"}
+    router = Router([again, sdpa], INSISTS)
+    q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
+    knobs: dict[str, Any] = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
+    router.run(PROBLEM, "sliding_forward", q, k, k, **knobs)
+    assert sum(router.counts.failures.values()) == 1
+    with pytest.raises(BackendFailure, match=r"loading the library.*strict forbids"):
+        router.run(PROBLEM, "sliding_forward", q, k, k, **knobs, strict=True)
+
+
+@pytest.mark.parametrize("stray", ["nsa/__init__.py", "random.py"])
+def test_a_child_runs_this_package_whatever_the_working_directory_holds(
+    stray: str, tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / stray).parent.mkdir(exist_ok=True)
+    (tmp_path / stray).write_text("raise SystemExit('a stray module was imported')")
+    monkeypatch.chdir(tmp_path)
+    assert FlashBackend(INSISTS, (StandIn(),), folder=None).supports(PROBLEM) is None
+
+
+def test_a_child_finds_the_library_that_this_process_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the environment nor the working directory knows the folder."""
+    (tmp_path / "a_library_elsewhere.py").write_text("from flash_standin import StandIn")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    library = StandIn(address="a_library_elsewhere:StandIn")
+    assert FlashBackend(INSISTS, (library,), folder=None).supports(PROBLEM) is None
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(2, 1, 64), (8, 8, 128), (1, 1, 256)])
+@pytest.mark.parametrize("layout", ["dense", "packed", "cached"])
+def test_a_window_of_one_key_too_many_is_found_in_half_precision(
+    layout: str, heads: int, groups: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process is no child to be ended.
+    monkeypatch.setattr(trial, "end_after", lambda _: None)
+    sizes = {"n_heads": heads, "n_groups": groups, "d_k": width, "d_v": width, "dtype": torch.bfloat16}
+    fixed = [
+        case
+        for case in cases_of(replace(PROBLEM, **sizes), width, torch.bfloat16)
+        if case["feature"] == layout and case["window"] and case["name"] not in OWN
+    ]
+    answers = Answers(str(tmp_path / "answers"))
+    assert [try_case(StandIn(), case, "cpu", answers) for case in fixed] == [None] * len(fixed)
+    assert any("off by" in str(try_case(LongWindow(), case, "cpu", answers)) for case in fixed)
 
 
 def test_answers_are_matched_by_name_and_a_missing_one_is_a_failure(tmp_path: Path) -> None:
@@ -598,6 +732,23 @@ def test_a_window_is_tried_before_the_call_that_has_it(tmp_path: Path, children_
     flash.sliding_forward(q, k, k, window=34, **options)
 
 
+def test_a_verdict_on_one_window_keeps_no_other_from_being_served(tmp_path: Path) -> None:
+    def prober(library: Library, problem: Any, *_: Any) -> list[Outcome]:
+        return [Outcome(case="x", feature="dense", problem="hung" if problem.knob == 33 else None)]
+
+    library = StandIn()
+    router = Router([backend_of(library, tmp_path, prober), sdpa], INSISTS)
+    q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
+    options: dict[str, Any] = {"scale": 1.0, "cu_seqlens": None, "q_start": None}
+    for window in (34, 33, 34, 33):
+        router.run(PROBLEM, "sliding_forward", q, k, k, window=window, **options)
+    assert dict(router.counts.calls) == {("sliding", "flash"): 2, ("sliding", "sdpa"): 2}
+    assert list(router.counts.failures.values()) == [2]
+    with pytest.raises(BackendFailure, match=r"hung.*strict forbids"):
+        router.run(PROBLEM, "sliding_forward", q, k, k, window=33, **options, strict=True)
+    router.run(PROBLEM, "sliding_forward", q, k, k, window=34, **options, strict=True)
+
+
 def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
     def kind(**changes: Any) -> str:
         return kind_of(replace(PROBLEM, **changes), 8, torch.float32)
@@ -662,11 +813,32 @@ def test_a_stride_s_heads_are_counted_once_the_call_tells_it(tmp_path: Path) -> 
         op="compressed", batch=512, n_queries=64, n_keys=3, n_heads=32, n_groups=2, d_k=128, d_v=128,
         dtype=torch.bfloat16, backward=True,
     )  # fmt: skip
-    assert flash.supports(problem) is None, "a stride of 2 would be served"
     assert flash.supports(posed(problem, 2)) is None
+    assert flash.supports(replace(problem, n_keys=31)) is None, "so many keys tell a stride of 2"
+    assert "2^31" in str(flash.supports(problem)), "so few tell 16"
     assert "2^31" in str(flash.supports(posed(problem, 16)))
     assert "80000 heads" in str(flash.supports(posed(replace(problem, n_heads=5000, backward=False), 16)))
-    assert "2^31" in str(flash.supports(replace(problem, batch=16 * 512))), "too much for any stride"
+    assert flash.supports(replace(problem, n_keys=0, n_heads=5000, n_groups=1)) is None, "nothing is called"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(("block", "stride"), [(32, 16), (16, 16), (64, 16), (8, 4)])
+@pytest.mark.parametrize("length", [2048, 172_032, 174_720, 262_144])
+def test_a_compressed_gradient_is_forbidden_before_its_call_where_the_call_would_be(
+    length: int, block: int, stride: int, packed: bool, tmp_path: Path
+) -> None:
+    """At 64 heads of width 192 the sums of 174,762 queries are the last that 32 bits count."""
+    n_keys = length // stride if packed else n_compressed(length, block, stride)
+    problem = Problem(
+        op="compressed", batch=1, n_queries=length, n_keys=n_keys, n_heads=64, n_groups=4, d_k=192, d_v=192,
+        dtype=torch.bfloat16, backward=True, packed=packed,
+    )  # fmt: skip
+    flash = backend_of(StandIn(), tmp_path, lambda *_: [])
+    called = flash.forbids(StandIn(), posed(problem, stride))
+    assert flash.forbids(StandIn(), problem) == called
+    assert (called is None) is (length < 174_720)
+    if called is not None:
+        assert flash.supports(problem) == f"stand-in: {called}"
 
 
 def test_a_library_whose_limits_forbid_the_problem_is_not_probed(tmp_path: Path) -> None:
@@ -745,7 +917,8 @@ def test_a_report_says_which_direction_crashed_on_what(tmp_path: Path, children_
     ):
         assert part in text
     assert "RuntimeWarning" not in text
-    assert "cu_seqlens_k=[0, 311, 622] used_k=[7, 300]" in outcomes[1].call
+    # As a branch passes a slice of a cache: the longest row bounds the keys, and the last has no room after it.
+    assert "max_k=300 cu_seqlens_q=[0, 5, 10] cu_seqlens_k=[0, 311, 611] used_k=[7, 300]" in outcomes[1].call
 
 
 @pytest.mark.parametrize(("library", "says"), [(WrongKeys, "o is off by"), (NotFinite, "o is not finite")])

@@ -18,7 +18,7 @@ from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa
 from nsa.backends.preferences import Preference, gpu_family, load_preferences
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Broken, Fault, Router
+from nsa.backends.routing import BackendFailure, Broken, CallRefused, Fault, Router
 from nsa.ops import library
 from nsa.settings import Settings
 
@@ -108,6 +108,17 @@ def test_what_failed_on_a_problem_is_not_tried_again_and_explain_says_why() -> N
     # Another problem is another kernel.
     broken.raises = None
     assert run(router, replace(PROBLEM, n_queries=65)) == "triton"
+
+
+def test_what_is_refused_of_one_call_is_counted_and_the_next_one_tried() -> None:
+    particular = Fake("triton", raises=CallRefused("this window"))
+    router = router_of(particular, Fake("sdpa"))
+    assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
+    assert router.counts.failures.total() == 2
+    with pytest.raises(BackendFailure, match=r"this window; strict forbids"):
+        run(router, strict=True)
+    particular.raises = None
+    assert run(router, strict=True) == "triton"
 
 
 def test_when_everything_failed_before_that_is_said() -> None:

@@ -28,6 +28,8 @@ TILE_COLUMNS, WIDEST_STEP, WIDEST_TILE = 32, 192, 256
 MOST_ELEMENTS = 2**31
 # Lengths and windows are C ints: a larger number loses its upper bits, and a window past 2^32 becomes a few keys.
 LARGEST_INT = 2**31 - 1
+# The scale is a C float: a larger number is infinite, a smaller one zero.
+FLOAT = torch.finfo(torch.float32)
 # Sequences and heads are the second and third dimension of the launch grid.
 MOST_GRID = 65_535
 # Less shared memory a program than an A100 or H100 has.
@@ -193,7 +195,7 @@ def rows_in_tiles(n_sequences: int, length: int, *, varlen: bool) -> int:
 
 def violations(call: Call, contract: Contract, capability: Capability | None) -> list[str]:
     """Every reason not to make this call, found without waiting for the device."""
-    found = list(shape_violations(call))
+    found = list(kind_violations(call)) or list(shape_violations(call))
     if found:
         # The rest reads the shapes that have just been found wrong.
         return found
@@ -213,6 +215,18 @@ def violations(call: Call, contract: Contract, capability: Capability | None) ->
     found += mask_violations(call)
     found += offset_violations(call) if call.varlen else unread_violations(call)
     return found
+
+
+def kind_violations(call: Call) -> Iterator[str]:
+    """What has no shape that could be asked for."""
+    given: dict[str, object] = {**call.tensors, "lse": call.lse}
+    given |= {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k, "used_k": call.used_k}
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            if x.is_nested:
+                yield f"{name} is a nested tensor: pass a plain one"
+        elif x is not None:
+            yield f"{name} is a {type(x).__name__}: pass a tensor"
 
 
 def shape_violations(call: Call) -> Iterator[str]:
@@ -279,8 +293,8 @@ def aligned(x: Tensor) -> bool:
 
 
 def mask_violations(call: Call) -> Iterator[str]:
-    if not isinstance(call.scale, int | float) or not 0 < call.scale < float("inf"):
-        yield f"scale is {call.scale!r}: pass a positive finite number"
+    if not fits_float(call.scale):
+        yield f"scale is {call.scale!r}: pass a positive number that fp32 holds"
     if call.window is not None and not fits_int(call.window):
         yield f"window is {call.window}: pass an integer of at least 1, a query sees itself, and at most {LARGEST_INT}"
     if call.window is not None and not call.causal:
@@ -290,6 +304,11 @@ def mask_violations(call: Call) -> Iterator[str]:
     if call.causal and not call.varlen and n_queries > n_keys:
         first = n_queries - n_keys
         yield f"the mask ends at the last query and key, the first {first} queries see none: leave them out"
+
+
+def fits_float(number: object) -> bool:
+    """A positive number that a C float holds."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and FLOAT.tiny <= number <= FLOAT.max
 
 
 def fits_int(number: object) -> bool:
@@ -312,7 +331,7 @@ def offset_violations(call: Call) -> Iterator[str]:
     assert call.cu_seqlens_q is not None
     assert call.cu_seqlens_k is not None
     offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
-    for name, x in offsets.items() | ({"used_k": call.used_k}.items() if call.used_k is not None else set()):
+    for name, x in (offsets if call.used_k is None else offsets | {"used_k": call.used_k}).items():
         if x.dtype != torch.int32:
             yield f"{name} is {x.dtype}: pass int32"
         if x.device != call.q.device:
@@ -337,15 +356,18 @@ def value_violations(call: Call, contract: Contract) -> list[str]:
     """What offsets say that only their values can tell. Waits for the device."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return []
+    wrong = list(kind_violations(call))
+    if wrong:
+        return wrong
     given = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
     for name, x in given.items():
         if x.dim() != 1 or x.numel() < 2:
             return [f"{name} has shape {tuple(x.shape)}: pass one number more than there are sequences"]
     found = []
     lengths = {}
-    bounds = {"cu_seqlens_q": (call.max_q, call.q.shape[0]), "cu_seqlens_k": (call.max_k, call.k.shape[0])}
+    totals = {"cu_seqlens_q": call.q.shape[0], "cu_seqlens_k": call.k.shape[0]}
     for name, x in given.items():
-        longest, total = bounds[name]
+        total = totals[name]
         values = x.tolist()
         lengths[name] = [b - a for a, b in pairwise(values)]
         if values[0] != 0:
@@ -359,17 +381,19 @@ def value_violations(call: Call, contract: Contract) -> list[str]:
         if values[-1] < total and not call.room_after:
             unowned = f"{name} ends at {values[-1]}, before the {total} rows it points into"
             found.append(f"{unowned}: end at {total}, or set room_after and never read the rest")
-        if longest is not None and max(lengths[name]) > longest:
-            found.append(f"a sequence of {name} is {max(lengths[name])} long, above max {longest}: pass its length")
         if not contract.takes_empty_sequences and 0 in lengths[name]:
             found.append(f"{name} has an empty sequence, which {contract.library} does not survive: leave it out")
     n_queries, room = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
-    n_keys = room
+    n_keys, counted = room, "cu_seqlens_k"
     if call.used_k is not None:
-        n_keys = call.used_k.flatten().tolist()
+        # Offsets then say where a row of the cache starts, and not how long it is.
+        n_keys, counted = call.used_k.flatten().tolist(), "used_k"
         for used, most in zip(n_keys, room, strict=False):
             if not 0 <= used <= most:
                 found.append(f"used_k has {used} keys in a sequence of {most}: pass 0 to {most}")
+    for name, sizes, longest in (("cu_seqlens_q", n_queries, call.max_q), (counted, n_keys, call.max_k)):
+        if longest is not None and max(sizes, default=0) > longest:
+            found.append(f"a sequence of {name} is {max(sizes)} long, above max {longest}: pass its length")
     if call.causal:
         for queries, keys in zip(n_queries, n_keys, strict=False):
             if queries > keys:

@@ -5,7 +5,8 @@ So the first use on a machine runs in a child, case by case: the child says whic
 where it dies or goes silent the parent knows the case, writes it down and starts another child on those that are left.
 Verdicts are JSON in the user's cache folder: a folder for each library, its version, the GPU and the driver, in it a
 file for each kind of problem, so that processes that probe at the same time lose nothing of each other's. What may be
-otherwise a minute later, as memory that was full, is no verdict and is not kept.
+otherwise a minute later, as memory that was full, is no verdict and is not kept. A library that takes its process along
+while it is loaded fails every case.
 
 What a case does is the child's business; this module knows commands, time limits and files.
 """
@@ -18,6 +19,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -174,7 +176,8 @@ def run_cases(
 
     A case has a `name` of its own and a `feature`. A child reads one JSON case a line and appends answers,
     one JSON object a line with that name as `case`: `{"stage": ..., "call": ...}` when it begins a part of it, and
-    `{"problem": null}` or what was wrong at its end.
+    `{"problem": null}` or what was wrong at its end. Before the first case a stage without a name says that from here
+    on the library's code runs.
     """
     found: dict[str, Outcome] = {}
     left = list(cases)
@@ -209,12 +212,22 @@ def run_child(
                 stderr=subprocess.PIPE,
                 # A group of its own, so that what it has started ends with it.
                 start_new_session=True,
+                env=settings.child_environment(PYTHONPATH=python_path()),
             )
         try:
             ended, printed = wait(child, answers, start_seconds, case_seconds)
         finally:
             end(child)
         said = answers_in(answers.read_text(errors="replace"))
+
+    # Nobody but the system's guard of its memory sends this.
+    full = child.returncode == -signal.SIGKILL and not ended.startswith(HUNG)
+    if not names_a_case(said):
+        why = why_it_ended(ended, printed, said[-1] if said else {})
+        died = ended.startswith(HUNG) or child.returncode < 0
+        if said and died and not full:
+            return [outcome_of(case, why) for case in cases], None
+        return not_started(cases, why), None
 
     outcomes = []
     for case in cases:
@@ -226,15 +239,27 @@ def run_child(
         elif child.returncode == RESTART and outcomes:
             break
         else:
-            stage = f" in {last['stage']}" if "stage" in last else ""
-            why = ": ".join([ended + stage, *printed.strip().splitlines()[-1:]])
-            if not said:
-                return not_started(cases, why), None
-            # Nobody but the system's guard of its memory sends this.
-            full = child.returncode == -signal.SIGKILL and not ended.startswith(HUNG)
-            outcomes.append(outcome_of(case, why, call, transient=full))
+            outcomes.append(outcome_of(case, why_it_ended(ended, printed, last), call, transient=full))
             return outcomes, case["feature"]
     return outcomes, None
+
+
+def python_path() -> str:
+    """Where the child looks for modules: this very package first, then where this process would find the library."""
+    package = Path(__file__).parents[2]
+    # An empty entry is the working directory; import passes over what is no string.
+    entries = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
+    return os.pathsep.join(dict.fromkeys([str(package), *entries]))
+
+
+def names_a_case(said: Sequence[Mapping[str, Any]]) -> bool:
+    return any(answer.get("case") for answer in said)
+
+
+def why_it_ended(ended: str, printed: str, last: Mapping[str, Any]) -> str:
+    """`last`: the answer that tells how far it had got."""
+    stage = f" in {last['stage']}" if "stage" in last else ""
+    return ": ".join([ended + stage, *printed.strip().splitlines()[-1:]])
 
 
 def not_started(cases: Sequence[Mapping[str, Any]], why: str) -> list[Outcome]:
@@ -271,12 +296,14 @@ def wait(child: subprocess.Popen[bytes], answers: Path, start_seconds: float, ca
     pipe = child.stderr.fileno()
     os.set_blocking(pipe, False)
     size, since, printed = 0, time.monotonic(), b""
+    allowed = start_seconds
     while child.poll() is None:
         printed = (printed + read_now(pipe))[-KEPT_BYTES:]
         now = answers.stat().st_size
         if now > size:
             size, since = now, time.monotonic()
-        allowed = case_seconds if size else start_seconds
+            started = names_a_case(answers_in(answers.read_text(errors="replace")))
+            allowed = case_seconds if started else start_seconds
         if time.monotonic() - since > allowed:
             end(child)
             return f"{HUNG}: no answer in {allowed:g} s", printed.decode(errors="replace")

@@ -76,6 +76,10 @@ class BackendFailure(RuntimeError):
     """A backend should have served and could not: a library that is broken, a kernel that cannot be launched."""
 
 
+class CallRefused(BackendFailure):
+    """Of one call and what only it tells, as a window or how a cache lies in memory: others of its problem may pass."""
+
+
 @dataclass(frozen=True)
 class Route:
     """The decision for one problem."""
@@ -285,8 +289,9 @@ class Router:
             try:
                 return self.call(name, problem, function, why, args, kwargs)
             except BackendFailure as failure:
-                self.failed[problem, name] = str(failure)
-                self.routes.pop((problem, backend), None)
+                if not isinstance(failure, CallRefused):
+                    self.failed[problem, name] = str(failure)
+                    self.routes.pop((problem, backend), None)
                 following = None if strict else self.next_after(name, problem)
                 self.note_failure(name, problem, function, str(failure), following)
                 if following is None:

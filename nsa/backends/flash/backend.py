@@ -27,7 +27,7 @@ from nsa.backends.flash.cases import CODE, USUAL, Posed, cases_of, kind_of, pose
 from nsa.backends.flash.libraries import Library, find_libraries
 from nsa.backends.probe import Outcome, Subject, Verdicts, cache_folder, report, run_cases
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, Fault
+from nsa.backends.routing import CallRefused, Fault
 from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
@@ -39,8 +39,9 @@ Prober = Callable[[Library, Posed, int, torch.dtype], list[Outcome]]
 
 def probe_in_child(library: Library, problem: Posed, width: int, dtype: torch.dtype) -> list[Outcome]:
     device = f"cuda:{torch.cuda.current_device()}" if problem.device == "cuda" else problem.device
-    # Where Python is embedded it may not know its own path; no child starts then.
-    command = [sys.executable or "", "-m", "nsa.backends.flash.trial", library.address, device]
+    # Where Python is embedded it may not know its own path; no child starts then. `-P`: the working directory may hold
+    # modules of the same names as those that the child needs.
+    command = [sys.executable or "", "-P", "-m", "nsa.backends.flash.trial", library.address, device]
     return run_cases(command, cases_of(problem, width, dtype))
 
 
@@ -102,19 +103,19 @@ class FlashBackend:
             return obstacle
         width = self.width_of(library, problem)
         batch = 1 if problem.packed else problem.batch
-        # A stride folds queries into heads. Before the call tells it, the least that any stride makes is reckoned; the
-        # call itself is held against the limits when it is made.
-        least = posed(problem, knob=1)
+        # A stride folds queries into heads. Before the call tells it, the sizes do; the call itself is held against the
+        # limits when it is made.
+        called = posed(problem, knob=likely_stride(problem))
         found = limits(
             library.contract,
             torch.cuda.get_device_capability() if problem.device == "cuda" else None,
             dtype=self.dtype_of(problem.dtype),
             d_k=width,
             d_v=width,
-            n_heads=least.heads_called,
+            n_heads=called.heads_called,
             n_groups=problem.n_groups,
             n_sequences=batch,
-            tile_rows=rows_in_tiles(batch, least.length_called, varlen=problem.packed),
+            tile_rows=rows_in_tiles(batch, called.length_called, varlen=problem.packed),
             backward=problem.backward,
         )
         return "; ".join(found) or None
@@ -244,7 +245,7 @@ class FlashBackend:
         with torch.cuda.device_of(q):
             found = self.choose(problem)
         if isinstance(found, str):
-            raise BackendFailure(found)
+            raise CallRefused(found)
         self.serving[kind] = found
         return found
 
@@ -363,6 +364,11 @@ class FlashBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan = partial(sliding_plan, window=window)
         return self.backward("sliding", window, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+
+
+def likely_stride(problem: Problem) -> int:
+    """The stride of a compressed problem: its keys are one for every stride, but for a few at the start."""
+    return max(1, round(problem.n_queries / (problem.n_keys + 1))) if problem.n_keys else 1
 
 
 def branches_of(problem: Problem, block: int, stride: int, window: int) -> list[Posed]:

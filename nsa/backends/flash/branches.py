@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa.backends.contracts import Call, Contract, aligned
 from nsa.backends.flash.fold import Fold, PackedFold, PlainFold
 from nsa.backends.flash.libraries import Library, run_backward, run_forward
-from nsa.backends.routing import BackendFailure
+from nsa.backends.routing import CallRefused
 from nsa.geometry import n_compressed_of
 
 NEGATIVE_INFINITY = float("-inf")
@@ -95,7 +95,7 @@ def cache_stride(k: Tensor) -> int:
     if k.shape[0] == 1:
         return k.shape[1]
     if k.stride(1) <= 0 or k.stride(0) % k.stride(1) or k.stride(0) < k.shape[1] * k.stride(1):
-        raise BackendFailure(f"the rows of a cache with strides {k.stride()} do not follow each other without a copy")
+        raise CallRefused(f"the rows of a cache with strides {k.stride()} do not follow each other without a copy")
     return k.stride(0) // k.stride(1)
 
 
@@ -111,14 +111,14 @@ def rows_of_cache(k: Tensor) -> Tensor:
 def check_cache(q: Tensor, k: Tensor, v: Tensor, width: int, dtype: torch.dtype) -> None:
     """A step with a cache makes one query and must not copy all keys for it, or read other keys than its own."""
     if dtype != q.dtype:
-        raise BackendFailure(f"a cast to {dtype} would copy the cache at every step")
+        raise CallRefused(f"a cast to {dtype} would copy the cache at every step")
     if not k.shape[-1] == v.shape[-1] == width:
-        raise BackendFailure(f"zeros up to width {width} would copy the cache at every step")
+        raise CallRefused(f"zeros up to width {width} would copy the cache at every step")
     if cache_stride(k) != cache_stride(v):
         apart = f"keys of the cache are {cache_stride(k)} apart and its values {cache_stride(v)}"
-        raise BackendFailure(f"rows of {apart}, one offset serves both: give them the same room")
+        raise CallRefused(f"rows of {apart}, one offset serves both: give them the same room")
     if not (aligned(k) and aligned(v)):
-        raise BackendFailure("aligning its rows would copy the cache at every step")
+        raise CallRefused("aligning its rows would copy the cache at every step")
 
 
 def unsupported_gradient(k: Tensor) -> Tensor:
@@ -208,6 +208,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = forward_call(library, q, k, v, plan, scale, dtype)
     width = call.q.shape[-1]
+    # Gradients of a mean over many tokens are smaller than what fp16 holds: a cast takes them at another scale.
+    cast = dtype != q.dtype
+    do, unit = in_units(do) if cast else (do, None)
     # Rows that see nothing stay outside of the call, and places that hold no query have zeros for everything.
     call = replace(
         call,
@@ -215,15 +218,30 @@ def gradients(
         o=ready(plan.enter(o), width, q.dtype, dtype),
         lse=plan.enter(lse).transpose(-1, -2).contiguous(),
     )
-    dq, dk, dv = run_backward(library, call)
+    dq, dk, dv = (times(x, unit) for x in run_backward(library, call))
     if dlse is not None:
-        more_dq, more_dk = normaliser_gradients(library, call, plan.enter(dlse))
+        dlse, unit = in_units(dlse) if cast else (dlse, None)
+        more_dq, more_dk = (times(x, unit) for x in normaliser_gradients(library, call, plan.enter(dlse)))
         dq, dk = dq + more_dq, dk + more_dk
     dq, dk = plan.leave(dq, 0.0), plan.leave_keys(dk)
     dv = plan.leave_keys(dv)
     parts = ((dq, q), (dk, k), (dv, v))
     dq, dk, dv = (x[..., : like.shape[-1]].to(like.dtype).contiguous() for x, like in parts)
     return dq, dk, dv
+
+
+def in_units(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` in units of a power of two, the largest of it about 1, and that unit: a tensor, which nobody waits for."""
+    largest = x.abs().amax().float()
+    # What is not finite stays so in any unit, and a zero in the unit 1; fp32 holds no other powers.
+    exponent = torch.frexp(largest.where(largest.isfinite(), 1.0)).exponent.clamp(-126, 127)
+    unit = torch.exp2(exponent.float())
+    return x / unit, unit
+
+
+def times(x: Tensor, unit: Tensor | None) -> Tensor:
+    """A gradient out of its unit, in fp32; as it is where it has none."""
+    return x if unit is None else x.float() * unit
 
 
 def normaliser_gradients(library: Library, call: Call, dlse: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.contracts import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, TORCH, Call, Contract, violations
-from nsa.backends.routing import BackendFailure
+from nsa.backends.routing import BackendFailure, CallRefused
 
 log = logging.getLogger("nsa")
 
@@ -268,7 +268,7 @@ def guarded(library: Library, call: Call, direction: str) -> Any:
     name = library.contract.library
     found = list(refusals(library, call))
     if found:
-        raise BackendFailure(f"{name} was not called: {'; '.join(found)}")
+        raise CallRefused(f"{name} was not called: {'; '.join(found)}")
     try:
         results = getattr(library, direction)(call)
         check_results(call, direction, results)

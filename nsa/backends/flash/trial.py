@@ -25,13 +25,15 @@ from nsa.backends.flash.cases import make_call
 from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, refusals
 from nsa.backends.probe import CASE_SECONDS, RESTART, START_SECONDS, listed
 
-# How far a result may be off, in roundings of the largest value: enough for any order of sums, not for a wrong key.
+# How far a result may be off, in roundings of the largest value: enough for any order of sums, and too little for a
+# wrong key among the few that a short window has.
 ROUNDINGS = 16
 # Scores that are written out at once, and queries.
 TILE_SCORES = 2**25
 TILE_QUERIES = 1024
 # How much longer than its parent the child waits before it ends itself: a parent that is still there comes first.
 MARGIN_SECONDS = 10.0
+LOADING = "loading the library"
 STDERR = 2
 
 
@@ -220,9 +222,13 @@ def main(address: str, device: str, path: str) -> None:
 def try_all(address: str, device: str, answers: Answers) -> None:
     end_after(START_SECONDS + MARGIN_SECONDS)
     try:
-        library = load(address)
-        # A GPU's context takes seconds, of the start and not of the first case.
+        # A GPU's context takes seconds, of the start and not of the first case. Where it cannot be had, that is no
+        # fault of the library's.
         torch.zeros(1, device=device)
+        answers.begin(LOADING)
+        # Loading belongs to the start too, and has its time.
+        end_after(START_SECONDS + MARGIN_SECONDS)
+        library = load(address)
     except LIBRARY_ERRORS as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for line in sys.stdin.read().splitlines():
