@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -28,6 +27,7 @@ from nsa.generate import generate
 from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
 from nsa.train.checkpoint import Checkpoints, export, put_together, rng_state, set_rng_state
+from nsa.train.clock import Clock, wait_asleep
 from nsa.train.config import DTYPES, TrainConfig
 from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
@@ -534,14 +534,6 @@ class Trainer:
             self.shown = None
 
 
-def wait_asleep(device: torch.device) -> None:
-    """Until the device has done all that it was asked to. Reading a value waits too, but keeps a core busy with it."""
-    if device.type == "cuda":
-        done = torch.cuda.Event(blocking=True)
-        done.record()
-        done.synchronize()
-
-
 def fingerprint(batches: list[Batch], seq_len: int) -> str:
     """Of all ranks' batches together: the same where the same sequences are scored, whoever has which."""
 
@@ -551,42 +543,6 @@ def fingerprint(batches: list[Batch], seq_len: int) -> str:
     rows = [torch.stack([batch.tokens, batch.targets], dim=-1).view(-1, seq_len, 2) for batch in batches]
     own = [digest(sequence.tolist()) for row in rows for sequence in row]
     return digest(sorted(from_all(own)))[:16]
-
-
-class Clock:
-    """How long the run takes, and how long the steps between two looks, with nothing else in between."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        # Seconds of the run before this process.
-        self.earlier = 0.0
-        self.began = (0.0, 0.0, 0.0)
-        # Tokens a second, and the parts of that time that the data and the processor took; None: not known yet.
-        self.rate: float | None = None
-        self.data_wait = 0.0
-        self.cpu_cores = 0.0
-        # Tokens and seconds of the steps that count for the run's speed.
-        self.timed = (0, 0.0)
-
-    def begin(self, waited: float) -> None:
-        self.began = (time.perf_counter(), time.process_time(), waited)
-
-    def end(self, tokens: int, waited: float, *, timed: bool) -> None:
-        now = (time.perf_counter(), time.process_time(), waited)
-        seconds, cpu, wait = (end - begin for end, begin in zip(now, self.began, strict=True))
-        if timed:
-            self.rate, self.data_wait, self.cpu_cores = tokens / seconds, wait / seconds, cpu / seconds
-            self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
-
-    @property
-    def total(self) -> float:
-        """Seconds of the run, everything in it."""
-        return self.earlier + time.perf_counter() - self.started
-
-    @property
-    def mean_rate(self) -> float | None:
-        tokens, seconds = self.timed
-        return tokens / seconds if tokens else None
 
 
 def listen(ranks: Ranks) -> Signals:

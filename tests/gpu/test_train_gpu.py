@@ -11,7 +11,7 @@ import torch
 
 from nsa.settings import Settings
 from nsa.train import Trainer, load_config
-from nsa.train.loop import wait_asleep
+from nsa.train.clock import wait_asleep
 
 
 def trainer(out: Path, **changes: Any) -> Trainer:
