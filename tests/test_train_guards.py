@@ -279,6 +279,20 @@ def test_a_start_that_fails_is_not_what_the_run_goes_on_as(tmp_path: Path) -> No
     assert (tmp_path / "config.yaml").read_text() != before
 
 
+def test_a_run_that_breaks_at_once_goes_on_from_its_start(tmp_path: Path) -> None:
+    def spoil(trainer: Trainer) -> None:
+        with torch.no_grad():
+            trainer.model.norm.weight.fill_(float("nan"))
+
+    config = small_run(tmp_path / "run", max_skips=2, save_every=100)
+    with pytest.raises(RunStopped, match=r"the last good state is that of step 0"):
+        interfering(config, {1: spoil}).train()
+    Trainer(config).train()
+    Trainer(small_run(tmp_path / "whole")).train()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [line["step"] for line in lines_of(tmp_path / "run", "eval")] == [0, 6]
+
+
 def test_a_model_that_is_broken_is_not_kept_as_the_last_good_one(tmp_path: Path) -> None:
     config = small_run(tmp_path, save_every=2, log_every=1, max_skips=2, steps=20)
     trainer = Trainer(config)

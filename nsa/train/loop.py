@@ -139,8 +139,11 @@ class Trainer:
                     self.write_down()
                 if self.ranks.first:
                     self.log = RunLog(c.out, resume=self.began > 0)
-                if self.loss_start is None:
+                if self.loss_start is None or self.began == 0:
                     self.loss_start = self.evaluate()
+                if self.began == 0 and c.save_every and self.is_good():
+                    # A run that cannot save should not find out hours later, and has something to go back to.
+                    self.save()
                 self.shown = progress(c.steps) if self.ranks.first else None
                 watchdog.beat()
                 self.run_steps(signals, watchdog)
