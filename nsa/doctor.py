@@ -246,6 +246,11 @@ def tiles_origin(config: Settings) -> str:
     file = tuning.user_file(config)
     try:
         found = tuning.origin(file)
+        if file is not None and tuning.is_file(file) and triton.installed():
+            # A kernel would look at its own tiles alone, at its first call.
+            from nsa.bench.kernels import check_file
+
+            check_file(file)
     except ValueError as error:
         return f"WRONG: {error}"
     # Kernels read their tiles once in a process, from where the environment says.

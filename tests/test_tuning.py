@@ -195,7 +195,7 @@ def test_provenance_is_whole_or_absent() -> None:
             assert set(found.measured) == {"shape", "ms", "gpu", "torch", "triton", "commit", "date"}, key
 
 
-def test_the_tiles_in_use_are_among_those_measured(kinds: dict[str, type]) -> None:
+def test_each_tile_is_measured_once_and_the_one_in_use_first(kinds: dict[str, type]) -> None:
     from nsa.bench.kernels import serves, tile_in_use, tiles_worth_measuring
 
     packaged = tuning.read(PACKAGED)
@@ -208,6 +208,38 @@ def test_the_tiles_in_use_are_among_those_measured(kinds: dict[str, type]) -> No
                 assert tiles[0] == tile_in_use(kernel, shape, gpu, packaged)
                 assert len(set(tiles)) == len(tiles)
                 assert all(type(tile) is kinds[kernel] for tile in tiles)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", [Shape(1, 64, 64, 4, 128), Shape(1, 64, 12, 2, 64)], ids=["128", "64"])
+def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: Shape, kinds: dict[str, type]) -> None:
+    from nsa.bench.kernels import candidates, serves, tile_in_use
+
+    current = tile_in_use(kernel, shape, (9, 0), tuning.read(PACKAGED))
+    if serves(kernel, shape):
+        assert current in candidates(kernel, shape, (9, 0), current)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [("block_m", "x", "int"), ("block_n", 48, "a power of two"), ("num_warps", 3, "a power of two"),
+     ("num_stages", -1, "0 or more"), ("gone", True, "`nsa bench tune` writes it anew")],
+)  # fmt: skip
+def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
+    field: str, value: object, accepted: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="the kinds of tiles are the kernels'")
+    from nsa.bench.kernels import check_file
+
+    tile = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
+    path = tmp_path / "tiles.json"
+    for given in (tile, tile | {field: value}):
+        entry = {"tile": given, "measured": None}
+        path.write_text(json.dumps({"sm_90": {"tiles": {"sliding-forward": {"half": {"64": entry}}}}}))
+        if given is tile:
+            check_file(path)
+    with pytest.raises(ValueError, match=f"sm_90 sliding-forward half 64 has .*{field}.*{accepted}"):
+        check_file(path)
 
 
 # The choice. Tiles are numbers here: the milliseconds that they take.

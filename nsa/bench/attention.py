@@ -251,7 +251,10 @@ def measure(
 def parse_heads(text: str) -> tuple[int, int, int]:
     parts = text.split("/")
     require(len(parts) == 3 and all(p.isdigit() for p in parts), "--heads", text, "heads/groups/width, as in 64/4/128")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    n_heads, n_groups, width = map(int, parts)
+    require(min(n_heads, n_groups, width) > 0, "--heads", text, "numbers of at least 1")
+    require(n_heads % n_groups == 0, "--heads", text, "as many heads in every group")
+    return n_heads, n_groups, width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ KINDS: dict[str, type] = {
     "combine-forward": combine.Tile,
     "combine-backward": combine.Tile,
 }
+
+
+def check_file(path: Path) -> None:
+    """A ValueError for the first tile of the file that no kernel could take."""
+    for key, entry in tuning.read(path).tiles.items():
+        tuning.build(KINDS[key.kernel], key, entry)
 
 
 def serves(kernel: str, shape: Shape) -> bool:

@@ -48,6 +48,14 @@ def test_output_and_gradients(batch: int, length: int, heads: int, dim: int, dty
         assert_close(got, args, do)
 
 
+@pytest.mark.parametrize("tile", combine.candidates(), ids=str)
+def test_every_candidate(tile: combine.Tile) -> None:
+    args = inputs(2, 37, 6, 80, torch.float16)
+    do = torch.randn_like(args[0])
+    got = [combine.combine_forward(*args, tile=tile), *combine.combine_backward(do, *args, tile=tile)]
+    assert_close(got, args, do)
+
+
 def test_any_strides() -> None:
     args = inputs(2, 5, 3, 32, torch.float32)
     do = torch.randn_like(args[0])

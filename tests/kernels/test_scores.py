@@ -166,6 +166,12 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(kernel(q, k, lse, KNOBS, tile=small), want)
 
 
+@pytest.mark.parametrize("tile", scores.candidates(), ids=str)
+def test_every_candidate(tile: scores.Tile) -> None:
+    q, k, lse = inputs(300, 4, 1, 16, KNOBS, torch.float32)
+    check(kernel(q, k, lse, KNOBS, tile=tile), q, k, lse, KNOBS)
+
+
 def test_unwritten_scores_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, lse = inputs(70, 2, 1, 16, KNOBS, torch.float32)
     want = kernel(q, k, lse, KNOBS)

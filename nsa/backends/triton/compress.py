@@ -40,11 +40,6 @@ class Tile:
 DEFAULT_TILE = Tile(elements=4096, num_warps=4)
 
 
-def candidates() -> list[Tile]:
-    """Tiles worth measuring."""
-    return [Tile(elements, warps) for elements in (1024, 2048, 4096, 8192) for warps in (4, 8)]
-
-
 @triton.jit
 def slot_tokens(first, o_n, n_slots, STRIDE: tl.constexpr, PACKED: tl.constexpr):
     """First token of each slot, and which slots hold a block."""

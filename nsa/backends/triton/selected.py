@@ -43,6 +43,7 @@ def candidates() -> list[ForwardTile | BackwardTile]:
     """Tiles worth measuring on an H200, besides those that `pick_forward` and `pick_backward` give."""
     query = ForwardTile("query")
     block = ForwardTile("block")
+    gathered = replace(block, num_stages=2, common_m=64, common_warps=4, common_stages=2)
     whole = BackwardTile()
     return [
         query,
@@ -58,6 +59,9 @@ def candidates() -> list[ForwardTile | BackwardTile]:
         replace(block, segment=8192),
         replace(block, block_m=128, num_warps=8, num_stages=2),
         replace(block, num_stages=2),
+        *(replace(gathered, scratch=size << 30) for size in (1, 2, 4)),
+        replace(gathered, scratch=2 << 30, num_stages=3),
+        replace(gathered, scratch=2 << 30, common_stages=1, common_registers=168),
         whole,
         replace(whole, block_m=64),
         replace(whole, block_m=64, num_warps=8),

@@ -179,12 +179,19 @@ def build(kind: type[T], key: Key, entry: Entry) -> T:
     kinds = get_type_hints(kind)
     for name, value in entry.tile.items():
         if name not in kinds:
-            refuse(entry.file, str(key), f"has a field {name!r}", ", ".join(kinds))
+            refuse(
+                entry.file, str(key), f"has a field {name!r}", f"{', '.join(kinds)}; `nsa bench tune` writes it anew"
+            )
         types = get_args(kinds[name]) or (kinds[name],)
         # An exact type: True is no number of warps.
         if type(value) not in types:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
             refuse(entry.file, str(key), f"has {name} = {value!r}", names)
+        if name.startswith("block_") or name.endswith(("warps", "elements")):
+            if value < 1 or value & (value - 1):
+                refuse(entry.file, str(key), f"has {name} = {value!r}", "a power of two")
+        elif type(value) is int and value < 0:
+            refuse(entry.file, str(key), f"has {name} = {value!r}", "0 or more")
     needed = [field.name for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
     if not set(needed) <= set(entry.tile):
         refuse(entry.file, str(key), f"has only {', '.join(entry.tile) or 'no field'}", f"at least {', '.join(needed)}")
@@ -207,8 +214,8 @@ def read(path: Path) -> Tuned:
         gpu = parse_family(path, name)
         parts = dict(members(family, name, ("thresholds", "tiles")))
         for threshold, value in members(parts.get("thresholds", {}), f"{name} thresholds", THRESHOLDS):
-            if type(value) is not int:
-                refuse(path, f"{name} {threshold}", f"is {value!r}", "an integer")
+            if type(value) is not int or value < 0:
+                refuse(path, f"{name} {threshold}", f"is {value!r}", "an integer of at least 0")
             thresholds[gpu, threshold] = value
         for kernel, dtypes in members(parts.get("tiles", {}), f"{name} tiles", KERNELS):
             for dtype, widths in members(dtypes, f"{name} {kernel}", DTYPES):
