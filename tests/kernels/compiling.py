@@ -111,6 +111,7 @@ class Compiled:
 class Recorder:
     """What was compiled, and for which shape and branch that was."""
 
+    arch: int
     shape: str = ""
     branch: str = ""
     found: list[Compiled] = field(default_factory=list)
@@ -127,7 +128,8 @@ class Recorder:
             return
         self.seen.add(id(kernel))
         registers, spills = resources(kernel.asm["cubin"])
-        code = dump(kernel.asm["cubin"], "-sass")
+        # Only Hopper's products take an operand from registers while others go on.
+        code = dump(kernel.asm["cubin"], "-sass") if self.arch == 90 else ""
         meta = kernel.metadata
         self.found.append(
             Compiled(
@@ -280,7 +282,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
 
 
 def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
-    recorder = Recorder()
+    recorder = Recorder(TARGETS[target].arch)
     stand_in(TARGETS[target], recorder)
     for i, name in enumerate(shapes):
         recorder.shape = name

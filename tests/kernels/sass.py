@@ -85,10 +85,12 @@ def overwritten(sass: str) -> list[str]:
     """Products whose left operand the next iteration no longer finds."""
     found = []
     for body in loops(instructions(sass)):
+        first: dict[int, int] = {}
+        for i, instruction in enumerate(body):
+            for register in instruction.written:
+                first.setdefault(register, i)
         for i, product in enumerate(body):
-            before = {register for other in body[:i] for register in other.written}
-            after = {register for other in body[i:] for register in other.written}
-            lost = (product.left_operand - before) & after
+            lost = [register for register in product.left_operand if first.get(register, -1) >= i]
             if lost:
                 found.append(f"{product.name} at {product.address:#x}: R{min(lost)} is written later in the loop")
     return found
