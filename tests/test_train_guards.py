@@ -454,6 +454,16 @@ def test_the_watchdog_watches_the_data_being_opened(
     assert "[watchdog] no checkpoint: nothing is learned yet" in capsys.readouterr().err
 
 
+def test_nobody_alone_blames_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: TrainConfig, ranks: object) -> None:
+        raise RuntimeError("the source said: Connection reset")
+
+    monkeypatch.setattr(command, "Trainer", fail)
+    file = config_file(tmp_path, small_run(tmp_path / "run"))
+    with pytest.raises(RuntimeError, match="the source said"):
+        cli.main(["train", "--config", file, "--out", str(tmp_path / "run")])
+
+
 def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("some text " * 200)
     data = DataConfig(source="text", path=str(tmp_path / "a.txt"), prefetch=False)

@@ -24,7 +24,7 @@ from nsa.config import require
 from nsa.model import ATTENTION_KINDS
 from nsa.train.boot import describe_difference
 from nsa.train.config import DTYPES, TrainConfig, load_config, moved, parse_set
-from nsa.train.distributed import from_first, ranks
+from nsa.train.distributed import Ranks, from_first, ranks
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Watchdog
 from nsa.train.loop import Trainer, listen
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         with ranks(config.device, config.parallel) as own:
             # A name with the time in it may differ from rank to rank.
             config = replace(config, out=Path(from_first(str(config.out))))
-            with listen(own) as signals, telling_of_lost_ranks(config.out):
+            with listen(own) as signals, telling_of_lost_ranks(own, config.out):
                 # Nothing is done yet that would have to be kept.
                 with signals.waiting(), starting(config):
                     trainer = Trainer(config, own)
@@ -156,12 +156,12 @@ def starting(config: TrainConfig) -> Watchdog:
 
 
 @contextmanager
-def telling_of_lost_ranks(out: Path) -> Iterator[None]:
+def telling_of_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
     """Says what to do, and at once: a launcher ends all ranks soon after one is gone."""
     try:
         yield
     except RuntimeError as error:
-        if not any(word in str(error) for word in LOST):
+        if own.size == 1 or not any(word in str(error) for word in LOST):
             raise
         print(
             f"nsa train: another rank is gone; its own words, if it had any, are above. Go on with the same command "

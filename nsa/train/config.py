@@ -329,7 +329,7 @@ def replace_text(path: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         # A full disk names no file.
-        raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def parse_set(texts: list[str]) -> dict[str, Any]:
