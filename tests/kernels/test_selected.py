@@ -21,7 +21,7 @@ from nsa import reference
 from nsa.backends.triton import selected, selected_index
 from nsa.backends.triton.selected_attend import ForwardTile
 from nsa.backends.triton.selected_gradient import BackwardTile
-from nsa.backends.triton.selected_index import Blocks, build_index, launches
+from nsa.backends.triton.selected_index import WORD, Blocks, build_index, launches
 
 FORWARD = {
     "query": ForwardTile("query", common_m=0),
@@ -284,6 +284,13 @@ def test_index_lists_every_pair_once_in_order(
             found += [(launch.row_0 + item // blocks.count, item % blocks.count, pair) for pair in pairs]
         assert firsts == sorted(firsts)
     assert sorted(found) == [(*key, pair) for key in sorted(lists) for pair in lists[key]]
+
+
+def test_no_launch_is_left_with_a_rest() -> None:
+    indices = torch.zeros(1, 5 * WORD, 1, 1, dtype=torch.int32, device=DEVICE)
+    blocks = Blocks.of(5 * WORD, 16, None)
+    cuts = launches(indices, blocks, bytes_per_query=1, budget=4 * WORD, segment=8)
+    assert [launch.n_queries for launch in cuts] == [3 * WORD, 2 * WORD]
 
 
 def enclosing(documents: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -355,7 +355,8 @@ def block_forward(
     n_tokens, n_groups = k.shape[1:3]
     heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
     split = split_choice(indices, blocks, heads, tile.common_m)
-    bytes_per_query = n_select * heads * (d_v * q.element_size() + 4)
+    # Without the normalisers, a sixtieth of it: powers of two then fit one another.
+    bytes_per_query = n_select * heads * d_v * q.element_size()
     segment = max(1, tile.segment // heads)
     part = part_lse = None
     for launch in launches(

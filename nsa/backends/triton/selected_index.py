@@ -298,7 +298,9 @@ def launches(
         if fit >= length:
             rows_each, tiles_each = largest_divisor(rows, fit // length), index.count.shape[2]
         else:
-            rows_each, tiles_each = 1, fit // WORD
+            # As even as they come: a short one at the end would take a launch for little.
+            n_chunks = triton.cdiv(index.count.shape[2], fit // WORD)
+            rows_each, tiles_each = 1, triton.cdiv(index.count.shape[2], n_chunks)
         yield from cut(index, rows_each, tiles_each, segment, n_select, in_order)
 
 
