@@ -28,11 +28,11 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest tests --ignore tests/kernels -n $(WORKERS)
+	$(BIN)/pytest tests --ignore tests/kernels -n $(WORKERS) --dist worksteal
 
 # Triton's interpreter runs the kernels without a GPU; it is chosen when Triton is imported, hence a process of its own.
 kernels: setup
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -n $(WORKERS)
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

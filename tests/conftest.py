@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -59,3 +60,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     yield set_variables
     monkeypatch.undo()
     forget_settings()
+
+
+@pytest.fixture
+def children_find_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts import this checkout, and tests/flash_standin.py."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{here.parent}{os.pathsep}{here}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -38,3 +40,11 @@ def head_major(x: torch.Tensor) -> torch.Tensor:
     on a CPU."""
     apart = torch.empty_strided(x.shape, (x.numel(), x.shape[3], 2**30, 1), dtype=x.dtype, device=x.device)
     return apart.copy_(x)
+
+
+def worth_trying(tiles: Sequence[Any]) -> list[Any]:
+    """On a GPU all of them. The interpreter knows no warps and no stages: one of those that differ in nothing else."""
+    if not INTERPRETED:
+        return list(tiles)
+    compiled_only = ("num_warps", "num_stages")
+    return list({str({k: v for k, v in asdict(t).items() if k not in compiled_only}): t for t in tiles}.values())
