@@ -60,6 +60,11 @@ TRITON_NOTES = {
         "rows in registers from before the loop: results come out wrong without an error. The kernels of this library "
         "avoid that form, and its tests read their machine code; other Triton kernels here may not."
     ),
+    ((3, 4, 0), (3, 7, 1)): (
+        "Triton 3.4.0 to 3.7.1 miscompiles a reduction over several warps after some reshapes: parts are written over "
+        "each other, and results differ from run to run. The kernels of this library avoid that form, and its tests "
+        "read their layouts; other Triton kernels here may not. 3.8 is fixed."
+    ),
 }
 
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import layouts
 import sass
 
 KIB = 1024
@@ -92,7 +93,8 @@ SHAPES = {
 @dataclass
 class Compiled:
     """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does;
-    `overwritten` names products that read what is no longer there, see `sass.py`."""
+    `overwritten` names products that read what is no longer there, see `sass.py`; `mistaken` names sums over the wrong
+    warps, see `layouts.py`."""
 
     shape: str
     branch: str
@@ -104,6 +106,7 @@ class Compiled:
     tensor_memory: int = 0
     seconds: float = 0.0
     overwritten: list[str] = field(default_factory=list)
+    mistaken: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -143,6 +146,7 @@ class Recorder:
                 getattr(meta, "tmem_size", None) or 0,
                 round(seconds, 2),
                 sass.overwritten(code),
+                layouts.mistaken(kernel.asm["ttgir"]),
             )
         )
 

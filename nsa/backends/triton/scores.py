@@ -108,11 +108,15 @@ def score_document(
     """Importance of one document's selection blocks for one tile of queries; its compressed blocks start at `k`."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     REPEATS: tl.constexpr = BLOCK_N // (16 * ROW_WARPS)
-    # A thread holds rows 8 apart, and those a round of warps apart: it shall hold neighbours in memory, because
-    # neighbours are summed. So the row at (repeat, warp, half, lane) is number (warp, lane, repeat, half).
-    o_m = tl.arange(0, BLOCK_N)
-    o_n = (o_m // 16 % ROW_WARPS) * (16 * REPEATS) + (o_m % 8) * (2 * REPEATS)
-    o_n += (o_m // (16 * ROW_WARPS)) * 2 + o_m // 8 % 2
+    TENSOR_CORES: tl.constexpr = q0.dtype != tl.float32
+    # Neighbours are summed, so a thread shall hold neighbours in memory. Tensor cores leave it rows 8 apart, and those
+    # a round of warps apart: there the row at (repeat, warp, half, lane) is number (warp, lane, repeat, half). Other
+    # products leave it neighbours; in another order sums go over warps, which Triton before 3.8 may get wrong.
+    o_n = tl.arange(0, BLOCK_N)
+    if TENSOR_CORES:
+        o_m = o_n
+        o_n = (o_m // 16 % ROW_WARPS) * (16 * REPEATS) + (o_m % 8) * (2 * REPEATS)
+        o_n += (o_m // (16 * ROW_WARPS)) * 2 + o_m // 8 % 2
     o_j = tl.arange(0, BLOCK_J)
     o_d = tl.arange(0, BLOCK_D)
     o_unit = tl.arange(0, R_PAD)
@@ -137,8 +141,10 @@ def score_document(
         m_p = o_i[:, None] < o_seen[None, :]
         if R_PAD > R:
             m_p = m_p & (o_n % R_PAD < R)[:, None]
-        b_p = tl.reshape(tl.where(m_p, b_p, 0.0), [REPEATS, ROW_WARPS, 2, 8, Q])
-        b_p = tl.reshape(tl.permute(b_p, (1, 3, 0, 2, 4)), [BLOCK_J, R_PAD, Q])
+        b_p = tl.where(m_p, b_p, 0.0)
+        if TENSOR_CORES:
+            b_p = tl.permute(tl.reshape(b_p, [REPEATS, ROW_WARPS, 2, 8, Q]), (1, 3, 0, 2, 4))
+        b_p = tl.reshape(b_p, [BLOCK_J, R_PAD, Q])
         # [BLOCK_J, Q]
         b_i = weighed(b_p, o_unit, 0, R, OVERLAP)
         for c in tl.static_range(1, REACH + 1):
