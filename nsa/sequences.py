@@ -1,0 +1,251 @@
+"""What travels below the op boundary: the sequences of a call, each branch's view of them, saved tensors, gradients.
+
+A branch is one object that holds its hyperparameters and the sequences they apply to, and answers what its queries see.
+What follows from lengths on the device is computed when first asked for and kept, so the branches of a call share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.geometry import (
+    Documents,
+    compressed_of_tokens,
+    compressed_offsets,
+    compressed_starts,
+    documents,
+    exclusive_offsets,
+    n_compressed,
+    n_compressed_of,
+    query_positions,
+)
+
+
+@dataclass(eq=False)
+class Sequences:
+    """The rows of queries of one call: fixed-length; varlen, packed by `cu_seqlens`; or, with `q_start [B]`, the end of
+    longer rows of keys (a cache), row `b` from position `q_start[b]` on."""
+
+    batch: int
+    length: int
+    device: torch.device
+    cu_seqlens: Tensor | None = None
+    q_start: Tensor | None = None
+
+    @cached_property
+    def documents(self) -> Documents:
+        assert self.cu_seqlens is not None, "only varlen sequences have documents"
+        return documents(self.cu_seqlens, self.length)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """`[B or 1, S]` position of every query in its document or in its row of keys."""
+        return query_positions(self.batch, self.length, self.cu_seqlens, self.q_start, self.device)
+
+
+@dataclass(eq=False)
+class Ranges:
+    """Query `t` sees keys `[lo[t], hi[t])`; key `n` is seen by queries `[first[n], end[n])`.
+
+    None of the four decreases along a row. `sliding`: the last `span` tokens; else the complete compression blocks of
+    `span` tokens, one every `stride`. Kernels compute the bounds of fixed-length sequences themselves.
+    """
+
+    sequences: Sequences
+    n_keys: int
+    sliding: bool
+    span: int
+    stride: int = 1
+
+    @cached_property
+    def lo(self) -> Tensor:
+        """`[B or 1, S]`"""
+        seq = self.sequences
+        if not self.sliding:
+            if seq.cu_seqlens is None:
+                return torch.zeros_like(seq.positions)
+            return compressed_offsets(seq.cu_seqlens, self.span, self.stride)[seq.documents.index][None]
+        lo = (self.hi - self.span).clamp_min(0)
+        return lo if seq.cu_seqlens is None else torch.maximum(lo, seq.documents.start[None])
+
+    @cached_property
+    def hi(self) -> Tensor:
+        """`[B or 1, S]`"""
+        seq = self.sequences
+        if not self.sliding:
+            complete = n_compressed_of(seq.positions + 1, self.span, self.stride)
+            return (self.lo + complete).clamp_max(self.n_keys)
+        # Keys of a packed row are counted over the row, not within a document.
+        return query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """`first, end`, each `[N]`, of packed keys. Slots that no document uses are seen by no query."""
+        docs, length = self.sequences.documents, self.sequences.length
+        if self.sliding:
+            token = torch.arange(length, device=docs.index.device)
+            return token, torch.minimum(docs.cu_seqlens[docs.index + 1], token + self.span)
+        offsets = compressed_offsets(docs.cu_seqlens, self.span, self.stride)
+        key = torch.arange(self.n_keys, device=docs.index.device)
+        index = torch.searchsorted(offsets[1:].contiguous(), key, right=True)
+        used = index < docs.count
+        index = index.clamp_max(docs.count - 1)
+        first = docs.cu_seqlens[index] + (key - offsets[index]) * self.stride + self.span - 1
+        return torch.where(used, first, length), torch.where(used, docs.cu_seqlens[index + 1], length)
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The selection blocks of one row of keys, numbered one after the other over its documents.
+
+    Of fixed-length sequences block `j` starts at token `j * size`, and the tensors are not needed.
+    """
+
+    sequences: Sequences
+    n_keys: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """An upper bound where documents end anywhere; numbers past the last block own no token."""
+        if self.sequences.cu_seqlens is None:
+            return -(-self.n_keys // self.size)
+        return self.n_keys // self.size + self.sequences.documents.count
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """`[n + 1]` number of each document's first block."""
+        lengths = self.sequences.documents.lengths
+        return exclusive_offsets(torch.div(lengths + self.size - 1, self.size, rounding_mode="floor"))
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """`[S]` number of the first block of each query's document."""
+        return self.offsets[self.sequences.documents.index]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`[J]` each: first token in the row, the same within its document, end of that document in the row."""
+        docs = self.sequences.documents
+        number = torch.arange(self.count, device=docs.index.device)
+        document = torch.searchsorted(self.offsets[1:].contiguous(), number, right=True)
+        unused = document >= docs.count
+        document = document.clamp_max(docs.count - 1)
+        position = (number - self.offsets[document]) * self.size
+        first = torch.where(unused, self.n_keys, docs.cu_seqlens[document] + position)
+        end = torch.where(unused, self.n_keys, docs.cu_seqlens[document + 1].clamp_max(self.n_keys))
+        return first, position, end
+
+
+@dataclass(eq=False)
+class Compressed:
+    """Every query sees the compressed blocks of its document that are complete."""
+
+    sequences: Sequences
+    block: int
+    stride: int
+    scale: float
+
+    def ranges(self, n_keys: int) -> Ranges:
+        return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
+
+
+@dataclass(eq=False)
+class Sliding:
+    """Every query sees its own token and the `window - 1` before it in its document."""
+
+    sequences: Sequences
+    window: int
+    scale: float
+
+    def ranges(self, n_keys: int) -> Ranges:
+        # A longer window sees no more keys, and could not be added to a position in 32 bits.
+        return Ranges(self.sequences, n_keys, sliding=True, span=min(self.window, max(1, n_keys)))
+
+
+@dataclass(eq=False)
+class Selected:
+    """Every query sees the tokens of its selected blocks up to its own."""
+
+    sequences: Sequences
+    select_block: int
+    scale: float
+
+    def blocks(self, n_keys: int) -> Blocks:
+        return Blocks(self.sequences, n_keys, self.select_block)
+
+
+@dataclass(eq=False)
+class Selection:
+    """Which blocks every query selects, by the probabilities of the compressed branch."""
+
+    sequences: Sequences
+    block: int
+    stride: int
+    select_block: int
+    n_select: int
+    n_init: int
+    n_local: int
+    scale: float
+
+    def ranges(self, n_keys: int) -> Ranges:
+        return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
+
+
+@dataclass(eq=False)
+class Pooling:
+    """Which tokens each compressed block is made of."""
+
+    sequences: Sequences
+    block: int
+    stride: int
+
+    @property
+    def count(self) -> int:
+        """Slots for blocks. Packed documents have one for every stride: no fewer always suffice."""
+        seq = self.sequences
+        return (
+            n_compressed(seq.length, self.block, self.stride) if seq.cu_seqlens is None else seq.length // self.stride
+        )
+
+    @cached_property
+    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each packed slot: first token, its position in its document, whether the slot holds a block."""
+        assert self.sequences.cu_seqlens is not None
+        return compressed_starts(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each packed token: position, first slot of its document, how many slots that has."""
+        assert self.sequences.cu_seqlens is not None
+        return compressed_of_tokens(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
+
+
+class Saved(NamedTuple):
+    """What a branch's forward pass leaves for its backward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    indices: Tensor | None = None
+
+
+class Upstream(NamedTuple):
+    """The gradients a branch's backward pass starts from.
+
+    With a `gate [B,S,Hq]` they are those of `gate * o`; `product` is then `sum(do * o)`, fp32 `[B,S,Hq]`, where it is
+    known already. `dq`, contiguous: a gradient to add to, in place and only once everything else has been computed.
+    """
+
+    do: Tensor
+    dlse: Tensor | None = None
+    gate: Tensor | None = None
+    product: Tensor | None = None
+    dq: Tensor | None = None
