@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.cache import NSACache, Pair
-from nsa.compression import Compression
-from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
-from nsa.functional import attend
-from nsa.geometry import compressed_starts, query_positions
-from nsa.ops.checks import (
+from nsa.checks import (
     FLOAT_NAMES,
     FLOATS,
+    can_read_values,
     check_cu_seqlens_values,
     check_finite,
     check_same,
     check_sequences,
     check_tensor,
-    may_look,
 )
+from nsa.compression import Compression
+from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
+from nsa.functional import attend
+from nsa.geometry import compressed_starts, query_positions
 from nsa.rope import Rope
 
 
@@ -246,7 +246,7 @@ def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool
     fits = position_offset.dim() == 0 or (position_offset.dim() == 1 and position_offset.shape[0] in (1, x.shape[0]))
     require(fits, "position_offset.shape", tuple(position_offset.shape), accepted)
     require(position_offset.device == x.device, "position_offset.device", position_offset.device, accepted)
-    if may_look(position_offset, strict) and not torch.compiler.is_compiling():
+    if can_read_values(position_offset, strict) and not torch.compiler.is_compiling():
         values = position_offset.tolist()
         require(bool((position_offset >= 0).all()), "position_offset", values, "none below 0")
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 from nsa.geometry import n_compressed, n_compressed_of
-from nsa.ops.checks import FLOAT_NAMES, FLOATS, check_tensor
 
 Pair = tuple[Tensor, Tensor]
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from nsa import reference
-from nsa.backends import gated
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import as_posed
 from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
+from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,8 @@ class Stage:
     fixed: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("o", "lse")
     knobs: tuple[str, ...] = ()
+    # What a backend is given for them; the gated sum has no hyperparameters.
+    kind: type | None = None
     shared: tuple[str, ...] = ("scale", "cu_seqlens", "q_start")
     # A branch's place among the gates.
     gate: int | None = None
@@ -112,18 +114,11 @@ class Stage:
         if rest:
             pulls.append(Pull(self.backward, self.outputs, self.leaves, " with dlse"))
         if self.gate is not None:
-            pull = Pull(gated.PREFIX + self.backward, (first,), self.leaves, " gated", gate=self.gate)
+            pull = Pull(self.backward, (first,), self.leaves, " gated", gate=self.gate)
             pulls += [pull, replace(pull, label=" gated and added", added=True)]
         if self.op == "combine":
             pulls.append(Pull("gates_backward", (first,), ("gates",), " alone"))
         return pulls
-
-    def backward_arguments(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
-        """What a backward is given besides gradients and knobs: an attention's everything, the mixture's no output, and
-        a compression's, which is linear, only the length."""
-        if self.op == "compress":
-            return (), {"length": inputs[0].shape[1]}
-        return inputs if self.op == "combine" else (*inputs, *outputs), {}
 
 
 STAGES = (
@@ -132,6 +127,7 @@ STAGES = (
         reference.compress_mean,
         "compress_mean_forward",
         "compress_mean_backward",
+        kind=Pooling,
         leaves=("k",),
         outputs=("mean",),
         knobs=("block", "stride"),
@@ -142,6 +138,7 @@ STAGES = (
         reference.gather_blocks,
         "gather_blocks_forward",
         "gather_blocks_backward",
+        kind=Pooling,
         leaves=("v", "position"),
         outputs=("blocks",),
         knobs=("block", "stride"),
@@ -152,6 +149,7 @@ STAGES = (
         reference.compressed_attention,
         "compressed_forward",
         "compressed_backward",
+        kind=Compressed,
         leaves=("q", "k_cmp", "v_cmp"),
         knobs=("block", "stride"),
         gate=0,
@@ -161,6 +159,7 @@ STAGES = (
         reference.selected_attention,
         "selected_forward",
         "selected_backward",
+        kind=Selected,
         leaves=("q", "k", "v"),
         fixed=("indices",),
         knobs=("select_block",),
@@ -171,6 +170,7 @@ STAGES = (
         reference.sliding_attention,
         "sliding_forward",
         "sliding_backward",
+        kind=Sliding,
         leaves=("q", "k", "v"),
         knobs=("window",),
         gate=2,
@@ -210,6 +210,17 @@ class Trial:
 
     def keywords(self, stage: Stage) -> dict[str, Any]:
         return {name: KNOBS[name] for name in stage.knobs} | {name: self.shared[name] for name in stage.shared}
+
+    def branch(self, stage: Stage) -> Any:
+        """The sequences and hyperparameters as a backend takes them."""
+        assert stage.kind is not None
+        keywords = self.keywords(stage)
+        places = [keywords.pop(name, None) for name in ("cu_seqlens", "q_start")]
+        return stage.kind(self.sequences(*places), **keywords)
+
+    def sequences(self, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Sequences:
+        q = self.tensors["q"]
+        return Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -385,26 +396,37 @@ def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tenso
 def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
     """Outputs and gradients by the backend's own functions."""
     inputs = trial.positional((*stage.leaves, *stage.fixed), trial.dtype)
-    keywords = trial.keywords(stage)
-    outputs = as_tuple(getattr(backend, stage.forward)(*inputs, **keywords))
-    saved, extra = stage.backward_arguments(inputs, outputs)
+    branch = () if stage.kind is None else (trial.branch(stage),)
+    outputs = as_tuple(getattr(backend, stage.forward)(*inputs, *branch))
     gradients: list[Tensor] = []
     for pull in stage.pulls(trial):
         grads = [trial.tensors[f"d{name}"] if name in pull.outputs else None for name in stage.outputs]
-        backward = gated.function_of(backend, pull.function)
-        through_gate = {}
-        if pull.gate is not None:
-            # Columns of what all gates have in one tensor, as the layer hands them out.
-            through_gate = {
-                "gate": trial.tensors["gates"][..., pull.gate],
-                "product": trial.products(pull.gate, outputs[0])[..., pull.gate],
-                # Added to in place.
-                "into": trial.tensors["dq"].clone() if pull.added else None,
-            }
-        results = as_tuple(backward(*grads, *saved, **keywords, **extra, **through_gate))
+        backward = getattr(backend, pull.function)
+        if stage.op == "combine":
+            results = as_tuple(backward(*grads, *inputs))
+        elif stage.op == "compress":
+            results = as_tuple(backward(*grads, *branch))
+        else:
+            results = backward(upstream(trial, pull, grads, outputs), saved(inputs, outputs), *branch)
         # The gates' gradients alone are as exact as a backend sums; the layer rounds them.
         gradients += [x.to(trial.dtype) for x in results] if pull.function == "gates_backward" else results
     return (*outputs, *gradients)
+
+
+def saved(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Saved:
+    q, k, v, *indices = inputs
+    return Saved(q, k, v, *outputs, *indices)
+
+
+def upstream(trial: Trial, pull: Pull, grads: list[Tensor | None], outputs: tuple[Tensor, ...]) -> Upstream:
+    do, dlse = grads
+    assert do is not None
+    if pull.gate is None:
+        return Upstream(do, dlse)
+    # Columns of what all gates have in one tensor, as the layer hands them out; `dq` is added to in place.
+    gate = trial.tensors["gates"][..., pull.gate]
+    product = trial.products(pull.gate, outputs[0])[..., pull.gate]
+    return Upstream(do, dlse, gate, product, trial.tensors["dq"].clone() if pull.added else None)
 
 
 def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -472,7 +494,9 @@ def check_selection(trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -
             checks.append(trial.check(backend.name, "scores", "-", note=f"declines: {reason}"))
             continue
         try:
-            chosen = backend.select_blocks(q, k, lse, **SELECTION, **keywords)
+            sizes = {name: value for name, value in keywords.items() if name not in ("cu_seqlens", "q_start")}
+            selection = Selection(trial.sequences(trial.cu_seqlens, trial.q_start), **SELECTION, **sizes)
+            chosen = backend.select_blocks(q, k, lse, selection)
         except FINDINGS as error:
             checks.append(raised(trial, backend, "scores", error))
             continue

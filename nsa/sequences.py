@@ -154,6 +154,10 @@ class Compressed:
     def ranges(self, n_keys: int) -> Ranges:
         return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
 
+    def capacity(self, n_keys: int) -> int:
+        """Tokens of which `n_keys` blocks are all."""
+        return n_keys * self.stride + self.block - 1
+
 
 @dataclass(eq=False)
 class Sliding:
@@ -167,6 +171,9 @@ class Sliding:
         # A longer window sees no more keys, and could not be added to a position in 32 bits.
         return Ranges(self.sequences, n_keys, sliding=True, span=min(self.window, max(1, n_keys)))
 
+    def capacity(self, n_keys: int) -> int:
+        return n_keys
+
 
 @dataclass(eq=False)
 class Selected:
@@ -178,6 +185,9 @@ class Selected:
 
     def blocks(self, n_keys: int) -> Blocks:
         return Blocks(self.sequences, n_keys, self.select_block)
+
+    def capacity(self, n_keys: int) -> int:
+        return n_keys
 
 
 @dataclass(eq=False)
@@ -195,6 +205,10 @@ class Selection:
 
     def ranges(self, n_keys: int) -> Ranges:
         return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
+
+    def capacity(self, n_keys: int) -> int:
+        """Tokens of which `n_keys` blocks are all."""
+        return n_keys * self.stride + self.block - 1
 
 
 @dataclass(eq=False)

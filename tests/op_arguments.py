@@ -11,8 +11,7 @@ import torch
 from helpers import BRANCHES, Case, attend, compression_inputs, random_inputs
 from torch import Tensor
 
-from nsa import ops, reference
-from nsa.ops import library
+from nsa import reference
 
 PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
 PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
@@ -27,6 +26,11 @@ CASES = {
 }
 WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}
 NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
+
+
+def op_of(name: str) -> Any:
+    """The op as torch knows it."""
+    return getattr(torch.ops.nsa, name).default
 
 
 def where_queries_lie(case: Case) -> tuple[Tensor | None, Tensor | None]:
@@ -59,7 +63,7 @@ def branch_backward_arguments(branch: str, case: Case, backend: str, *, with_lse
     """The arguments of a branch's backward op: gradients, then inputs, outputs, places and knobs."""
     forward = [x.detach() if isinstance(x, Tensor) else x for x in branch_arguments(branch, case, backend)]
     n_tensors = 4 if branch == "selected" else 3
-    o, lse = getattr(library, NAMES[branch])(*forward)
+    o, lse = op_of(NAMES[branch])(*forward)
     dlse = torch.randn_like(lse) if with_lse else None
     return (torch.randn_like(o), dlse, *forward[:n_tensors], o, lse, *forward[n_tensors:])
 
@@ -80,7 +84,7 @@ def compression_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
 
 def compression_backward_arguments(op: str, case: Case, backend: str) -> tuple[Any, ...]:
     *_, cu_seqlens, block, stride, backend, strict = arguments = compression_arguments(op, case, backend)
-    dout = torch.randn_like(getattr(library, op)(*arguments).detach())
+    dout = torch.randn_like(op_of(op)(*arguments).detach())
     return (dout, cu_seqlens, case.length, block, stride, backend, strict)
 
 
@@ -88,23 +92,23 @@ def mixture_arguments(width: int = 4) -> tuple[Tensor, ...]:
     return (*(torch.randn(2, 5, 6, width) for _ in range(3)), torch.rand(2, 5, 6, 3))
 
 
-def whole_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """The arguments of the gated mixture: inputs, what the branches gave for them, places and knobs."""
+def attention_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """The arguments of the whole attention: tensors, places and hyperparameters."""
     places = where_queries_lie(case)
-    where = dict(zip(("cu_seqlens", "q_start"), places, strict=True))
     inputs = random_inputs(case, dtype)
     q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
-    keys = [inputs.of(branch)[1:] for branch in BRANCHES]
-    o_cmp, lse = ops.compressed_attention(q, *keys[0], **case.compression, **where, backend=backend)
-    indices = ops.select_blocks(q, keys[0][0], lse, **case.selection, **where, backend=backend)
-    selected = ops.selected_attention(q, *keys[1], indices, select_block=case.select_block, **where, backend=backend)
-    slid = ops.sliding_attention(q, *keys[2], window=case.window, **where, backend=backend)
     gates = torch.rand(*q.shape[:3], 3, dtype=dtype)
     # A gate may be closed altogether.
     gates[:, ::3, 0] = 0.0
-    leaves = [x.detach().clone().requires_grad_() for x in (q, *(x for pair in keys for x in pair), gates)]
-    knobs = (case.block, case.stride, case.select_block, case.window, case.d_k**-0.5)
-    return (*leaves, o_cmp, lse, *selected, *slid, indices, *places, places[1], *knobs, backend, False)
+    keys = [x for branch in BRANCHES for x in inputs.of(branch)[1:]]
+    leaves = [x.detach().clone().requires_grad_() for x in (q, *keys, gates)]
+    return (*leaves, *places, places[1], *case.selection.values(), case.window, case.d_k**-0.5, backend, False)
+
+
+def attention_backward_arguments(case: Case, backend: str) -> tuple[Any, ...]:
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in attention_arguments(case, backend)]
+    o, *saved = op_of("attention")(*arguments)
+    return (torch.randn_like(o), *arguments[:8], *saved, *arguments[8:])
 
 
 def head_major(x: Any) -> Any:

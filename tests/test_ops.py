@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from op_arguments import (
     PACKED,
     PLAIN,
     WHOLE,
+    attention_arguments,
+    attention_backward_arguments,
     branch_arguments,
     branch_backward_arguments,
     choice_arguments,
@@ -35,16 +38,16 @@ from op_arguments import (
     compression_backward_arguments,
     head_major,
     mixture_arguments,
-    whole_arguments,
+    op_of,
 )
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa import ops, reference
+from nsa import NSAAttention, NSAConfig, ops, reference
 from nsa.backends import routing
-from nsa.ops import library
-from nsa.ops import whole as whole_op
 
 # What torch itself checks of an op.
 
@@ -53,7 +56,7 @@ from nsa.ops import whole as whole_op
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> None:
-    op = getattr(library, NAMES[branch])
+    op = op_of(NAMES[branch])
     torch.library.opcheck(op, branch_arguments(branch, CASES[kind], backend))
 
 
@@ -62,7 +65,7 @@ def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> Non
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
-    op = getattr(library, f"{NAMES[branch]}_backward")
+    op = op_of(f"{NAMES[branch]}_backward")
     for with_lse in (True, False):
         torch.library.opcheck(op, branch_backward_arguments(branch, CASES[kind], "sdpa", with_lse=with_lse))
 
@@ -70,59 +73,81 @@ def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", CASES)
 def test_the_choice_op_passes_opcheck(kind: str, backend: str) -> None:
-    torch.library.opcheck(library.select_blocks, choice_arguments(CASES[kind], backend))
+    torch.library.opcheck(op_of("select_blocks"), choice_arguments(CASES[kind], backend))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_a_compression_op_passes_opcheck(op: str, kind: str, backend: str) -> None:
-    torch.library.opcheck(getattr(library, op), compression_arguments(op, WHOLE[kind], backend))
+    torch.library.opcheck(op_of(op), compression_arguments(op, WHOLE[kind], backend))
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_a_compression_backward_op_passes_opcheck(op: str, kind: str) -> None:
     arguments = compression_backward_arguments(op, WHOLE[kind], "sdpa")
-    torch.library.opcheck(getattr(library, f"{op}_backward"), arguments)
+    torch.library.opcheck(op_of(f"{op}_backward"), arguments)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_the_mixture_op_passes_opcheck(backend: str) -> None:
     leaves = [x.requires_grad_() for x in mixture_arguments()]
-    torch.library.opcheck(library.combine, (*leaves, backend, False))
+    torch.library.opcheck(op_of("combine"), (*leaves, backend, False))
 
 
 def test_the_mixture_backward_op_passes_opcheck() -> None:
     arguments = (torch.randn(2, 5, 6, 4), *mixture_arguments(), "sdpa", False)
-    torch.library.opcheck(library.combine_backward, arguments)
+    torch.library.opcheck(op_of("combine_backward"), arguments)
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_whole_s_ops_pass_opcheck(kind: str) -> None:
-    arguments = whole_arguments(CASES[kind], "sdpa")
-    torch.library.opcheck(whole_op.mixture, arguments)
-    backward = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-    torch.library.opcheck(whole_op.mixture_backward, (torch.randn_like(arguments[8]), *backward))
+def test_the_attention_ops_pass_opcheck(kind: str) -> None:
+    torch.library.opcheck(op_of("attention"), attention_arguments(CASES[kind], "sdpa"))
+    torch.library.opcheck(op_of("attention_backward"), attention_backward_arguments(CASES[kind], "sdpa"))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", CASES)
-def test_the_whole_s_gradient_is_that_of_its_parts(kind: str, backend: str) -> None:
+def test_the_attention_is_that_of_its_stages(kind: str, backend: str) -> None:
     case = CASES[kind]
-    arguments = whole_arguments(case, backend, torch.float64)
+    arguments = attention_arguments(case, backend, torch.float64)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = leaves = arguments[:8]
-    indices, cu_seqlens, q_start = arguments[14:17]
+    cu_seqlens, q_start = arguments[8:10]
     where = {"cu_seqlens": cu_seqlens, "q_start": q_start, "backend": backend}
-    o_cmp, _ = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **where)
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **where)
+    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **where)
     o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, select_block=case.select_block, **where)
     o_win, _ = ops.sliding_attention(q, k_win, v_win, window=case.window, **where)
     parts = ops.combine(o_cmp, o_sel, o_win, gates, backend=backend)
-    whole = whole_op.mixture(*arguments)
+    hyperparameters = {**case.selection, "window": case.window, "window_start": q_start}
+    whole, selected = ops.attention(*leaves, **hyperparameters, **where)
     assert torch.equal(whole, parts)
+    assert torch.equal(selected, indices)
     do = torch.randn_like(whole)
     for got, want in zip(*(torch.autograd.grad(o, leaves, do) for o in (whole, parts)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the calls of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "nsa":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_call_crosses_one_op_each_way() -> None:
+    attn = NSAAttention(NSAConfig(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, phi="mean"))
+    with Counting() as counting:
+        attn(torch.randn(1, 70, 16)).sum().backward()
+    compression = {"compress_mean": 2, "compress_mean_backward": 2}
+    assert counting.calls == {"attention": 1, "attention_backward": 1, **compression}
 
 
 # What a compiler believes about an op must be what it does.
@@ -145,10 +170,10 @@ def imagined(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[A
 def test_a_branch_op_returns_the_strides_its_fake_promises(branch: str, backend: str) -> None:
     for case in CASES.values():
         forward = tuple(map(head_major, branch_arguments(branch, case, backend)))
-        op = getattr(library, NAMES[branch])
+        op = op_of(NAMES[branch])
         assert described(op(*forward)) == imagined(op, forward)
         backward = tuple(map(head_major, branch_backward_arguments(branch, case, backend)))
-        op = getattr(library, f"{NAMES[branch]}_backward")
+        op = op_of(f"{NAMES[branch]}_backward")
         assert described(op(*backward)) == imagined(op, backward)
 
 
@@ -157,9 +182,9 @@ def test_a_branch_op_returns_the_strides_its_fake_promises(branch: str, backend:
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_a_compression_op_returns_the_strides_its_fake_promises(op: str, kind: str, backend: str) -> None:
     forward = tuple(map(head_major, compression_arguments(op, WHOLE[kind], backend)))
-    assert described(getattr(library, op)(*forward)) == imagined(getattr(library, op), forward)
+    assert described(op_of(op)(*forward)) == imagined(op_of(op), forward)
     backward = tuple(map(head_major, compression_backward_arguments(op, WHOLE[kind], backend)))
-    backward_op = getattr(library, f"{op}_backward")
+    backward_op = op_of(f"{op}_backward")
     assert described(backward_op(*backward)) == imagined(backward_op, backward)
 
 
@@ -167,9 +192,9 @@ def test_a_compression_op_returns_the_strides_its_fake_promises(op: str, kind: s
 def test_the_mixture_ops_return_the_strides_their_fakes_promise(backend: str) -> None:
     tensors = tuple(map(head_major, mixture_arguments()))
     forward = (*tensors, backend, False)
-    assert described(library.combine(*forward)) == imagined(library.combine, forward)
+    assert described(op_of("combine")(*forward)) == imagined(op_of("combine"), forward)
     backward = (torch.randn(2, 5, 6, 4), *forward)
-    assert described(library.combine_backward(*backward)) == imagined(library.combine_backward, backward)
+    assert described(op_of("combine_backward")(*backward)) == imagined(op_of("combine_backward"), backward)
 
 
 # Compilation.
@@ -282,7 +307,7 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
     leaves = tuple(x.requires_grad_() for x in inputs.of(branch))
     o, _ = attend(ops, branch, inputs, case, leaves)
     (dq,) = torch.autograd.grad(o.square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=rf"{NAMES[branch]}_backward.*no autograd formula"):
+    with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
 
 
@@ -291,7 +316,7 @@ def test_a_gradient_of_a_compressions_gradient_is_refused_by_name(op: str) -> No
     leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
     out = getattr(ops, op)(*leaves, **PLAIN.compression)
     (dx,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=rf"{op}_backward.*no autograd formula"):
+    with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
@@ -329,7 +354,7 @@ def test_a_compressions_gradient_that_is_not_contiguous_is_taken_as_it_is(op: st
 def test_a_gradient_of_the_mixtures_gradient_is_refused_by_name() -> None:
     leaves = [x.requires_grad_() for x in mixture_arguments()]
     (d_cmp,) = torch.autograd.grad(ops.combine(*leaves).square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"combine_backward.*no autograd formula"):
+    with pytest.raises(RuntimeError, match="once_differentiable"):
         d_cmp.sum().backward()
 
 
@@ -372,6 +397,26 @@ def test_inputs_are_left_as_they_were() -> None:
         assert torch.equal(x, y)
 
 
+def sliding_of(q: Tensor) -> Tensor:
+    return ops.sliding_attention(q, *random_inputs(PLAIN).of("sliding")[1:], window=7)[0]
+
+
+def through_func(q: Tensor) -> None:
+    torch.func.jvp(sliding_of, (q,), (torch.ones_like(q),))
+
+
+def through_dual_numbers(q: Tensor) -> None:
+    with forward_ad.dual_level():
+        sliding_of(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+@pytest.mark.parametrize("derive", [through_func, through_dual_numbers])
+def test_a_forward_mode_derivative_raises(derive: Callable[[Tensor], None]) -> None:
+    q = random_inputs(PLAIN).q
+    with pytest.raises(RuntimeError, match=r"forward|functorch"):
+        derive(q)
+
+
 # Autocast.
 
 
@@ -390,9 +435,9 @@ def test_autocast_changes_neither_dtype_nor_value_of_a_branch(branch: str, backe
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
     arguments = choice_arguments(Case(length=150, groups=2, heads=2, select_block=4), backend)
-    expected = library.select_blocks(*arguments)
+    expected = op_of("select_blocks")(*arguments)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(library.select_blocks(*arguments), expected)
+        assert torch.equal(op_of("select_blocks")(*arguments), expected)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

@@ -1,38 +1,35 @@
-"""Gradients of the gated mixture, branch by branch, for backends that know plain gradients alone.
+"""Gradients of a gated branch, for backends whose backward passes know no gate.
 
-With `o = sum_b g_b * o_b` gate `b` gets the gradient `do . o_b`, branch `b` gets `g_b * do`, and all three add to the
-same `dq`. A backend may define `gates_backward`, the gates' gradients `[B,S,Hq,3]` as exact as it sums, and
-`gated_<op>_backward`, which takes `gate [B,S,Hq]`, the gate's gradient as `product`, which a softmax's gradient is made
-of too, and `into`, the `dq` so far, and needs no pass over memory for them. What it does not define is made up here.
+Of `gate * o` the gradient of `o` is `gate * do`, and `dq` adds to that of the other branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
-PREFIX = "gated_"
+from nsa.sequences import Upstream
+
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def function_of(backend: Any, name: str) -> Callable[..., Any]:
-    """The backend's function of that name, or what stands for it."""
-    own: Callable[..., Any] | None = getattr(backend, name, None)
-    if own is not None:
-        return own
-    if name == "gates_backward":
-        return lambda *args: backend.combine_backward(*args)[3]
-    if name.startswith(PREFIX):
-        return with_gate(getattr(backend, name.removeprefix(PREFIX)))
-    raise AttributeError(f"backend {backend.name} has no {name}")
+def without_gate(backward: Backward) -> Backward:
+    """A backward pass `(..., upstream, saved, branch)` of plain gradients as one that takes a gate and a `dq`."""
+
+    @wraps(backward)
+    def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *owner, upstream, saved, branch = args
+        plain = upstream
+        if upstream.gate is not None:
+            plain = Upstream(upstream.do * upstream.gate[..., None], upstream.dlse)
+        dq, dk, dv = backward(*owner, plain, saved, branch)
+        return (dq if upstream.dq is None else upstream.dq.add_(dq)), dk, dv
+
+    return run
 
 
-def with_gate(backward: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def gated(
-        do: Tensor, *args: Any, gate: Tensor, product: Tensor, into: Tensor | None, **knobs: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = backward(do * gate[..., None], *args, **knobs)
-        return (dq if into is None else into.add_(dq)), dk, dv
-
-    return gated
+def with_gate(backward):  # temporary
+    return backward

@@ -6,79 +6,84 @@ It serves `backend="reference"` and parity runs. It builds whole score matrices:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa import reference
+from nsa.backends.gated import without_gate
 from nsa.backends.problem import Problem
+from nsa.sequences import Pooling, Saved, Selection, Upstream
 
 name = "reference"
 
 combine_forward = reference.combine
-compress_mean_forward = reference.compress_mean
-gather_blocks_forward = reference.gather_blocks
-select_blocks = reference.select_blocks
-
-
-def contiguous(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """As the ops' fakes promise; with one head a group einsum leaves its own order."""
-
-    def run(*args: Any, **knobs: Any) -> tuple[Tensor, Tensor]:
-        o, lse = forward(*args, **knobs)
-        return o.contiguous(), lse.contiguous()
-
-    return run
-
-
-compressed_forward = contiguous(reference.compressed_attention)
-selected_forward = contiguous(reference.selected_attention)
-sliding_forward = contiguous(reference.sliding_attention)
 
 
 def supports(problem: Problem) -> str | None:
-    """Everything is served, slowly."""
+    """Everything is supported, slowly."""
     return None
 
 
+def arguments_of(branch: Any) -> dict[str, Any]:
+    """A branch as the keyword arguments of the reference, which knows no objects of ours."""
+    named = {field.name: getattr(branch, field.name) for field in fields(branch) if field.name != "sequences"}
+    named["cu_seqlens"] = branch.sequences.cu_seqlens
+    return named if isinstance(branch, Pooling) else {**named, "q_start": branch.sequences.q_start}
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection) -> Tensor:
+    return reference.select_blocks(q, k_cmp, lse, **arguments_of(selection))
+
+
+def compress_mean_forward(x: Tensor, pooling: Pooling) -> Tensor:
+    return reference.compress_mean(x, **arguments_of(pooling))
+
+
+def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling) -> Tensor:
+    return reference.gather_blocks(x, position, **arguments_of(pooling))
+
+
+def attention_forward(attention: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Contiguous, as the ops' fakes promise; with one head per group einsum leaves its own order."""
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, branch = args
+        o, lse = attention(*tensors, **arguments_of(branch))
+        return o.contiguous(), lse.contiguous()
+
+    return forward
+
+
+compressed_forward = attention_forward(reference.compressed_attention)
+selected_forward = attention_forward(reference.selected_attention)
+sliding_forward = attention_forward(reference.sliding_attention)
+
+
 def gradients(
-    forward: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], *fixed: Tensor, **knobs: Any
+    forward: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], *fixed: Tensor, **arguments: Any
 ) -> tuple[Tensor, ...]:
-    """`torch.func.vjp`, because the body of a custom op runs below the layer where plain autograd records."""
-    pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **knobs), *inputs)[1]
+    """`torch.func.vjp`, because the body of an op runs below the layer where plain autograd records."""
+    pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **arguments), *inputs)[1]
     return tuple(g.contiguous() for g in pull_back(grads if len(grads) > 1 else grads[0]))
 
 
-def attention_gradients(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def backward(
-        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **knobs: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = (do, torch.zeros_like(lse) if dlse is None else dlse)
-        dq, dk, dv = gradients(forward, (q, k, v), grads, **knobs)
+def attention_backward(attention: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    @without_gate
+    def backward(upstream: Upstream, saved: Saved, branch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grads = (upstream.do, torch.zeros_like(saved.lse) if upstream.dlse is None else upstream.dlse)
+        fixed = () if saved.indices is None else (saved.indices,)
+        dq, dk, dv = gradients(attention, (saved.q, saved.k, saved.v), grads, *fixed, **arguments_of(branch))
         return dq, dk, dv
 
     return backward
 
 
-compressed_backward = attention_gradients(reference.compressed_attention)
-sliding_backward = attention_gradients(reference.sliding_attention)
-
-
-def selected_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    **knobs: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = (do, torch.zeros_like(lse) if dlse is None else dlse)
-    dq, dk, dv = gradients(reference.selected_attention, (q, k, v), grads, indices, **knobs)
-    return dq, dk, dv
+compressed_backward = attention_backward(reference.compressed_attention)
+selected_backward = attention_backward(reference.selected_attention)
+sliding_backward = attention_backward(reference.sliding_attention)
 
 
 def combine_backward(
@@ -88,18 +93,23 @@ def combine_backward(
     return d_cmp, d_sel, d_win, d_gates
 
 
+def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
+    return combine_backward(do, o_cmp, o_sel, o_win, gates)[3]
+
+
 # Both compressions are linear: their gradients are the same wherever they are taken, and nothing was kept for them.
 
 
-def compress_mean_backward(dout: Tensor, *, length: int, **knobs: Any) -> Tensor:
+def compress_mean_backward(dout: Tensor, pooling: Pooling) -> Tensor:
     batch, _, groups, width = dout.shape
-    (dx,) = gradients(reference.compress_mean, (dout.new_zeros(batch, length, groups, width),), (dout,), **knobs)
+    x = dout.new_zeros(batch, pooling.sequences.length, groups, width)
+    (dx,) = gradients(reference.compress_mean, (x,), (dout,), **arguments_of(pooling))
     return dx
 
 
-def gather_blocks_backward(dout: Tensor, *, length: int, block: int, **knobs: Any) -> tuple[Tensor, Tensor]:
+def gather_blocks_backward(dout: Tensor, pooling: Pooling) -> tuple[Tensor, Tensor]:
     batch, _, groups, width = dout.shape
-    x = dout.new_zeros(batch, length, groups, width // block)
-    position = dout.new_zeros(block, width // block)
-    dx, dposition = gradients(reference.gather_blocks, (x, position), (dout,), block=block, **knobs)
+    x = dout.new_zeros(batch, pooling.sequences.length, groups, width // pooling.block)
+    position = dout.new_zeros(pooling.block, width // pooling.block)
+    dx, dposition = gradients(reference.gather_blocks, (x, position), (dout,), **arguments_of(pooling))
     return dx, dposition

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from nsa import settings
-from nsa.backends import gated, policy
+from nsa.backends import policy
 from nsa.backends.preferences import Preference, gpu_family, gpu_name, load_preferences, preferences_path
 from nsa.backends.problem import OPS, Problem
 from nsa.config import check_compression, require, require_positive_int
@@ -174,6 +174,8 @@ class Router:
         self.absent = {**(absent or {}), **self.broken}
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
+        # What the ops have looked up, by whatever they know of a call.
+        self.stages: dict[tuple[Any, ...], Stage] = {}
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
         self.said: set[object] = set()
@@ -211,6 +213,13 @@ class Router:
                 self.said.clear()
             found = self.routes[problem, backend] = self.decide(problem, backend)
         return found
+
+    def remember(self, key: tuple[Any, ...], stage: Stage) -> Stage:
+        """Keep what an op looked up; bounded, as routes are."""
+        if len(self.stages) >= MAX_ROUTES:
+            self.stages.clear()
+        self.stages[key] = stage
+        return stage
 
     def decide(self, problem: Problem, backend: str) -> Route:
         if backend != "auto" and backend not in self.backends and backend not in self.absent:
@@ -274,30 +283,46 @@ class Router:
             self.note_failure(broken, problem, function, reason, None if strict else name)
         if name is None:
             raise BackendFailure(route.refusal()) if route.failed else ValueError(route.refusal())
-        if not route.may_fall_back:
-            try:
-                return self.call(name, problem, function, why, args, kwargs)
-            except BackendFailure as failure:
-                self.counts.add_failure(problem.op, name, str(failure))
-                raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {why}") from failure
         if strict and route.failed:
             broken, reason = next(iter(route.failed.items()))
             raise BackendFailure(
                 f"{broken} failed before {function} on {problem}: {reason}; strict forbids another backend"
             )
+        try:
+            return self.call(name, problem, function, why, args, kwargs)
+        except BackendFailure as failure:
+            return self.after_failure(failure, name, problem, function, backend, strict, args, kwargs)
+
+    def after_failure(
+        self,
+        failure: BackendFailure,
+        name: str,
+        problem: Problem,
+        function: str,
+        backend: str,
+        strict: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What the backends after `name` make of a call in which it failed; nothing, if it was to run by name."""
+        route = self.route(problem, backend)
+        if not route.may_fall_back:
+            self.counts.add_failure(problem.op, name, str(failure))
+            raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {route.why}") from failure
         while True:
+            if not isinstance(failure, CallRefused):
+                self.failed[problem, name] = str(failure)
+                self.routes.pop((problem, backend), None)
+            following = None if strict else self.next_after(name, problem)
+            self.note_failure(name, problem, function, str(failure), following)
+            if following is None:
+                end = "strict forbids another backend" if strict else "no other backend is left"
+                raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {end}") from failure
+            name, why = following, f"{name} failed: {failure}"
             try:
                 return self.call(name, problem, function, why, args, kwargs)
-            except BackendFailure as failure:
-                if not isinstance(failure, CallRefused):
-                    self.failed[problem, name] = str(failure)
-                    self.routes.pop((problem, backend), None)
-                following = None if strict else self.next_after(name, problem)
-                self.note_failure(name, problem, function, str(failure), following)
-                if following is None:
-                    end = "strict forbids another backend" if strict else "no other backend is left"
-                    raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {end}") from failure
-                name, why = following, f"{name} failed: {failure}"
+            except BackendFailure as another:
+                failure = another
 
     def next_after(self, name: str, problem: Problem) -> str | None:
         order, _ = self.order(problem)
@@ -316,8 +341,8 @@ class Router:
     def call(
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        compute = gated.function_of(self.backends[name], function)
-        # A custom op's body still runs under the caller's autocast, which would round the fp32 sums in it.
+        compute = getattr(self.backends[name], function)
+        # An op's body still runs under the caller's autocast, which would round the fp32 sums in it.
         with torch.autocast(problem.device, enabled=False):
             if self.logs_calls:
                 result = self.logged_call(compute, name, problem, function, why, args, kwargs)
@@ -390,6 +415,47 @@ class Router:
             if before.chosen != routes[op].chosen:
                 routes[f"{op} (forward)"] = before
         return Explanation(problem, routes)
+
+
+class Stage:
+    """One function of the backend that runs a problem, resolved once; a call goes straight to it.
+
+    It takes the router's way instead where there is more to do than to call: a backend that failed, a call to be
+    logged or profiled, autocast to be left.
+    """
+
+    __slots__ = ("backend", "compute", "device", "function", "name", "problem", "router", "strict")
+
+    def __init__(self, router: Router, problem: Problem, function: str, backend: str, strict: bool) -> None:
+        self.router = router
+        self.problem = problem
+        self.function = function
+        self.backend = backend
+        self.strict = strict
+        self.device = problem.device
+        self.resolve()
+
+    def resolve(self) -> None:
+        route = self.router.route(self.problem, self.backend)
+        self.name = route.chosen
+        self.compute: Callable[..., Any] | None = None
+        if route.chosen is not None and not route.failed and not self.router.logs_calls:
+            self.compute = getattr(self.router.backends[route.chosen], self.function)
+
+    def __call__(self, *args: Any) -> Any:
+        compute = self.compute
+        if compute is None or torch.is_autocast_enabled(self.device) or torch.autograd._profiler_enabled():
+            with torch.profiler.record_function(f"nsa::{self.function}"):
+                return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
+        try:
+            result = compute(*args)
+        except BackendFailure as failure:
+            call = (self.problem, self.function, self.backend, self.strict, args, {})
+            result = self.router.after_failure(failure, str(self.name), *call)
+            self.resolve()
+            return result
+        self.router.counts.add_call(self.problem.op, str(self.name))
+        return result
 
 
 def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:

@@ -40,6 +40,7 @@ from nsa.bench.results import Row, add_output_arguments, append, environment, qu
 from nsa.bench.thresholds import PACKED, WORTH_IT, as_json, thresholds, write_thresholds
 from nsa.config import require
 from nsa.geometry import n_compressed
+from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
 BLOCK, STRIDE, WINDOW = 32, 16, 512
 SDPA_KERNELS = {
@@ -87,11 +88,17 @@ class Point:
         """What of a call its problem does not tell."""
         return self.window if self.op == "sliding" else STRIDE
 
-    def knobs(self, device: str) -> dict[str, Any]:
-        own = {"window": self.window} if self.op == "sliding" else {"block": BLOCK, "stride": STRIDE}
+    def offsets(self, device: str) -> Tensor | None:
+        """`cu_seqlens` of a varlen point."""
         ends = [self.length * i // self.documents for i in range(self.documents + 1)]
-        offsets = torch.tensor(ends, dtype=torch.int32, device=device) if self.packed else None
-        return {**own, "scale": self.width**-0.5, "cu_seqlens": offsets, "q_start": None}
+        return torch.tensor(ends, dtype=torch.int32, device=device) if self.packed else None
+
+    def branch(self, offsets: Tensor | None, device: torch.device) -> Compressed | Sliding:
+        """As a backend takes it. Made anew for each call: what follows from the offsets is part of its cost."""
+        sequences, scale = Sequences(1, self.length, device, offsets), self.width**-0.5
+        if self.op == "sliding":
+            return Sliding(sequences, self.window, scale)
+        return Compressed(sequences, BLOCK, STRIDE, scale)
 
     def problem(self, dtype: torch.dtype, *, backward: bool) -> Problem:
         return Problem(
@@ -141,11 +148,12 @@ def backend_passes(impl: str, backend: Any, point: Point, qkv: tuple[Tensor, ...
             print(f"{impl} declines {point}: {reason}")
             return
     forward, backward = (getattr(backend, f"{point.op}_{way}") for way in ("forward", "backward"))
-    knobs = point.knobs(qkv[0].device.type)
-    yield Pass(impl, "fwd", lambda: forward(*qkv, **knobs))
-    o, lse = forward(*qkv, **knobs)
-    do = torch.randn_like(o)
-    yield Pass(impl, "bwd", lambda: backward(do, None, *qkv, o, lse, **knobs))
+    device = qkv[0].device
+    offsets = point.offsets(device.type)
+    yield Pass(impl, "fwd", lambda: forward(*qkv, point.branch(offsets, device)))
+    saved = Saved(*qkv, *forward(*qkv, point.branch(offsets, device)))
+    upstream = Upstream(torch.randn_like(saved.o))
+    yield Pass(impl, "bwd", lambda: backward(upstream, saved, point.branch(offsets, device)))
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,79 @@
-"""The stages of NSA as functions: checked here, computed by whichever backend serves them.
+"""NSA as functions: the whole attention and each of its stages, checked here and computed by a backend.
 
-Shapes: `q [B,S,Hq,Dk]`, keys and values `[B,N,G,D]` contiguous in `D`, `lse` the natural-log normaliser `[B,S,Hq]`.
-Packed documents are `B = 1` with `cu_seqlens` (int32, `[n+1]`). With `q_start` (int32, `[B]`) keys come from a cache:
-row `b`'s first query sits at position `q_start[b]` of keys that start at position 0.
+Shapes: `q [B,S,Hq,Dk]`, keys and values `[B,N,G,D]` contiguous in `D`, `lse` the natural log-sum-exp `[B,S,Hq]`.
 
-`backend` is "auto" or a backend's name; a named one never falls back. `strict` turns every fallback into an error and
-looks at values on the GPU too.
+Every function takes:
+    cu_seqlens: int32 `[n+1]`, offsets of the documents of a varlen batch, which is `B = 1`.
+    q_start: int32 `[B]`, for keys that come from a cache: row `b`'s first query sits at position `q_start[b]` of keys
+        that start at position 0.
+    scale: of the scores; by default `Dk ** -0.5`.
+    backend: "auto" or a backend's name; a named one never falls back.
+    strict: turn every fallback into an error, and check values on the GPU too.
 
-A value that is not finite is not hidden, and may show in rows that do not see it: what is masked is multiplied by zero.
+A wrong argument raises a `ValueError` that names it. A value that is not finite is not hidden, and may show in rows
+that do not see it: what is masked is multiplied by zero.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.config import check_compression, check_selection, require_positive_int
-from nsa.ops import checks, library, whole
+from nsa import checks
+from nsa.ops.attention import ATTENTION
+from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
+from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 
 __all__ = [
+    "attention",
     "combine",
     "compress_mean",
     "compressed_attention",
     "gather_blocks",
-    "mixture",
     "select_blocks",
     "selected_attention",
     "sliding_attention",
 ]
+
+
+def attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    window: int,
+    cu_seqlens: Tensor | None = None,
+    q_start: Tensor | None = None,
+    window_start: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    strict: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The whole attention: block selection, the three branches and their gated sum, in one op.
+
+    Args:
+        k_cmp, v_cmp: compressed keys and values, as `compressed_attention` takes them.
+        gates: `[B,S,Hq,3]` in the order compressed, selected, sliding; none negative.
+        q_start, window_start: where the queries start in the compressed and selected keys, and in the sliding keys.
+
+    Returns:
+        `o [B,S,Hq,Dv]`, and the indices `[B,S,G,n_select]` of the selected blocks.
+    """
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start)
+    integers = (block, stride, select_block, n_select, n_init, n_local, window)
+    checks.check_attention(*tensors, *integers, scale, backend, strict)
+    outputs = ATTENTION(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
+    return outputs[0], outputs[1]
 
 
 def compress_mean(
@@ -40,12 +87,12 @@ def compress_mean(
 ) -> Tensor:
     """The mean of each block of keys or values: `x [B,S,G,D]` to `[B,N,G,D]`.
 
-    `N` is the number of whole blocks. In a pack it is `S // stride`, which always suffices: the documents' blocks lie
-    one after the other, and the slots after them are zero.
+    `N` is the number of whole blocks. Of a varlen batch it is `S // stride`, which always suffices: the documents'
+    blocks lie one after the other, and the slots after them are zero.
     """
-    checks.check_compressible(x, block, stride, cu_seqlens)
-    checks.check_serving(backend, strict)
-    return library.compress_mean(x, cu_seqlens, block, stride, backend, strict)
+    checks.check_compress_mean(x, cu_seqlens, block, stride, backend, strict)
+    mean: Tensor = COMPRESS_MEAN(x, cu_seqlens, block, stride, backend, strict)
+    return mean
 
 
 def gather_blocks(
@@ -60,12 +107,11 @@ def gather_blocks(
 ) -> Tensor:
     """Each block's tokens in a row, with `position [block,D]` added: `x [B,S,G,D]` to `[B,N,G,block*D]`, for a Linear.
 
-    `N` is as in `compress_mean`; slots of a pack that hold no block are zero here too.
+    `N` is as in `compress_mean`; slots of a varlen batch that hold no block are zero here too.
     """
-    checks.check_compressible(x, block, stride, cu_seqlens)
-    checks.check_position(position, x, block)
-    checks.check_serving(backend, strict)
-    return library.gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
+    checks.check_gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
+    blocks: Tensor = GATHER_BLOCKS(x, position, cu_seqlens, block, stride, backend, strict)
+    return blocks
 
 
 def compressed_attention(
@@ -81,19 +127,15 @@ def compressed_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the compressed blocks that are complete at each query: `(o, lse)`.
+    """Attention over the compressed blocks that are complete at each query: `(o [B,S,Hq,Dv], lse)`.
 
-    In a pack, `k_cmp` and `v_cmp` hold the documents' blocks one after the other, and may have unused space after them.
+    Of a varlen batch, `k_cmp` and `v_cmp` hold the documents' blocks one after the other, and may have unused slots
+    after them.
     """
-    checks.check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
-    check_compression(block, stride)
-    checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
-    checks.check_scale(scale)
-    checks.check_serving(backend, strict)
-    return library.compressed_attention(
-        q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale or q.shape[-1] ** -0.5, backend, strict
-    )
+    checks.check_compressed_attention(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
+    scale = scale or q.shape[-1] ** -0.5
+    o, lse = COMPRESSED.forward(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
+    return o, lse
 
 
 def select_blocks(
@@ -115,34 +157,13 @@ def select_blocks(
 ) -> Tensor:
     """The blocks each group of each query reads in full: int32 `[B,S,G,n_select]`, ascending, -1 at the end.
 
-    `lse` is what `compressed_attention` returned for the same `q` and `k_cmp`. No gradient flows through the choice.
+    `lse` is what `compressed_attention` returned for the same `q` and `k_cmp`. No gradient flows through the selection.
     """
-    checks.check_queries(q)
-    checks.check_key("k_cmp", k_cmp, q, "B N G Dk")
-    checks.check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
-    checks.check_lse(q, lse)
-    check_compression(block, stride)
-    check_selection(stride, select_block, n_select, n_init, n_local)
-    checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
-    checks.check_scale(scale)
-    checks.check_serving(backend, strict)
-    return library.select_blocks(
-        q.detach(),
-        k_cmp.detach(),
-        lse.detach(),
-        cu_seqlens,
-        q_start,
-        block,
-        stride,
-        select_block,
-        n_select,
-        n_init,
-        n_local,
-        scale or q.shape[-1] ** -0.5,
-        backend,
-        strict,
-    )
+    integers = (block, stride, select_block, n_select, n_init, n_local)
+    checks.check_select_blocks(q, k_cmp, lse, cu_seqlens, q_start, *integers, scale, backend, strict)
+    tensors = (q.detach(), k_cmp.detach(), lse.detach(), cu_seqlens, q_start)
+    indices: Tensor = SELECT_BLOCKS(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
+    return indices
 
 
 def selected_attention(
@@ -158,17 +179,11 @@ def selected_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of the chosen blocks up to each query: `(o, lse)`."""
-    checks.check_keys_values(q, k, v, "k", "v")
-    checks.check_token_count(q, k, q_start)
-    checks.check_indices(q, k, indices)
-    require_positive_int("select_block", select_block)
-    checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_scale(scale)
-    checks.check_serving(backend, strict)
-    return library.selected_attention(
-        q, k, v, indices, cu_seqlens, q_start, select_block, scale or q.shape[-1] ** -0.5, backend, strict
-    )
+    """Attention over the tokens of the selected blocks up to each query: `(o [B,S,Hq,Dv], lse)`."""
+    checks.check_selected_attention(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
+    scale = scale or q.shape[-1] ** -0.5
+    o, lse = SELECTED.forward(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
+    return o, lse
 
 
 def sliding_attention(
@@ -183,77 +198,17 @@ def sliding_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the `window` tokens that end at each query: `(o, lse)`."""
-    checks.check_keys_values(q, k, v, "k", "v")
-    checks.check_token_count(q, k, q_start)
-    require_positive_int("window", window)
-    checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_scale(scale)
-    checks.check_serving(backend, strict)
-    return library.sliding_attention(
-        q, k, v, cu_seqlens, q_start, window, scale or q.shape[-1] ** -0.5, backend, strict
-    )
+    """Attention over the `window` tokens that end at each query: `(o [B,S,Hq,Dv], lse)`."""
+    checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
+    scale = scale or q.shape[-1] ** -0.5
+    o, lse = SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
+    return o, lse
 
 
 def combine(
     o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, backend: str = "auto", strict: bool = False
 ) -> Tensor:
-    """The gated sum of the three branches; `gates [B,S,Hq,3]` in the order compressed, selected, sliding."""
-    checks.check_combine(o_cmp, o_sel, o_win, gates)
-    checks.check_serving(backend, strict)
-    return library.combine(o_cmp, o_sel, o_win, gates, backend, strict)
-
-
-def mixture(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    branches: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-    indices: Tensor,
-    block: int,
-    stride: int,
-    select_block: int,
-    window: int,
-    cu_seqlens: Tensor | None = None,
-    q_start: Tensor | None = None,
-    window_start: Tensor | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-) -> Tensor:
-    """`combine` of the `(o, lse)` that the three attentions gave for these inputs, differentiable in the inputs.
-
-    The branches come without autograd: their gradients are taken here, all at once, which spares the three copies of
-    the output's gradient and the three gradients of `q` that autograd would hold. Gates are not negative. `q_start` is
-    for the compressed and selected keys, `window_start` for the sliding ones.
-    """
-    checks.check_branches(branches)
-    (o_cmp, lse_cmp), (o_sel, lse_sel), (o_win, lse_win) = branches
-    checks.check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
-    checks.check_keys_values(q, k_sel, v_sel, "k_sel", "v_sel")
-    checks.check_keys_values(q, k_win, v_win, "k_win", "v_win")
-    checks.check_combine(o_cmp, o_sel, o_win, gates)
-    for name, lse in (("lse_cmp", lse_cmp), ("lse_sel", lse_sel), ("lse_win", lse_win)):
-        checks.check_lse(q, lse, name)
-    checks.check_indices(q, k_sel, indices)
-    check_compression(block, stride)
-    require_positive_int("select_block", select_block)
-    require_positive_int("window", window)
-    checks.check_sequences(q, cu_seqlens, q_start)
-    checks.check_sequences(q, cu_seqlens, window_start, start="window_start")
-    checks.check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
-    checks.check_token_count(q, k_sel, q_start, "k_sel")
-    checks.check_token_count(q, k_win, window_start, "k_win")
-    checks.check_scale(scale)
-    checks.check_serving(backend, strict)
-    return whole.mixture(
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates,
-        o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices, cu_seqlens, q_start, window_start,
-        block, stride, select_block, window, scale or q.shape[-1] ** -0.5, backend, strict,
-    )  # fmt: skip
+    """The gated sum `[B,S,Hq,Dv]`; `gates [B,S,Hq,3]` in the order compressed, selected, sliding."""
+    checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
+    o: Tensor = COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)
+    return o

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ from nsa.backends.flash.branches import (
 )
 from nsa.backends.flash.cases import CODE, USUAL, Posed, cases_of, kind_of, posed
 from nsa.backends.flash.libraries import Library, find_libraries
+from nsa.backends.gated import without_gate
 from nsa.backends.probe import Outcome, Subject, Verdicts, cache_folder, report, run_cases
 from nsa.backends.problem import Problem
 from nsa.backends.routing import CallRefused, Fault
 from nsa.geometry import n_compressed
+from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -213,13 +215,12 @@ class FlashBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
+        sequences: Sequences,
         *,
         backward: bool,
     ) -> Library:
         # Within a class of shapes lengths are left to the check of the call itself.
-        packed, cached = cu_seqlens is not None, q_start is not None
+        packed, cached = sequences.cu_seqlens is not None, sequences.q_start is not None
         shape = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
         # The device with its index: another GPU has a verdict of its own.
         sizes = (q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3])
@@ -259,111 +260,45 @@ class FlashBackend:
         return dtype
 
     def forward(
-        self,
-        op: str,
-        knob: int,
-        make_plan: Callable[..., Plan],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
+        self, op: str, hyperparameter: int, make_plan: Callable[..., Plan], tensors: tuple[Tensor, ...], branch: Any
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors
         if k.shape[1] == 0:
             lse = torch.full(q.shape[:3], NEGATIVE_INFINITY, dtype=torch.float32, device=q.device)
             return q.new_zeros(*q.shape[:3], v.shape[3]), lse
-        library = self.library_for(op, knob, q, k, v, cu_seqlens, q_start, backward=False)
-        plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
-        return attend(library, q, k, v, plan, scale, self.cast(q))
+        library = self.library_for(op, hyperparameter, q, k, v, branch.sequences, backward=False)
+        return attend(library, q, k, v, make_plan(q, k, branch), branch.scale, self.cast(q))
 
     def backward(
         self,
         op: str,
-        knob: int,
+        hyperparameter: int,
         make_plan: Callable[..., Plan],
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
+        upstream: Upstream,
+        saved: Saved,
+        branch: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = saved[:3]
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        library = self.library_for(op, knob, q, k, v, cu_seqlens, q_start, backward=True)
-        plan = make_plan(q, k, cu_seqlens=cu_seqlens, q_start=q_start)
-        return gradients(library, do, dlse, q, k, v, o, lse, plan, scale, self.cast(q))
+        library = self.library_for(op, hyperparameter, q, k, v, branch.sequences, backward=True)
+        return gradients(library, upstream, saved, make_plan(q, k, branch), branch.scale, self.cast(q))
 
-    def compressed_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        block: int,
-        stride: int,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        plan = partial(compressed_plan, block=block, stride=stride)
-        return self.forward("compressed", stride, plan, q, k, v, scale, cu_seqlens, q_start)
+    def compressed_forward(self, q: Tensor, k: Tensor, v: Tensor, branch: Compressed) -> tuple[Tensor, Tensor]:
+        return self.forward("compressed", branch.stride, compressed_plan, (q, k, v), branch)
 
+    @without_gate
     def compressed_backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        block: int,
-        stride: int,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
+        self, upstream: Upstream, saved: Saved, branch: Compressed
     ) -> tuple[Tensor, Tensor, Tensor]:
-        plan = partial(compressed_plan, block=block, stride=stride)
-        return self.backward("compressed", stride, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+        return self.backward("compressed", branch.stride, compressed_plan, upstream, saved, branch)
 
-    def sliding_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        window: int,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        plan = partial(sliding_plan, window=window)
-        return self.forward("sliding", window, plan, q, k, v, scale, cu_seqlens, q_start)
+    def sliding_forward(self, q: Tensor, k: Tensor, v: Tensor, branch: Sliding) -> tuple[Tensor, Tensor]:
+        return self.forward("sliding", branch.window, sliding_plan, (q, k, v), branch)
 
-    def sliding_backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        window: int,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        q_start: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        plan = partial(sliding_plan, window=window)
-        return self.backward("sliding", window, plan, do, dlse, q, k, v, o, lse, scale, cu_seqlens, q_start)
+    @without_gate
+    def sliding_backward(self, upstream: Upstream, saved: Saved, branch: Sliding) -> tuple[Tensor, Tensor, Tensor]:
+        return self.backward("sliding", branch.window, sliding_plan, upstream, saved, branch)
 
 
 def likely_stride(problem: Problem) -> int:

@@ -20,6 +20,7 @@ from nsa.backends.flash.fold import Fold, PackedFold, PlainFold
 from nsa.backends.flash.libraries import Library, run_backward, run_forward
 from nsa.backends.routing import CallRefused
 from nsa.geometry import n_compressed_of
+from nsa.sequences import Compressed, Saved, Sliding, Upstream
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -139,24 +140,24 @@ def folded_plan(fold: Fold) -> Plan:
     return Plan(lambda x: fold.fold(x)[0], lambda x, fill: fold.unfold(x[None], fill), lambda k: k[0], leave_keys, mask)
 
 
-def compressed_plan(
-    q: Tensor, k: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None, q_start: Tensor | None
-) -> Plan:
+def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> Plan:
     n_keys, n_groups = k.shape[1:3]
-    if q_start is not None:
-        return cached_plan(q, k, n_compressed_of(q_start + 1, block, stride), causal=False, window=None)
-    if cu_seqlens is None:
+    block, stride, sequences = branch.block, branch.stride, branch.sequences
+    if sequences.q_start is not None:
+        return cached_plan(q, k, n_compressed_of(sequences.q_start + 1, block, stride), causal=False, window=None)
+    if sequences.cu_seqlens is None:
         return folded_plan(PlainFold(q.shape[1], n_keys, n_groups, block, stride))
-    offsets = safe_offsets(cu_seqlens, q.shape[1])
+    offsets = safe_offsets(sequences.cu_seqlens, q.shape[1])
     return folded_plan(PackedFold(q.shape[1], n_keys, n_groups, block, stride, offsets))
 
 
-def sliding_plan(q: Tensor, k: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Plan:
+def sliding_plan(q: Tensor, k: Tensor, branch: Sliding) -> Plan:
+    sequences = branch.sequences
     # No query sees more keys than there are, and a library narrows the number to 32 bits.
-    window = min(window, k.shape[1])
-    if q_start is not None:
-        return cached_plan(q, k, q_start + q.shape[1], causal=True, window=window)
-    return dense_plan(window) if cu_seqlens is None else packed_plan(q, cu_seqlens, window)
+    window = min(branch.window, k.shape[1])
+    if sequences.q_start is not None:
+        return cached_plan(q, k, sequences.q_start + q.shape[1], causal=True, window=window)
+    return dense_plan(window) if sequences.cu_seqlens is None else packed_plan(q, sequences.cu_seqlens, window)
 
 
 def ready(x: Tensor, width: int, given: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -194,18 +195,10 @@ def attend(
 
 
 def gradients(
-    library: Library,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    scale: float,
-    dtype: torch.dtype,
+    library: Library, upstream: Upstream, saved: Saved, plan: Plan, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
+    do, dlse, *_ = upstream
+    q, k, v, o, lse, _ = saved
     call = forward_call(library, q, k, v, plan, scale, dtype)
     width = call.q.shape[-1]
     # Gradients of a mean over many tokens are smaller than what fp16 holds: a cast takes them at another scale.

@@ -27,20 +27,20 @@ from nsa.backends.sdpa.layout import (
     ungroup_queries,
 )
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
+from nsa.sequences import Ranges, Saved, Upstream
 
 SHORTEST_TILE = 16
 
 
 @dataclass(frozen=True)
-class Ranges:
-    """What each query sees, and slices of keys that hold it, the latter known without looking at the former.
+class Tiling:
+    """What each query sees, and slices of keys that hold it, the latter known without reading the former.
 
     The slice of the tile that starts at query `c` starts at key `c - before` if `along` (a band), else at key 0;
     `width(tile, c1)` keys suffice for tiles of that many queries which end before query `c1`.
     """
 
-    lo: Tensor  # [B or 1, S]
-    hi: Tensor
+    ranges: Ranges
     tile: int
     along: bool
     before: int
@@ -48,7 +48,7 @@ class Ranges:
 
     @property
     def n_queries(self) -> int:
-        return self.lo.shape[1]
+        return self.ranges.sequences.length
 
     def tile_within(self, rows: int, budget: int) -> int:
         """Queries a tile: halved until a single tile of every row fits the budget."""
@@ -70,14 +70,14 @@ class Ranges:
 
     def empty(self) -> Tensor:
         """`[B or 1, S]`: queries that see nothing."""
-        return self.lo >= self.hi
+        return self.ranges.lo >= self.ranges.hi
 
 
 @dataclass(frozen=True)
 class Group:
     """`count` tiles of `size` queries from tile `first` on, done at once; the last may reach past the last query."""
 
-    ranges: Ranges
+    tiling: Tiling
     size: int
     first: int
     count: int
@@ -88,16 +88,16 @@ class Group:
 
     @property
     def c1(self) -> int:
-        return min(self.c0 + self.count * self.size, self.ranges.n_queries)
+        return min(self.c0 + self.count * self.size, self.tiling.n_queries)
 
     @property
     def width(self) -> int:
-        return self.ranges.width(self.size, self.c1)
+        return self.tiling.width(self.size, self.c1)
 
     @property
     def step(self) -> int:
         """How many keys the slices of neighbouring tiles are apart."""
-        return self.size if self.ranges.along else 0
+        return self.size if self.tiling.along else 0
 
     def tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """The group's queries of `[R, S, ...]` as tiles `[R * count, size, ...]`, `fill` past the last query."""
@@ -113,10 +113,10 @@ class Group:
 
     def key_numbers(self) -> Tensor:
         """`[count, width]`; outside `[0, N)` where a slice reaches past the keys."""
-        device = self.ranges.lo.device
+        device = self.tiling.ranges.sequences.device
         start = (self.first + torch.arange(self.count, device=device)) * self.step
-        if self.ranges.along:
-            start = start - self.ranges.before
+        if self.tiling.along:
+            start = start - self.tiling.before
         return start[:, None] + torch.arange(self.width, device=device)
 
     def keys(self, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Group:
 
     def hidden(self, rows: int) -> Tensor:
         """`[rows * count, size, width]`, for `rows` of batch and group."""
-        lo, hi = (self.tiles(x).unflatten(0, (-1, self.count)) for x in (self.ranges.lo, self.ranges.hi))
+        lo, hi = (self.tiles(x).unflatten(0, (-1, self.count)) for x in (self.tiling.ranges.lo, self.tiling.ranges.hi))
         key = self.key_numbers()[:, None]
         hidden = (key < lo[..., None]) | (key >= hi[..., None])
         per_batch = rows // hidden.shape[0]
@@ -135,7 +135,7 @@ class Group:
     def add_keys(self, total: Tensor, x: Tensor) -> None:
         """Add the slices' gradients `x [R * count, width, D]` to `total [R, before + N + ..., D]`, in a fixed order."""
         x = x.unflatten(0, (-1, self.count))
-        if not self.ranges.along:
+        if not self.tiling.along:
             total[:, : self.width] += x.sum(dim=1)
             return
         # Slices overlap; cut into pieces one step long, the pieces of the same rank do not.
@@ -148,42 +148,34 @@ class Group:
 
 def key_totals(keys: Tensor, group: Group) -> Tensor:
     """Zeros for the sums of `Group.add_keys`: the keys, with room for what slices reach past them on both sides."""
-    ranges = group.ranges
+    tiling = group.tiling
     places = keys.shape[1]
-    if ranges.along:
-        n_tiles = -(-ranges.n_queries // group.size)
+    if tiling.along:
+        n_tiles = -(-tiling.n_queries // group.size)
         places = n_tiles * group.step + group.width + group.step
     return torch.zeros(keys.shape[0], places, keys.shape[2], dtype=sum_dtype(keys), device=keys.device)
 
 
-def ranged_forward(q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float) -> tuple[Tensor, Tensor]:
+def ranged_forward(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor]:
     batch, _, n_heads, _ = q.shape
     n_groups = k.shape[2]
     qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
     o = torch.zeros(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full(qg.shape[:3], float("-inf"), dtype=sum_dtype(q), device=q.device)
-    for group in ranges.groups(batch * n_heads, score_budget(q, fused=is_fused(q, v))):
+    for group in tiling.groups(batch * n_heads, score_budget(q, fused=is_fused(q, v))):
         if group.width > 0:
             hidden = group.hidden(qg.shape[0])
             o_tiles, lse_tiles = tile_forward(group.tiles(qg), group.keys(kg), group.keys(vg), hidden, scale)
             o[:, group.c0 : group.c1] = group.queries(o_tiles)
             lse[:, group.c0 : group.c1] = group.queries(lse_tiles)
     o, lse = ungroup_queries(o, batch, q.dtype), ungroup_queries(lse, batch, lse.dtype)
-    empty = ranges.empty()[..., None]
+    empty = tiling.empty()[..., None]
     return o.masked_fill_(empty[..., None], 0.0), lse.masked_fill_(empty, float("-inf"))
 
 
-def ranged_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    ranges: Ranges,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def ranged_backward(upstream: Upstream, saved: Saved, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    do, dlse, *_ = upstream
+    q, k, v, o, lse, _ = saved
     batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
@@ -191,7 +183,7 @@ def ranged_backward(
     dlse_g = None if dlse is None else group_rows(dlse, n_groups)
     dq = torch.zeros(qg.shape, dtype=q.dtype, device=q.device)
     dk, dv = torch.zeros_like(kg), torch.zeros_like(vg)
-    groups = list(ranges.groups(batch * n_heads, score_budget(q, fused=dlse is None and is_fused(q, v))))
+    groups = list(tiling.groups(batch * n_heads, score_budget(q, fused=dlse is None and is_fused(q, v))))
     if groups[-1].width > 0:
         dk, dv = key_totals(kg, groups[0]), key_totals(vg, groups[0])
     for group in groups:
@@ -210,6 +202,6 @@ def ranged_backward(
             dq[:, group.c0 : group.c1] = group.queries(dq_tiles)
             group.add_keys(dk, dk_tiles)
             group.add_keys(dv, dv_tiles)
-    before = ranges.before if ranges.along else 0
+    before = tiling.before if tiling.along else 0
     dk, dv = dk[:, before : before + n_keys], dv[:, before : before + n_keys]
     return ungroup_queries(dq, batch, q.dtype), ungroup_keys(dk, batch, k.dtype), ungroup_keys(dv, batch, v.dtype)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nsa.backends.gated import without_gate
 from nsa.backends.sdpa.layout import (
     compute_dtype,
     group_normalisers,
@@ -28,49 +29,40 @@ from nsa.backends.sdpa.layout import (
     ungroup_queries,
 )
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
-from nsa.geometry import documents, exclusive_offsets, query_positions
+from nsa.geometry import exclusive_offsets
+from nsa.sequences import Blocks, Saved, Selected, Upstream
 
 MAX_TILE = 64
 # A document's first block may be read by few, yet takes a tile: its keys, values and unused places weigh as many pairs.
 PAIRS_PER_EXTRA_BLOCK = 16
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The selection blocks of one row of keys, numbered one after the other over its documents."""
+def first_places(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """`[J]` where each block starts among the row's keys, and in its document."""
+    if blocks.sequences.cu_seqlens is None:
+        first = torch.arange(blocks.count, device=blocks.sequences.device) * blocks.size
+        return first, first
+    return blocks.places[:2]
 
-    offset: Tensor | None  # [S] number of the first block of each query's document; None: one document, number 0
-    first_token: Tensor  # [J] where each block starts among the row's keys
-    first_position: Tensor  # [J] the same, counted in its document
-    n_extra: int  # blocks there can be on top of one per `select_block` tokens: one for each document of a pack
 
-    @classmethod
-    def of(
-        cls, n_queries: int, n_keys: int, select_block: int, cu_seqlens: Tensor | None, device: torch.device
-    ) -> Blocks:
-        if cu_seqlens is None:
-            first = torch.arange(-(-n_keys // select_block), device=device) * select_block
-            return cls(None, first, first, 0)
-        packed = documents(cu_seqlens, n_queries)
-        offsets = exclusive_offsets(torch.div(packed.lengths + select_block - 1, select_block, rounding_mode="floor"))
-        number = torch.arange(n_keys // select_block + packed.count, device=device)
-        document = torch.searchsorted(offsets[1:].contiguous(), number, right=True).clamp_max(packed.count - 1)
-        position = (number - offsets[document]) * select_block
-        return cls(offsets[packed.index], packed.cu_seqlens[document] + position, position, packed.count)
+def reached(blocks: Blocks, c0: int, c1: int) -> tuple[Tensor, Tensor]:
+    """`first_places` of what queries `[c0, c1)` can read, from number `offset[c0]` on.
 
-    def reached(self, c0: int, c1: int, select_block: int) -> tuple[Tensor, Tensor]:
-        """`first_token` and `first_position` of what queries `[c0, c1)` can read, from number `offset[c0]` on.
+    A chunk has no more documents than queries, however many lie around it.
+    """
+    first_token, first_position = first_places(blocks)
+    n_blocks = -(-c1 // blocks.size)
+    if blocks.sequences.cu_seqlens is None:
+        return first_token[:n_blocks], first_position[:n_blocks]
+    n_blocks = min(blocks.count, n_blocks + min(n_extra(blocks), c1 - c0))
+    number = blocks.offset[c0] + torch.arange(n_blocks, device=blocks.offset.device)
+    number = number.clamp_max(blocks.count - 1)
+    return first_token[number], first_position[number]
 
-        A chunk has no more documents than queries, however many lie around it.
-        """
-        n_blocks = -(-c1 // select_block)
-        if self.offset is None:
-            first = self.first_token[:n_blocks]
-            return first, first
-        total = self.first_token.numel()
-        n_blocks = min(total, n_blocks + min(self.n_extra, c1 - c0))
-        number = (self.offset[c0] + torch.arange(n_blocks, device=self.offset.device)).clamp_max(total - 1)
-        return self.first_token[number], self.first_position[number]
+
+def n_extra(blocks: Blocks) -> int:
+    """Blocks there can be on top of one per `size` tokens: one for each document of a varlen batch."""
+    return 0 if blocks.sequences.cu_seqlens is None else blocks.sequences.documents.count
 
 
 @dataclass(frozen=True)
@@ -161,37 +153,30 @@ class Chunk:
         total.view(-1, width).index_add_(0, row.flatten(), sums.view(-1, width))
 
 
-def chunks(
-    indices: Tensor,
-    n_keys: int,
-    pairs_at_once: int,
-    select_block: int,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    blocks: Blocks,
-) -> Iterator[Chunk]:
+def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chunk]:
     batch, n_queries, n_groups, n_select = indices.shape
+    sequences, n_keys, select_block = blocks.sequences, blocks.n_keys, blocks.size
+    packed = sequences.cu_seqlens is not None
     device = indices.device
     rows = batch * n_groups
-    position = query_positions(batch, n_queries, cu_seqlens, q_start, device).expand(batch, -1)
-    position = position.repeat_interleave(n_groups, dim=0)
+    position = sequences.positions.expand(batch, -1).repeat_interleave(n_groups, dim=0)
     number = indices.long().transpose(1, 2).flatten(0, 1)
     # A block that starts after its query holds nothing the query may see: the same as no block.
     reads = (number >= 0) & (number * select_block <= position[..., None])
-    if blocks.offset is not None:
+    if packed:
         number = number + blocks.offset[:, None]
     number = torch.where(reads, number, -1)
 
     inner = torch.arange(select_block, device=device)
-    size = min(n_queries, chunk_size(pairs_at_once // rows, n_select, blocks.n_extra))
+    size = min(n_queries, chunk_size(pairs_at_once // rows, n_select, n_extra(blocks)))
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
         number_c = number[:, c0:c1]
-        if blocks.offset is not None:
+        if packed:
             number_c = number_c - blocks.offset[c0]
-        first_token, first_position = blocks.first_token, blocks.first_position
-        if q_start is None:
-            first_token, first_position = blocks.reached(c0, c1, select_block)
+        # The queries of a cache may lie anywhere among its keys.
+        cached = sequences.q_start is not None
+        first_token, first_position = first_places(blocks) if cached else reached(blocks, c0, c1)
         n_blocks = first_token.numel()
         tiles = cut_tiles(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
 
@@ -236,29 +221,18 @@ def pairs_within_budget(q: Tensor, heads: int, select_block: int, *, fused: bool
     return score_budget(q, fused=fused) // (heads * select_block)
 
 
-def selected_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    select_block: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    batch, n_queries, n_heads, _ = q.shape
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, branch: Selected) -> tuple[Tensor, Tensor]:
+    batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     # A block wider than the keys holds them all: the same as one as wide as they are.
-    select_block = min(select_block, n_keys)
+    blocks = Blocks(branch.sequences, n_keys, min(branch.select_block, n_keys))
     qg = group_queries(q, n_groups)
     o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
-    blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
-    pairs = pairs_within_budget(q, n_heads // n_groups, select_block, fused=is_fused(q, v))
-    for chunk in chunks(indices, n_keys, pairs, select_block, cu_seqlens, q_start, blocks):
+    pairs = pairs_within_budget(q, n_heads // n_groups, blocks.size, fused=is_fused(q, v))
+    for chunk in chunks(indices, blocks, pairs):
         o_tile, lse_tile = tile_forward(
-            chunk.gather_queries(qg), chunk.gather_keys(k), chunk.gather_keys(v), chunk.hidden, scale
+            chunk.gather_queries(qg), chunk.gather_keys(k), chunk.gather_keys(v), chunk.hidden, branch.scale
         )
         lse_pair = chunk.per_pair(lse_tile, missing=float("-inf"))
         lse_c = lse_pair.logsumexp(dim=2)
@@ -269,35 +243,24 @@ def selected_forward(
     return ungroup_queries(o, batch, q.dtype), ungroup_queries(lse, batch, lse.dtype)
 
 
-def selected_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    select_block: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n_queries, n_heads, _ = q.shape
+@without_gate
+def selected_backward(upstream: Upstream, saved: Saved, branch: Selected) -> tuple[Tensor, Tensor, Tensor]:
+    do, dlse, *_ = upstream
+    q, k, v, o, lse, indices = saved
+    assert indices is not None
+    batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     # A block wider than the keys holds them all: the same as one as wide as they are.
-    select_block = min(select_block, n_keys)
+    blocks = Blocks(branch.sequences, n_keys, min(branch.select_block, n_keys))
     qg, dog, og = (group_queries(x, n_groups) for x in (q, do, o))
     lse_g = group_normalisers(lse, n_groups)
     dlse_g = None if dlse is None else group_rows(dlse, n_groups)
     dq = torch.empty(qg.shape, dtype=q.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=sum_dtype(q), device=q.device)
     dv = torch.zeros(v.shape, dtype=sum_dtype(q), device=q.device)
-    blocks = Blocks.of(n_queries, n_keys, select_block, cu_seqlens, q.device)
     fused = dlse is None and is_fused(q, v)
-    pairs = pairs_within_budget(q, n_heads // n_groups, select_block, fused=fused)
-    for chunk in chunks(indices, n_keys, pairs, select_block, cu_seqlens, q_start, blocks):
+    pairs = pairs_within_budget(q, n_heads // n_groups, blocks.size, fused=fused)
+    for chunk in chunks(indices, blocks, pairs):
         dq_tile, dk_tile, dv_tile = tile_backward(
             chunk.gather_queries(dog),
             None if dlse_g is None else chunk.gather_queries(dlse_g),
@@ -307,7 +270,7 @@ def selected_backward(
             chunk.gather_queries(og),
             chunk.gather_queries(lse_g),
             chunk.hidden,
-            scale,
+            branch.scale,
         )
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
         chunk.add_blocks(dk, dk_tile)

@@ -6,46 +6,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.backends.sdpa.branches import compressed_ranges
+from nsa.backends.sdpa.branches import compressed_tiling
 from nsa.backends.sdpa.layout import group_keys, group_normalisers, group_queries, score_budget
 from nsa.backends.sdpa.ranged import Group
 from nsa.backends.sdpa.tile import plain_scores
-from nsa.geometry import query_positions
+from nsa.sequences import Selection
 
 
-def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    *,
-    block: int,
-    stride: int,
-    select_block: int,
-    n_select: int,
-    n_init: int,
-    n_local: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection) -> Tensor:
     batch, length, n_heads, _ = q.shape
     n_cmp, n_groups = k_cmp.shape[1:3]
-    ranges = compressed_ranges(q, n_cmp, block, stride, cu_seqlens, q_start)
-    position = query_positions(batch, length, cu_seqlens, q_start, q.device)
+    sequences, stride, select_block, n_select = (
+        selection.sequences,
+        selection.stride,
+        selection.select_block,
+        selection.n_select,
+    )
+    tiling = compressed_tiling(selection, n_cmp)
     qg, kg = group_queries(q, n_groups), group_keys(k_cmp)
     lse_g = group_normalisers(lse, n_groups)
     indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
-    for group in ranges.groups(batch * n_heads, score_budget(q, fused=False)):
+    for group in tiling.groups(batch * n_heads, score_budget(q, fused=False)):
         c0, c1 = group.c0, group.c1
-        longest = c1 if q_start is None else n_cmp * stride + block - 1
-        p = group_probabilities(group, qg, kg, lse_g, scale).unflatten(0, (batch, n_groups))
-        if cu_seqlens is not None:
-            p = shift_to_document_start(p, ranges.lo[:, c0:c1])
+        longest = c1 if sequences.q_start is None else selection.capacity(n_cmp)
+        p = group_probabilities(group, qg, kg, lse_g, selection.scale).unflatten(0, (batch, n_groups))
+        if sequences.cu_seqlens is not None:
+            p = shift_to_document_start(p, tiling.ranges.lo[:, c0:c1])
         # A block longer than the sequence holds no more units than that has.
         per_select = min(select_block // stride, -(-longest // stride))
-        importance = pool_to_blocks(p, -(-longest // select_block), block // stride, per_select)
-        own = torch.div(position[:, None, c0:c1, None], select_block, rounding_mode="floor")
-        indices[:, c0:c1] = best_blocks(importance, own, n_select, n_init, n_local).transpose(1, 2)
+        importance = pool_to_blocks(p, -(-longest // select_block), selection.block // stride, per_select)
+        own = torch.div(sequences.positions[:, None, c0:c1, None], select_block, rounding_mode="floor")
+        indices[:, c0:c1] = best_blocks(importance, own, n_select, selection.n_init, selection.n_local).transpose(1, 2)
     return indices
 
 

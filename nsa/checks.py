@@ -1,21 +1,56 @@
 """Arguments are checked here, once, for every backend: a wrong one is a `ValueError` that names it.
 
-Shapes, dtypes and devices are always checked. Values (offsets, indices, finiteness) live on the device: they are looked
-at where that costs nothing, on the CPU, and elsewhere only under `strict`, because a GPU would have to be waited for.
+Shapes, dtypes and devices are always checked, once for each combination of them (`once_per_layout`). Values (offsets,
+indices, finiteness) live on the device: they are read where that costs nothing, on the CPU, and elsewhere only under
+`strict`, because the host would have to wait for the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.config import check_compression, check_heads, require, require_bool
+from nsa.config import check_compression, check_heads, check_selection, require, require_bool, require_positive_int
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT_NAMES = "float16, bfloat16, float32 or float64"
+
+# Layouts remembered at once: sequence lengths may never repeat, and memory must not grow with them.
+MAX_LAYOUTS = 4096
+
+
+def layout(x: Any) -> Any:
+    """All of an argument that a check of shapes, dtypes and devices may depend on."""
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
+
+
+def once_per_layout(check: Callable[..., None]) -> Callable[..., None]:
+    """Skip a check that has passed for arguments of the same layout: in an eager loop it costs more than the op."""
+    passed: set[Any] = set()
+
+    @wraps(check)
+    def run(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return check(*args)
+        key = tuple(map(layout, args))
+        try:
+            known = key in passed
+        except TypeError:
+            # What cannot be hashed is no valid argument: the check names it.
+            return check(*args)
+        if not known:
+            check(*args)
+            if len(passed) >= MAX_LAYOUTS:
+                passed.clear()
+            passed.add(key)
+        return None
+
+    return run
 
 
 def check_tensor(name: str, x: object, layout: str, dtypes: Sequence[torch.dtype], accepted: str) -> None:
@@ -128,7 +163,7 @@ def check_scale(scale: float | None) -> None:
     )
 
 
-def check_serving(backend: str, strict: bool) -> None:
+def check_routing(backend: str, strict: bool) -> None:
     require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
     require_bool("strict", strict)
 
@@ -148,30 +183,182 @@ def check_indices(q: Tensor, k: Tensor, indices: Tensor) -> None:
     check_same("indices", "device", indices.device, "q", q.device)
 
 
-def check_branches(branches: Sequence[Sequence[Tensor]]) -> None:
-    lists = (tuple, list)
-    good = isinstance(branches, lists) and [len(pair) for pair in branches if isinstance(pair, lists)] == [2, 2, 2]
-    require(good and len(branches) == 3, "branches", type(branches).__name__, "three pairs (o, lse)")
+@once_per_layout
+def check_compress_mean(
+    x: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool
+) -> None:
+    check_compressible(x, block, stride, cu_seqlens)
+    check_routing(backend, strict)
 
 
-def check_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> None:
+@once_per_layout
+def check_gather_blocks(
+    x: Tensor, position: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool
+) -> None:
+    check_compressible(x, block, stride, cu_seqlens)
+    check_position(position, x, block)
+    check_routing(backend, strict)
+
+
+@once_per_layout
+def check_compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    block: int,
+    stride: int,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+) -> None:
+    check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
+    check_compression(block, stride)
+    check_sequences(q, cu_seqlens, q_start)
+    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_scale(scale)
+    check_routing(backend, strict)
+
+
+@once_per_layout
+def check_select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+) -> None:
+    check_queries(q)
+    check_key("k_cmp", k_cmp, q, "B N G Dk")
+    check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
+    check_lse(q, lse)
+    check_compression(block, stride)
+    check_selection(stride, select_block, n_select, n_init, n_local)
+    check_sequences(q, cu_seqlens, q_start)
+    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_scale(scale)
+    check_routing(backend, strict)
+
+
+@once_per_layout
+def check_selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    select_block: int,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+) -> None:
+    check_keys_values(q, k, v, "k", "v")
+    check_token_count(q, k, q_start)
+    check_indices(q, k, indices)
+    require_positive_int("select_block", select_block)
+    check_sequences(q, cu_seqlens, q_start)
+    check_scale(scale)
+    check_routing(backend, strict)
+
+
+@once_per_layout
+def check_sliding_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    window: int,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+) -> None:
+    check_keys_values(q, k, v, "k", "v")
+    check_token_count(q, k, q_start)
+    require_positive_int("window", window)
+    check_sequences(q, cu_seqlens, q_start)
+    check_scale(scale)
+    check_routing(backend, strict)
+
+
+@once_per_layout
+def check_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> None:
     check_float("o_cmp", o_cmp, "B S Hq Dv")
     for name, o in (("o_sel", o_sel), ("o_win", o_win)):
         check_float(name, o, "B S Hq Dv")
         check_same(name, "shape", tuple(o.shape), "o_cmp", tuple(o_cmp.shape))
+        check_same(name, "dtype", o.dtype, "o_cmp", o_cmp.dtype)
+        check_same(name, "device", o.device, "o_cmp", o_cmp.device)
+    check_gates(gates, o_cmp, "o_cmp")
+    check_routing(backend, strict)
+
+
+def check_gates(gates: Tensor, like: Tensor, name: str) -> None:
+    """`gates [B,S,Hq,3]` for a tensor `[B,S,Hq,...]` called `name`."""
     check_float("gates", gates, "B S Hq 3")
-    check_same("gates", "shape", tuple(gates.shape), "o_cmp", (*o_cmp.shape[:3], 3))
-    for name, x in (("o_sel", o_sel), ("o_win", o_win), ("gates", gates)):
-        check_same(name, "dtype", x.dtype, "o_cmp", o_cmp.dtype)
-        check_same(name, "device", x.device, "o_cmp", o_cmp.device)
+    check_same("gates", "shape", tuple(gates.shape), name, (*like.shape[:3], 3))
+    check_same("gates", "dtype", gates.dtype, name, like.dtype)
+    check_same("gates", "device", gates.device, name, like.device)
 
 
-def may_look(x: Tensor, strict: bool) -> bool:
+@once_per_layout
+def check_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    window_start: Tensor | None,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    window: int,
+    scale: float | None,
+    backend: str,
+    strict: bool,
+) -> None:
+    for branch, k, v in (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win)):
+        check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
+        check_same(f"k_{branch}", "shape[2]", k.shape[2], "k_cmp", k_cmp.shape[2])
+        check_same(f"v_{branch}", "shape[3]", v.shape[3], "v_cmp", v_cmp.shape[3])
+    check_gates(gates, q, "q")
+    check_compression(block, stride)
+    check_selection(stride, select_block, n_select, n_init, n_local)
+    require_positive_int("window", window)
+    check_sequences(q, cu_seqlens, q_start)
+    check_sequences(q, cu_seqlens, window_start, start="window_start")
+    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_token_count(q, k_sel, q_start, "k_sel")
+    check_token_count(q, k_win, window_start, "k_win")
+    check_scale(scale)
+    check_routing(backend, strict)
+
+
+def can_read_values(x: Tensor, strict: bool) -> bool:
     return strict or x.device.type == "cpu"
 
 
 def check_cu_seqlens_values(cu_seqlens: Tensor | None, length: int, strict: bool) -> None:
-    if cu_seqlens is None or not may_look(cu_seqlens, strict):
+    if cu_seqlens is None or not can_read_values(cu_seqlens, strict):
         return
     values = cu_seqlens.tolist()
     require(values[0] == 0, "cu_seqlens[0]", values[0], "0")
@@ -183,7 +370,7 @@ def check_q_start_values(
     q_start: Tensor | None, length: int, capacity: int, name: str, strict: bool, start: str = "q_start"
 ) -> None:
     """`capacity`: how many tokens the keys called `name` can hold."""
-    if q_start is None or not may_look(q_start, strict):
+    if q_start is None or not can_read_values(q_start, strict):
         return
     values = q_start.tolist()
     require(min(values) >= 0, start, values, "no negative position")
@@ -196,17 +383,32 @@ def check_q_start_values(
 
 
 def check_compressed_values(k_cmp: Tensor, block: int, stride: int, cu_seqlens: Tensor | None, strict: bool) -> None:
-    if cu_seqlens is None or not may_look(cu_seqlens, strict):
+    if cu_seqlens is None or not can_read_values(cu_seqlens, strict):
         return
     needed = int(compressed_offsets(cu_seqlens, block, stride)[-1])
     require(k_cmp.shape[1] >= needed, "k_cmp.shape[1]", k_cmp.shape[1], f"at least the documents' {needed} blocks")
+
+
+def check_branch_values(
+    branch: Any, k: Tensor, name: str, indices: Sequence[Tensor], strict: bool, *, start: str = "q_start"
+) -> None:
+    """The values of what a branch (`nsa.sequences`) is given: offsets, positions in the keys called `name`, indices."""
+    if not can_read_values(k, strict):
+        return
+    sequences = branch.sequences
+    check_cu_seqlens_values(sequences.cu_seqlens, sequences.length, strict)
+    if hasattr(branch, "stride"):
+        check_compressed_values(k, branch.block, branch.stride, sequences.cu_seqlens, strict)
+    check_q_start_values(sequences.q_start, sequences.length, branch.capacity(k.shape[1]), name, strict, start)
+    for x in indices:
+        check_indices_values(x, branch.select_block, k.shape[1], sequences.cu_seqlens, strict)
 
 
 def check_indices_values(
     indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, strict: bool
 ) -> None:
     """Ascending block numbers inside the sequence, distinct, then -1 to the end."""
-    if not may_look(indices, strict):
+    if not can_read_values(indices, strict):
         return
     if cu_seqlens is None:
         n_blocks = torch.full((1,), -(-n_keys // select_block), device=indices.device)
@@ -222,7 +424,7 @@ def check_indices_values(
 
 
 def check_gates_values(gates: Tensor, strict: bool) -> None:
-    if may_look(gates, strict):
+    if can_read_values(gates, strict):
         least = float(gates.detach().min())
         require(not least < 0, "gates", f"as low as {least:g}", "none below 0 (`nsa.ops.combine` takes any)")
 
