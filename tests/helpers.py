@@ -14,6 +14,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nsa.sequences import Compressed, Pooling, Selected, Selection, Sequences, Sliding
+
 # The three branches that attend; each is one function of `nsa.ops` and one of `nsa.reference`.
 BRANCHES = ("compressed", "selected", "sliding")
 
@@ -196,6 +198,27 @@ def attend(
     if branch == "selected":
         return module.selected_attention(q, k, v, inputs.indices, select_block=case.select_block, **options)
     return module.sliding_attention(q, k, v, window=case.window, **options)
+
+
+def branch_of(
+    branch: str, case: Case, *, device: str = "cpu", q_start: Tensor | None = None, batch: int = 0, length: int = 0
+) -> Any:
+    """A branch as backends take it; `batch` and `length` of the queries, where they are not the case's."""
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(device)
+    rows = (batch or case.batch, length or case.length)
+    sequences = Sequences(*rows, torch.device(device), cu_seqlens, q_start)
+    scale = case.d_k**-0.5
+    if branch == "compressed":
+        return Compressed(sequences, **case.compression, scale=scale)
+    if branch == "selection":
+        return Selection(sequences, **case.selection, scale=scale)
+    if branch == "pooling":
+        return Pooling(sequences, **case.compression)
+    return (
+        Selected(sequences, case.select_block, scale)
+        if branch == "selected"
+        else Sliding(sequences, case.window, scale)
+    )
 
 
 def output_gradients(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from nsa.backends.flash.cases import cases_of
 from nsa.backends.flash.libraries import Library
 from nsa.backends.probe import Outcome, Subject, run_cases
 from nsa.backends.problem import Problem
+from nsa.sequences import Sequences, Sliding
 from nsa.settings import Settings
 
 PROBLEM = Problem(
@@ -35,3 +36,8 @@ def probe_quickly(
 
 def backend_of(library: Any, folder: Path, prober: Any = probe_quickly) -> FlashBackend:
     return FlashBackend(INSISTS, (library,), folder=folder, prober=prober)
+
+
+def sliding(q: torch.Tensor, window: int) -> Sliding:
+    """The sliding branch of fixed-length rows, with a scale of 1."""
+    return Sliding(Sequences(q.shape[0], q.shape[1], q.device), window, 1.0)

@@ -175,7 +175,7 @@ def test_sdpa_is_timed_on_the_branch_itself(op: str, window: int, grouped: bool)
     qkv = point.inputs(torch.float32, "cpu")
     layout = flash.folded(point, qkv) if op == "compressed" else flash.banded(point, qkv)
     found = flash.attend(layout if grouped else flash.by_group(layout), SDPBackend.MATH)
-    exact, _ = getattr(sdpa, f"{op}_forward")(*qkv, **point.knobs("cpu"))
+    exact, _ = getattr(sdpa, f"{op}_forward")(*qkv, point.branch(point.offsets("cpu"), torch.device("cpu")))
     if op == "sliding":
         assert layout.mask is not None
         bands = exact[0].unflatten(0, (-1, min(window, 64))).transpose(1, 2)
@@ -216,8 +216,7 @@ def test_a_packed_point_is_a_row_of_documents(op: str) -> None:
     point = Point(op, 100, 4, 2, 8, 16, documents=3)
     assert point.suite == ("flash-packed" if op == "compressed" else "flash-w16-packed")
     assert point.problem(torch.bfloat16, backward=False).packed
-    knobs = point.knobs("cpu")
-    assert knobs["cu_seqlens"].tolist() == [0, 33, 66, 100]
+    assert point.offsets("cpu").tolist() == [0, 33, 66, 100]
     q, k, v = point.inputs(torch.float32, "cpu")
     found = list(flash.backend_passes("nsa-sdpa", sdpa, point, (q, k, v)))
     assert [each.mode for each in found] == ["fwd", "bwd"]
@@ -336,7 +335,7 @@ def test_a_point_poses_the_problem_that_the_ops_would() -> None:
     point = Point("compressed", 100, 16, 4, 64)
     q, k, v = point.inputs(torch.float32, "cpu")
     assert (q.shape, k.shape, v.shape) == ((1, 100, 16, 64), (1, 5, 4, 64), (1, 5, 4, 64))
-    o, lse = sdpa.compressed_forward(q, k, v, **point.knobs("cpu"))
+    o, lse = sdpa.compressed_forward(q, k, v, point.branch(None, torch.device("cpu")))
     assert o.shape == q.shape
     assert lse.shape == (1, 100, 16)
     problem = point.problem(torch.bfloat16, backward=True)

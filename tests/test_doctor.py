@@ -18,11 +18,11 @@ import torch
 
 from nsa import cli, doctor, selftest, settings
 from nsa.backends import reference, sdpa
-from nsa.backends.gated import with_gate
 from nsa.backends.preferences import Preference
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, Broken, Router
 from nsa.selftest import Check
+from nsa.sequences import Saved, Upstream
 from nsa.settings import SETTINGS, Settings
 
 # Small heads: what is looked at here is the doctor, not the patient.
@@ -138,8 +138,9 @@ def test_a_wrong_compression_is_caught(function: str, quantity: str) -> None:
 def test_a_path_of_its_own_for_training_is_looked_at_too() -> None:
     """Nobody asks for the gradient of `lse` in training, and a backend may then compute the others differently."""
 
-    def backward(do: torch.Tensor, dlse: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        return sdpa.sliding_backward(do * 1.001 if dlse is None else do, dlse, *args, **kwargs)
+    def backward(upstream: Upstream, *args: Any) -> Any:
+        off = upstream._replace(do=upstream.do * 1.001)
+        return sdpa.sliding_backward(off if upstream.dlse is None else upstream, *args)
 
     found = failing(examine(patient(sliding_backward=backward)))
     expected = {f"d{x}{label}" for x in "qkv" for label in LABELS if label != " with dlse"}
@@ -150,22 +151,22 @@ def test_a_path_of_its_own_for_training_is_looked_at_too() -> None:
 @pytest.mark.parametrize(
     ("wrong", "labels"),
     [
-        (lambda given, dk: dk * 0 + 7, (" gated", " gated and added")),
-        (lambda given, dk: dk * 0 + 7 if given["into"] is not None else dk, (" gated and added",)),
+        (lambda given, dk: dk * 0 + 7 if given.gate is not None else dk, (" gated", " gated and added")),
+        (lambda given, dk: dk * 0 + 7 if given.dq is not None else dk, (" gated and added",)),
     ],
     ids=["always", "where it is added to"],
 )
 def test_a_layer_s_own_gradient_is_looked_at(
-    branch: str, wrong: Callable[[dict[str, Any], torch.Tensor], torch.Tensor], labels: tuple[str, ...]
+    branch: str, wrong: Callable[[Upstream, torch.Tensor], torch.Tensor], labels: tuple[str, ...]
 ) -> None:
-    """A layer never runs the plain backward of a branch that has one with a gate."""
-    right = with_gate(getattr(sdpa, f"{branch}_backward"))
+    """A layer never runs the backward of a branch without a gate."""
+    right = getattr(sdpa, f"{branch}_backward")
 
-    def backward(*args: Any, **given: Any) -> Any:
-        dq, dk, dv = right(*args, **given)
-        return dq, wrong(given, dk), dv
+    def backward(upstream: Upstream, *args: Any) -> Any:
+        dq, dk, dv = right(upstream, *args)
+        return dq, wrong(upstream, dk), dv
 
-    found = failing(examine(patient(**{f"gated_{branch}_backward": backward})))
+    found = failing(examine(patient(**{f"{branch}_backward": backward})))
     name = "dk_cmp" if branch == "compressed" else "dk"
     assert found == {("triton", branch, f"{name}{label}") for label in labels}
 
@@ -175,25 +176,24 @@ def test_a_layer_s_own_gradient_is_looked_at(
     [
         ({"gate": lambda x: x.contiguous().sqrt()}, {f"d{x} {label}" for x in "qkv" for label in GATED}),
         ({"product": lambda x: x + 1}, {f"d{x} {label}" for x in "qk" for label in GATED}),
-        ({"into": lambda x: None}, {"dq gated and added"}),
+        ({"dq": lambda x: None}, {"dq gated and added"}),
     ],
-    ids=["gate", "product", "into"],
+    ids=["gate", "product", "dq"],
 )
 def test_a_gate_a_product_or_a_sum_that_is_misread_is_caught(changed: dict[str, Any], quantities: set[str]) -> None:
     ((name, misread),) = changed.items()
 
-    def backward(
-        do: torch.Tensor, dlse: None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **given: Any
-    ) -> Any:
+    def backward(upstream: Upstream, saved: Saved, branch: Any) -> Any:
         """As a kernel has it: `delta` is made of the product."""
-        given[name] = misread(given[name])
-        gate, product, into = (given.pop(x) for x in ("gate", "product", "into"))
+        if upstream.gate is None:
+            return sdpa.sliding_backward(upstream, saved, branch)
+        do, _, gate, product, before = upstream._replace(**{name: misread(getattr(upstream, name))})
         # The gradient of `lse` moves `delta`.
-        delta = gate * ((do * args[0]).sum(dim=-1) - product)
-        dq, dk, dv = sdpa.sliding_backward(do * gate[..., None], delta, q, k, v, *args, **given)
-        return dq if into is None else into + dq, dk, dv
+        delta = gate * ((do * saved.o).sum(dim=-1) - product)
+        dq, dk, dv = sdpa.sliding_backward(Upstream(do * gate[..., None], delta), saved, branch)
+        return dq if before is None else before + dq, dk, dv
 
-    found = failing(examine(patient(gated_sliding_backward=backward)))
+    found = failing(examine(patient(sliding_backward=backward)))
     assert found == {("triton", "sliding", quantity) for quantity in quantities}
 
 
@@ -299,9 +299,11 @@ def test_an_error_in_the_dtype_asked_for_alone_is_caught() -> None:
     [("compressed_forward", "compressed"), ("select_blocks", "scores"), ("sliding_forward", "sliding")],
 )
 def test_a_backend_that_misplaces_cached_queries_is_caught(function: str, op: str) -> None:
-    def misplaced(*args: Any, q_start: torch.Tensor | None, **kwargs: Any) -> Any:
-        start = None if q_start is None else q_start - 20
-        return getattr(sdpa, function)(*args, q_start=start, **kwargs)
+    def misplaced(*args: Any) -> Any:
+        *tensors, branch = args
+        if branch.sequences.q_start is not None:
+            branch = replace(branch, sequences=replace(branch.sequences, q_start=branch.sequences.q_start - 20))
+        return getattr(sdpa, function)(*tensors, branch)
 
     wrong = [check for check in examine(patient(**{function: misplaced})) if not check.agrees]
     assert {(check.op, check.case) for check in wrong} == {(op, "cached")}

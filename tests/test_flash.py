@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from flash_standin import CPU_CONTRACT, StandIn
-from helpers import Case, Inputs, cases, random_inputs
+from helpers import Case, Inputs, branch_of, cases, random_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,7 +40,8 @@ from nsa.backends.flash.libraries import (
 from nsa.backends.preferences import Preference
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Router
-from nsa.ops import library as op_library
+from nsa.ops import registry
+from nsa.sequences import Saved, Upstream
 from nsa.settings import Settings
 
 BRANCHES = ("compressed", "sliding")
@@ -63,11 +64,12 @@ def gradients_for(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def by_backend(backend: FlashBackend, branch: str, inputs: Inputs, case: Case, *, with_lse: bool) -> dict[str, Tensor]:
     q, k, v = inputs.of(branch)
-    options = knobs(branch, case)
-    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, **options)
+    seen = branch_of(branch, case)
+    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, seen)
     do, dlse = gradients_for(o, lse)
     backward = getattr(backend, f"{branch}_backward")
-    dq, dk, dv = backward(do.to(o), dlse if with_lse else None, q, k, v, o, lse, **options)
+    upstream = Upstream(do.to(o), dlse if with_lse else None)
+    dq, dk, dv = backward(upstream, Saved(q, k, v, o, lse), seen)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -134,7 +136,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
     )  # fmt: skip
 
     def gradients(router: Router) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(op_library, "router", lambda: router)
+        monkeypatch.setattr(registry, "router", lambda: router)
         leaves = [x.clone().requires_grad_() for x in tensors]
         o = nsa_attention(*leaves, config=config, cu_seqlens=case.cu_seqlens)
         return torch.autograd.grad(o, leaves, torch.ones_like(o))
@@ -178,7 +180,7 @@ def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: i
     k, v = (torch.cat([x, torch.full_like(x[:, :room], torch.nan)], dim=1)[:, : x.shape[1]] for x in (k, v))
     library = StandIn()
     forward = getattr(backend_of(library), f"{branch}_forward")
-    o, lse = forward(q, k, v, **knobs(branch, case, q_start=q_start))
+    o, lse = forward(q, k, v, branch_of(branch, case, q_start=q_start, length=queries))
     exact = getattr(reference, f"{branch}_attention")(
         q.double(), k.double(), v.double(), **knobs(branch, case, q_start=q_start)
     )
@@ -220,7 +222,8 @@ CAPACITY = 4096
 def decode(branch: str, library: StandIn, q: Tensor, k: Tensor, v: Tensor, config: Settings | None = None) -> Tensor:
     case = Case(length=CAPACITY, window=CAPACITY, d_k=q.shape[-1])
     q_start = torch.arange(100, 100 + q.shape[0]).int()
-    o, _ = getattr(backend_of(library, config), f"{branch}_forward")(q, k, v, **knobs(branch, case, q_start=q_start))
+    seen = branch_of(branch, case, q_start=q_start, batch=q.shape[0], length=q.shape[1])
+    o, _ = getattr(backend_of(library, config), f"{branch}_forward")(q, k, v, seen)
     return o
 
 
@@ -265,10 +268,11 @@ def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branc
     # Of a cache that lies as it must the next step of the same problem is served all the same.
     config = Settings.load(environ={"NSA_USE_FA2": "1"})
     router = Router([backend_of(library, config), sdpa], config)
-    options = knobs(branch, Case(length=40, d_k=8, window=40), q_start=torch.tensor([30, 31]).int())
+    starts = torch.tensor([30, 31]).int()
+    seen = branch_of(branch, Case(length=40, d_k=8, window=40), q_start=starts, batch=2, length=1)
     problem = replace(PROBLEM, op=branch, batch=2, n_queries=1, n_keys=40, n_heads=2, n_groups=1, d_k=8, d_v=8)
     for keys in (k, v, k):
-        router.run(replace(problem, cached=True), f"{branch}_forward", torch.randn(2, 1, 2, 8), keys, v, **options)
+        router.run(replace(problem, cached=True), f"{branch}_forward", torch.randn(2, 1, 2, 8), keys, v, seen)
     assert dict(router.counts.calls) == {(branch, "sdpa"): 2, (branch, "flash"): 1}
     assert list(router.counts.failures.values()) == [2]
     # A single row has no next one, whatever room there is.
@@ -280,7 +284,7 @@ def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> N
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("sliding")
     last = torch.tensor([12], dtype=torch.int32)
-    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, **knobs("sliding", case, q_start=last))
+    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, branch_of("sliding", case, q_start=last, length=1))
     call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
     for causal in (True, False):
         torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
@@ -309,14 +313,14 @@ def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32, block=32, stride=16, documents=documents)
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("compressed")
-    options = knobs("compressed", case)
+    seen = branch_of("compressed", case)
     backend = backend_of(Silent())
     o = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:3])
     with CountBytes() as forward:
-        backend.compressed_forward(q, k, v, **options)
+        backend.compressed_forward(q, k, v, seen)
     with CountBytes() as backward:
-        backend.compressed_backward(o, None, q, k, v, o, lse, **options)
+        backend.compressed_backward(Upstream(o), Saved(q, k, v, o, lse), seen)
     in_queries = q.numel() * q.element_size()
     # Forward: q and o change layout once or, in a pack, twice. Backward: q, o, do and dq.
     assert forward.total <= 4.5 * in_queries
@@ -327,10 +331,10 @@ def test_the_sliding_branch_allocates_nothing_but_the_normaliser() -> None:
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
     with CountBytes() as forward:
-        backend_of(Silent()).sliding_forward(q, k, v, **knobs("sliding", case))
+        backend_of(Silent()).sliding_forward(q, k, v, branch_of("sliding", case))
     o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     with CountBytes() as backward:
-        backend_of(Silent()).sliding_backward(o, None, q, k, v, o, lse, **knobs("sliding", case))
+        backend_of(Silent()).sliding_backward(Upstream(o), Saved(q, k, v, o, lse), branch_of("sliding", case))
     # The library's own and the one in the layout of nsa.
     assert forward.total <= 2 * lse.numel() * lse.element_size()
     assert backward.total <= 2 * lse.numel() * lse.element_size()
@@ -346,13 +350,13 @@ def test_mixed_dtypes_are_refused_and_never_cast(branch: str, other: str, asked:
     q, k, v = random_inputs(case, torch.bfloat16).of(branch)
     given = {"q": q, "k": k, "v": v, "do": torch.zeros_like(q), "o": torch.zeros_like(q)}
     given[other] = given[other].float()
-    named = {name: given[name] for name in ("q", "k", "v")}
-    direction = "forward" if other in named else "backward"
+    tensors = [given[name] for name in ("q", "k", "v")]
+    direction = "backward" if other in ("do", "o") else "forward"
     if direction == "backward":
-        named |= {"do": given["do"], "dlse": None, "o": given["o"], "lse": torch.zeros(q.shape[:3])}
+        tensors = [Upstream(given["do"]), Saved(*tensors, given["o"], torch.zeros(q.shape[:3]))]
     sentence = f"{other} is torch.float32 and q torch.bfloat16: pass one dtype"
     with pytest.raises(BackendFailure, match=sentence):
-        getattr(backend, f"{branch}_{direction}")(**named, **knobs(branch, case))
+        getattr(backend, f"{branch}_{direction}")(*tensors, branch_of(branch, case))
     assert not library.calls
 
 
@@ -361,8 +365,8 @@ def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] 
     case = Case(length=9, groups=2, heads=2, d_k=8, d_v=8, documents=documents, window=2**32 + 5)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
     library = StandIn()
-    found = backend_of(library).sliding_forward(q, k, v, **knobs("sliding", case))
-    exact = backend_of(StandIn()).sliding_forward(q, k, v, **knobs("sliding", replace(case, window=9)))
+    found = backend_of(library).sliding_forward(q, k, v, branch_of("sliding", case))
+    exact = backend_of(StandIn()).sliding_forward(q, k, v, branch_of("sliding", replace(case, window=9)))
     assert library.calls[0].window_size == (8, 0)
     assert torch.equal(found[0], exact[0])
 
@@ -390,7 +394,8 @@ def test_every_step_of_a_branch_keeps_the_contract_by_value_too(
     library = StandIn()
     for start in (0, 9, 36):
         q_start = torch.arange(start, start + rows).clamp_max(40 - queries).int()
-        getattr(backend_of(library), f"{branch}_forward")(q, cache, cache, **knobs(branch, case, q_start=q_start))
+        seen = branch_of(branch, case, q_start=q_start, batch=rows, length=queries)
+        getattr(backend_of(library), f"{branch}_forward")(q, cache, cache, seen)
     assert len(library.calls) == 3
     for call in library.calls:
         assert value_violations(call, CPU_CONTRACT) == []
@@ -402,8 +407,8 @@ def test_a_misaligned_input_is_copied_before_the_call() -> None:
     q, k, v = inputs.of("sliding")
     odd = torch.empty(1, 12, 1, 9)[..., 1:].copy_(k)
     library = StandIn()
-    o, _ = backend_of(library).sliding_forward(q, odd, v, **knobs("sliding", case))
-    assert torch.equal(o, backend_of(StandIn()).sliding_forward(q, k, v, **knobs("sliding", case))[0])
+    o, _ = backend_of(library).sliding_forward(q, odd, v, branch_of("sliding", case))
+    assert torch.equal(o, backend_of(StandIn()).sliding_forward(q, k, v, branch_of("sliding", case))[0])
     assert library.calls[0].k.is_contiguous()
 
 
@@ -456,7 +461,7 @@ def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
     q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
     library = StandIn()
     with pytest.raises(BackendFailure, match="stand-in: 320000 heads do not fit a launch grid"):
-        backend_of(library).compressed_forward(q, k, k, **knobs("compressed", case))
+        backend_of(library).compressed_forward(q, k, k, branch_of("compressed", case))
     assert not library.calls
 
 
@@ -470,12 +475,12 @@ def test_running_out_of_memory_is_not_hidden_and_a_refusal_is_a_reason() -> None
             raise self.error
 
     x = torch.zeros(1, 4, 1, 8)
-    options = knobs("sliding", Case(length=4))
+    seen = branch_of("sliding", Case(length=4))
     with pytest.raises(torch.OutOfMemoryError):
-        backend_of(Failing(torch.OutOfMemoryError("full"))).sliding_forward(x, x, x, **options)
+        backend_of(Failing(torch.OutOfMemoryError("full"))).sliding_forward(x, x, x, seen)
     for error in (RuntimeError("no kernel image"), TypeError("unexpected keyword"), ImportError("undefined symbol")):
         with pytest.raises(BackendFailure, match=f"stand-in 0.*{error}"):
-            backend_of(Failing(error)).sliding_forward(x, x, x, **options)
+            backend_of(Failing(error)).sliding_forward(x, x, x, seen)
 
 
 @pytest.mark.parametrize(
@@ -496,13 +501,13 @@ def test_results_of_another_shape_or_dtype_are_a_failure(direction: str, change:
 
     setattr(Changed, direction, lambda self, call: change(*getattr(StandIn, direction)(self, call)))
     x = torch.zeros(1, 4, 1, 8)
-    options = knobs("sliding", Case(length=4))
+    seen = branch_of("sliding", Case(length=4))
     given = (x, x, x)
     if direction == "backward":
-        o, lse = backend_of(StandIn()).sliding_forward(*given, **options)
-        given = (o, None, *given, o, lse)
+        o, lse = backend_of(StandIn()).sliding_forward(*given, seen)
+        given = (Upstream(o), Saved(*given, o, lse))
     with pytest.raises(BackendFailure, match=f"stand-in 0 {direction}: ValueError: .*{says}"):
-        getattr(backend_of(Changed()), f"sliding_{direction}")(*given, **options)
+        getattr(backend_of(Changed()), f"sliding_{direction}")(*given, seen)
 
 
 def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -532,8 +537,8 @@ def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, s
     backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
     case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
     q, k, v = random_inputs(case, torch.float32).of(branch)
-    options = knobs(branch, case)
-    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, **options)
+    seen = branch_of(branch, case)
+    o, lse = getattr(backend, f"{branch}_forward")(q, k, v, seen)
     do, dlse = gradients_for(o, lse)
     # Rows that see nothing have no normaliser to pull at.
     dlse = dlse.where(lse.isfinite(), 0.0)
@@ -541,7 +546,7 @@ def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, s
     pull = getattr(backend, f"{branch}_backward")
 
     def gradients(do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("dq", "dk", "dv"), pull(do, dlse, q, k, v, o, lse, **options), strict=True))
+        return dict(zip(("dq", "dk", "dv"), pull(Upstream(do, dlse), Saved(q, k, v, o, lse), seen), strict=True))
 
     found = gradients(do * sizes[0], dlse * sizes[1])
     if not size < float("inf"):
@@ -562,10 +567,10 @@ def test_small_gradients_of_a_cast_are_the_reference_s() -> None:
     case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("sliding")
-    options = knobs("sliding", case)
-    o, lse = backend.sliding_forward(q, k, v, **options)
+    seen = branch_of("sliding", case)
+    o, lse = backend.sliding_forward(q, k, v, seen)
     do, _ = gradients_for(o, lse)
-    found = backend.sliding_backward(do * 1e-8, None, q, k, v, o, lse, **options)
+    found = backend.sliding_backward(Upstream(do * 1e-8), Saved(q, k, v, o, lse), seen)
     exact = by_reference("sliding", inputs, case, with_lse=False)
     for name, x in zip(("dq", "dk", "dv"), found, strict=True):
         torch.testing.assert_close(x.double() * 1e8, exact[name], atol=2e-2, rtol=2e-2)
@@ -743,7 +748,7 @@ def test_looking_for_libraries_imports_none() -> None:
     assert not {name for name in set(sys.modules) - before if name.startswith("flash_attn")}
 
 
-def test_every_call_of_a_branch_uses_keywords_that_the_backend_interface_has() -> None:
+def test_a_branch_has_the_arguments_of_the_backend_interface() -> None:
     for name in ("compressed_forward", "compressed_backward", "sliding_forward", "sliding_backward"):
         ours, theirs = inspect.signature(getattr(FlashBackend, name)), inspect.signature(getattr(sdpa, name))
         assert list(ours.parameters)[1:] == list(theirs.parameters)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from flash_standin import FloatingPointException, StandIn
+from probing import sliding
 
 import nsa
 from nsa import doctor
@@ -230,9 +231,8 @@ def test_the_log_line_has_branch_path_shapes_dtypes_strides_milliseconds_and_rea
     problem = Problem(
         op="sliding", batch=1, n_queries=9, n_keys=9, n_heads=2, n_groups=2, d_k=8, d_v=8, dtype=torch.float32
     )
-    options: dict[str, Any] = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
     with caplog.at_level(logging.INFO, logger="nsa"):
-        router.run(problem, "sliding_forward", x, x, x, **options)
+        router.run(problem, "sliding_forward", x, x, x, sliding(x, 4))
     for part in (
         "branch=sliding",
         "path=flash.sliding_forward",

@@ -23,7 +23,7 @@ from flash_standin import (
     Raising,
     StandIn,
 )
-from probing import INSISTS, PROBLEM, SOME, SUBJECT, backend_of, probe_quickly
+from probing import INSISTS, PROBLEM, SOME, SUBJECT, backend_of, probe_quickly, sliding
 
 from nsa.backends import sdpa
 from nsa.backends.flash import FlashBackend
@@ -173,8 +173,7 @@ def test_strict_forbids_what_a_remembered_verdict_costs(tmp_path: Path, caplog: 
     def run(config: Settings, **options: Any) -> Router:
         flash = FlashBackend(config, (StandIn(),), folder=tmp_path, prober=lambda *_: pytest.fail("it is remembered"))
         router = Router([flash, sdpa], config)
-        knobs = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
-        router.run(PROBLEM, "sliding_forward", q, k, k, **knobs, **options)
+        router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 4), **options)
         return router
 
     caplog.clear()
@@ -283,11 +282,10 @@ def test_a_library_that_dies_while_it_is_loaded_is_a_failure_that_is_remembered(
     assert {outcome.feature for outcomes in again.tried.values() for outcome in outcomes} == {"dense", "packed"}
     router = Router([again, sdpa], INSISTS)
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
-    knobs: dict[str, Any] = {"window": 4, "scale": 1.0, "cu_seqlens": None, "q_start": None}
-    router.run(PROBLEM, "sliding_forward", q, k, k, **knobs)
+    router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 4))
     assert sum(router.counts.failures.values()) == 1
     with pytest.raises(BackendFailure, match=r"loading the library.*strict forbids"):
-        router.run(PROBLEM, "sliding_forward", q, k, k, **knobs, strict=True)
+        router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 4), strict=True)
 
 
 @pytest.mark.parametrize("library", [Full, LoadedOnce])
@@ -343,7 +341,7 @@ def test_whatever_a_library_raises_the_next_backend_serves(error: type[Exception
 
     router = Router([backend_of(Failing(), tmp_path, lambda *_: []), sdpa], INSISTS)
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
-    router.run(PROBLEM, "sliding_forward", q, k, k, window=4, scale=1.0, cu_seqlens=None, q_start=None)
+    router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 4))
     counts = router.counts.as_dict()
     assert counts["calls"] == {"sliding/sdpa": 1}
     assert any(error.__name__ in name for name in counts["failures"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flash_standin import BatchFault, LongFault, LongWindow, StandIn, WindowFault
-from probing import INSISTS, OWN, PROBLEM, backend_of, probe_quickly
+from probing import INSISTS, OWN, PROBLEM, backend_of, probe_quickly, sliding
 
 from nsa.backends import sdpa
 from nsa.backends.flash import trial
@@ -64,10 +64,9 @@ def test_a_crash_at_the_problem_s_own_shape_is_found_before_the_run_meets_it(
 def test_a_window_is_tried_before_the_call_that_has_it(tmp_path: Path, children_find_the_stand_ins: None) -> None:
     flash = backend_of(WindowFault(), tmp_path, partial(probe_quickly, names=OWN))
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
-    options: dict[str, Any] = {"scale": 1.0, "cu_seqlens": None, "q_start": None}
     with pytest.raises(BackendFailure, match="SIGFPE"):
-        flash.sliding_forward(q, k, k, window=33, **options)
-    flash.sliding_forward(q, k, k, window=34, **options)
+        flash.sliding_forward(q, k, k, sliding(q, 33))
+    flash.sliding_forward(q, k, k, sliding(q, 34))
 
 
 def test_a_verdict_on_one_window_keeps_no_other_from_being_served(tmp_path: Path) -> None:
@@ -77,14 +76,13 @@ def test_a_verdict_on_one_window_keeps_no_other_from_being_served(tmp_path: Path
     library = StandIn()
     router = Router([backend_of(library, tmp_path, prober), sdpa], INSISTS)
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)
-    options: dict[str, Any] = {"scale": 1.0, "cu_seqlens": None, "q_start": None}
     for window in (34, 33, 34, 33):
-        router.run(PROBLEM, "sliding_forward", q, k, k, window=window, **options)
+        router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, window))
     assert dict(router.counts.calls) == {("sliding", "flash"): 2, ("sliding", "sdpa"): 2}
     assert list(router.counts.failures.values()) == [2]
     with pytest.raises(BackendFailure, match=r"hung.*strict forbids"):
-        router.run(PROBLEM, "sliding_forward", q, k, k, window=33, **options, strict=True)
-    router.run(PROBLEM, "sliding_forward", q, k, k, window=34, **options, strict=True)
+        router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 33), strict=True)
+    router.run(PROBLEM, "sliding_forward", q, k, k, sliding(q, 34), strict=True)
 
 
 def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:

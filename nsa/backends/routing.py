@@ -365,7 +365,9 @@ class Router:
         if not self.config.debug_timing and (function, problem, name) in self.said:
             return compute(*args, **kwargs)
         self.said.add((function, problem, name))
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        # Saved tensors and gradients come in tuples.
+        flat = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, tuple) else (arg,))]
+        inputs = [x for x in flat if isinstance(x, torch.Tensor)]
         on_gpu = problem.device == "cuda"
         # Waiting would break the capture of a graph, in which nothing runs yet anyway.
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
