@@ -1,9 +1,12 @@
-"""RoPE against complex rotation in fp64, and Llama-3's scaling against its published definition."""
+"""RoPE against complex rotation in fp64 and angles in decimal arithmetic, Llama-3's scaling as published."""
 
 from __future__ import annotations
 
 import cmath
+import copy
 import math
+import pickle
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, RopeScaling
+from nsa.model import LM, LMConfig
 from nsa.rope import Rope
 
 FP64 = torch.float64
@@ -76,15 +80,15 @@ def test_rotation_is_multiplication_by_a_unit_complex_number(
 @given(width=widths, theta=thetas, scaling=scalings.filter(bool))
 def test_scaled_frequencies_are_those_llama3_publishes(width: int, theta: float, scaling: RopeScaling) -> None:
     expected = torch.tensor(llama3_frequencies(width, theta, scaling), dtype=FP64)
-    got = Rope(width, theta, scaling).frequencies(torch.device("cpu"), FP64)
+    got = Rope(width, theta, scaling).frequencies(torch.device("cpu"))
     torch.testing.assert_close(got, expected, atol=0.0, rtol=1e-12)
 
 
 def test_llama3_scaling_keeps_the_fastest_divides_the_slowest_and_blends_between() -> None:
     rope = Rope(128, 500_000.0)
-    plain = rope.frequencies(torch.device("cpu"), FP64)
+    plain = rope.frequencies(torch.device("cpu"))
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
-    slowdown = plain / Rope(128, 500_000.0, scaling).frequencies(torch.device("cpu"), FP64)
+    slowdown = plain / Rope(128, 500_000.0, scaling).frequencies(torch.device("cpu"))
     assert slowdown[0] == 1.0
     torch.testing.assert_close(slowdown[-1], torch.tensor(8.0, dtype=FP64))
     between = (slowdown > 1.0 + 1e-9) & (slowdown < 8.0 - 1e-9)
@@ -138,19 +142,99 @@ def test_low_precision_vectors_are_rotated_in_fp32_and_keep_their_dtype(dtype: t
     got = rotated(rope, x, positions)
     assert got.dtype == dtype
     assert rope.angles(positions, dtype)[0].dtype == torch.float32
-    # fp32 knows an angle of 4000 to about 5e-4; then one rounding to the vector's own dtype.
+    # Two products and a sum in fp32, then one rounding to the vector's own dtype.
     exact = rotated(rope, x.double(), positions)
-    limit = 1e-3 + torch.finfo(dtype).eps
+    limit = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
     assert ((got.double() - exact).abs() <= limit * exact.norm(dim=-1, keepdim=True)).all()
 
 
-def test_a_model_cast_to_bf16_still_knows_position_100k() -> None:
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")
+FAR = [0, 1, 4095, 65_536, 1_000_000, 2**20 - 1, 2**24 + 1]
+# Half a unit in the last place of fp32 below 1, and what fp64 makes of an angle of 2^24 radians.
+FP32_ROUNDING = 2.0**-25 + 1e-8
+
+
+def exact_angles(width: int, theta: float, position: int) -> tuple[list[float], list[float]]:
+    """Cosines and sines at 60 decimal places; only the angle within one turn is rounded, to fp64."""
+    with localcontext() as context:
+        context.prec = 60
+        frequencies = [(-2 * i * Decimal(theta).ln() / width).exp() for i in range(width // 2)]
+        within_turn = [float((position * f) % (2 * PI)) for f in frequencies]
+    return [math.cos(angle) for angle in within_turn], [math.sin(angle) for angle in within_turn]
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP64])
+def test_angles_are_exact_to_rounding_at_far_positions(theta: float, dtype: torch.dtype) -> None:
+    expected = torch.tensor([exact_angles(64, theta, position) for position in FAR], dtype=FP64)
+    cos, sin = Rope(64, theta).angles(torch.tensor(FAR), dtype)
+    got = torch.stack([cos, sin], dim=1).squeeze(2)
+    assert got.dtype == (FP64 if dtype == FP64 else torch.float32)
+    assert float((got.double() - expected).abs().max()) <= FP32_ROUNDING
+
+
+def test_a_model_cast_to_bf16_has_exact_angles() -> None:
     config = NSAConfig(dim=16, n_heads=2, n_kv_groups=1, d_k=64, d_v=8)
-    rope = NSAAttention(config).to(torch.bfloat16).rope
-    positions = torch.tensor([100_000, 99_999, 65_537])
-    cos, sin = rope.angles(positions, torch.bfloat16)
-    frequencies = torch.tensor(llama3_frequencies(64, 10_000.0, None), dtype=FP64)
-    angle = (positions[:, None].double() * frequencies)[:, None]
-    # fp32: 1e5 radians times a few roundings of 6e-8. Frequencies kept in bf16 would be off by hundreds of radians.
-    torch.testing.assert_close(cos.double(), angle.cos(), atol=0.03, rtol=0.0)
-    torch.testing.assert_close(sin.double(), angle.sin(), atol=0.03, rtol=0.0)
+    attention = NSAAttention(config)
+    attention.rope.table(16, torch.device("cpu"), torch.float32)
+    cos, _ = attention.to(torch.bfloat16).rope.angles(torch.tensor([1_000_000]), torch.bfloat16)
+    expected = torch.tensor(exact_angles(64, 10_000.0, 1_000_000)[0], dtype=FP64)
+    assert float((cos.double() - expected).abs().max()) <= FP32_ROUNDING
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4), scaling=scalings)
+def test_a_table_holds_the_angles_of_its_positions_however_it_grew(
+    lengths: list[int], scaling: RopeScaling | None
+) -> None:
+    rope = Rope(8, scaling=scaling)
+    for length in lengths:
+        positions = torch.arange(length)
+        expected = Rope(8, scaling=scaling).angles(positions, torch.float32)
+        assert all(map(torch.equal, rope.table(length, positions.device, torch.bfloat16), expected))
+        mixed = positions.flip(0)[None]
+        looked_up = rope.angles(mixed, torch.float32, limit=length)
+        assert all(map(torch.equal, looked_up, Rope(8, scaling=scaling).angles(mixed, torch.float32)))
+    assert len(rope.tables) == 1
+
+
+def test_a_table_is_computed_once_and_kept_for_each_dtype() -> None:
+    rope, cpu = Rope(8), torch.device("cpu")
+    cos, _ = rope.table(100, cpu, torch.float32)
+    # A second table for fp64, and a longer view of the first, with room to grow.
+    assert rope.table(100, cpu, FP64)[0].dtype == FP64
+    assert rope.table(120, cpu, torch.float16)[0].data_ptr() == cos.data_ptr()
+
+
+def test_a_table_made_in_inference_mode_serves_training() -> None:
+    rope, x = Rope(8), torch.randn(5, 1, 8, requires_grad=True)
+    with torch.inference_mode():
+        rope.table(5, x.device, x.dtype)
+    rope.rotate(x, rope.table(5, x.device, x.dtype)).sum().backward()
+    assert x.grad is not None
+
+
+def test_copies_leave_the_tables_behind() -> None:
+    rope = Rope(8, 500.0, RopeScaling(factor=2.0))
+    rope.table(64, torch.device("cpu"), torch.float32)
+    for other in (copy.copy(rope), copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+        assert other == rope
+        assert hash(other) == hash(rope)
+        assert not other.tables
+
+
+def test_a_compiled_graph_computes_angles_and_keeps_none() -> None:
+    rope = Rope(8)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        whole = rope.rotate(x, rope.table(x.shape[0], x.device, x.dtype))
+        return whole + rope.rotate(x, rope.angles(torch.arange(x.shape[0]), x.dtype, limit=x.shape[0]))
+
+    x = torch.randn(6, 2, 8)
+    assert torch.equal(compiled(x), 2 * rotated(Rope(8), x, torch.arange(6)))
+    assert not rope.tables
+
+
+def test_the_layers_of_a_model_share_their_tables() -> None:
+    model = LM(LMConfig.preset("tiny"))
+    assert len({id(layer.attention.rope) for layer in model.blocks}) == 1

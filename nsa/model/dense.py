@@ -20,7 +20,7 @@ from nsa.attention import real_tokens_first
 from nsa.cache import Pair, write
 from nsa.config import NSAConfig, require
 from nsa.geometry import query_positions
-from nsa.rope import Rope
+from nsa.rope import Angles, Rope
 
 WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -78,9 +78,7 @@ class DenseAttention(nn.Module):
             order, counts = real_tokens_first(attention_mask)
             x = x.gather(1, order[..., None].expand_as(x))
 
-        start = None if cache is None else cache.lengths
-        batch, length, _ = x.shape
-        angles = self.rope.angles(query_positions(batch, length, cu_seqlens, start, x.device), x.dtype)
+        angles = self.angles(x, cu_seqlens, cache)
         q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
         k = self.rope.rotate(self.k_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
         v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
@@ -93,6 +91,16 @@ class DenseAttention(nn.Module):
         if attention_mask is not None and order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
         return y
+
+    def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
+        """RoPE's for the positions of `x [B, S, dim]`."""
+        batch, length, _ = x.shape
+        if cu_seqlens is None and cache is None:
+            return self.rope.table(length, x.device, x.dtype)
+        start, limit = (None, length) if cache is None else (cache.lengths, cache.max_len)
+        positions = query_positions(batch, length, cu_seqlens, start, x.device)
+        # Only padding can lie past the end of a cache.
+        return self.rope.angles(positions.clamp_max(limit - 1), x.dtype, limit=limit)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None

@@ -143,6 +143,9 @@ class LM(nn.Module):
         dim = config.attn.dim
         self.embedding = nn.Embedding(config.vocab_size, dim)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.n_layers))
+        # One set of tables for all layers.
+        for layer in self.blocks:
+            layer.attention.rope = self.blocks[0].attention.rope
         self.norm = RMSNorm(dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(dim, config.vocab_size, bias=False)
         # Activation checkpointing: keep only each layer's input and compute the rest again in the backward.
