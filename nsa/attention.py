@@ -25,7 +25,7 @@ from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.functional import attend
 from nsa.geometry import compressed_starts, query_positions
-from nsa.rope import Rope
+from nsa.rope import Angles, Rope
 
 
 class NSAAttention(nn.Module):
@@ -91,8 +91,10 @@ class NSAAttention(nn.Module):
         `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
         self.check(x, cu_seqlens, attention_mask, cache, position_offset)
         require_bool("return_stats", return_stats)
+        if cache is None:
+            return self.compute(x, cu_seqlens, attention_mask, None, position_offset, return_stats)
         # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+        with torch.no_grad():
             return self.compute(x, cu_seqlens, attention_mask, cache, position_offset, return_stats)
 
     def compute(
@@ -110,11 +112,13 @@ class NSAAttention(nn.Module):
             # Zeros in place of padding: what it held may overflow, and 0 * inf is NaN in the gradients.
             x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
 
-        start = None if cache is None else cache.lengths
-        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
         if isinstance(position_offset, Tensor):
             position_offset = position_offset.view(-1, 1)
-        q, raw, selected, window, gates = self.project(x, positions + position_offset)
+        start = None if cache is None else cache.lengths
+        q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
+        gates = self.gate(x).to(q.dtype)
+        # Before a cache moves on.
+        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device) if return_stats else None
         if cache is None:
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
             o, indices = attend(q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens)
@@ -147,7 +151,7 @@ class NSAAttention(nn.Module):
         if attention_mask is not None and order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
             y = y.masked_fill(~attention_mask[..., None], 0.0)
-        if not return_stats:
+        if positions is None:
             return y
         return y, NSAStats(self.config, gates.detach(), indices, positions, counts)
 
@@ -191,26 +195,30 @@ class NSAAttention(nn.Module):
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Pair, Pair, Pair, Tensor]:
-        """Queries, keys and values of the compressed, selected and sliding branch, and gates."""
-        angles = self.rope.angles(positions, x.dtype)
-        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
-        return q, *self.keys_values(x, angles), self.gate(x).to(q.dtype)
+    def angles(
+        self, x: Tensor, cu_seqlens: Tensor | None, start: Tensor | None, position_offset: int | Tensor
+    ) -> Angles:
+        """RoPE's for the positions of `x [B, S, dim]`, from `start` on in a cache."""
+        if cu_seqlens is None and start is None and isinstance(position_offset, int) and position_offset == 0:
+            return self.rope.table(x.shape[1], x.device, x.dtype)
+        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
+        return self.rope.angles(positions + position_offset, x.dtype)
 
-    def keys_values(self, x: Tensor, angles: Pair) -> tuple[Pair, Pair, Pair]:
-        """Keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
+    def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
+        """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
         c = self.config
-        ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
+        q = self.q_proj(x).unflatten(-1, (-1, c.d_k))
+        k_raw, *ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
         vs = self.v_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_v)).unbind(dim=2)
         if c.share_kv:
-            rotated = self.rope.rotate(ks[0], angles)
-            k_raw, k_sel, k_win = ks[0], rotated, rotated
+            q, rotated = self.rope.rotate_all(angles, q, k_raw)
+            k_sel = k_win = rotated
             vs = vs * 3
         else:
-            k_raw, k_sel, k_win = ks[0], self.rope.rotate(ks[1], angles), self.rope.rotate(ks[2], angles)
+            q, k_sel, k_win = self.rope.rotate_all(angles, q, *ks)
         if c.compress_rope == "before":
-            k_raw = self.rope.rotate(k_raw, angles)
-        return (k_raw, vs[0]), (k_sel, vs[1]), (k_win, vs[2])
+            k_raw = rotated if c.share_kv else self.rope.rotate(k_raw, angles)
+        return q, (k_raw, vs[0]), (k_sel, vs[1]), (k_win, vs[2])
 
     def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
         """Every complete block of the sequences at hand."""
@@ -218,22 +226,30 @@ class NSAAttention(nn.Module):
         k, v = raw
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
         k_cmp, v_cmp = self.phi_k(k, **where), self.phi_v(v, **where)
-        if cu_seqlens is None:
-            start = torch.arange(k_cmp.shape[1], device=k.device) * c.d
-        else:
+        if c.compress_rope == "after":
+            k_cmp = self.rope.rotate(k_cmp, self.block_angles(k_cmp, k, cu_seqlens, position_offset))
+        return k_cmp.to(k.dtype), v_cmp.to(v.dtype)
+
+    def block_angles(
+        self, k_cmp: Tensor, k: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor
+    ) -> Angles:
+        """A compressed key takes the position its block starts at."""
+        c = self.config
+        if cu_seqlens is not None:
             _, start, _ = compressed_starts(cu_seqlens, k.shape[1], c.l, c.d)
-        return self.place(k_cmp, start[None] + position_offset, k.dtype), v_cmp.to(v.dtype)
+        elif isinstance(position_offset, int) and position_offset == 0:
+            cos, sin = self.rope.table(k.shape[1], k.device, k.dtype)
+            return cos[:: c.d][: k_cmp.shape[1]], sin[:: c.d][: k_cmp.shape[1]]
+        else:
+            start = torch.arange(k_cmp.shape[1], device=k.device) * c.d
+        return self.rope.angles(start[None] + position_offset, k.dtype)
 
     def compress_blocks(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
         """The blocks `[B, N, l, G, D]` that a cache has just completed, which start at `positions`."""
         k_cmp, v_cmp = self.phi_k.of_blocks(k_blocks), self.phi_v.of_blocks(v_blocks)
-        return self.place(k_cmp, positions, k_blocks.dtype), v_cmp.to(v_blocks.dtype)
-
-    def place(self, k_cmp: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """A compressed key takes the position its block starts at."""
         if self.config.compress_rope == "after":
-            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, dtype))
-        return k_cmp.to(dtype)
+            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
+        return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
 
 
 def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class Rope:
             return cos[positions], sin[positions]
         angle = positions[..., None].double() * self.frequencies(positions.device)
         wide = angle_dtype(dtype)
+        if torch.compiler.is_compiling():
+            # A compiler computes this anew for every head that it is fused into: whole turns are dropped in fp64, then
+            # a cosine in fp32 is off by the rounding of an angle below pi, and costs a tenth.
+            angle = (angle - (angle / (2 * math.pi)).round() * (2 * math.pi)).to(wide)
         return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Angles:
@@ -80,10 +85,37 @@ class Rope:
         return cos[:length], sin[:length]
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """`x [..., H, width]`, in its own dtype."""
-        cos, sin = angles
-        first, second = x.to(cos.dtype).chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        """`x [..., H, width]` turned by its position's angles, in its own dtype."""
+        return self.rotate_all(angles, x)[0]
+
+    def rotate_all(self, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`rotate` of several tensors that share their angles."""
+        if fused(tensors[0]):
+            from nsa.backends.triton.rope import Rotate
+
+            rotated: tuple[Tensor, ...] = Rotate.apply(*angles, *tensors)
+            return rotated
+        return tuple(turn(x, angles) for x in tensors)
+
+
+def turn(x: Tensor, angles: Angles) -> Tensor:
+    cos, sin = angles
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether one kernel rotates instead of nine; a compiler fuses the nine with what is around them."""
+    if not x.is_cuda or x.dim() != 4 or x.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    return triton_is_usable()
+
+
+@cache
+def triton_is_usable() -> bool:
+    from nsa.backends import triton
+
+    return triton.available() is None and torch.cuda.get_device_capability() >= triton.OLDEST_CAPABILITY
 
 
 def angle_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -35,14 +35,14 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Fault, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
-from nsa.ops import library as op_library
+from nsa.ops import registry
 from nsa.settings import Settings
 from nsa.train.step import TrainStep
 
 
 def losses_of(router: Router, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The trainer's own step on a tiny model, twice."""
-    monkeypatch.setattr(op_library, "router", lambda: router)
+    monkeypatch.setattr(registry, "router", lambda: router)
     torch.manual_seed(0)
     step = TrainStep(LM(replace(PRESETS["tiny"], seq_len=64)), dtype=torch.float32, compile=False)
     tokens = torch.randint(0, 60, (2, 65), generator=torch.Generator().manual_seed(0))

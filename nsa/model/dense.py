@@ -79,8 +79,8 @@ class DenseAttention(nn.Module):
             x = x.gather(1, order[..., None].expand_as(x))
 
         angles = self.angles(x, cu_seqlens, cache)
-        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
-        k = self.rope.rotate(self.k_proj(x).unflatten(-1, (-1, self.config.d_k)), angles)
+        projected = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
+        q, k = self.rope.rotate_all(angles, *projected)
         v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
         if cache is None:
             o = self.attend(q, k, v, cu_seqlens=cu_seqlens)
