@@ -1,12 +1,8 @@
 """Native sparse attention: a compressed view of everything, a few blocks in full, a sliding window, a learned gate."""
 
-from nsa import ops, reference
-from nsa.attention import NSAAttention, NSAStats
-from nsa.backends.problem import Problem
-from nsa.backends.routing import explain
-from nsa.cache import NSACache
-from nsa.config import NSAConfig, RopeScaling
-from nsa.functional import nsa_attention
+from typing import TYPE_CHECKING
+
+from nsa.lazy import lazy_attributes
 
 __version__ = "0.1.0"
 
@@ -22,3 +18,24 @@ __all__ = [
     "ops",
     "reference",
 ]
+
+if TYPE_CHECKING:
+    from nsa import ops, reference
+    from nsa.attention import NSAAttention, NSAStats
+    from nsa.backends.problem import Problem
+    from nsa.backends.routing import explain
+    from nsa.cache import NSACache
+    from nsa.config import NSAConfig, RopeScaling
+    from nsa.functional import nsa_attention
+else:
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        {
+            "nsa.attention": ("NSAAttention", "NSAStats"),
+            "nsa.backends.problem": ("Problem",),
+            "nsa.backends.routing": ("explain",),
+            "nsa.cache": ("NSACache",),
+            "nsa.config": ("NSAConfig", "RopeScaling"),
+            "nsa.functional": ("nsa_attention",),
+        },
+    )

@@ -1,37 +1,91 @@
-"""The `nsa` command: a table of sub-commands, each imported only when it runs.
+"""The `nsa` command: a table of sub-commands, whose flags are parsed before anything slow is imported.
 
     nsa doctor --seq-len 8192
     nsa train --help
 
-A command is a module with `add_arguments(parser)`, which declares its flags and shows an example in `parser.epilog`,
-and `run(args)`, which does the work and returns the exit status. A `ValueError` or `OSError` from it is shown as one
-line, with status 2.
+The flags of a command are in `nsa.commands`; another module has `run(args)`, which does the work and returns the exit
+status. A `ValueError` or `OSError` from it is shown as one line, with status 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
+import select
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 import nsa
 
-# Name: where it is, what it does.
+
+class Command(NamedTuple):
+    module: str  # has `run`
+    summary: str
+    memory: str  # what to lower when memory runs out
+
+
 COMMANDS = {
-    "train": ("nsa.train", "train a language model"),
-    "plan": ("nsa.train.plan", "memory, time and cost of a run before it starts"),
-    "generate": ("nsa.generate", "continue a prompt with a trained model"),
-    "bench": ("nsa.bench", "measure training and attention on this machine, and plot it"),
-    "data": ("nsa.data.prepare", "turn text into shards of tokens"),
-    "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and whether every backend is right"),
+    "train": Command(
+        "nsa.train",
+        "train a language model",
+        "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc takes less",
+    ),
+    "plan": Command(
+        "nsa.train.plan", "memory, time and cost of a run before it starts", "a smaller --set model.n_layers takes less"
+    ),
+    "generate": Command(
+        "nsa.generate",
+        "continue a prompt with a trained model",
+        "a shorter --prompt, fewer of them, or fewer --max-new-tokens take less",
+    ),
+    "bench": Command(
+        "nsa.bench",
+        "measure training and attention on this machine, and plot it",
+        "a smaller --batch-size or shorter sequences take less",
+    ),
+    "data": Command("nsa.data.prepare", "turn text into shards of tokens", "a smaller --doc-batch takes less"),
+    "doctor": Command(
+        "nsa.doctor",
+        "check this machine: versions, settings, routes, and whether every backend is right",
+        "a smaller --batch or --seq-len takes less",
+    ),
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses a flag that does not exist with the one that is meant."""
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hints = [f"{flag}: {hint}" for flag in flags if (hint := self.hint(flag))]
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
+        return parsed
+
+    def hint(self, flag: str) -> str | None:
+        known = re.findall(r"--[a-z][a-z-]+", self.format_help())
+        name = flag.lstrip("-").replace("_", "-").lower()
+        if f"--{name}" in known:
+            return f"use --{name}"
+        if "--set" in known:
+            from nsa.commands.train import suggestion
+
+            meant = suggestion(name, known)
+            if meant is not None:
+                return meant
+        close = difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.7)
+        return f"the nearest is {close[0]}" if close else None
 
 
 def make_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS)) + 2
-    commands = "\n".join(f"  {name:<{width}}{help}" for name, (_, help) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="nsa",
         description=f"Native sparse attention.\n\ncommands:\n{commands}",
@@ -44,23 +98,84 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parser_of(name: str) -> Parser:
+    """The parser of one command's flags."""
+    parser = Parser(prog=f"nsa {name}")
+    import_module(f"nsa.commands.{name}").add_arguments(parser)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    # Only the first word is read here: the flags after it are the command's own, and known once it is imported.
-    name = make_parser().parse_args(argv[:1]).command
-    command = import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog=f"nsa {name}")
-    command.add_arguments(parser)
-    args = parser.parse_args(argv[1:])
+    """Run one command.
+
+    Returns:
+        The exit status: the command's own; 2 for a mistake of the caller's; 1 where memory ran out; 128 and the
+        signal's number where the user, or whoever reads the output, ended it.
+    """
     try:
-        return command.run(args)
+        try:
+            return run_command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            # Here and not at exit, where an error could no longer be caught.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # What was printed cannot be written: `nsa doctor | head -1`, or a full disk.
+        discard_output()
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"nsa: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_command(argv: list[str]) -> int:
+    # Only the first word is read here: the flags after it are the command's own.
+    name = make_parser().parse_args(argv[:1]).command
+    args = parser_of(name).parse_args(argv[1:])
+    command = COMMANDS[name]
+    try:
+        status: int = import_module(command.module).run(args)
+        return status
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and output_is_closed():
+            raise
         # A wrong value or a file that is not there is the caller's to mend: the sentence helps, a traceback does not.
         print(f"nsa {name}: error: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = str(error).partition("\n")[0] or "the machine's memory is full"
+        print(f"nsa {name}: out of memory: {first}; {command.memory}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"nsa {name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's, torch's on a GPU, or its CPU allocator's, which has no type of its own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or ("DefaultCPUAllocator" in str(error) and "memory" in str(error))
+    )
+
+
+def output_is_closed() -> bool:
+    """Whether nobody reads stdout any more: a broken pipe may also be some connection's."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):
+        # No stdout, or one that is no file.
+        return False
+    return bool(poll.poll(0))
+
+
+def discard_output() -> None:
+    """Nothing more is written, nor complained about when Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
+import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from nsa.geometry import n_compressed
-
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
+
+# How values are written in an error.
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 400
+SHORT.maxlist = SHORT.maxtuple = SHORT.maxset = SHORT.maxdict = 40
+SHORT.maxlevel = 4
 
 # "auto", and the names of the backends there are, whether this machine can run them or not.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
@@ -118,6 +124,9 @@ class NSAConfig:
         `N_cmp + n_sel * l_sel + min(w, length)`, but selection reads no more keys than there are: of a sequence
         shorter than `n_sel * l_sel` it reads every key once, and that product would count keys that do not exist.
         """
+        # A config is read before torch is imported.
+        from nsa.geometry import n_compressed
+
         require_int("length", length, at_least=0)
         return n_compressed(length, self.l, self.d) + min(self.n_sel * self.l_sel, length) + min(self.w, length)
 
@@ -148,13 +157,23 @@ def check_keys(name: str, values: dict[str, Any], cls: type[NSAConfig] | type[Ro
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
     """Raise the one kind of argument error there is: the name, what it was, what is accepted."""
     if not condition:
-        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
+        raise ValueError(f"{name} is {shortened(value)}; accepted: {accepted}")
+
+
+def shortened(value: object) -> str:
+    """`repr(value)`, but one line whatever its size: a value out of a file may hold itself a million times."""
+    try:
+        return SHORT.repr(value)
+    except ValueError:
+        # Python refuses to spell an integer of more than some thousand digits.
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
     # Torch's ops take 64-bit integers.
-    valid = isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 2**62
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     require(valid, name, value, f"an integer of at least {at_least}")
+    require(isinstance(value, int) and value < 2**62, name, value, "an integer below 2^62")
 
 
 def require_bool(name: str, value: object) -> None:
@@ -162,8 +181,9 @@ def require_bool(name: str, value: object) -> None:
 
 
 def require_positive_number(name: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 < float(str(value)) < float("inf"), name, value, "a positive finite number")
+    # Compared, not converted: an integer may be too large for a float.
+    positive = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    require(positive, name, value, "a positive finite number")
 
 
 def require_positive_int(name: str, value: object) -> None:

@@ -38,15 +38,13 @@ from nsa.backends.probe import report as probe_report
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
 from nsa.backends.triton import tuning
+from nsa.commands.doctor import SHAPE
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import boot, preflight
 from nsa.train.config import TrainConfig, load_config, parse_set
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# The shape that is routed where none is given: a 125M model's.
-SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
 
 # What is known of the versions from one to another, both included.
 TRITON_NOTES = {
@@ -457,40 +455,8 @@ def indent(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What this machine has, what is set, who would serve a shape, whether every backend is right."
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  nsa doctor\n"
-        "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
-        "  nsa doctor --setting force_parity=on --json | tail -1\n"
-        "  nsa doctor --config 125m --set batch_size=16     whether this machine is ready for that run\n\n"
-        "The exit status is 0 only if every backend agrees with the reference, and under --probe every library passes."
-    )
-    shape = parser.add_argument_group("the shape to route (by default a 125M model's, or the config's)")
-    for name, default in SHAPE.items():
-        shape.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default: {default}")
-    shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 elsewhere")
-    shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    before = parser.add_argument_group("a run to come: is this machine ready for it?")
-    before.add_argument("--config", help="a name in configs/, a YAML file, or a run's folder")
-    before.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, dotted")
-    add_setting_arguments(parser)
-    flash = parser.add_argument_group("FlashAttention")
-    flash.add_argument("--probe", action="store_true", help="try its libraries again, each in a process of its own")
-    flash.add_argument("--repro", type=Path, metavar="FILE", help="and write the first failure as a script")
-    parser.add_argument("--json", action="store_true", help="the whole report as JSON, on the last line")
-
-
-def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what if these were set, over the environment; other commands read that alone")
-    group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
-    group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")
-
-
 def load_settings(args: argparse.Namespace) -> Settings:
-    """The settings that the arguments of `add_setting_arguments` and this process's environment give."""
+    """The settings that the arguments and this process's environment give."""
     file = settings.read_file(args.settings_file) if args.settings_file else None
     with warnings.catch_warnings():
         # The report names unknown variables itself; whoever asks for this process's own settings later warns no more.

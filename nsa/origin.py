@@ -1,13 +1,15 @@
-"""Where a result comes from: the commit of the code and the versions of what it stands on."""
+"""Where a result comes from: the commit of the code, its configs and the versions of what it stands on."""
 
 from __future__ import annotations
 
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def installed(package: str) -> str | None:
+    # Slow to import, and a command's help does not need it.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -25,3 +27,10 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return answers[0] + ("+" if answers[1] else "")
+
+
+def configs_folder() -> Path:
+    """`configs/`: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"

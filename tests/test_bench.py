@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench_rows import ROW
 
-from nsa import bench
+from nsa import bench, cli
 from nsa.bench import attention, trained
 from nsa.bench.results import COLUMNS, append, environment, quantiles, read
 from nsa.bench.train import Runner, TrainBench
@@ -20,9 +20,9 @@ from nsa.model import LM, PRESETS
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["train", "--preset", "tiny", "--device", "cpu", "--dtype", "float32", *words])
+    return cli.parser_of("bench").parse_args(
+        ["train", "--preset", "tiny", "--device", "cpu", "--dtype", "float32", *words]
+    )
 
 
 def test_columns_are_the_agreed_ones() -> None:
@@ -128,9 +128,7 @@ def test_what_does_not_fit_is_said_and_the_others_are_measured(
     inputs = attention.Inputs.of(attention.Shape(1, 8, 2, 1, 4), torch.float32, "cpu", smooth=0.0)
     monkeypatch.setattr(attention.Inputs, "of", lambda *_: inputs)
     monkeypatch.setattr(attention, "report", report)
-    parser = argparse.ArgumentParser()
-    attention.add_arguments(parser)
-    attention.run_shape(attention.Shape(1, 8, 2, 1, 4), parser.parse_args([]), "attention")
+    attention.run_shape(attention.Shape(1, 8, 2, 1, 4), cli.parser_of("bench").parse_args(["attention"]), "attention")
     assert measured == ["nsa-triton", "dense-fa2", "dense-cudnn"]
     said = capsys.readouterr().out
     assert "nsa-sdpa is left out" in said

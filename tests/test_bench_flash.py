@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from nsa import bench
+from nsa import bench, cli
 from nsa.backends import sdpa
 from nsa.backends.preferences import Preference, load_preferences, preferences_path
 from nsa.backends.problem import Problem
@@ -281,9 +281,7 @@ def test_the_table_says_how_many_times_as_fast() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["flash", *words])
+    return cli.parser_of("bench").parse_args(["flash", *words])
 
 
 def test_the_command_turns_rows_into_a_file_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,9 @@ def examine(*backends: Any) -> list[Check]:
 
 
 def run_doctor(*flags: str, backends: tuple[Any, ...] = (sdpa, reference)) -> int:
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args([*SMALL, *flags]), make_router=lambda config: Router(backends, config))
+    return doctor.run(
+        cli.parser_of("doctor").parse_args([*SMALL, *flags]), make_router=lambda config: Router(backends, config)
+    )
 
 
 def failing(checks: list[Check]) -> set[tuple[str, str, str]]:

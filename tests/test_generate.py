@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,10 +87,8 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
 def test_the_command_continues_every_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(small_model("nsa", vocab_size=256).float(), tmp_path / "run")
     assert newest_run(tmp_path) == tmp_path / "run"
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     words = ["--run", str(tmp_path / "run"), "--prompt", "def f(", "--prompt", "import", "--max-new-tokens", "4"]
-    assert generate.run(parser.parse_args([*words, "--device", "cpu"])) == 0
+    assert generate.run(cli.parser_of("generate").parse_args([*words, "--device", "cpu"])) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("def f(")
     assert "\nimport" in printed

@@ -137,12 +137,12 @@ print(time.perf_counter() - begin)
 # Who imports whom. Lower layers know nothing of higher ones.
 
 LAYERS = (
-    ("config", "geometry", "origin", "settings", "reference"),
+    ("config", "geometry", "lazy", "origin", "settings", "reference"),
     ("backends",),
     ("ops",),
     ("attention", "cache", "compression", "functional", "rope"),
     ("model",),
-    ("bench", "data", "evals", "generate", "inspect", "train"),
+    ("bench", "commands", "data", "evals", "generate", "inspect", "train"),
     ("cli", "doctor", "selftest"),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench_rows import ROW
 
+from nsa import cli
 from nsa.backends.routing import build_router
 from nsa.bench.results import Row, append
 from nsa.model import LM, LMConfig
@@ -153,9 +154,7 @@ def test_wrong_words_are_named() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    return parser.parse_args(words)
+    return cli.parser_of("plan").parse_args(words)
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from flash_standin import FloatingPointException, StandIn
 from probing import sliding
 
 import nsa
-from nsa import doctor
+from nsa import cli, doctor
 from nsa.backends import policy, sdpa
 from nsa.backends.flash import FlashBackend, configure
 from nsa.backends.flash.cases import cases_of
@@ -56,9 +55,9 @@ def test_the_effective_flags(variables: dict[str, str], compressed: str, sliding
 
 def run_doctor(*words: str, backend: FlashBackend) -> int:
     shape = ["--seq-len", "64", "--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "8", "--device", "cpu"]
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args([*shape, *words]), make_router=lambda config: Router([backend, sdpa], config))
+    return doctor.run(
+        cli.parser_of("doctor").parse_args([*shape, *words]), make_router=lambda config: Router([backend, sdpa], config)
+    )
 
 
 def crash(library, problem, width: int, dtype: torch.dtype) -> list[Outcome]:

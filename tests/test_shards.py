@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from itertools import islice, pairwise
 from pathlib import Path
@@ -12,14 +11,13 @@ import pytest
 import torch
 from corpora import TEXTS, jsonl_file, needs_tokenizers, opened, text_files
 
+from nsa import cli
 from nsa.data import Batch, DataConfig, load_tokenizer, prepare, shards, train_bpe
 from nsa.data.shards import Shard
 
 
 def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
-    return prepare.run(parser.parse_args(words))
+    return prepare.run(cli.parser_of("data").parse_args(words))
 
 
 @pytest.fixture

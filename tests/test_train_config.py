@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import config_file, small_run
 
-from nsa import cli, train
+from nsa import cli
 from nsa.model import LM, PRESETS
 from nsa.settings import Settings
 from nsa.train.command import config_from
@@ -37,9 +37,7 @@ PLAIN = Settings.load(environ={})
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    return parser.parse_args(["--device", "cpu", *words])
+    return cli.parser_of("train").parse_args(["--device", "cpu", *words])
 
 
 def test_every_promised_config_is_there() -> None:

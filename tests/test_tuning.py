@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import bench
+from nsa import bench, cli
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import DTYPES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Entry, Key, Tuned
 from nsa.bench.attention import Shape
@@ -362,9 +362,7 @@ def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) ->
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["tune", *words])
+    return cli.parser_of("bench").parse_args(["tune", *words])
 
 
 class NothingToRun:
@@ -423,7 +421,6 @@ def test_without_a_gpu_the_command_says_so() -> None:
         bench.run(parse())
 
 
-def test_an_unknown_kernel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--kernels", "score")
-    assert "selected-backward" in capsys.readouterr().err
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--kernels is 'score'; accepted: .*selected-backward"):
+        bench.run(parse("--kernels", "score"))

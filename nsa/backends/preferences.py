@@ -16,6 +16,7 @@ import torch
 
 from nsa.backends.problem import OPS, Problem
 from nsa.config import BACKENDS
+from nsa.origin import configs_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,7 @@ def read_preference(row: Mapping[str, Any]) -> Preference:
 
 
 def preferences_path() -> Path:
-    """`configs/routes.json`: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "configs" / "routes.json"
-    in_checkout = (package.parent / "pyproject.toml").is_file()
-    return package.parent / "configs" / "routes.json" if in_checkout and not inside.is_file() else inside
+    return configs_folder() / "routes.json"
 
 
 def gpu_family(name: str) -> str:

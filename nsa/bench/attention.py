@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
-from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
+from nsa.bench.results import Row, append, environment, quantiles
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
 
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
-IMPLEMENTATIONS = ("nsa-triton", "nsa-sdpa", *DENSE)
 WARMUP_MS, MEASURE_MS = 50, 300
 FEWEST_CALLS = 3
 
@@ -255,19 +254,6 @@ def parse_heads(text: str) -> tuple[int, int, int]:
     require(min(n_heads, n_groups, width) > 0, "--heads", text, "numbers of at least 1")
     require(n_heads % n_groups == 0, "--heads", text, "as many heads in every group")
     return n_heads, n_groups, width
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time attention from q, raw k, v and gates to o, beside dense attention, on this GPU."
-    parser.epilog = "example: nsa bench attention --heads 64/4/128 --lengths 8192 65536 --branches"
-    parser.add_argument("--heads", nargs="+", default=["64/4/128"], metavar="H/G/D", help="heads/groups/width")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
-    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
-    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

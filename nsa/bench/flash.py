@@ -36,7 +36,7 @@ from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
 from nsa.bench.attention import captured, peak_bytes, time_calls
 from nsa.bench.plot import COLOURS, NAMES, OTHER_COLOUR, mark_lengths
-from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles, read
+from nsa.bench.results import Row, append, environment, quantiles, read
 from nsa.bench.thresholds import PACKED, WORTH_IT, as_json, thresholds, write_thresholds
 from nsa.config import require
 from nsa.geometry import n_compressed
@@ -422,21 +422,6 @@ def points(args: argparse.Namespace) -> Iterator[Point]:
                     packed = {"documents": args.documents}
                     yield Point("compressed", length, args.heads, size, width, **packed)
                     yield Point("sliding", length, args.heads, size, width, args.windows[-1], **packed)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time the compressed and the sliding branch by every path, and write which serves which range."
-    parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
-    parser.add_argument("--widths", nargs="+", type=int, default=[64, 96, 128, 192])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads a group")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
-    parser.add_argument("--windows", nargs="+", type=int, default=[128, WINDOW])
-    parser.add_argument("--documents", type=int, default=8, help="of each length, timed packed beside it whole")
-    parser.add_argument("--rows", type=Path, help="measure nothing: take the rows of this CSV file")
-    parser.add_argument("--plot", type=Path, help="draw the rows here")
-    parser.add_argument("--write", type=Path, help="write the thresholds file here; auto reads configs/routes.json")
-    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,13 +91,6 @@ def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
     axis.minorticks_off()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Draw benchmark rows: one panel an op, mode and head shape, one line an implementation."
-    parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png"
-    parser.add_argument("--rows", type=Path, nargs="+", required=True, help="CSV files written by nsa bench")
-    parser.add_argument("--out", type=Path, required=True, help="the picture, PNG or SVG by its ending")
-
-
 def run(args: argparse.Namespace) -> int:
     rows = [row for path in args.rows for row in read(path)]
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")

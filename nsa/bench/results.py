@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -79,12 +78,6 @@ def quantiles(milliseconds: list[float]) -> tuple[float, float, float]:
     """p20, p50 and p80."""
     p20, p50, p80 = torch.tensor(milliseconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
     return round(p20.item(), 4), round(p50.item(), 4), round(p80.item(), 4)
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where rows go, and what they say of the code where there is no git to ask."""
-    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
-    parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
 
 
 def environment(device: torch.device, recorded_commit: str | None = None) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from itertools import pairwise
 import torch
 
 from nsa.backends.routing import router
-from nsa.bench.results import Row, add_output_arguments, append, environment, quantiles
+from nsa.bench.results import Row, append, environment, quantiles
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
-from nsa.model import LM, PRESETS, LMConfig
+from nsa.model import LM, LMConfig
 from nsa.train.step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -184,60 +184,32 @@ def elapsed_ms(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -
     return begin.elapsed_time(end)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    on_gpu = torch.cuda.is_available()
-    parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
-    parser.epilog = (
-        "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense --steps 20"
-    )
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="125m" if on_gpu else "tiny")
-    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa"])
-    parser.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
-    parser.add_argument("--seq-len", nargs="+", type=int, help="tokens in a sequence (default: the preset's)")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch-size", type=int, default=8 if on_gpu else 4)
-    size.add_argument("--tokens", type=int, help="tokens in a batch, whatever the length of its sequences")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16" if on_gpu else "float32")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
-    )
-    parser.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=on_gpu,
-        help="compile, and replay each pass as one CUDA graph, as `nsa train` does on a GPU",
-    )
-    parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
-    parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
-    add_output_arguments(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-    preset = LMConfig.preset(args.preset)
+    on_gpu = torch.cuda.is_available()
+    preset = LMConfig.preset(args.preset or ("125m" if on_gpu else "tiny"))
     for seq_len in args.seq_len or [preset.seq_len]:
         require_positive_int("--seq-len", seq_len)
         fits = args.tokens is None or args.tokens % seq_len == 0
         require(fits, "--tokens", args.tokens, f"a multiple of --seq-len, {seq_len}")
         for attention in args.attention:
             model = replace(preset, attention=attention, seq_len=seq_len).with_backend(args.backend)
-            size = args.batch_size if args.tokens is None else args.tokens // seq_len
+            default = args.tokens // seq_len if args.tokens is not None else 8 if on_gpu else 4
+            size = default if args.batch_size is None else args.batch_size
             run_one(bench_of(args, model, size), args)
     return 0
 
 
 def bench_of(args: argparse.Namespace, model: LMConfig, batch_size: int) -> TrainBench:
+    on_gpu = torch.cuda.is_available()
     return TrainBench(
         model=model,
         batch_size=batch_size,
         steps=args.steps,
         warmup=args.warmup,
-        dtype=args.dtype,
-        device=args.device,
+        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
+        device=args.device or ("cuda" if on_gpu else "cpu"),
         compile=args.compile,
-        cuda_graphs=args.cuda_graphs,
+        cuda_graphs=on_gpu if args.cuda_graphs is None else args.cuda_graphs,
         gc=args.gc,
         commit=args.commit,
     )

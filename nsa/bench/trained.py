@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from nsa.attention import NSAAttention
-from nsa.bench.attention import DENSE, IMPLEMENTATIONS, Shape, Task, report
-from nsa.bench.results import add_output_arguments
+from nsa.bench.attention import Shape, Task, report
 from nsa.config import require
 from nsa.data import open_loader
 from nsa.functional import nsa_attention
 from nsa.model import LM, load_model
 from nsa.train.boot import config_of
-
-NSA = [impl for impl in IMPLEMENTATIONS if impl not in DENSE]
 
 
 def middle_layer(model: LM) -> NSAAttention:
@@ -81,17 +78,6 @@ def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Itera
         for impl in impls:
             own = replace(c, backend=impl.removeprefix("nsa-"))
             yield shape, Task(op, impl, partial(nsa_attention, *leaves, config=own), leaves)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time the attention of a trained model's middle layer on its own data, and on noise."
-    parser.epilog = "example: nsa bench trained --run runs/125m --lengths 2048 32768 --cuda-graphs"
-    parser.add_argument("--run", type=Path, required=True, help="a folder that `nsa train` wrote")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 32768])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--impl", nargs="+", choices=NSA, default=["nsa-triton"])
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
-    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

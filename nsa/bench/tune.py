@@ -217,23 +217,12 @@ def table(outcomes: Mapping[Trial, Sequence[Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure the Triton kernels' tiles on this GPU and write the fastest into a file."
-    parser.epilog = "example: nsa bench tune --kernels selected-backward --heads 64/4/128"
-    choices = (*tuning.KERNELS, *tuning.THRESHOLDS)
-    parser.add_argument("--kernels", nargs="+", choices=choices, default=choices, metavar="K", help=", ".join(choices))
-    parser.add_argument(
-        "--heads", nargs="+", default=SHAPES, metavar="H/G/D", help="heads/groups/width; the last of a width counts"
-    )
-    parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
-    parser.add_argument("--out", type=Path, help="the file to write (default: the user's own, NSA_TUNED_TILES)")
-    parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
-
-
 def run(args: argparse.Namespace) -> int:
     """0 where every kernel has a tile."""
+    known = (*tuning.KERNELS, *tuning.THRESHOLDS)
+    kernels = args.kernels or known
+    for kernel in kernels:
+        require(kernel in known, "--kernels", kernel, f"one of {', '.join(known)}")
     missing = backend.available()
     if missing is not None:
         raise ValueError(f"nsa bench tune measures on a GPU: {missing}")
@@ -244,18 +233,18 @@ def run(args: argparse.Namespace) -> int:
     from nsa.bench.kernels import Workbench, serves, tiles_worth_measuring
 
     gpu = torch.cuda.get_device_capability()
-    shapes = [Shape(args.batch_size, args.length, *parse_heads(text)) for text in args.heads]
+    shapes = [Shape(args.batch_size, args.length, *parse_heads(text)) for text in args.heads or SHAPES]
     trials = [
         Trial(kernel, shape, tuple(tiles_worth_measuring(kernel, shape, gpu, tuning.tuned())))
         for shape in shapes
-        for kernel in args.kernels
+        for kernel in kernels
         if kernel in tuning.KERNELS and serves(kernel, shape)
     ]
-    compare, compare_dense = (name in args.kernels for name in tuning.THRESHOLDS)
+    compare, compare_dense = (name in kernels for name in tuning.THRESHOLDS)
     steps = sum(len(trial.tiles) for trial in trials)
     steps += len(SPARSE_METHODS) * len(GROUP_SIZES) if compare else 0
     steps += (1 + len(SPARSE_METHODS)) * len(DENSE_LENGTHS) if compare_dense else 0
-    require(steps > 0, "--kernels", " ".join(args.kernels), "a kernel that these --heads use")
+    require(steps > 0, "--kernels", " ".join(kernels), "a kernel that these --heads use")
 
     bar = progress(steps)
     where = environment(torch.device("cuda"), args.commit)

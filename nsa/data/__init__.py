@@ -1,9 +1,8 @@
 """Where tokens come from."""
 
-from nsa.data.config import SOURCES, Batch, DataConfig
-from nsa.data.loader import Loader, open_loader
-from nsa.data.random_tokens import synthetic
-from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
+from typing import TYPE_CHECKING
+
+from nsa.lazy import lazy_attributes
 
 __all__ = [
     "SOURCES",
@@ -17,3 +16,19 @@ __all__ = [
     "synthetic",
     "train_bpe",
 ]
+
+if TYPE_CHECKING:
+    from nsa.data.config import SOURCES, Batch, DataConfig
+    from nsa.data.loader import Loader, open_loader
+    from nsa.data.random_tokens import synthetic
+    from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
+else:
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        {
+            "nsa.data.config": ("SOURCES", "Batch", "DataConfig"),
+            "nsa.data.loader": ("Loader", "open_loader"),
+            "nsa.data.random_tokens": ("synthetic",),
+            "nsa.data.tokenizer": ("Tokenizer", "check_vocabulary", "load_tokenizer", "train_bpe"),
+        },
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from nsa.config import require, require_bool, require_positive_int, require_positive_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OnStall = Literal["synthetic", "retry", "abort"]
 Split = Literal["train", "valid"]

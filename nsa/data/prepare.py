@@ -17,19 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nsa.config import require, require_positive_int
-from nsa.data.config import HUB, SOURCES, DataConfig, Split
+from nsa.data.config import DataConfig, Split
 from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments
 from nsa.data.loader import open_documents
 from nsa.data.pools import split_texts
 from nsa.data.shards import SUFFIX, Shard, ShardWriter
 from nsa.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-
-EXAMPLES = """examples:
-  nsa data prepare --source text --path books/ --out data/books
-  nsa data prepare --source jsonl --path wiki.jsonl --train-bpe 16384 --out data/wiki
-  nsa data prepare --source fineweb_edu --tokenizer tokenizer.json --limit-tokens 1000000000 --out data/fwe
-  nsa data check data/books
-"""
 
 # Characters of the training documents that a BPE is trained on: more makes it no better.
 BPE_CHARACTERS = 100_000_000
@@ -157,38 +150,6 @@ class Bar:
 
 def show_progress(total: int | None) -> Lines | Bar:
     return Bar(total) if find_spec("rich") is not None and sys.stdout.isatty() else Lines(total)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Prepare training data. `nsa data COMMAND --help` explains one command."
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    make = commands.add_parser(
-        "prepare",
-        help="tokenize a corpus into files that training maps into memory",
-        description="Tokenize a corpus into files that training maps into memory.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    make.add_argument("--source", default="text", help=f"{', '.join(text_sources())} or {HUB}NAME (default: text)")
-    make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
-    make.add_argument("--name", help="the configuration of a data set of the hub")
-    make.add_argument("--text-key", default="text", help="the field or column with the text (default: text)")
-    make.add_argument("--tokenizer", help="bytes (the default), a tokenizer.json, or a folder with one")
-    make.add_argument("--train-bpe", type=int, metavar="N", help="train a BPE of N tokens on this corpus, and use it")
-    make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
-    make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
-    make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
-    make.add_argument("--out", type=Path, required=True, help="the folder to write")
-    check = commands.add_parser(
-        "check", help="compare every token of a prepared folder, and its tokenizer, with what was written"
-    )
-    check.add_argument("folder", type=Path)
-
-
-def text_sources() -> list[str]:
-    return [name for name in SOURCES if name not in ("shards", "synthetic")]
 
 
 def run(args: argparse.Namespace) -> int:

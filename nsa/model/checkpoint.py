@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import require
-from nsa.model.transformer import LM, LMConfig
+from nsa.model.config import LMConfig
+from nsa.model.transformer import LM
 
 CONFIG, SAFE, PLAIN = "model.json", "model.safetensors", "model.pt"
 

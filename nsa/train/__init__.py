@@ -1,8 +1,23 @@
 """Training: `nsa train`."""
 
-from nsa.train.command import add_arguments, run
-from nsa.train.config import TrainConfig, load_config
-from nsa.train.loop import Trainer
-from nsa.train.step import TrainStep, learning_rate
+from typing import TYPE_CHECKING
 
-__all__ = ["TrainConfig", "TrainStep", "Trainer", "add_arguments", "learning_rate", "load_config", "run"]
+from nsa.lazy import lazy_attributes
+
+__all__ = ["TrainConfig", "TrainStep", "Trainer", "learning_rate", "load_config", "run"]
+
+if TYPE_CHECKING:
+    from nsa.train.command import run
+    from nsa.train.config import TrainConfig, load_config
+    from nsa.train.loop import Trainer
+    from nsa.train.step import TrainStep, learning_rate
+else:
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        {
+            "nsa.train.command": ("run",),
+            "nsa.train.config": ("TrainConfig", "load_config"),
+            "nsa.train.loop": ("Trainer",),
+            "nsa.train.step": ("TrainStep", "learning_rate"),
+        },
+    )

@@ -19,8 +19,9 @@ from nsa.backends.routing import explain
 from nsa.config import require
 from nsa.model import LM
 from nsa.origin import commit, installed
-from nsa.train.config import DTYPES, FILE, TrainConfig, diff, load_config, replace_text, write_yaml
+from nsa.train.config import FILE, TrainConfig, diff, load_config, replace_text, write_yaml
 from nsa.train.distributed import Ranks
+from nsa.train.step import DTYPES
 
 RUN = "run.json"
 

@@ -3,35 +3,42 @@
     load_config("tiny", {"model.attention": "dense", "steps": 50})
 
 The command line (`overrides`) beats the environment, which beats the file, which beats the defaults here. A key that
-does not exist is an error that names the nearest one. The result holds no "auto": what it says is what runs.
+does not exist is an error that names the one to use. The result holds no "auto": what it says is what runs. Torch is
+imported only once the keys are known to be right: a mistake is reported at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
-import torch
-import torch.distributed as dist
-
 from nsa import settings
-from nsa.backends.preferences import preferences_path
-from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
-from nsa.data import DataConfig
-from nsa.model import LMConfig
+from nsa.config import (
+    NSAConfig,
+    require,
+    require_bool,
+    require_int,
+    require_positive_int,
+    require_positive_number,
+    shortened,
+)
+from nsa.data.config import DataConfig
+from nsa.model.config import LMConfig
+from nsa.origin import configs_folder
+from nsa.train.keys import keys_of, replacement
+from nsa.train.yaml_file import parse_yaml, read_yaml, yaml
 
 log = logging.getLogger("nsa")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RUNS = Path("runs")
 
@@ -48,6 +55,12 @@ ENVIRONMENT = {
     "fwe_queue": "data.queue",
 }
 
+
+# Models that people ask for by name and that no config is a copy of.
+MODEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gpt", "deepseek", "gemma", "phi", "olmo", "pythia", "falcon")
+
+# Keys whose defaults depend on the machine.
+MACHINE = {"device", "dtype", "compile", "cuda_graphs", "parallel", "grad_compression"}
 
 # Keys that need not be said.
 FOUND_OUT = {"data", "out"}
@@ -198,26 +211,86 @@ class TrainConfig:
 def load_config(
     source: str | Path, overrides: Mapping[str, Any] | None = None, *, env: settings.Settings | None = None
 ) -> TrainConfig:
-    """`source`: a name in `configs/`, a YAML file, or a run's folder. `overrides`: by dotted key."""
+    """The config of a run.
+
+    Args:
+        source: a name in `configs/`, a YAML file, or a run's folder.
+        overrides: values by dotted key.
+        env: the settings that lie between the two; by default this process's.
+
+    Raises:
+        ValueError: naming the key, its value, what is accepted and where the value comes from.
+    """
     path = find_config(source)
-    tree = read_yaml(path)
+    tree = unfolded(read_yaml(path), str(path))
     file, said = dict(tree), overrides or {}
-    for layer in (from_environment(env or settings.current()), said):
+    environment = from_environment(env or settings.current())
+    for layer in (environment, said):
         for key, value in layer.items():
             put(tree, key, value)
-    tree |= fitted_schedule(tree, file, said)
-    values = checked(TrainConfig, tree, where=str(path))
-    values["model"] = LMConfig.from_dict(values["model"])
-    values["data"] = DataConfig(**values.get("data", {}))
-    values = on_this_machine(values)
-    if "out" not in values:
-        name = path.parent.name if path.name == FILE else path.stem
-        kind = values["model"].attention
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        values["out"] = RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
-    require(isinstance(values["out"], str | Path), "out", values["out"], "the path of a folder")
-    values["out"] = Path(values["out"])
-    return TrainConfig(**values)
+    try:
+        tree |= fitted_schedule(tree, file, said)
+        values = built(checked(TrainConfig, tree, where=str(path)))
+        values["out"] = run_folder(values, path)
+        # First without what depends on the machine: a wrong value is reported before torch is imported to ask for it.
+        TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
+        return TrainConfig(**on_this_machine(values))
+    except ValueError as error:
+        raise ValueError(f"{error}{origin(str(error), path, environment, said)}") from None
+
+
+def origin(message: str, path: Path, environment: Mapping[str, Any], said: Mapping[str, Any]) -> str:
+    """Where the value of an error comes from, whose first word is the key; nothing where it was just typed."""
+    key = message.partition(" ")[0].strip("'")
+    if any(f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.") for given in said):
+        return ""
+    setting = next((name for name, known in {**ENVIRONMENT, "no_gc": "gc"}.items() if known == key), None)
+    if key in environment and setting is not None:
+        return f" (from {settings.BY_NAME[setting].env})"
+    return f" (in {path})"
+
+
+def built(values: dict[str, Any]) -> dict[str, Any]:
+    """With the configs of the model and of the data, whose errors name whole keys."""
+    model = values["model"]
+    if isinstance(model.get("attention"), list):
+        model = {**model, "attention": tuple(model["attention"])}
+    with naming("model.attn."):
+        attn = NSAConfig.from_dict(model["attn"])
+    with naming("model."):
+        lm = LMConfig(**{**model, "attn": attn})
+    # `~` is the shell's, but a file or --set hands it on as it is.
+    data = values.get("data", {})
+    expanded = {name: os.path.expanduser(data[name]) for name in ("path", "tokenizer") if data.get(name)}
+    return {**values, "model": lm, "data": DataConfig(**{**data, **expanded})}
+
+
+@contextmanager
+def naming(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
+
+
+def run_folder(values: Mapping[str, Any], path: Path) -> Path:
+    """Where the run is written: what is said, else a new folder under `runs/`."""
+    if "out" in values:
+        return user_path("out", values["out"], "the path of a folder")
+    name = path.parent.name if path.name == FILE else path.stem
+    kind = values["model"].attention
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
+
+
+def user_path(name: str, value: object, accepted: str) -> Path:
+    """The path that a person wrote, with the home folder for `~`; an empty one is an error, not the current folder."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    require(text.strip() != "" and "\0" not in text, name, value, accepted)
+    expanded = settings.user_path(text)
+    require(expanded is not None, name, value, f"{accepted}; no user of that name has a home folder here")
+    assert expanded is not None
+    return expanded
 
 
 def fitted_schedule(tree: Mapping[str, Any], file: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, int]:
@@ -248,13 +321,16 @@ def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
     def unsaid(name: str) -> bool:
         return values.get(name) in (None, "auto")
 
+    # Only now: what is wrong with the keys above was reported without waiting for it.
+    import torch
+
     if unsaid("device"):
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = str(values["device"]).startswith("cuda")
     if unsaid("dtype"):
         values["dtype"] = "bfloat16" if on_gpu else "float32"
     if unsaid("parallel"):
-        values["parallel"] = "ddp" if dist.is_torchelastic_launched() else "none"
+        values["parallel"] = "ddp" if torch.distributed.is_torchelastic_launched() else "none"
     if unsaid("compile"):
         values["compile"] = on_gpu
     if unsaid("cuda_graphs"):
@@ -265,9 +341,11 @@ def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
 
 def moved(run: Path) -> dict[str, Any]:
     """What of a run's config cannot stay as it was because this machine, or who started this process, is another."""
+    import torch
+
     tree = read_yaml(find_config(run))
     moves: dict[str, Any] = {}
-    if dist.is_torchelastic_launched() == (tree.get("parallel") == "none"):
+    if torch.distributed.is_torchelastic_launched() == (tree.get("parallel") == "none"):
         moves |= {"parallel": "auto", "cuda_graphs": "auto"}
     if str(tree.get("device")).startswith("cuda") and not torch.cuda.is_available():
         moves |= {"device": "auto", "compile": "auto", "cuda_graphs": "auto"}
@@ -277,40 +355,31 @@ def moved(run: Path) -> dict[str, Any]:
     return moves
 
 
-def configs_folder() -> Path:
-    return preferences_path().parent
+def config_names() -> list[str]:
+    return sorted(file.stem for file in configs_folder().glob("*.yaml"))
 
 
 def find_config(source: str | Path) -> Path:
     """A bare word is the name of a config even where a folder has it too; a `Path` is always a place."""
-    path, named = Path(source), configs_folder() / f"{source}.yaml"
-    if isinstance(source, str) and os.sep not in source and named.is_file():
-        return named
+    names = config_names()
+    if isinstance(source, str) and source in names:
+        return configs_folder() / f"{source}.yaml"
+    accepted = f"a .yaml file, a run's folder, or one of {names}"
+    path = user_path("config", source, accepted)
     if path.is_dir():
         require((path / FILE).is_file(), "config", str(source), f"a folder with {FILE}, as `nsa train` writes it")
         return path / FILE
     if path.suffix in (".yaml", ".yml"):
         require(path.is_file(), "config", str(source), "a file that exists")
         return path
-    names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
-    near = f"; the nearest is {settings.nearest(str(source), names)}" if names else ""
-    raise ValueError(f"config is {str(source)!r}; accepted: a .yaml file, a run's folder, or one of {names}{near}")
-
-
-def yaml() -> Any:
-    try:
-        return import_module("yaml")
-    except ModuleNotFoundError:
-        raise ValueError("configs are YAML, and PyYAML is not installed: pip install 'nsa[train]'") from None
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml().safe_load(path.read_text())
-    except yaml().YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    require(isinstance(tree, dict), str(path), type(tree).__name__, "keys and values")
-    return tree
+    close = difflib.get_close_matches(str(source).lower(), names, n=1)
+    if close:
+        near = f"; the nearest is {close[0]}"
+    elif str(source).lower().startswith(MODEL_FAMILIES):
+        near = "; these are sizes to train from scratch, not pretrained models: write a .yaml file with its dimensions"
+    else:
+        near = ""
+    raise ValueError(f"config is {str(source)!r}; accepted: {accepted}{near}")
 
 
 def write_yaml(path: Path, config: TrainConfig) -> None:
@@ -337,11 +406,8 @@ def parse_set(texts: list[str]) -> dict[str, Any]:
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        require(equals == "=" and key != "", "--set", text, "key=value")
-        try:
-            found[key] = yaml().safe_load(value)
-        except yaml().YAMLError:
-            raise ValueError(f"--set is {text!r}; accepted: key=value, the value as YAML reads it") from None
+        require(equals == "=" and key.strip() != "", "--set", text, "key=value")
+        found[key.strip()] = parse_yaml(value, f"--set {key}: {shortened(value)}")
     return found
 
 
@@ -365,18 +431,42 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
         tree[head] = value
 
 
+def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """With a dotted key such as `model.attn.w` in its place among the nested ones."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        require(isinstance(key, str), f"the key {prefix}{key} in {where}", key, "text, in quotes if need be")
+        value = unfolded(value, where, f"{prefix}{key}.") if isinstance(value, dict) else value
+        present = lookup(result, key)
+        both = isinstance(present, dict) and isinstance(value, dict) and not set(present) & set(value)
+        require(present is None or both, f"{prefix}{key} in {where}", "given twice, dotted and nested", "each key once")
+        put(result, key, value)
+    return result
+
+
+def lookup(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def check_key(name: str) -> None:
+    keys = list(keys_of(TrainConfig))
+    if name not in keys:
+        raise ValueError(f"{name!r} is not a key of a config; {replacement(name, keys)}")
+
+
 def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
     """`tree` with the keys that `cls` has, and no others; its own checks see to the values."""
     hints = get_type_hints(cls)
+    for key in tree:
+        check_key(f"{prefix}{key}")
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - FOUND_OUT)
     require(not missing, f"the keys of {where}", sorted(tree), f"{missing} too")
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if key not in hints:
-            near = settings.nearest(name, list(keys_of(TrainConfig)))
-            raise ValueError(f"{name!r} is not a key of a config (in {where} or laid over it); the nearest is {near}")
         kinds = get_args(hints[key]) or (hints[key],)
         inner = next((kind for kind in kinds if is_dataclass(kind)), None)
         if value is None and NoneType in kinds:
@@ -399,15 +489,6 @@ def as_number(text: str) -> float | str:
     except ValueError:
         # "auto", or a mistake that the config's own checks will name.
         return text
-
-
-def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key there is."""
-    for key, hint in get_type_hints(cls).items():
-        yield f"{prefix}{key}"
-        for kind in get_args(hint) or (hint,):
-            if is_dataclass(kind):
-                yield from keys_of(kind, f"{prefix}{key}.")
 
 
 def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:

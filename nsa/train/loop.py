@@ -28,14 +28,14 @@ from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
 from nsa.train.checkpoint import Checkpoints, export, put_together, rng_state, set_rng_state
 from nsa.train.clock import Clock, wait_asleep
-from nsa.train.config import DTYPES, TrainConfig
+from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
 from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
-from nsa.train.step import StepResult, TrainStep, autocast, learning_rate, shares
+from nsa.train.step import DTYPES, StepResult, TrainStep, autocast, learning_rate, shares
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10

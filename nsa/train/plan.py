@@ -26,8 +26,9 @@ from nsa.config import require, require_positive_int, require_positive_number
 from nsa.model import LM, PRESETS, LMConfig
 from nsa.model.loss import ROWS
 from nsa.settings import nearest
-from nsa.train.config import DTYPES, TrainConfig, load_config, parse_set
+from nsa.train.config import TrainConfig, load_config, parse_set
 from nsa.train.sight import PEAK_FLOPS
+from nsa.train.step import DTYPES
 
 GIB = 2**30
 
@@ -349,30 +350,11 @@ def render(config: TrainConfig, plans: list[Plan]) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Memory, step time, total time and cost of a run, from the model and from measured rates."
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  nsa plan --config 125m --gpu H200 --price 2.0\n"
-        "  nsa plan --config 1b --gpu H200 H100 --gpus 8 --set parallel=fsdp --set gc=true\n\n"
-        "The last line is the same as JSON."
-    )
-    parser.add_argument("--config", default="125m", help="a name in configs/, a YAML file, or a run's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, dotted")
-    parser.add_argument("--gpu", nargs="+", default=["H200"], help=f"of {', '.join(MEMORY_GIB)} (default: H200)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (default: %(default)s)")
-    parser.add_argument("--price", type=float, help="of one GPU for an hour (default: no cost is shown)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the folder of measurements (default: this checkout's)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     # As it would resolve on a machine with a GPU, and with the engine that so many of them need.
     assumed = {"device": "cuda", "parallel": "none" if args.gpus == 1 else "ddp"}
     config = load_config(args.config, assumed | parse_set(args.set))
-    rows = measurements(args.results)
+    rows = measurements(args.results or RESULTS)
     plans = [plan(config, gpu, gpus=args.gpus, price=args.price, rows=rows) for gpu in args.gpu]
     print(render(config, plans))
     print(json.dumps([plan.to_dict() for plan in plans]))

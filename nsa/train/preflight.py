@@ -19,8 +19,8 @@ from nsa.data.config import Split
 from nsa.generate import usable_device
 from nsa.model import LM
 from nsa.train.boot import check_folder, problem_of
-from nsa.train.config import DTYPES, TrainConfig
-from nsa.train.step import TrainStep
+from nsa.train.config import TrainConfig
+from nsa.train.step import DTYPES, TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
 CHECKPOINT_BYTES = 12

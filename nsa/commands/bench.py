@@ -1,0 +1,116 @@
+"""The flags of `nsa bench`, suite by suite."""
+
+from __future__ import annotations
+
+import argparse
+
+from nsa.commands.types import path
+from nsa.model.config import PRESETS
+
+NSA = ("nsa-triton", "nsa-sdpa")
+IMPLEMENTATIONS = (*NSA, "dense-fa2", "dense-cudnn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure, and draw what was measured. `nsa bench SUITE --help` explains one suite."
+    parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8"
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    add_train(suites.add_parser("train", help="throughput of the training step"))
+    add_attention(suites.add_parser("attention", help="attention alone, whole and by branch, beside dense"))
+    add_trained(suites.add_parser("trained", help="attention alone on what a trained model gives it, beside noise"))
+    add_flash(suites.add_parser("flash", help="where FlashAttention wins, and the thresholds file from that"))
+    add_tune(suites.add_parser("tune", help="the kernels' tiles, and write the fastest into a file"))
+    add_plot(suites.add_parser("plot", help="draw what the others measured"))
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where rows go, and what they say of the code where there is no git to ask."""
+    parser.add_argument("--out", type=path, help="append the rows to this CSV file")
+    parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
+    parser.epilog = (
+        "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense --steps 20"
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="(default: 125m on a GPU, else tiny)")
+    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa"])
+    parser.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
+    parser.add_argument("--seq-len", nargs="+", type=int, help="tokens in a sequence (default: the preset's)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--batch-size", type=int, help="(default: 8 on a GPU, else 4)")
+    size.add_argument("--tokens", type=int, help="tokens in a batch, whatever the length of its sequences")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 on a GPU, else float32)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="compile, and replay each pass as one CUDA graph, as `nsa train` does on a GPU (default: on a GPU)",
+    )
+    parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
+    parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
+    add_output(parser)
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time attention from q, raw k, v and gates to o, beside dense attention, on this GPU."
+    parser.epilog = "example: nsa bench attention --heads 64/4/128 --lengths 8192 65536 --branches"
+    parser.add_argument("--heads", nargs="+", default=["64/4/128"], metavar="H/G/D", help="heads/groups/width")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
+    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
+    add_output(parser)
+
+
+def add_trained(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time the attention of a trained model's middle layer on its own data, and on noise."
+    parser.epilog = "example: nsa bench trained --run runs/125m --lengths 2048 32768 --cuda-graphs"
+    parser.add_argument("--run", type=path, required=True, help="a folder that `nsa train` wrote")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 32768])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--impl", nargs="+", choices=NSA, default=["nsa-triton"])
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
+    add_output(parser)
+
+
+def add_flash(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time the compressed and the sliding branch by every path, and write which serves which range."
+    parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 96, 128, 192])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads a group")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
+    parser.add_argument("--windows", nargs="+", type=int, default=[128, 512])
+    parser.add_argument("--documents", type=int, default=8, help="of each length, timed packed beside it whole")
+    parser.add_argument("--rows", type=path, help="measure nothing: take the rows of this CSV file")
+    parser.add_argument("--plot", type=path, help="draw the rows here")
+    parser.add_argument("--write", type=path, help="write the thresholds file here; auto reads configs/routes.json")
+    add_output(parser)
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure the Triton kernels' tiles on this GPU and write the fastest into a file."
+    parser.epilog = "example: nsa bench tune --kernels selected-backward --heads 64/4/128"
+    parser.add_argument("--kernels", nargs="+", metavar="K", help="(default: all; a wrong name lists them)")
+    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help="heads/groups/width; the last of a width counts")
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
+    parser.add_argument("--out", type=path, help="the file to write (default: the user's own, NSA_TUNED_TILES)")
+    parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Draw benchmark rows: one panel an op, mode and head shape, one line an implementation."
+    parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png"
+    parser.add_argument("--rows", type=path, nargs="+", required=True, help="CSV files written by nsa bench")
+    parser.add_argument("--out", type=path, required=True, help="the picture, PNG or SVG by its ending")

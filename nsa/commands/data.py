@@ -1,0 +1,47 @@
+"""The flags of `nsa data`."""
+
+from __future__ import annotations
+
+import argparse
+
+from nsa.commands.types import path
+from nsa.data.config import HUB, SOURCES
+
+EXAMPLES = """examples:
+  nsa data prepare --source text --path books/ --out data/books
+  nsa data prepare --source jsonl --path wiki.jsonl --train-bpe 16384 --out data/wiki
+  nsa data prepare --source fineweb_edu --tokenizer tokenizer.json --limit-tokens 1000000000 --out data/fwe
+  nsa data check data/books
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Prepare training data. `nsa data COMMAND --help` explains one command."
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    make = commands.add_parser(
+        "prepare",
+        help="tokenize a corpus into files that training maps into memory",
+        description="Tokenize a corpus into files that training maps into memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    make.add_argument("--source", default="text", help=f"{', '.join(text_sources())} or {HUB}NAME (default: text)")
+    make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
+    make.add_argument("--name", help="the configuration of a data set of the hub")
+    make.add_argument("--text-key", default="text", help="the field or column with the text (default: text)")
+    make.add_argument("--tokenizer", help="bytes (the default), a tokenizer.json, or a folder with one")
+    make.add_argument("--train-bpe", type=int, metavar="N", help="train a BPE of N tokens on this corpus, and use it")
+    make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
+    make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
+    make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
+    make.add_argument("--out", type=path, required=True, help="the folder to write")
+    check = commands.add_parser(
+        "check", help="compare every token of a prepared folder, and its tokenizer, with what was written"
+    )
+    check.add_argument("folder", type=path)
+
+
+def text_sources() -> list[str]:
+    return [name for name in SOURCES if name not in ("shards", "synthetic")]

@@ -1,0 +1,112 @@
+"""The flags of `nsa train`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
+
+from nsa.commands.types import add_config_arguments, path
+from nsa.model.config import ATTENTION_KINDS
+from nsa.train.config import TrainConfig
+from nsa.train.keys import ABSENT, ALIASES, keys_of
+
+# Flags that are keys of the config under another name; the others are spelled as their key is.
+KEYS = {
+    "attention": "model.attention",
+    "backend": "model.attn.backend",
+    "seq_len": "model.seq_len",
+    "dataset": "data.source",
+    "data_path": "data.path",
+    "tokenizer": "data.tokenizer",
+    "pack": "data.pack",
+    "on_stall": "data.on_stall",
+    "accum_batches": "accum",
+}
+
+# Flags that are no keys.
+OTHERS = ("config", "set", "resume", "diff", "ddp")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a language model. What is not said here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "
+        "NSA_ACCUM, NSA_NO_GC, NSA_FWE_*), then from the config."
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "examples:\n"
+        "  nsa train                       a minute or two on two CPU cores\n"
+        "  nsa train --attention dense     the same with dense attention\n"
+        "  nsa train --config 125m --steps 2000 --batch-size 8 --set model.attn.w=256 --set schedule=wsd\n"
+        "  nsa train --resume runs/NAME    go on where that run stopped\n"
+        "  torchrun --nproc-per-node 8 -m nsa train --config 1b --parallel fsdp"
+    )
+    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    start = parser.add_argument_group("what to run")
+    add_config_arguments(start, names=("--config", "--preset"))
+    start.add_argument(
+        "--resume", type=path, metavar="RUN", help="go on with the run in this folder, as it was configured"
+    )
+    start.add_argument(
+        "--out", type=path, help="the run's folder; goes on with the run in it (default: a new one under runs/)"
+    )
+    start.add_argument("--diff", type=path, metavar="RUN", help="show how this start differs from that run's, and stop")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one a layer, with commas between them"
+    )
+    model.add_argument("--seq-len", type=int, help="tokens in a sequence")
+    model.add_argument("--backend", help="who computes NSA's branches; a named one never falls back")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help="stdlib, synthetic, text, jsonl, parquet, shards, fineweb_edu or hf:NAME")
+    data.add_argument("--data-path", help="a file, a folder or a pattern, for the sources that read files")
+    data.add_argument("--tokenizer", help="bytes, a tokenizer.json or a folder with one")
+    data.add_argument("--pack", **switch, help="documents do not see each other")
+    data.add_argument("--on-stall", help="synthetic, retry or abort: when no batch comes for data.stall_timeout_s")
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--steps", type=int, help="optimizer steps; fewer than the config's: its warm-up and decay shrink with them"
+    )
+    run.add_argument("--batch-size", type=int, help="sequences in a batch of one rank")
+    run.add_argument("--accum-batches", "--accum", type=int, help="batches in a step")
+    run.add_argument("--lr", type=float, help="peak learning rate")
+    run.add_argument("--warmup", type=int, help="steps up to the peak")
+    run.add_argument("--seed", type=int)
+    for flag in ("log", "eval", "sample", "stats", "save"):
+        run.add_argument(f"--{flag}-every", type=int, metavar="N", help="steps")
+    run.add_argument("--eval-batches", type=int, metavar="N")
+    machine = parser.add_argument_group("machine")
+    dtypes = sorted(get_args(get_type_hints(TrainConfig)["dtype"]))
+    machine.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    machine.add_argument("--dtype", choices=dtypes, help="of products (default: bfloat16 on a GPU, else float32)")
+    machine.add_argument("--compile", **switch, help="torch.compile (default: on a GPU)")
+    machine.add_argument(
+        "--cuda-graphs", **switch, help="(default: on a GPU, where shapes are fixed and ranks are one)"
+    )
+    machine.add_argument("--gc", **switch, help="activation checkpointing (default: off)")
+    machine.add_argument("--parallel", choices=("ddp", "fsdp", "none"), help="(default: ddp under torchrun)")
+    # Runbooks of an older trainer have it.
+    machine.add_argument("--ddp", nargs="?", const="1", choices=("0", "1"), help=argparse.SUPPRESS)
+    guards = parser.add_argument_group("guards")
+    guards.add_argument("--min-tokens-per-s", type=float, metavar="N", help="stop, with a profile, if it is slower")
+    guards.add_argument(
+        "--watchdog-s", type=float, metavar="N", help="seconds without a step before stacks are written"
+    )
+
+
+def kinds(text: str) -> str | list[str]:
+    return text.split(",") if "," in text else text
+
+
+def suggestion(name: str, flags: Sequence[str]) -> str | None:
+    """What to write for a flag `--name` that another trainer has, out of the `flags` there are."""
+    leaf = name.replace("-", "_")
+    if leaf in ABSENT:
+        return f"nothing replaces it: {ABSENT[leaf]}"
+    key = ALIASES.get(leaf) or (leaf if leaf in keys_of(TrainConfig) else None)
+    if key is None:
+        return None
+    first = key.replace(",", " ").split()[0]
+    flag = f"--{next((own for own, meant in KEYS.items() if meant == first), first)}".replace("_", "-")
+    return f"use {flag}" if flag in flags else f"use --set {first}=VALUE"

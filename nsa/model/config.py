@@ -1,0 +1,111 @@
+"""What a language model is: its sizes and its attention. Importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int, require_positive_number
+
+AttentionKind = Literal["nsa", "dense", "sliding", "longformer", "bigbird"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMConfig:
+    """The model. `attn` holds the width, the heads and NSA's knobs; the others read what they share with it."""
+
+    vocab_size: int
+    n_layers: int
+    hidden: int  # inner width of the MLP
+    seq_len: int  # what it is trained at; RoPE sets no limit
+    attn: NSAConfig
+    # One word for all layers, or one for each.
+    attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+
+    # What sliding, longformer and bigbird see, in tokens; bigbird's blocks, and how many of them are drawn by seed.
+    window: int = 512
+    n_global: int = 64
+    block: int = 64
+    n_random: int = 3
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_layers", "hidden", "seq_len", "window", "n_global", "block"):
+            require_positive_int(name, getattr(self, name))
+        for name in ("n_random", "random_seed"):
+            require_int(name, getattr(self, name), at_least=0)
+        require_bool("tie_embeddings", self.tie_embeddings)
+        require_positive_number("norm_eps", self.norm_eps)
+        accepted = f"one of {ATTENTION_KINDS}, or a tuple of n_layers = {self.n_layers} of them"
+        if isinstance(self.attention, tuple):
+            require(len(self.attention) == self.n_layers, "attention", self.attention, accepted)
+        # Not `kinds`: nothing here takes memory in proportion to a number of layers that may be absurd.
+        kinds = self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        require(all(kind in ATTENTION_KINDS for kind in kinds), "attention", self.attention, accepted)
+        require(
+            "bigbird" not in kinds or self.window % self.block == 0,
+            "window",
+            self.window,
+            f"a multiple of block = {self.block} for bigbird",
+        )
+        require(
+            set(kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa"),
+            "attn.backend",
+            self.attn.backend,
+            "'auto' or 'sdpa' for dense attention, which torch's SDPA computes",
+        )
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The attention of every layer."""
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,) * self.n_layers
+
+    @classmethod
+    def preset(cls, name: str) -> LMConfig:
+        require(name in PRESETS, "preset", name, f"one of {sorted(PRESETS)}")
+        return PRESETS[name]
+
+    def with_backend(self, backend: str) -> LMConfig:
+        return replace(self, attn=replace(self.attn, backend=backend))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only: what a checkpoint holds."""
+        values = asdict(self)
+        return values if isinstance(self.attention, str) else {**values, "attention": list(self.attention)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LMConfig:
+        known = {field.name for field in fields(cls)}
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        unknown, missing = sorted(set(values) - known), sorted(needed - set(values))
+        require(not unknown, "values", unknown, f"keys among {sorted(known)}")
+        require(not missing, "values", sorted(values), f"at least {missing} too")
+        values = {**values, "attn": NSAConfig.from_dict(values["attn"])}
+        if isinstance(values.get("attention"), list):
+            values["attention"] = tuple(values["attention"])
+        return cls(**values)
+
+
+PRESETS = {
+    # Learns the look of Python on two CPU cores in a minute or so. The paper's blocks, but fewer of them and a shorter
+    # window: at 512 tokens every branch still has something to leave out.
+    "tiny": LMConfig(
+        vocab_size=256,
+        n_layers=2,
+        hidden=256,
+        seq_len=512,
+        attn=NSAConfig(dim=128, n_heads=4, n_kv_groups=1, d_k=32, d_v=32, n_sel=4, w=128, phi_hidden=32),
+        window=128,
+        n_random=1,
+    ),
+    "125m": LMConfig(
+        vocab_size=50257,
+        n_layers=12,
+        hidden=2048,
+        seq_len=2048,
+        attn=NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64),
+    ),
+}

@@ -1,0 +1,100 @@
+"""YAML that a person wrote: read with limits, and with an error of one line that names the file.
+
+What YAML allows and a config never means is an error: a key twice, an alias to itself, nesting without end, and aliases
+of aliases that would fill the memory once they are expanded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nsa.config import require
+
+# Far above any config: bytes of a file, and values after every alias is expanded.
+MAX_BYTES = 2**20
+MAX_VALUES = 100_000
+
+
+def yaml() -> Any:
+    try:
+        return import_module("yaml")
+    except ModuleNotFoundError:
+        raise ValueError("configs are YAML, and PyYAML is not installed: pip install 'nsa[train]'") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds.
+
+    Raises:
+        ValueError: naming `path`, where it is too large, not UTF-8, not YAML or not a mapping.
+    """
+    size = path.stat().st_size
+    require(size <= MAX_BYTES, f"the size of {path}", size, f"at most {MAX_BYTES} bytes for a config")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    tree = parse_yaml(text, str(path))
+    require(tree is not None, str(path), "empty", "keys and values")
+    require(isinstance(tree, dict), str(path), f"a {type(tree).__name__}", "keys and values")
+    return tree
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value that `text` spells; `where` names it in an error."""
+    try:
+        loader = yaml().SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        count_values(node, {}, where)
+    except yaml().YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {describe(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply; accepted: the nesting of a config") from None
+    try:
+        return loader.construct_document(node)
+    except yaml().YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {describe(error)}") from None
+    except (ValueError, OverflowError, TypeError) as error:
+        # Such as a date in month 13.
+        raise ValueError(f"{where} holds a value that YAML cannot read: {error}") from None
+
+
+def describe(error: Any) -> str:
+    """PyYAML's error in one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+
+
+def count_values(node: Any, counts: dict[int, int], where: str) -> int:
+    """How many values `node` has once its aliases are expanded, which a merge key does while it is read."""
+    if id(node) in counts:
+        require(counts[id(node)] > 0, where, "an alias inside what it stands for", "aliases of earlier values")
+        return counts[id(node)]
+    counts[id(node)] = 0
+    children = []
+    if isinstance(node, yaml().MappingNode):
+        check_keys_once(node, where)
+        children = [child for pair in node.value for child in pair]
+    elif isinstance(node, yaml().SequenceNode):
+        children = node.value
+    total = 1 + sum(count_values(child, counts, where) for child in children)
+    require(total <= MAX_VALUES, where, f"more than {MAX_VALUES} values after its aliases", "a config")
+    counts[id(node)] = total
+    return total
+
+
+def check_keys_once(node: Any, where: str) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        name = key.value
+        if not isinstance(key, yaml().ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        require(name not in lines, f"{name!r} in {where}", f"on lines {lines.get(name)} and {line}", "each key once")
+        lines[name] = line

@@ -1,0 +1,288 @@
+"""The command line: what is known before torch is imported, what a wrong word gets, and how output may end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nsa
+from nsa import cli
+from nsa.train.config import TrainConfig
+from nsa.train.keys import ABSENT, ALIASES, keys_of, replacement
+
+ROOT = Path(nsa.__file__).parents[1]
+
+
+def environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    return {**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(*words: str, folder: Path | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nsa", *words],
+        cwd=folder,
+        env={**environment(), **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# Runs the command line in a fresh interpreter, then prints its status and whether torch was imported.
+AFTERWARDS = """
+import sys
+from nsa.cli import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stop:
+    status = stop.code
+print("STATUS", status, "torch" in sys.modules)
+"""
+
+
+def status_and_torch(*words: str) -> tuple[int, bool]:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTERWARDS, *words], env=environment(), capture_output=True, text=True, check=True
+    )
+    _, status, torch = done.stdout.splitlines()[-1].split()
+    return int(status), torch == "True"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS), "bench train --help", "data prepare --help"],
+)
+def test_help_does_not_import_torch(words: str) -> None:
+    assert status_and_torch(*words.split()) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trian",
+        "train --stepz 3",
+        "train --steps many",
+        "train --config nowhere.yaml",
+        "train --set model.attn.ww=3",
+        "train --set steps=0",
+        "train --set model.n_layers=-1",
+        "plan --set model.attn.ww=3",
+        "plan --gpu",
+        "doctor --config tiny --set model.attn.ww=3",
+        "generate --temperature warm",
+        "bench attention --lenghts 3",
+        "data prepare",
+    ],
+)
+def test_a_mistake_is_reported_without_torch(words: str) -> None:
+    assert status_and_torch(*words.split()) == (2, False)
+
+
+def test_a_mistake_in_a_config_file_is_reported_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{model: {attn: {ww: 3}}}")
+    for command in ("train", "plan", "doctor"):
+        assert status_and_torch(command, "--config", str(tmp_path / "run.yaml")) == (2, False)
+
+
+def test_help_takes_little_time() -> None:
+    """The best of a few tries, because the machine may be busy; torch alone takes several times as long."""
+    tries: list[float] = []
+    while len(tries) < 3 or (min(tries) > 1.0 and len(tries) < 6):
+        begin = time.perf_counter()
+        assert run("train", "--help").returncode == 0
+        tries.append(time.perf_counter() - begin)
+    assert min(tries) <= 1.0
+
+
+def test_the_package_is_a_program() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"nsa {nsa.__version__}\n")
+
+
+# Output that cannot be written.
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "plan --config tiny"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_it_without_a_word(words: str, unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa", *words.split()],
+        env={**environment(), "PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == ""
+    # argparse itself ignores that help cannot be written.
+    assert done.returncode in ((0, 141) if unbuffered and "--help" in words else (141,))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nsa", "plan", "--config", "tiny"],
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "No space left" in done.stderr
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(args: object) -> int:
+        raise BrokenPipeError(32, "a server hung up")
+
+    monkeypatch.setattr("nsa.bench.run", lose)
+    assert cli.main(["bench", "attention"]) == 2
+    assert "a server hung up" in capsys.readouterr().err
+
+
+# Memory that runs out.
+
+
+@pytest.mark.parametrize("kind", ["python", "cpu", "gpu"])
+def test_out_of_memory_is_one_line_that_says_what_to_lower(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def exhaust(args: object) -> int:
+        if kind == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
+        if kind == "cpu":
+            torch.empty(2**50, dtype=torch.uint8)
+        raise MemoryError
+
+    monkeypatch.setattr("nsa.train.run", exhaust)
+    assert cli.main(["train"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--batch-size" in line
+    assert "--seq-len" in line
+
+
+def test_another_runtime_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("nsa.train.run", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train"])
+
+
+# Names that people bring from elsewhere.
+
+
+KEYS = set(keys_of(TrainConfig))
+
+
+def test_an_alias_names_keys_that_exist_and_is_none_itself() -> None:
+    for alias, phrase in ALIASES.items():
+        named = phrase.replace(",", " ").split()
+        assert named[0] in KEYS, alias
+        assert {word for word in named if word.startswith(("model.", "data."))} <= KEYS
+        assert alias not in KEYS
+    assert not set(ABSENT) & (KEYS | set(ALIASES))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gradient_checkpointing", "gc"),
+        ("accumulate_grad_batches", "accum"),
+        ("gradient_accumulation_steps", "accum"),
+        ("learning_rate", "lr"),
+        ("precision", "dtype"),
+        ("ddp", "parallel"),
+        ("model.num_layers", "model.n_layers"),
+        ("w", "model.attn.w"),
+        ("attn.w", "model.attn.w"),
+        ("model.w", "model.attn.w"),
+        ("seq_len", "model.seq_len"),
+        ("warm_up", "warmup"),
+    ],
+)
+def test_a_name_from_elsewhere_gets_the_key_that_replaces_it(name: str, key: str) -> None:
+    said = replacement(name, KEYS)
+    assert key in said.replace(",", " ").split()
+    assert "nearest" not in said or name == "warm_up"
+
+
+@pytest.mark.parametrize("name", ["zzz", "model.zzz", "model.attn.zzz", "dropout", "optimizer"])
+def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
+    assert "nearest" not in replacement(name, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--gradient-checkpointing", "--gc"),
+        ("--accumulate_grad_batches", "--accum-batches"),
+        ("--precision", "--dtype"),
+        ("--batch_size", "--batch-size"),
+        ("--num-layers", "--set model.n_layers=VALUE"),
+        ("--weight-decay", "--set weight_decay=VALUE"),
+        ("--grad-clip", "--set grad_clip=VALUE"),
+        ("--stepz", "--steps"),
+    ],
+)
+def test_a_flag_from_elsewhere_gets_the_flag_that_replaces_it(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", flag, "3"])
+    assert capsys.readouterr().err.rstrip().endswith(f" {meant}")
+
+
+@pytest.mark.parametrize("words", [["--ddp", "0"], ["--ddp", "1"], ["--ddp"]])
+def test_an_old_runbooks_ddp_flag_is_noticed_and_changes_nothing(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[TrainConfig] = []
+    monkeypatch.setattr("nsa.train.launch.launch", lambda config: started.append(config) or 0)
+    assert cli.main(["train", "--device", "cpu", "--out", "a"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["train", "--device", "cpu", "--out", "a", *words]) == 0
+    said = capsys.readouterr().err
+    assert "--ddp" in said
+    assert "no longer needed" in said
+    assert started[0] == started[1]
+
+
+# Paths.
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--out", ""], ["--out", " "], ["--resume", ""], ["--diff", ""], ["--config", ""], ["--set", "out="]],
+)
+def test_an_empty_path_is_not_the_current_folder(words: list[str], tmp_path: Path) -> None:
+    done = run("train", *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()[-1:]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = cli.parser_of("train").parse_args(["--out", "~/a", "--resume", "~/b", "--diff", "~/c"])
+    assert [args.out, args.resume, args.diff] == [tmp_path / name for name in "abc"]
+    assert cli.parser_of("generate").parse_args(["--run", "~/a"]).run == tmp_path / "a"
