@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     add_train(suites.add_parser("train", help="throughput of the training step"))
     add_attention(suites.add_parser("attention", help="attention alone, whole and by branch, beside dense"))
+    add_host(suites.add_parser("host", help="host time and launches of an eager call, attention and layer"))
     add_trained(suites.add_parser("trained", help="attention alone on what a trained model gives it, beside noise"))
     add_flash(suites.add_parser("flash", help="where FlashAttention wins, and the thresholds file from that"))
     add_tune(suites.add_parser("tune", help="the kernels' tiles, and write the fastest into a file"))
@@ -68,6 +69,18 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
     parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
+    add_output(parser)
+
+
+def add_host(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Time what the CPU needs to issue an eager call, and count its launches, beside dense attention."
+    )
+    parser.epilog = "example: nsa bench host --heads 12/2/64 --lengths 2048 8192"
+    parser.add_argument("--heads", nargs="+", default=["12/2/64"], metavar="H/G/D", help="heads/groups/head_dim")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")
     add_output(parser)
 
 
