@@ -8,17 +8,38 @@ by `layout`, so everything Triton specializes on is fixed by then, except the al
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+# Plans that a launcher keeps: sequence lengths may never repeat, and memory must not grow with them.
+MAX_PLANS = 256
+
+
+class Layout(NamedTuple):
+    """What a plan may depend on: all of a tensor but its values and its exact address."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool
 
 
 def layout(x: Tensor) -> Layout:
-    """What a plan may depend on: all of `x` but its values."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+
+
+def strides(**layouts: Layout | None) -> dict[str, int]:
+    """`stride_qb`, `stride_qt`, `stride_qh` for `q_bth=layout(q)`, and so on; zeros for a tensor that is not there."""
+    found = {}
+    for name, x in layouts.items():
+        tensor, _, axes = name.partition("_")
+        for i, axis in enumerate(axes):
+            found[f"stride_{tensor}{axis}"] = 0 if x is None else x.strides[i]
+    return found
 
 
 def alignment(x: Any) -> bool | None:
@@ -57,3 +78,20 @@ class Launch:
         for name, x in free.items():
             values[places[name]] = x
         runner(*values)
+
+
+class Descriptor:
+    """Makes tensor descriptors (TMA) of one layout and box. What they hold besides the pointer is checked once."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, x: Layout, box: tuple[int, ...]) -> None:
+        template = TensorDescriptor(
+            torch.empty(0, dtype=x.dtype, device="meta"), list(x.shape), list(x.strides), list(box)
+        )
+        self.fields = vars(template)
+
+    def __call__(self, x: Tensor) -> TensorDescriptor:
+        made = TensorDescriptor.__new__(TensorDescriptor)
+        made.__dict__ = {**self.fields, "base": x}
+        return made
