@@ -262,6 +262,11 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def triton_interpreted() -> bool:
+    """Whether Triton is told, by a variable of its own, to run kernels in its interpreter, which takes CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
 @cache
 def current() -> Settings:
     """The settings of this process, read from the environment the first time anyone asks."""

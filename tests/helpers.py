@@ -1,6 +1,6 @@
 """What the tests share: problems to draw, inputs to fill them with, and how close is close enough.
 
-Nothing here is taken from `nsa`: counts of blocks, legal choices and tolerances are worked out a second time.
+Counts of blocks, legal selections and tolerances are worked out a second time, not taken from `nsa`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -80,6 +80,30 @@ class Case:
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
+
+
+class Branches(NamedTuple):
+    """What is passed below the op boundary for one case, over the same sequences."""
+
+    compressed: Compressed
+    selection: Selection
+    selected: Selected
+    sliding: Sliding
+    pooling: Pooling
+
+
+def branches(case: Case, device: torch.device | str = "cpu", scale: float | None = None) -> Branches:
+    """The branches of a case; its documents, if any, as offsets on `device`."""
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(device)
+    sequences = Sequences(case.batch, case.length, torch.device(device), cu_seqlens)
+    scale = case.d_k**-0.5 if scale is None else scale
+    return Branches(
+        Compressed(sequences, **case.compression, scale=scale),
+        Selection(sequences, **case.selection, scale=scale),
+        Selected(sequences, select_block=case.select_block, scale=scale),
+        Sliding(sequences, window=case.window, scale=scale),
+        Pooling(sequences, **case.compression),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

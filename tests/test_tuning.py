@@ -113,6 +113,21 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the tiles are the kernels' own")
+    from nsa.bench.kernels import check_file
+
+    text = PACKAGED.read_text()
+    for old, new in tuning.RENAMED.items():
+        assert f'"{new}":' in text
+        text = text.replace(f'"{new}":', f'"{old}":')
+    path = tmp_path / "older.json"
+    path.write_text(text)
+    check_file(path)
+    older = {key: entry.tile for key, entry in tuning.read(path).tiles.items()}
+    assert older == {key: entry.tile for key, entry in tuning.read(PACKAGED).tiles.items()}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nsa.backends import triton as backend
-from nsa.backends.triton import combine, scores, selected, tiles, tuning
-from nsa.backends.triton.selected_attend import ForwardTile
-from nsa.backends.triton.selected_gradient import BackwardTile
+from nsa.backends.triton import combine, selected, selection, tiles, tuning
+from nsa.backends.triton.selected import BackwardTile, ForwardTile
 from nsa.backends.triton.tuning import Gpu, Tuned
 from nsa.bench.attention import Inputs, Shape
+from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 DTYPE = torch.bfloat16
 # Times worth measuring of how far the key-major kernel splits its work.
@@ -27,8 +27,8 @@ KINDS: dict[str, type] = {
     "sliding-forward": tiles.Tile,
     "sliding-dq": tiles.Tile,
     "sliding-dkv": tiles.SplitTile,
-    "scores": scores.Tile,
-    "scores-few-heads": scores.Tile,
+    "scores": selection.Tile,
+    "scores-few-heads": selection.Tile,
     "selected-forward-query": ForwardTile,
     "selected-forward-block": ForwardTile,
     "selected-backward": BackwardTile,
@@ -44,7 +44,7 @@ def check_file(path: Path) -> None:
 
 
 def serves(kernel: str, shape: Shape) -> bool:
-    few = shape.n_heads // shape.n_groups <= scores.FEW_HEADS
+    few = shape.n_heads // shape.n_groups <= selection.FEW_HEADS
     return {"scores": not few, "scores-few-heads": few}.get(kernel, True)
 
 
@@ -66,10 +66,10 @@ def candidates(kernel: str, shape: Shape, gpu: Gpu, current: Any) -> list[Any]:
         cuts: tuple[Any, ...] = tiles.candidates(part, width, large=tuning.is_large(gpu))
         if part != "dkv":
             return list(cuts)
-        split = [replace(cut, waves=current.waves, least=current.least) for cut in cuts]
+        split = [replace(cut, waves=current.waves, min_row_tiles=current.min_row_tiles) for cut in cuts]
         return [*split, *(replace(current, waves=n) for n in WAVES)]
     if branch == "scores":
-        return list(scores.candidates())
+        return list(selection.candidates())
     if branch == "combine":
         return list(combine.candidates())
     if part == "backward":
@@ -83,50 +83,48 @@ class Workbench:
 
     def __init__(self, shape: Shape, smooth: float, device: str = "cuda", dtype: torch.dtype = DTYPE) -> None:
         config = shape.config("triton")
-        whole: dict[str, Any] = {"scale": shape.width**-0.5, "cu_seqlens": None, "q_start": None}
-        self.compression = {"block": config.l, "stride": config.d, **whole}
-        self.sliding = {"window": config.w, **whole}
-        self.selection = {"select_block": config.l_sel, **whole}
-        self.choice = {
-            "select_block": config.l_sel,
-            "n_select": config.n_sel,
-            "n_init": config.n_init,
-            "n_local": config.n_local,
-            **self.compression,
-        }
+        scale = shape.width**-0.5
         inputs = Inputs.of(shape, dtype, device, smooth)
         self.q, self.k, self.v, self.gates = (x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
-        means = {"block": config.l, "stride": config.d, "cu_seqlens": None}
-        self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, **means) for x in (self.k, self.v))
-        self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, **self.compression)
-        self.indices = backend.select_blocks(self.q, self.k_cmp, self.compressed[1], **self.choice)
-        self.selected = backend.selected_forward(self.q, self.k, self.v, self.indices, **self.selection)
-        self.slid = backend.sliding_forward(self.q, self.k, self.v, **self.sliding)
+        sequences = Sequences(shape.batch, shape.length, self.q.device)
+        self.over_blocks = Compressed(sequences, config.l, config.d, scale)
+        self.over_selected = Selected(sequences, config.l_sel, scale)
+        self.over_window = Sliding(sequences, config.w, scale)
+        self.selection = Selection(
+            sequences, config.l, config.d, config.l_sel, config.n_sel, config.n_init, config.n_local, scale
+        )
+        pooling = Pooling(sequences, config.l, config.d)
+        self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, pooling) for x in (self.k, self.v))
+        self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, self.over_blocks)
+        self.indices = backend.select_blocks(self.q, self.k_cmp, self.compressed[1], self.selection)
+        self.selected = backend.selected_forward(self.q, self.k, self.v, self.indices, self.over_selected)
+        self.slid = backend.sliding_forward(self.q, self.k, self.v, self.over_window)
         self.do = torch.randn_like(self.q)
 
     def run(self, kernel: str, tile: Any) -> tuple[Tensor, ...]:
         """What the kernel's launcher gives with this tile. A launcher of two kernels has the other's as it is."""
         q, k, v, do = self.q, self.k, self.v, self.do
+        upstream = Upstream(do)
         branches = (self.compressed[0], self.selected[0], self.slid[0], self.gates)
         match kernel:
             case "compressed-forward":
-                return backend.compressed_forward(q, self.k_cmp, self.v_cmp, **self.compression, tile=tile)
+                return backend.compressed_forward(q, self.k_cmp, self.v_cmp, self.over_blocks, tile=tile)
             case "compressed-dq" | "compressed-dkv":
                 both = self.backward_tile(kernel, tile, sliding=False)
-                given = (do, None, q, self.k_cmp, self.v_cmp, *self.compressed)
-                return backend.compressed_backward(*given, **self.compression, tile=both)
+                saved = Saved(q, self.k_cmp, self.v_cmp, *self.compressed)
+                return backend.compressed_backward(upstream, saved, self.over_blocks, tile=both)
             case "sliding-forward":
-                return backend.sliding_forward(q, k, v, **self.sliding, tile=tile)
+                return backend.sliding_forward(q, k, v, self.over_window, tile=tile)
             case "sliding-dq" | "sliding-dkv":
                 both = self.backward_tile(kernel, tile, sliding=True)
-                return backend.sliding_backward(do, None, q, k, v, *self.slid, **self.sliding, tile=both)
+                return backend.sliding_backward(upstream, Saved(q, k, v, *self.slid), self.over_window, tile=both)
             case "scores" | "scores-few-heads":
-                return (backend.select_blocks(q, self.k_cmp, self.compressed[1], **self.choice, tile=tile),)
+                return (backend.select_blocks(q, self.k_cmp, self.compressed[1], self.selection, tile=tile),)
             case "selected-forward-query" | "selected-forward-block":
-                return backend.selected_forward(q, k, v, self.indices, **self.selection, tile=tile)
+                return backend.selected_forward(q, k, v, self.indices, self.over_selected, tile=tile)
             case "selected-backward":
-                given = (do, None, q, k, v, self.indices, *self.selected)
-                return backend.selected_backward(*given, **self.selection, tile=tile)
+                saved = Saved(q, k, v, *self.selected, self.indices)
+                return backend.selected_backward(upstream, saved, self.over_selected, tile=tile)
             case "combine-forward":
                 return (backend.combine_forward(*branches, tile=tile),)
             case "combine-backward":
@@ -135,7 +133,7 @@ class Workbench:
 
     def select_densely(self) -> tuple[Tensor, ...]:
         """The selected forward that reads every block; its tile is the compressed forward's."""
-        return backend.selected_forward(self.q, self.k, self.v, self.indices, **self.selection, method="dense")
+        return backend.selected_forward(self.q, self.k, self.v, self.indices, self.over_selected, method="dense")
 
     def backward_tile(self, kernel: str, tile: Any, *, sliding: bool) -> tiles.BackwardTile:
         picked = tiles.pick_backward(self.q, self.v, sliding)

@@ -224,8 +224,8 @@ def run(args: argparse.Namespace) -> int:
     for kernel in kernels:
         require(kernel in known, "--kernels", kernel, f"one of {', '.join(known)}")
     missing = backend.available()
-    if missing is not None:
-        raise ValueError(f"nsa bench tune measures on a GPU: {missing}")
+    if missing is not None or not torch.cuda.is_available():
+        raise ValueError(f"nsa bench tune measures on a GPU: {missing or 'no CUDA GPU'}")
     require(0 <= args.smooth < 1, "--smooth", args.smooth, "a number in [0, 1)")
     for flag in ("length", "batch_size"):
         require_positive_int(flag, getattr(args, flag))

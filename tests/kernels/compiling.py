@@ -3,7 +3,7 @@
     python tests/kernels/compiling.py --target 86 --shapes 64/4/128 256 > kernels.json
 
 A stand-in for Triton's driver names the target, `JITFunction.run` stops where it would launch, and `tiles.capability`
-and `tiles.processors` answer for the target. Then the real launchers are called with CPU tensors: tiles, argument
+and `tiles.sm_count` answer for the target. Then the real launchers are called with CPU tensors: tiles, argument
 alignment and descriptors are those of a user's GPU. Nothing is computed, so buffers hold whatever the memory held, and
 no launcher may read one on the host.
 
@@ -30,17 +30,17 @@ import layouts
 import sass
 
 KIB = 1024
-# Columns of tensor memory that a program may have, where there is any.
+# Columns of tensor memory that a CTA may have, where there is any.
 TENSOR_MEMORY = 512
 
 
 @dataclass(frozen=True)
 class Target:
-    """`shared`: bytes a program may ask for. `processors`: of a common GPU of this kind, by which work is split."""
+    """`shared`: bytes a CTA may ask for. `sms`: of a common GPU of this kind, by which work is split."""
 
     arch: int
     shared: int
-    processors: int
+    sms: int
 
     @property
     def name(self) -> str:
@@ -201,75 +201,76 @@ def stand_in(target: Target, recorder: Recorder) -> None:
     from nsa.backends.triton import tiles
 
     tiles.capability = lambda device: divmod(target.arch, 10)
-    tiles.processors = lambda device: target.processors
+    tiles.sm_count = lambda device: target.sms
     triton.runtime.driver.set_active(Driver(target))
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """Returns nothing, as the interpreter does: there is no kernel that a `Launch` could keep and call."""
         name, start = self.fn.__name__, time.perf_counter()
         try:
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         except (TritonError, RuntimeError) as error:
             # The next kernel of the launcher may still compile, and is worth knowing.
             recorder.fail(name, error)
-            return None
-        recorder.add(name, kernel, time.perf_counter() - start)
-        return kernel
+        else:
+            recorder.add(name, kernel, time.perf_counter() - start)
 
     JITFunction.run = compile_only
 
 
 def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compressed_too: bool) -> None:
-    """The launchers, with the library's usual knobs, as training calls them.
+    """The launchers, with the library's usual hyperparameters, as training calls them.
 
     `thorough`: kernels without a product too, and the gradients of a branch alone, which has no gate.
     """
     import torch
 
-    from nsa.backends.triton import combine, compress, compressed, scores, selected, sliding
-    from nsa.geometry import n_compressed
+    from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
+    from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
-    block, stride, select_block, n_select, window = 32, 16, 64, 16, 512
+    block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
     dtype, length = getattr(torch, shape.dtype), shape.length
     cu = torch.tensor([0, length // 4, length], dtype=torch.int32) if shape.packed else None
-    n_keys = length // stride if shape.packed else n_compressed(length, block, stride)
-    whole = {"scale": 0.1, "cu_seqlens": cu, "q_start": None}
+    sequences = Sequences(1, length, torch.device("cpu"), cu)
+    pooling = Pooling(sequences, block, stride)
 
     def tensor(n: int, heads: int, *width: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(1, n, heads, *width, dtype=kind)
 
     q = tensor(length, shape.heads, shape.d_k)
     k, v = tensor(length, shape.groups, shape.d_k), tensor(length, shape.groups, shape.d_v)
-    k_cmp, v_cmp = tensor(n_keys, shape.groups, shape.d_k), tensor(n_keys, shape.groups, shape.d_v)
+    k_cmp, v_cmp = tensor(pooling.count, shape.groups, shape.d_k), tensor(pooling.count, shape.groups, shape.d_v)
     o = do = tensor(length, shape.heads, shape.d_v)
     lse = tensor(length, shape.heads, kind=torch.float32)
     gates, product = tensor(length, shape.heads, 3), tensor(length, shape.heads, 3, kind=torch.float32)
     indices = torch.zeros(1, length, shape.groups, n_select, dtype=torch.int32)
 
-    def gradients(backward: Callable[..., Any], i_gate: int, *inputs: torch.Tensor, **knobs: Any) -> None:
-        gate = {"gate": gates[..., i_gate], "product": product[..., i_gate], "into": torch.empty_like(q)}
-        for given in ({}, gate) if thorough else (gate,):
-            backward(do, None, *inputs, o, lse, **knobs, **given)
+    def gradients(backward: Callable[..., Any], branch: Any, i_gate: int, saved: Saved) -> None:
+        gated = Upstream(do, None, gates[..., i_gate], product[..., i_gate], torch.empty_like(q))
+        for upstream in (Upstream(do), gated) if thorough else (gated,):
+            backward(upstream, saved, branch)
 
-    cut = {"block": block, "stride": stride, **whole}
     if compressed_too:
         with recorder.at("compressed"):
-            compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
-            gradients(compressed.compressed_backward, 0, q, k_cmp, v_cmp, **cut)
+            over_blocks = Compressed(sequences, block, stride, scale)
+            compressed.compressed_forward(q, k_cmp, v_cmp, over_blocks)
+            gradients(compressed.compressed_backward, over_blocks, 0, Saved(q, k_cmp, v_cmp, o, lse))
     with recorder.at("selected"):
-        blocks = {"select_block": select_block, **whole}
+        over_selected = Selected(sequences, select_block, scale)
         # None: what a sequence as short as this one gets, unless it is packed.
         for method in ("query", "block", None):
-            selected.selected_forward(q, k, v, indices, method=method, **blocks)
-        gradients(selected.selected_backward, 1, q, k, v, indices, **blocks)
+            selected.selected_forward(q, k, v, indices, over_selected, method=method)
+        gradients(selected.selected_backward, over_selected, 1, Saved(q, k, v, o, lse, indices))
     if shape.selected_only:
         return
     with recorder.at("sliding"):
-        sliding.sliding_forward(q, k, v, window=window, **whole)
-        gradients(sliding.sliding_backward, 2, q, k, v, window=window, **whole)
-    with recorder.at("scores"):
-        knobs = {"select_block": select_block, "n_select": n_select, "n_init": 1, "n_local": 2}
-        scores.select_blocks(q, k_cmp, lse, **cut, **knobs)
+        over_window = Sliding(sequences, 512, scale)
+        sliding.sliding_forward(q, k, v, over_window)
+        gradients(sliding.sliding_backward, over_window, 2, Saved(q, k, v, o, lse))
+    with recorder.at("selection"):
+        how = Selection(sequences, block, stride, select_block, n_select, n_init=1, n_local=2, scale=scale)
+        selection.select_blocks(q, k_cmp, lse, how)
     if not thorough:
         return
     with recorder.at("combine"):
@@ -277,12 +278,10 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
         combine.combine_backward(do, o, o, o, gates)
         combine.gates_backward(do, o, o, o, gates)
     with recorder.at("compress"):
-        where = {"block": block, "stride": stride, "cu_seqlens": cu}
-        compress.compress_mean_forward(k, **where)
-        compress.compress_mean_backward(k_cmp, length=length, **where)
-        pos = torch.empty(block, shape.d_k, dtype=dtype)
-        rows = compress.gather_blocks_forward(k, pos, **where)
-        compress.gather_blocks_backward(rows, length=length, **where)
+        compress.compress_mean_forward(k, pooling)
+        compress.compress_mean_backward(k_cmp, pooling)
+        rows = compress.gather_blocks_forward(k, torch.empty(block, shape.d_k, dtype=dtype), pooling)
+        compress.gather_blocks_backward(rows, pooling)
 
 
 def compile_all(target: str, shapes: list[str]) -> list[Compiled]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from nsa import settings
+
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = settings.triton_interpreted()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 if not INTERPRETED and not torch.cuda.is_available():
@@ -21,16 +22,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 if INTERPRETED:
     from triton.runtime import interpreter
 
-    # numpy 2.4 no longer turns an array of one element into an int, which loops over kernel arguments rely on (triton
-    # issue 9171): mended here until every Triton that is tested has the fix.
-    patch_tensor = interpreter._patch_lang_tensor
-
-    # `scope`, from Triton 3.6 on, takes back what `patch_tensor` sets, which `__index__` is among.
-    def patch_tensor_index(tensor: Any, *scope: Any) -> None:
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_index
     # Checking every integer operation for overflow takes most of the time, and the shapes here are tiny.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 

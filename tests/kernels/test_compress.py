@@ -11,6 +11,7 @@ from interpreted import DEVICE  # isort: skip
 
 from nsa import reference
 from nsa.backends.triton import compress
+from nsa.sequences import Pooling, Sequences
 
 SMALL = compress.Tile(elements=128, num_warps=4)
 PACKS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
@@ -47,6 +48,10 @@ def offsets(lengths: list[int] | None) -> Tensor | None:
     return None if lengths is None else torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
+def pool(length: int, block: int, stride: int, cu_seqlens: Tensor | None = None, batch: int = 1) -> Pooling:
+    return Pooling(Sequences(batch, length, torch.device(DEVICE), cu_seqlens), block, stride)
+
+
 def close(got: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert got.shape == exact.shape
     if exact.numel() == 0:
@@ -68,10 +73,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mean(block: int, stride: int, lengths: list[int] | None, dtype: torch.dtype) -> None:
     length = 33 if lengths is None else sum(lengths)
     x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)
-    cu = offsets(lengths)
-    got = compress.compress_mean_forward(x, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    pooling = pool(length, block, stride, offsets(lengths), len(x))
+    got = compress.compress_mean_forward(x, pooling, tile=SMALL)
     dout = torch.randn_like(got)
-    dx = compress.compress_mean_backward(dout, length=length, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    dx = compress.compress_mean_backward(dout, pooling, tile=SMALL)
     results = []
     for kind in (torch.float64, dtype):
         leaf = x.to(kind).requires_grad_()
@@ -88,13 +93,11 @@ def test_gather(block: int, stride: int, lengths: list[int] | None, dtype: torch
     length = 33 if lengths is None else sum(lengths)
     x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)
     pos = torch.randn(block, 20, device=DEVICE).to(dtype)
-    cu = offsets(lengths)
-    got = compress.gather_blocks_forward(x, pos, block=block, stride=stride, cu_seqlens=cu, tile=SMALL)
+    pooling = pool(length, block, stride, offsets(lengths), len(x))
+    got = compress.gather_blocks_forward(x, pos, pooling, tile=SMALL)
     assert got.is_contiguous()
     dout = torch.randn_like(got)
-    dx, dpos = compress.gather_blocks_backward(
-        dout, length=length, block=block, stride=stride, cu_seqlens=cu, tile=SMALL
-    )
+    dx, dpos = compress.gather_blocks_backward(dout, pooling, tile=SMALL)
     assert dpos.dtype == dtype
     results = []
     for kind in (torch.float64, dtype):
@@ -110,30 +113,23 @@ def test_any_strides_and_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 19, 2, 16, device=DEVICE)
     pos = torch.randn(4, 16, device=DEVICE)
     strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-    knobs = {"block": 4, "stride": 2}
-    got = compress.gather_blocks_forward(strided, torch.cat([pos, pos], -1)[:, :16], **knobs)
-    assert torch.equal(got, compress.gather_blocks_forward(x, pos, **knobs))
-    assert torch.equal(compress.compress_mean_forward(strided, **knobs), compress.compress_mean_forward(x, **knobs))
+    pooling = pool(19, 4, 2, batch=2)
+    got = compress.gather_blocks_forward(strided, torch.cat([pos, pos], -1)[:, :16], pooling)
+    assert torch.equal(got, compress.gather_blocks_forward(x, pos, pooling))
+    assert torch.equal(compress.compress_mean_forward(strided, pooling), compress.compress_mean_forward(x, pooling))
     dout = torch.randn_like(got)
     spread = torch.cat([dout, dout], -1)[..., : dout.shape[-1]]
-    backward = {**knobs, "length": 19}
-    for a, b in zip(
-        compress.gather_blocks_backward(spread, **backward),
-        compress.gather_blocks_backward(dout, **backward),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
-    torch.testing.assert_close(
-        compress.gather_blocks_backward(dout, **backward)[1], dout.sum((0, 1, 2)).view(4, 16), rtol=1e-5, atol=1e-5
-    )
+    strided_gradients, gradients = (compress.gather_blocks_backward(grad, pooling) for grad in (spread, dout))
+    assert all(torch.equal(a, b) for a, b in zip(strided_gradients, gradients, strict=True))
+    torch.testing.assert_close(gradients[1], dout.sum((0, 1, 2)).view(4, 16), rtol=1e-5, atol=1e-5)
 
 
 def test_shorter_than_a_block() -> None:
     x = torch.randn(1, 3, 2, 16, device=DEVICE)
-    knobs = {"block": 4, "stride": 2}
-    assert compress.compress_mean_forward(x, **knobs).shape == (1, 0, 2, 16)
-    out = compress.gather_blocks_forward(x, torch.zeros(4, 16, device=DEVICE), **knobs)
-    dx, dpos = compress.gather_blocks_backward(out, **knobs, length=3)
+    pooling = pool(3, 4, 2)
+    assert compress.compress_mean_forward(x, pooling).shape == (1, 0, 2, 16)
+    out = compress.gather_blocks_forward(x, torch.zeros(4, 16, device=DEVICE), pooling)
+    dx, dpos = compress.gather_blocks_backward(out, pooling)
     assert dx.shape == x.shape
     assert (dx == 0).all()
     assert (dpos == 0).all()
@@ -144,23 +140,24 @@ def test_slots_are_those_of_the_specification(lengths: list[int] | None) -> None
     x = torch.randn(1, 33 if lengths is None else sum(lengths), 2, 16, device=DEVICE)
     pos = torch.randn(4, 16, device=DEVICE)
     where = {"block": 4, "stride": 2, "cu_seqlens": offsets(lengths)}
-    assert torch.equal(compress.gather_blocks_forward(x, pos, **where), reference.gather_blocks(x, pos, **where))
-    torch.testing.assert_close(compress.compress_mean_forward(x, **where), reference.compress_mean(x, **where))
+    pooling = pool(x.shape[1], **where)
+    assert torch.equal(compress.gather_blocks_forward(x, pos, pooling), reference.gather_blocks(x, pos, **where))
+    torch.testing.assert_close(compress.compress_mean_forward(x, pooling), reference.compress_mean(x, **where))
 
 
 @pytest.mark.parametrize("cu", [[0, 500], [0, 2, 4], [0, 90, 33]], ids=str)
 def test_a_wrong_total_that_nobody_looked_at_reads_nothing_outside(cu: list[int]) -> None:
     """On a GPU offsets are not looked at; what lies before and after the tensors here is NaN."""
-    knobs = {"block": 4, "stride": 2, "cu_seqlens": torch.tensor(cu, dtype=torch.int32, device=DEVICE)}
+    pooling = pool(33, 4, 2, torch.tensor(cu, dtype=torch.int32, device=DEVICE))
 
     def fenced(*shape: int) -> Tensor:
         return torch.full((3, *shape), float("nan"), device=DEVICE).index_fill_(0, torch.tensor(1, device=DEVICE), 1.0)
 
     x, dmean, dblocks = fenced(1, 33, 2, 16), fenced(1, 16, 2, 16), fenced(1, 16, 2, 64)
     results = [
-        compress.compress_mean_forward(x[1], **knobs),
-        compress.gather_blocks_forward(x[1], torch.zeros(4, 16, device=DEVICE), **knobs),
-        compress.compress_mean_backward(dmean[1], length=33, **knobs),
-        *compress.gather_blocks_backward(dblocks[1], length=33, **knobs),
+        compress.compress_mean_forward(x[1], pooling),
+        compress.gather_blocks_forward(x[1], torch.zeros(4, 16, device=DEVICE), pooling),
+        compress.compress_mean_backward(dmean[1], pooling),
+        *compress.gather_blocks_backward(dblocks[1], pooling),
     ]
     assert all(result.isfinite().all() for result in results)

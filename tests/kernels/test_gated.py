@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_norms_close, random_inputs
+from helpers import Case, assert_norms_close, branches, random_inputs
 from helpers import attend as attend_by
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from interpreted import DEVICE
 
 from nsa import reference
 from nsa.backends import triton as backend
-from nsa.backends.triton import combine, compressed, scores, selected, sliding
+from nsa.sequences import Saved, Upstream
 
 CASES = {
     "h3": Case(length=45, heads=3, groups=2, d_k=32, d_v=16),
@@ -26,24 +27,22 @@ CASES = {
 
 
 def attend(branch: str, case: Case, x: dict[str, Tensor]) -> tuple[Tensor, Callable[..., tuple[Tensor, ...]]]:
-    """The branch's output, and its gradients as a function of the output's."""
-    cu = None if case.cu_seqlens is None else case.cu_seqlens.to(DEVICE)
-    whole = {"scale": case.d_k**-0.5, "cu_seqlens": cu, "q_start": None}
-    cut = {"block": case.block, "stride": case.stride, **whole}
+    """The branch's output, and its gradients as a function of what `Upstream` holds."""
+    over = branches(case, DEVICE)
     q, k, v, k_cmp, v_cmp = (x[name] for name in ("q", "k", "v", "k_cmp", "v_cmp"))
+
+    def gradients(backward: Callable[..., tuple[Tensor, ...]], how: Any, *saved: Tensor) -> Callable[..., Any]:
+        return lambda do, **gated: backward(Upstream(do, **gated), Saved(*saved), how)
+
     if branch == "sliding":
-        knobs = {"window": case.window, **whole}
-        o, lse = sliding.sliding_forward(q, k, v, **knobs)
-        return o, lambda do, **gated: backend.gated_sliding_backward(do, None, q, k, v, o, lse, **knobs, **gated)
-    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **cut)
+        o, lse = backend.sliding_forward(q, k, v, over.sliding)
+        return o, gradients(backend.sliding_backward, over.sliding, q, k, v, o, lse)
+    o, lse = backend.compressed_forward(q, k_cmp, v_cmp, over.compressed)
     if branch == "compressed":
-        return o, lambda do, **gated: backend.gated_compressed_backward(
-            do, None, q, k_cmp, v_cmp, o, lse, **cut, **gated
-        )
-    indices = x["indices"] if "indices" in x else scores.select_blocks(q, k_cmp, lse, **case.selection, **whole)
-    knobs = {"select_block": case.select_block, **whole}
-    o, lse = selected.selected_forward(q, k, v, indices, **knobs)
-    return o, lambda do, **gated: backend.gated_selected_backward(do, None, q, k, v, indices, o, lse, **knobs, **gated)
+        return o, gradients(backend.compressed_backward, over.compressed, q, k_cmp, v_cmp, o, lse)
+    indices = x["indices"] if "indices" in x else backend.select_blocks(q, k_cmp, lse, over.selection)
+    o, lse = backend.selected_forward(q, k, v, indices, over.selected)
+    return o, gradients(backend.selected_backward, over.selected, q, k, v, o, lse, indices)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +63,7 @@ def test_a_gate_and_a_sum(branch: str, name: str) -> None:
     products = torch.stack([(do * o).sum(dim=-1)] * 3, dim=-1)
     for known in ({}, {"product": products[..., 2]}):
         into = before.clone()
-        got = backward(do, gate=gate, into=into, **known)
+        got = backward(do, gate=gate, dq=into, **known)
         assert got[0] is into
         for actual, expected in zip(got, (before + dq, dk, dv), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -93,11 +92,11 @@ def test_a_small_gate_costs_no_digits_in_fp16(branch: str, gate: float) -> None:
     exact, plain = by_reference(torch.float64), by_reference(torch.float16)
     product = (do.float() * o.float()).sum(dim=-1)
     for known in (None, product):
-        assert_norms_close(named(backward(do, gate=gates, product=known, into=None)), exact, plain)
+        assert_norms_close(named(backward(do, gate=gates, product=known)), exact, plain)
 
 
 def test_the_gates_alone() -> None:
     o_cmp, o_sel, o_win, do = (torch.randn(2, 5, 3, 24, device=DEVICE) for _ in range(4))
     gates = torch.rand(2, 5, 3, 3, device=DEVICE)
-    whole = combine.combine_backward(do, o_cmp, o_sel, o_win, gates)
-    assert torch.equal(combine.gates_backward(do, o_cmp, o_sel, o_win, gates), whole[3])
+    whole = backend.combine_backward(do, o_cmp, o_sel, o_win, gates)
+    assert torch.equal(backend.gates_backward(do, o_cmp, o_sel, o_win, gates), whole[3])

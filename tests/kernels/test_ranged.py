@@ -1,4 +1,4 @@
-"""The compressed and the sliding kernels against the reference in fp64: outputs, log-normalisers and every gradient.
+"""The compressed and the sliding kernels against the reference in fp64: outputs, LSE and every gradient.
 
 Rule: an error is at most twice that of the reference run in the kernel's dtype, in the largest norm, with a floor of
 1e-6. In Triton's interpreter the tiles are small and the sequences a few of them long; on a GPU the same cases run with
@@ -21,6 +21,7 @@ from interpreted import DEVICE, INTERPRETED, head_major  # isort: skip
 from nsa import reference
 from nsa.backends.triton import compressed, sliding
 from nsa.backends.triton.tiles import BackwardTile, SplitTile, Tile, candidates
+from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
 
 def split(tile: Tile, **how: Any) -> SplitTile:
@@ -29,11 +30,11 @@ def split(tile: Tile, **how: Any) -> SplitTile:
 
 SMALL = Tile(32, 16, 4, 2)
 POINTERS = Tile(16, 32, 4, 2, desc_rows=False, desc_keys=False)
-# `waves=0` gives every tile of keys to one program, `least=1` splits its rows as far as they go.
+# `waves=0` gives every tile of keys to one program, `min_row_tiles=1` splits its rows as far as they go.
 TILES = {
-    "descriptors": (SMALL, BackwardTile(SMALL, split(SMALL, least=2))),
-    "pointers": (POINTERS, BackwardTile(POINTERS, split(POINTERS, least=1))),
-    "one-loop": (SMALL, BackwardTile(SMALL, split(SMALL, mask_all=True, waves=0))),
+    "descriptors": (SMALL, BackwardTile(SMALL, split(SMALL, min_row_tiles=2))),
+    "pointers": (POINTERS, BackwardTile(POINTERS, split(POINTERS, min_row_tiles=1))),
+    "one-loop": (SMALL, BackwardTile(SMALL, split(SMALL, single_loop=True, waves=0))),
 }
 
 
@@ -57,8 +58,13 @@ class Case:
             return None
         return torch.tensor([0, *self.documents], device=DEVICE).cumsum(0).int()
 
-    def knobs(self, branch: str) -> dict[str, int]:
+    def hyperparameters(self, branch: str) -> dict[str, int]:
         return {"window": self.window} if branch == "sliding" else {"block": self.block, "stride": self.stride}
+
+    def branch(self, branch: str) -> Compressed | Sliding:
+        sequences = Sequences(self.batch, self.length, torch.device(DEVICE), self.cu_seqlens)
+        kind = Sliding if branch == "sliding" else Compressed
+        return kind(sequences, **self.hyperparameters(branch), scale=self.d_k**-0.5)
 
     def n_keys(self, branch: str) -> int:
         if branch == "sliding":
@@ -117,16 +123,16 @@ def by_kernel(
     case: Case, branch: str, x: dict[str, Tensor], forward_tile: Tile | None, backward_tile: BackwardTile | None
 ) -> dict[str, Tensor]:
     forward, backward, _ = FUNCTIONS[branch]
-    options = {"scale": case.d_k**-0.5, "cu_seqlens": case.cu_seqlens, "q_start": None, **case.knobs(branch)}
-    o, lse = forward(x["q"], x["k"], x["v"], **options, tile=forward_tile)
-    dq, dk, dv = backward(x["do"], x["dlse"], x["q"], x["k"], x["v"], o, lse, **options, tile=backward_tile)
+    q, k, v, over = x["q"], x["k"], x["v"], case.branch(branch)
+    o, lse = forward(q, k, v, over, tile=forward_tile)
+    dq, dk, dv = backward(Upstream(x["do"], x["dlse"]), Saved(q, k, v, o, lse), over, tile=backward_tile)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def by_reference(case: Case, branch: str, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     # A copy even where the dtype is the same: x itself must not come to need a gradient, it is used again.
     q, k, v = (x[name].to(dtype, copy=True).requires_grad_() for name in ("q", "k", "v"))
-    o, lse = FUNCTIONS[branch][2](q, k, v, cu_seqlens=case.cu_seqlens, **case.knobs(branch))
+    o, lse = FUNCTIONS[branch][2](q, k, v, cu_seqlens=case.cu_seqlens, **case.hyperparameters(branch))
     seen = lse.masked_fill(lse == float("-inf"), 0.0)
     ((o * x["do"].to(dtype)).sum() + (seen * x["dlse"].to(seen.dtype)).sum()).backward()
     return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}

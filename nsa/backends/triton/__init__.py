@@ -1,23 +1,27 @@
 """Our kernels, for training and prefill on CUDA GPUs. Triton is imported when the first of them runs.
 
 `compressed` and `sliding` share one kernel family (`ranged_*`): a tile of queries and heads over a range of keys.
-`scores` makes the choice of blocks without per-head probabilities in memory. `selected_*` reads the chosen blocks, by
-query where groups are large and by block where they are small. `combine` mixes the branches; `compress` pools keys.
+`selection` selects blocks without per-head probabilities in memory. `selected` reads the selected blocks, by query
+where groups are large and by block where they are small. `combine` is the gated sum of the branches; `compress` pools
+keys. With `TRITON_INTERPRET=1` all of them run on CPU tensors too, in Triton's interpreter: to try them, not for speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from nsa import settings
 from nsa.backends.contracts import SMALL_SHARED_MEMORY
-from nsa.backends.gated import with_gate
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
+from nsa.sequences import Upstream
 
 name = "triton"
 # When a kernel first runs, and then not again on this machine.
@@ -46,16 +50,27 @@ def available() -> str | None:
     """None where the kernels can run at all, else what is missing."""
     if not installed():
         return "the triton package is not installed"
-    return None if torch.cuda.is_available() else "no CUDA GPU"
+    if torch.cuda.is_available() or settings.triton_interpreted():
+        return None
+    return "no CUDA GPU, and TRITON_INTERPRET=1 is not set"
+
+
+def explicit_only(problem: Problem) -> str | None:
+    """Why `auto` must not pick this backend, though it supports the problem."""
+    return "Triton's interpreter is slow: it runs only by backend='triton'" if problem.device == "cpu" else None
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.device != "cuda":
+    interpreted = settings.triton_interpreted()
+    if problem.device != "cuda" and not (interpreted and problem.device == "cpu"):
         return f"the kernels run on CUDA GPUs, the tensors are on {problem.device}"
     missing = available()
     if missing is not None:
         return missing
-    if torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+    if interpreted:
+        if problem.dtype == torch.bfloat16:
+            return "Triton's interpreter computes wrong products of bf16 (TRITON_INTERPRET is set); fp16 and fp32 run"
+    elif torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
     if problem.cached:
         return "the queries of a cache start in the middle of their keys; the kernels take whole sequences"
@@ -69,27 +84,52 @@ def supports(problem: Problem) -> str | None:
         return f"{problem.heads_per_group} heads share a group, at most {MOST_HEADS_PER_GROUP} is served"
     wide = problem.dtype == torch.float32 and min(problem.d_k, problem.d_v) > 128
     crowded = problem.op == "selected" and wide and problem.heads_per_group > MOST_WIDE_HEADS_ON_SMALL
-    if crowded and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
+    if crowded and not interpreted and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
         group = f"{problem.heads_per_group} heads a group of widths {problem.d_k} and {problem.d_v} in fp32"
         return f"{group} need more shared memory than this GPU has, at most {MOST_WIDE_HEADS_ON_SMALL} are served"
     return None
+
+
+@cache
+def load(module: str) -> tuple[ModuleType, tuple[type[Exception], ...]]:
+    """The module of that name, and what Triton raises where a GPU cannot take a kernel."""
+    try:
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+
+        return import_module(f"nsa.backends.triton.{module}"), (OutOfResources, CompilationError, PTXASError)
+    except ImportError as error:
+        raise BackendFailure(f"triton cannot be imported: {error}") from error
 
 
 def launcher(module: str, function: str) -> Callable[..., Any]:
     """The launcher of that name; what a GPU cannot take at run time becomes a reason for the next backend."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
+        loaded, failures = load(module)
         try:
-            from triton.compiler.errors import CompilationError
-            from triton.runtime.errors import OutOfResources, PTXASError
-
-            run = getattr(import_module(f"nsa.backends.triton.{module}"), function)
-        except ImportError as error:
-            raise BackendFailure(f"triton cannot be imported: {error}") from error
-        try:
-            return run(*args, **kwargs)
-        except (OutOfResources, CompilationError, PTXASError) as error:
+            return getattr(loaded, function)(*args, **kwargs)
+        except failures as error:
             raise BackendFailure(f"{function}: {error}") from error
+
+    launch.__name__ = launch.__qualname__ = function
+    return launch
+
+
+def backward_launcher(module: str, function: str) -> Callable[..., Any]:
+    """As `launcher`, of a branch's backward pass.
+
+    The kernels fold a gate into their probabilities, whose products with it can be smaller than fp16 goes; there it is
+    multiplied into the gradient instead, which a loss scale keeps large.
+    """
+    run = launcher(module, function)
+
+    def launch(upstream: Upstream, *args: Any, **kwargs: Any) -> Any:
+        do, dlse, gate, _, into = upstream
+        if gate is None or do.dtype != torch.float16:
+            return run(upstream, *args, **kwargs)
+        dq, dk, dv = run(Upstream(do * gate[..., None], dlse), *args, **kwargs)
+        return (dq if into is None else into.add_(dq)), dk, dv
 
     launch.__name__ = launch.__qualname__ = function
     return launch
@@ -100,28 +140,12 @@ compress_mean_backward = launcher("compress", "compress_mean_backward")
 gather_blocks_forward = launcher("compress", "gather_blocks_forward")
 gather_blocks_backward = launcher("compress", "gather_blocks_backward")
 compressed_forward = launcher("compressed", "compressed_forward")
-compressed_backward = launcher("compressed", "compressed_backward")
-select_blocks = launcher("scores", "select_blocks")
+compressed_backward = backward_launcher("compressed", "compressed_backward")
+select_blocks = launcher("selection", "select_blocks")
 selected_forward = launcher("selected", "selected_forward")
-selected_backward = launcher("selected", "selected_backward")
+selected_backward = backward_launcher("selected", "selected_backward")
 sliding_forward = launcher("sliding", "sliding_forward")
-sliding_backward = launcher("sliding", "sliding_backward")
+sliding_backward = backward_launcher("sliding", "sliding_backward")
 combine_forward = launcher("combine", "combine_forward")
 combine_backward = launcher("combine", "combine_backward")
 gates_backward = launcher("combine", "gates_backward")
-
-
-def gated(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """With a gate, and a `dq` to add to. The kernels fold the gate into their probabilities, whose products with it can
-    be smaller than fp16 goes; there it is multiplied into the gradient, which a loss scale keeps large."""
-    outside = with_gate(backward)
-
-    def launch(do: torch.Tensor, *args: Any, **knobs: Any) -> Any:
-        return (outside if do.dtype == torch.float16 else backward)(do, *args, **knobs)
-
-    return launch
-
-
-gated_compressed_backward = gated(compressed_backward)
-gated_selected_backward = gated(selected_backward)
-gated_sliding_backward = gated(sliding_backward)

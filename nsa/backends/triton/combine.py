@@ -9,6 +9,7 @@ and writes each result once. Sums are fp32; a row's dot products are its own, so
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton import tuning
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
 from nsa.backends.triton.tiles import capability
 
 
@@ -27,8 +29,8 @@ class Tile:
     num_warps: int
 
 
-def default_tile(o: Tensor, *, backward: bool) -> Tile:
-    """Enough loads in flight for each SM to keep the memory busy, few enough for several programs an SM."""
+def default_tile(o: Tensor | Layout, *, backward: bool) -> Tile:
+    """Enough loads in flight for each SM to keep the memory busy, few enough for several CTAs per SM."""
     kernel = "combine-backward" if backward else "combine-forward"
     return tuning.pick(kernel, Tile, capability(o.device), o.shape[-1], o.shape[-1], o.dtype)
 
@@ -123,72 +125,72 @@ def combine_backward_kernel(
     tl.store(p_dg + 2, tl.sum(b_do * b_win, 1).to(d_gates.dtype.element_ty), mask=m_row)
 
 
-def strides(x: Tensor, name: str) -> dict[str, int]:
-    """`stride_<name>b`, `t`, `h` of `[B, S, Hq, D]`, which must be contiguous in `D`."""
-    assert x.stride(-1) == 1 or x.shape[-1] == 1, f"last dimension has stride {x.stride(-1)}"
-    return {f"stride_{name}{dim}": x.stride(i) for i, dim in enumerate("bth")}
-
-
-def contiguous_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """`[B,S,Hq,Dv]`: the branches weighed by `gates [B,S,Hq,3]`."""
-    batch, length, heads, dim = o_cmp.shape
-    tile = tile or default_tile(o_cmp, backward=False)
+def bound(o: Layout, gates: Layout, tile: Tile, **others: Layout | None) -> tuple[tuple[int, int], dict[str, object]]:
+    """Grid and arguments of either kernel; `others`, named as for `strides`, are `[B, S, Hq, D]` too."""
+    batch, length, heads, dim = o.shape
     block_d = triton.next_power_of_2(dim)
     block_r = max(1, tile.elements // block_d)
-    o = contiguous_like(o_cmp, o_cmp.dtype)
-    combine_forward_kernel[(triton.cdiv(length * heads, block_r), batch)](
-        o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates, o=o, n_rows=length * heads,
-        **strides(o_cmp, "c"), **strides(o_sel, "s"), **strides(o_win, "w"), **strides(o, "o"),
-        stride_gb=gates.stride(0), stride_gt=gates.stride(1), stride_gh=gates.stride(2), stride_gc=gates.stride(3),
-        HEADS=heads, D=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
-    )  # fmt: skip
+    return (triton.cdiv(length * heads, block_r), batch), {
+        "n_rows": length * heads,
+        **strides(**others, g_bthc=gates),
+        "HEADS": heads,
+        "D": dim,
+        "BLOCK_R": block_r,
+        "BLOCK_D": block_d,
+        "num_warps": tile.num_warps,
+    }
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def plan_forward(o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None) -> Launch:
+    tile = tile or default_tile(o_cmp, backward=False)
+    o = new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
+    grid, arguments = bound(o_cmp, gates, tile, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win, o_bth=o)
+    return Launch(combine_forward_kernel, grid, **arguments)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def plan_backward(
+    do: Layout, o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None, gates_only: bool
+) -> Launch:
+    tile = tile or default_tile(o_cmp, backward=True)
+    grads = None if gates_only else new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
+    grid, arguments = bound(o_cmp, gates, tile, y_bth=do, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win, d_bth=grads)
+    if gates_only:
+        arguments |= {"d_cmp": None, "d_sel": None, "d_win": None}
+    return Launch(combine_backward_kernel, grid, **arguments)
+
+
+def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None) -> Tensor:
+    """`[B,S,Hq,Dv]`: the branches weighed by `gates [B,S,Hq,3]`."""
+    launch = plan_forward(layout(o_cmp), layout(o_sel), layout(o_win), layout(gates), tile)
+    o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
+    launch(o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates, o=o)
     return o
 
 
 def combine_backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the three branches and of the gates."""
-    branches = (o_cmp, o_sel, o_win)
-    d_cmp, d_sel, d_win = (contiguous_like(o, o.dtype) for o in branches)
-    d_gates = contiguous_like(gates, gates.dtype)
-    launch_backward(do, branches, gates, (d_cmp, d_sel, d_win), d_gates, tile)
+    layouts = (layout(do), layout(o_cmp), layout(o_sel), layout(o_win), layout(gates))
+    launch = plan_backward(*layouts, tile, gates_only=False)
+    d_cmp, d_sel, d_win, d_gates = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (o_cmp, o_sel, o_win, gates)
+    )
+    launch(
+        do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
+        d_cmp=d_cmp, d_sel=d_sel, d_win=d_win, d_gates=d_gates,
+    )  # fmt: skip
     return d_cmp, d_sel, d_win, d_gates
 
 
 def gates_backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, tile: Tile | None = None
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None
 ) -> Tensor:
     """The gradient of the gates alone, in fp32."""
-    d_gates = contiguous_like(gates, torch.float32)
-    launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, None, None), d_gates, tile)
+    layouts = (layout(do), layout(o_cmp), layout(o_sel), layout(o_win), layout(gates))
+    launch = plan_backward(*layouts, tile, gates_only=True)
+    d_gates = torch.empty(gates.shape, dtype=torch.float32, device=gates.device)
+    launch(do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates, d_gates=d_gates)
     return d_gates
-
-
-def launch_backward(
-    do: Tensor,
-    branches: tuple[Tensor, Tensor, Tensor],
-    gates: Tensor,
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    d_gates: Tensor,
-    tile: Tile | None,
-) -> None:
-    """Fills the branches' gradients, if there are tensors for them, and that of the gates."""
-    o_cmp, o_sel, o_win = branches
-    d_cmp, d_sel, d_win = grads
-    batch, length, heads, dim = o_cmp.shape
-    tile = tile or default_tile(o_cmp, backward=True)
-    block_d = triton.next_power_of_2(dim)
-    block_r = max(1, tile.elements // block_d)
-    combine_backward_kernel[(triton.cdiv(length * heads, block_r), batch)](
-        do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
-        d_cmp=d_cmp, d_sel=d_sel, d_win=d_win, d_gates=d_gates, n_rows=length * heads,
-        **strides(do, "y"), **strides(o_cmp, "c"), **strides(o_sel, "s"), **strides(o_win, "w"),
-        **strides(do if d_cmp is None else d_cmp, "d"),
-        stride_gb=gates.stride(0), stride_gt=gates.stride(1), stride_gh=gates.stride(2), stride_gc=gates.stride(3),
-        HEADS=heads, D=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
-    )  # fmt: skip

@@ -17,15 +17,18 @@ Grids: (tiles of slots or tokens, G, B); one program owns its tile and writes it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.geometry import compressed_of_tokens, compressed_starts, n_compressed
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
+from nsa.sequences import Pooling
 
-# Runs into which the sum for the position embedding is cut: enough programs for a large GPU.
+# Runs into which the sum for the position embedding is cut: enough CTAs for a large GPU.
 POSITION_RUNS = 128
 
 
@@ -165,141 +168,150 @@ def position_partial_kernel(
     tl.store(partial + i_run.to(tl.int64) * width + o_c, b_sum, mask=m_c)
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Where blocks lie. The tables are there for packed documents alone."""
-
-    count: int
-    packed: bool
-    first: Tensor | None = None  # [N] first token, -1 where a slot is not used
-
-    @staticmethod
-    def of(length: int, block: int, stride: int, cu_seqlens: Tensor | None) -> Slots:
-        if cu_seqlens is None:
-            return Slots(n_compressed(length, block, stride), packed=False)
-        first, _, used = compressed_starts(cu_seqlens, length, block, stride)
-        return Slots(length // stride, packed=True, first=torch.where(used, first, -1).int())
+def slot_table(pooling: Pooling) -> Tensor | None:
+    """`[N]` first token of each packed slot, -1 where a slot is not used."""
+    if pooling.sequences.cu_seqlens is None:
+        return None
+    first, _, used = pooling.starts
+    return torch.where(used, first, -1).int()
 
 
-def token_tables(
-    length: int, block: int, stride: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Per token of a packed row: position, first slot of its document, number of its slots."""
-    if cu_seqlens is None:
-        return None, None, None
-    position, base, count = compressed_of_tokens(cu_seqlens, length, block, stride)
-    return position.int(), base.int(), count.int()
+@lru_cache(maxsize=MAX_PLANS)
+def plan_forward(
+    x: Layout, position: Layout | None, n_slots: int, block: int, stride: int, packed: bool, tile: Tile
+) -> tuple[Launch, tuple[int, int, int, int]]:
+    """The launch and the shape of the result: blocks with a position embedding added, else their means."""
+    batch, _, groups, dim = x.shape
+    shape = (batch, n_slots, groups, dim if position is None else block * dim)
+    block_d = triton.next_power_of_2(dim)
+    block_n = max(1, tile.elements // block_d)
+    launch = Launch(
+        mean_forward_kernel if position is None else gather_forward_kernel,
+        (triton.cdiv(n_slots, block_n), groups, batch),
+        n_slots=n_slots,
+        **strides(x_btg=x, o_bng=new_layout(shape, x.dtype, x.device)),
+        **({} if position is None else strides(p_r=position)),
+        BLOCK=block,
+        STRIDE=stride,
+        D=dim,
+        PACKED=packed,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        num_warps=tile.num_warps,
+    )
+    return launch, shape
 
 
-def strides(x: Tensor, name: str, dims: str) -> dict[str, int]:
-    """`stride_<name><dim>` of the first three dimensions; the last must be contiguous."""
-    assert x.stride(-1) == 1 or x.shape[-1] == 1, f"last dimension has stride {x.stride(-1)}"
-    return {f"stride_{name}{dim}": x.stride(i) for i, dim in enumerate(dims)}
+def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: Tile) -> Tensor:
+    first = slot_table(pooling)
+    launch, shape = plan_forward(
+        layout(x),
+        None if position is None else layout(position),
+        pooling.count,
+        pooling.block,
+        pooling.stride,
+        first is not None,
+        tile,
+    )
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if shape[1] == 0:
+        return out
+    given: dict[str, Any] = {"x": x, "out": out, "first": first}
+    if position is not None:
+        given["pos"] = position
+    launch(**given)
+    return out
 
 
-def compress_mean_forward(
-    x: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None, tile: Tile = DEFAULT_TILE
-) -> Tensor:
+def compress_mean_forward(x: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
     """`x [B,S,G,D]` to `[B,N,G,D]`: the mean of each block."""
-    batch, length, groups, dim = x.shape
-    slots = Slots.of(length, block, stride, cu_seqlens)
-    out = torch.empty(batch, slots.count, groups, dim, dtype=x.dtype, device=x.device)
-    if slots.count == 0:
-        return out
-    block_d = triton.next_power_of_2(dim)
-    block_n = max(1, tile.elements // block_d)
-    mean_forward_kernel[(triton.cdiv(slots.count, block_n), groups, batch)](
-        x=x, out=out, first=slots.first, n_slots=slots.count, **strides(x, "x", "btg"), **strides(out, "o", "bng"),
-        BLOCK=block, STRIDE=stride, D=dim, PACKED=slots.packed, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=tile.num_warps,
-    )  # fmt: skip
-    return out
+    return forward(x, None, pooling, tile)
 
 
-def compress_mean_backward(
-    dout: Tensor,
-    *,
-    length: int,
-    block: int,
-    stride: int,
-    cu_seqlens: Tensor | None = None,
-    tile: Tile = DEFAULT_TILE,
-) -> Tensor:
-    """`dout [B,N,G,D]` to the gradient `[B,length,G,D]` of the tokens."""
-    return token_backward(dout, dout.shape[-1], length, block, stride, cu_seqlens, tile, mean=True)
+def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
+    """`x [B,S,G,D]` and `position [l,D]` to `[B,N,G,l*D]`, contiguous: the tokens of each block, position added."""
+    return forward(x, position, pooling, tile)
 
 
-def gather_blocks_forward(
-    x: Tensor, pos: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None, tile: Tile = DEFAULT_TILE
-) -> Tensor:
-    """`x [B,S,G,D]` and `pos [l,D]` to `[B,N,G,l*D]`, contiguous: each block's tokens with their places added."""
-    batch, length, groups, dim = x.shape
-    slots = Slots.of(length, block, stride, cu_seqlens)
-    out = torch.empty(batch, slots.count, groups, block * dim, dtype=x.dtype, device=x.device)
-    if slots.count == 0:
-        return out
-    assert pos.stride(-1) == 1 or dim == 1, f"pos: last dimension has stride {pos.stride(-1)}"
-    block_d = triton.next_power_of_2(dim)
-    block_n = max(1, tile.elements // block_d)
-    gather_forward_kernel[(triton.cdiv(slots.count, block_n), groups, batch)](
-        x=x, pos=pos, out=out, first=slots.first, n_slots=slots.count, stride_pr=pos.stride(0),
-        **strides(x, "x", "btg"), **strides(out, "o", "bng"),
-        BLOCK=block, STRIDE=stride, D=dim, PACKED=slots.packed, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=tile.num_warps,
-    )  # fmt: skip
-    return out
-
-
-def gather_blocks_backward(
-    dout: Tensor,
-    *,
-    length: int,
-    block: int,
-    stride: int,
-    cu_seqlens: Tensor | None = None,
-    tile: Tile = DEFAULT_TILE,
-) -> tuple[Tensor, Tensor]:
-    """`dout [B,N,G,l*D]` to the gradients `dx [B,length,G,D]` and `dpos [l,D]`."""
+@lru_cache(maxsize=MAX_PLANS)
+def plan_tokens(
+    dout: Layout, length: int, block: int, stride: int, packed: bool, mean: bool, tile: Tile
+) -> tuple[Launch, tuple[int, int, int, int]]:
+    """The launch of `token_backward_kernel` and the shape of `dx`."""
     batch, n_slots, groups, width = dout.shape
-    dim = width // block
-    dx = token_backward(dout, dim, length, block, stride, cu_seqlens, tile, mean=False)
-    if n_slots == 0:
-        return dx, torch.zeros(block, dim, dtype=dout.dtype, device=dout.device)
-    slots = Slots.of(length, block, stride, cu_seqlens)
-    n_rows = batch * n_slots * groups
-    run = triton.cdiv(n_rows, POSITION_RUNS)
-    n_runs = triton.cdiv(n_rows, run)
-    partial = torch.empty(n_runs, width, dtype=torch.float32, device=dout.device)
-    block_c = min(256, triton.next_power_of_2(width))
-    position_partial_kernel[(triton.cdiv(width, block_c), n_runs)](
-        dout=dout, partial=partial, first=slots.first, n_rows=n_rows, n_slots=n_slots, run=run, width=width,
-        **strides(dout, "o", "bng"), G=groups, PACKED=slots.packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
-    )  # fmt: skip
-    return dx, partial.sum(dim=0).view(block, dim).to(dout.dtype)
-
-
-def token_backward(
-    dout: Tensor,
-    dim: int,
-    length: int,
-    block: int,
-    stride: int,
-    cu_seqlens: Tensor | None,
-    tile: Tile,
-    *,
-    mean: bool,
-) -> Tensor:
-    batch, n_slots, groups = dout.shape[:3]
-    if n_slots == 0:
-        return torch.zeros(batch, length, groups, dim, dtype=dout.dtype, device=dout.device)
-    dx = torch.empty(batch, length, groups, dim, dtype=dout.dtype, device=dout.device)
-    position, base, count = token_tables(length, block, stride, cu_seqlens)
+    dim = width if mean else width // block
+    shape = (batch, length, groups, dim)
     block_d = triton.next_power_of_2(dim)
     block_t = max(1, tile.elements // block_d)
-    token_backward_kernel[(triton.cdiv(length, block_t), groups, batch)](
-        dout=dout, dx=dx, position=position, base=base, count=count, length=length, n_slots=n_slots,
-        **strides(dout, "o", "bng"), **strides(dx, "x", "btg"),
-        BLOCK=block, STRIDE=stride, D=dim, PACKED=cu_seqlens is not None, MEAN=mean, BLOCK_T=block_t, BLOCK_D=block_d,
+    launch = Launch(
+        token_backward_kernel,
+        (triton.cdiv(length, block_t), groups, batch),
+        length=length,
+        n_slots=n_slots,
+        **strides(o_bng=dout, x_btg=new_layout(shape, dout.dtype, dout.device)),
+        BLOCK=block,
+        STRIDE=stride,
+        D=dim,
+        PACKED=packed,
+        MEAN=mean,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
         num_warps=tile.num_warps,
-    )  # fmt: skip
+    )
+    return launch, shape
+
+
+def token_backward(dout: Tensor, pooling: Pooling, tile: Tile, *, mean: bool) -> Tensor:
+    packed = pooling.sequences.cu_seqlens is not None
+    length = pooling.sequences.length
+    launch, shape = plan_tokens(layout(dout), length, pooling.block, pooling.stride, packed, mean, tile)
+    if dout.shape[1] == 0:
+        return torch.zeros(shape, dtype=dout.dtype, device=dout.device)
+    dx = torch.empty(shape, dtype=dout.dtype, device=dout.device)
+    position, base, count = (table.int() for table in pooling.tokens) if packed else (None, None, None)
+    launch(dout=dout, dx=dx, position=position, base=base, count=count)
     return dx
+
+
+def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
+    """`dout [B,N,G,D]` to the gradient `[B,S,G,D]` of the tokens."""
+    return token_backward(dout, pooling, tile, mean=True)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tuple[int, int]]:
+    """The launch of `position_partial_kernel` and the shape of its partial sums."""
+    batch, n_slots, groups, width = dout.shape
+    n_rows = batch * n_slots * groups
+    run = triton.cdiv(n_rows, max_runs)
+    n_runs = triton.cdiv(n_rows, run)
+    block_c = min(256, triton.next_power_of_2(width))
+    launch = Launch(
+        position_partial_kernel,
+        (triton.cdiv(width, block_c), n_runs),
+        n_rows=n_rows,
+        n_slots=n_slots,
+        run=run,
+        width=width,
+        **strides(o_bng=dout),
+        G=groups,
+        PACKED=packed,
+        BLOCK_R=16,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
+    return launch, (n_runs, width)
+
+
+def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> tuple[Tensor, Tensor]:
+    """`dout [B,N,G,l*D]` to the gradients `dx [B,S,G,D]` and `dposition [l,D]`."""
+    n_slots, width = dout.shape[1], dout.shape[3]
+    block = pooling.block
+    dx = token_backward(dout, pooling, tile, mean=False)
+    if n_slots == 0:
+        return dx, torch.zeros(block, width // block, dtype=dout.dtype, device=dout.device)
+    first = slot_table(pooling)
+    launch, shape = plan_position(layout(dout), first is not None, POSITION_RUNS)
+    partial = torch.empty(shape, dtype=torch.float32, device=dout.device)
+    launch(dout=dout, partial=partial, first=first)
+    return dx, partial.sum(dim=0).view(block, width // block).to(dout.dtype)

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa import settings
+
+if settings.triton_interpreted():
+    from nsa.backends.triton import interpreter
+
+    interpreter.mend()
+
 # Plans that a launcher keeps: sequence lengths may never repeat, and memory must not grow with them.
 MAX_PLANS = 256
 
@@ -32,11 +39,25 @@ def layout(x: Tensor) -> Layout:
     return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
 
 
+def new_layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Layout:
+    """Of a tensor that `torch.empty` makes."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * size)
+    return Layout(torch.Size(shape), tuple(reversed(steps)), dtype, device, aligned=True)
+
+
 def strides(**layouts: Layout | None) -> dict[str, int]:
-    """`stride_qb`, `stride_qt`, `stride_qh` for `q_bth=layout(q)`, and so on; zeros for a tensor that is not there."""
+    """`stride_qb`, `stride_qt`, `stride_qh` for `q_bth=layout(q)`, and so on; zeros for a tensor that is not there.
+
+    Where the last axis is not named, a kernel takes it to be contiguous.
+    """
     found = {}
     for name, x in layouts.items():
         tensor, _, axes = name.partition("_")
+        if x is not None and len(axes) < len(x.shape):
+            contiguous = x.strides[-1] == 1 or x.shape[-1] == 1 or 0 in x.shape
+            assert contiguous, f"{name}: the last axis of {tuple(x.shape)} has stride {x.strides[-1]}"
         for i, axis in enumerate(axes):
             found[f"stride_{tensor}{axis}"] = 0 if x is None else x.strides[i]
     return found

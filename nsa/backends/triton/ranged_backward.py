@@ -3,17 +3,17 @@
     ds[t, n] = p[t, n] * (do[t].v[n] - delta[t]),   delta[t] = do[t].o[t] - dlse[t]
     dq[t] = scale * sum_n ds[t, n] k[n],   dk[n] = scale * sum_t ds[t, n] q[t],   dv[n] = sum_t p[t, n] do[t]
 
-Three kernels, no atomics, every output element written once:
-- `prepare`: a program per tile of rows writes `delta` and the base-2 `lse`, laid out as rows;
+Two kernels after the row statistics (`row_statistics.py`), no atomics, every output element written once:
 - `dq`, query-major: a program owns a tile of rows and runs over the keys they see, like the forward;
 - `dkv`, key-major: a program owns a tile of keys and runs over the rows that see them. It makes the scores transposed
   from the start, `s^T = k q^T`, because a dot whose operand is a transposed accumulator is miscompiled on Hopper by
-  Triton 3.4 to 3.7.0. Where there are few tiles of keys, their rows are split over several programs, whose fp32 parts
-  are summed afterwards in a fixed order.
+  Triton 3.4 to 3.7.0. Where there are few tiles of keys, their rows are split over several programs, whose fp32
+  partials are summed afterwards in a fixed order.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
 from nsa.backends.triton.primitives import (
     COUNTS,
-    LN_2,
     LOG2_E,
-    gated,
     load_keys,
     load_rows,
     seeing_queries,
@@ -33,68 +32,22 @@ from nsa.backends.triton.primitives import (
     store_rows,
     visible_keys,
 )
+from nsa.backends.triton.row_statistics import ROW_PAD, row_statistics
 from nsa.backends.triton.tiles import (
     BackwardTile,
-    Ranges,
     SplitTile,
     Tile,
+    Visibility,
     block_width,
+    both,
     describe,
-    key_sources,
+    describe_keys,
+    describe_rows,
     pick_backward,
-    processors,
     row_contiguous,
-    row_sources,
-    strides,
+    sm_count,
 )
-
-# Rows a program of `prepare` owns; the row buffers are padded to a multiple of it, so every BLOCK_M must divide it.
-ROW_PAD = 128
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def prepare_kernel(
-    p_o, p_do, p_lse, p_dlse, p_gate, p_product, p_lse2, p_delta, n_queries, n_groups,
-    stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    stride_lb, stride_lt, stride_lh, stride_eb, stride_et, stride_eh, stride_gb, stride_gt, stride_gh,
-    stride_pb, stride_pt, stride_ph,
-    H: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """`lse2 = lse / ln(2)` and `delta`, `[B * G, rows]`; `+inf` and 0 for rows that see nothing or do not exist, which
-    makes their probabilities and gradients exactly 0 in every tile. See `gated` for what a gate does."""
-    i_row = tl.program_id(0) * BLOCK_M
-    i_b = tl.program_id(1) // n_groups
-    i_g = tl.program_id(1) % n_groups
-    i_t, o_t, o_h = split_rows(i_row, H, BLOCK_M)
-    o_t = i_t + o_t
-    m_t = o_t < n_queries
-    if p_product is None:
-        b_o = load_rows(
-            p_o, i_b, i_g, i_row, n_queries, stride_ob, stride_ot, stride_oh, H, D_V, BLOCK_M, BLOCK_DV, False
-        )
-        b_do = load_rows(
-            p_do, i_b, i_g, i_row, n_queries, stride_db, stride_dt, stride_dh, H, D_V, BLOCK_M, BLOCK_DV, False
-        )
-        b_product = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-        o_h += i_g * H
-    else:
-        o_h += i_g * H
-        o_product = i_b.to(tl.int64) * stride_pb + o_t.to(tl.int64) * stride_pt + o_h * stride_ph
-        b_product = tl.load(p_product + o_product, mask=m_t, other=0.0)
-    o_lse = i_b.to(tl.int64) * stride_lb + o_t.to(tl.int64) * stride_lt + o_h * stride_lh
-    o_dlse = i_b.to(tl.int64) * stride_eb + o_t.to(tl.int64) * stride_et + o_h * stride_eh
-    b_lse = tl.load(p_lse + o_lse, mask=m_t, other=float("-inf"))
-    b_dlse = tl.load(p_dlse + o_dlse, mask=m_t, other=0.0)
-    b_delta = b_product - b_dlse
-
-    m_empty = b_lse == float("-inf")
-    o_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * BLOCK_M + i_row + tl.arange(0, BLOCK_M)
-    b_lse2 = b_lse / LN_2
-    if p_gate is not None:
-        o_gate = i_b.to(tl.int64) * stride_gb + o_t.to(tl.int64) * stride_gt + o_h * stride_gh
-        b_lse2 = gated(b_lse2, tl.load(p_gate + o_gate, mask=m_t, other=1.0))
-    tl.store(p_lse2 + o_row, tl.where(m_empty, float("inf"), b_lse2))
-    tl.store(p_delta + o_row, tl.where(m_empty, 0.0, b_delta))
+from nsa.sequences import Ranges, Saved, Upstream
 
 
 @triton.jit
@@ -211,13 +164,14 @@ def attend_dkv(
         b_do = load_rows(
             do, i_b, i_g, i_row, n_queries, stride_db, stride_dt, stride_dh, H, D_V, BLOCK_M, BLOCK_DV, DESC
         )
-        b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         # [BLOCK_N, BLOCK_M]
         b_pt = tl.math.exp2(b_st * scale_log2 - b_lse2[None, :])
         if MASKED:
             m_st = (o_r[None, :] >= b_first[:, None]) & (o_r[None, :] < b_end[:, None])
             b_pt = tl.where(m_st, b_pt, 0.0)
         b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
+        # Not before dv: ptxas would then make every product wait for the one before it (`tests/kernels/sass.py`).
+        b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         b_delta = load_stat(delta, i_bg, i_row, n_rows_padded, BLOCK_M, DESC_STAT)
         b_dst = b_pt * (b_dpt - b_delta[None, :])
         b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
@@ -312,201 +266,174 @@ def ranged_dkv_kernel(
 
 
 def split_keys(
-    ranges: Ranges, tile: SplitTile, n_programs: int, n_rows: int, heads: int, n_processors: int
+    sliding: bool, span: int, tile: SplitTile, n_programs: int, n_rows: int, heads: int, n_sms: int
 ) -> tuple[int, int]:
     """How many parts the rows of a tile of keys are split into, and how many rows a part has.
 
     In the compressed branch half of the programs see (nearly) nothing, so twice as many are wanted.
     """
     block_m = tile.block_m
-    if ranges.sliding:
-        n_rows = min(n_rows, (tile.block_n + ranges.span) * heads + block_m)
-    wanted = (1 if ranges.sliding else 2) * tile.waves * n_processors
-    n_parts = max(1, min(wanted // n_programs, n_rows // (tile.least * block_m)))
+    if sliding:
+        n_rows = min(n_rows, (tile.block_n + span) * heads + block_m)
+    wanted = (1 if sliding else 2) * tile.waves * n_sms
+    n_parts = max(1, min(wanted // n_programs, n_rows // (tile.min_row_tiles * block_m)))
     part_rows = triton.cdiv(triton.cdiv(n_rows, n_parts), block_m) * block_m
     return triton.cdiv(n_rows, part_rows), part_rows
 
 
-def prepare(
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    gate: Tensor | None,
-    product: Tensor | None,
-    n_groups: int,
-) -> tuple[Tensor, Tensor]:
-    """`lse2` and `delta`, each `[B * G, rows]`, padded."""
-    if dlse is None:
-        dlse = lse.new_zeros(1, 1, 1).expand_as(lse)
-    batch, n_queries, n_heads, d_v = o.shape
-    heads = n_heads // n_groups
-    n_rows_padded = triton.cdiv(n_queries * heads, ROW_PAD) * ROW_PAD
-    lse2 = torch.empty(batch * n_groups, n_rows_padded, dtype=torch.float32, device=o.device)
-    delta = torch.empty(batch * n_groups, n_rows_padded, dtype=torch.float32, device=o.device)
-    prepare_kernel[(n_rows_padded // ROW_PAD, batch * n_groups)](
-        p_o=o,
-        p_do=do,
-        p_lse=lse,
-        p_dlse=dlse,
-        p_gate=gate,
-        p_product=product,
-        p_lse2=lse2,
-        p_delta=delta,
-        n_queries=n_queries,
-        n_groups=n_groups,
-        **strides("o", o),
-        **strides("d", do),
-        **strides("l", lse),
-        **strides("e", dlse),
-        **strides("g", lse if gate is None else gate),
-        **strides("p", lse if product is None else product),
-        H=heads,
-        D_V=d_v,
-        BLOCK_M=ROW_PAD,
-        BLOCK_DV=block_width(d_v),
-        num_warps=4,
+class Plan:
+    """What shapes decide about a backward pass. `n_parts` is 0 where there are no keys."""
+
+    __slots__ = (
+        *("describe_dkv_rows", "describe_dq_keys", "describe_dq_rows", "describe_statistics"),
+        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts"),
     )
-    return lse2, delta
+
+    def __init__(
+        self,
+        do: Layout,
+        q: Layout,
+        k: Layout,
+        v: Layout,
+        visibility: Visibility,
+        scale: float,
+        tile: BackwardTile | None,
+        accumulate: bool,
+    ) -> None:
+        tile = tile or pick_backward(q, v, visibility.sliding)
+        batch, n_queries, n_heads, d_k = q.shape
+        _, n_keys, n_groups, d_v = v.shape
+        heads = n_heads // n_groups
+        n_rows_padded = triton.cdiv(n_queries * heads, ROW_PAD) * ROW_PAD
+
+        def shared(cut: Tile) -> dict[str, Any]:
+            """What both kernels are given."""
+            return {
+                "scale": scale,
+                "scale_log2": scale * LOG2_E,
+                "n_queries": n_queries,
+                "n_keys": n_keys,
+                "n_groups": n_groups,
+                "n_rows_padded": n_rows_padded,
+                **strides(q_bth=q, d_bth=do, k_bng=k, v_bng=v),
+                "H": heads,
+                "D_K": d_k,
+                "D_V": d_v,
+                "BLOCK_M": cut.block_m,
+                "BLOCK_N": cut.block_n,
+                "BLOCK_DK": block_width(d_k),
+                "BLOCK_DV": block_width(d_v),
+                **visibility.constants,
+                "num_warps": cut.num_warps,
+                "num_stages": cut.num_stages,
+                "maxnreg": cut.max_registers,
+            }
+
+        def describe_both_rows(cut: Tile) -> Any:
+            return both(describe_rows(q, heads, cut), describe_rows(do, heads, cut))
+
+        self.describe_dq_rows = describe_both_rows(tile.dq)
+        self.describe_dq_keys = both(describe_keys(k, tile.dq), describe_keys(v, tile.dq))
+        self.dq = Launch(
+            ranged_dq_kernel,
+            (triton.cdiv(n_queries * heads, tile.dq.block_m) * batch * n_groups,),
+            **strides(x_bth=new_layout(q.shape, q.dtype, q.device)),
+            **shared(tile.dq),
+            DESC_Q=self.describe_dq_rows is not None,
+            DESC_KV=self.describe_dq_keys is not None,
+            ACCUMULATE=accumulate,
+        )
+
+        cut = tile.dkv
+        self.dk_shape, self.dv_shape = tuple(k.shape), tuple(v.shape)
+        self.n_parts = 0
+        if n_keys == 0:
+            return
+        n_programs = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
+        self.n_parts, part_rows = split_keys(
+            visibility.sliding, visibility.span, cut, n_programs, n_rows_padded, heads, sm_count(q.device)
+        )
+        if self.n_parts > 1:
+            self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
+        self.describe_dkv_rows = describe_both_rows(cut)
+        statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
+        self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None
+        self.dkv = Launch(
+            ranged_dkv_kernel,
+            (n_programs * self.n_parts,),
+            n_parts=self.n_parts,
+            part_rows=part_rows,
+            stride_xp=k.shape.numel(),
+            stride_yp=v.shape.numel(),
+            **shared(cut),
+            MASK_ALL=cut.single_loop,
+            DESC_Q=self.describe_dkv_rows is not None,
+            DESC_STAT=self.describe_statistics is not None,
+        )
+
+    def key_gradients(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = k.dtype if self.n_parts <= 1 else torch.float32
+        dk = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
+        dv = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
+        if self.n_parts == 0:
+            return dk, dv
+        rows, statistics = self.describe_dkv_rows, self.describe_statistics
+        first, end = ranges.keys if packed else (None, None)
+        self.dkv(
+            q=q if rows is None else rows[0](q),
+            do=do if rows is None else rows[1](do),
+            k=k,
+            v=v,
+            lse2=lse2 if statistics is None else statistics(lse2),
+            delta=delta if statistics is None else statistics(delta),
+            p_dk=dk,
+            p_dv=dv,
+            p_first=None if first is None else first.int(),
+            p_end=None if end is None else end.int(),
+        )
+        if self.n_parts == 1:
+            return dk, dv
+        return dk.sum(dim=0).to(k.dtype), dv.sum(dim=0).to(v.dtype)
+
+    def query_gradient(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, packed: bool,
+        into: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
+        rows, keys = self.describe_dq_rows, self.describe_dq_keys
+        self.dq(
+            q=q if rows is None else rows[0](q),
+            do=do if rows is None else rows[1](do),
+            k=k if keys is None else keys[0](k),
+            v=v if keys is None else keys[1](v),
+            lse2=lse2,
+            delta=delta,
+            p_dq=dq,
+            p_lo=ranges.lo.int() if packed else None,
+            p_hi=ranges.hi.int() if packed else None,
+        )
+        return dq
 
 
-def shared_arguments(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, ranges: Ranges, scale: float, cut: Tile
-) -> dict[str, Any]:
-    """What the query-major and the key-major kernel are both given."""
-    return {
-        "scale": scale,
-        "scale_log2": scale * LOG2_E,
-        "n_queries": q.shape[1],
-        "n_keys": k.shape[1],
-        "n_groups": k.shape[2],
-        "n_rows_padded": lse2.shape[1],
-        **strides("q", q),
-        **strides("d", do),
-        **strides("k", k, "n", "g"),
-        **strides("v", v, "n", "g"),
-        "H": q.shape[2] // k.shape[2],
-        "D_K": q.shape[3],
-        "D_V": v.shape[3],
-        "BLOCK_M": cut.block_m,
-        "BLOCK_N": cut.block_n,
-        "BLOCK_DK": block_width(q.shape[3]),
-        "BLOCK_DV": block_width(v.shape[3]),
-        "SLIDING": ranges.sliding,
-        "SPAN": ranges.span,
-        "STRIDE": ranges.stride,
-        "PACKED": ranges.lo is not None,
-        "num_warps": cut.num_warps,
-        "num_stages": cut.num_stages,
-        "maxnreg": cut.max_registers,
-    }
-
-
-def query_gradient(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    ranges: Ranges,
-    scale: float,
-    cut: Tile,
-    into: Tensor | None,
-) -> Tensor:
-    batch, n_queries, n_heads, _ = q.shape
-    n_groups = k.shape[2]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
-    q_src, do_src = row_sources(q, do, n_heads // n_groups, cut)
-    k_src, v_src = key_sources(k, v, cut)
-    n_tiles = triton.cdiv(n_queries * (n_heads // n_groups), cut.block_m)
-    ranged_dq_kernel[(n_tiles * batch * n_groups,)](
-        q=q_src,
-        do=do_src,
-        k=k_src,
-        v=v_src,
-        lse2=lse2,
-        delta=delta,
-        p_dq=dq,
-        p_lo=ranges.lo,
-        p_hi=ranges.hi,
-        **strides("x", dq),
-        **shared_arguments(do, q, k, v, lse2, ranges, scale, cut),
-        DESC_Q=q_src is not q,
-        DESC_KV=k_src is not k,
-        ACCUMULATE=into is not None,
-    )
-    return dq
-
-
-def key_gradients(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    ranges: Ranges,
-    scale: float,
-    cut: SplitTile,
-) -> tuple[Tensor, Tensor]:
-    batch, n_keys, n_groups, _ = k.shape
-    if n_keys == 0:
-        return torch.empty_like(k), torch.empty_like(v)
-    heads = q.shape[2] // n_groups
-    n_programs = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
-    n_parts, part_rows = split_keys(ranges, cut, n_programs, lse2.shape[1], heads, processors(q.device))
-    part_dtype = k.dtype if n_parts == 1 else torch.float32
-    dk = torch.empty(n_parts, *k.shape, dtype=part_dtype, device=k.device)
-    dv = torch.empty(n_parts, *v.shape, dtype=part_dtype, device=v.device)
-    q_src, do_src = row_sources(q, do, heads, cut)
-    ranged_dkv_kernel[(n_programs * n_parts,)](
-        q=q_src,
-        do=do_src,
-        k=k,
-        v=v,
-        lse2=describe(lse2, (1, cut.block_m)) if cut.desc_rows else lse2,
-        delta=describe(delta, (1, cut.block_m)) if cut.desc_rows else delta,
-        p_dk=dk,
-        p_dv=dv,
-        p_first=ranges.first,
-        p_end=ranges.end,
-        n_parts=n_parts,
-        part_rows=part_rows,
-        stride_xp=dk.stride(0),
-        stride_yp=dv.stride(0),
-        **shared_arguments(do, q, k, v, lse2, ranges, scale, cut),
-        MASK_ALL=cut.mask_all,
-        DESC_Q=q_src is not q,
-        DESC_STAT=cut.desc_rows,
-    )
-    if n_parts == 1:
-        return dk[0], dv[0]
-    return dk.sum(dim=0).to(k.dtype), dv.sum(dim=0).to(v.dtype)
+plan = lru_cache(maxsize=MAX_PLANS)(Plan)
 
 
 def ranged_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    ranges: Ranges,
-    scale: float,
-    tile: BackwardTile | None = None,
-    gate: Tensor | None = None,
-    product: Tensor | None = None,
-    into: Tensor | None = None,
+    upstream: Upstream, saved: Saved, ranges: Ranges, scale: float, tile: BackwardTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of; of `gate * o`, if there is a gate.
+    """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of; see `Upstream` for a gate.
 
-    `product` is `sum(do * o)`, fp32 `[B,S,Hq]`, where it is known already.
-    `into`, contiguous, is a `dq` to add to. It is written last: whoever steps in for a failure finds it as it was.
+    `upstream.dq` is written last: after a failure before that another backend finds it as it was.
     """
-    tile = tile or pick_backward(q, v, ranges.sliding)
-    do, q, o = row_contiguous(do), row_contiguous(q), row_contiguous(o)
-    lse2, delta = prepare(do, dlse, o, lse, gate, product, k.shape[2])
-    dk, dv = key_gradients(do, q, k, v, lse2, delta, ranges, scale, tile.dkv)
-    return query_gradient(do, q, k, v, lse2, delta, ranges, scale, tile.dq, into), dk, dv
+    do, q = row_contiguous(upstream.do), row_contiguous(saved.q)
+    if do is not upstream.do:
+        upstream = upstream._replace(do=do)
+    k, v, into = saved.k, saved.v, upstream.dq
+    visibility = Visibility.of(ranges)
+    planned = plan(layout(do), layout(q), layout(k), layout(v), visibility, scale, tile, into is not None)
+    lse2, delta = row_statistics(upstream, saved, k.shape[2])
+    packed = visibility.packed
+    dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges, packed)
+    return planned.query_gradient(do, q, k, v, lse2, delta, ranges, packed, into), dk, dv

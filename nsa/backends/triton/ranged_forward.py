@@ -13,12 +13,14 @@ reads keys which no query of the tile chose, so it is for sequences of which eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
 from nsa.backends.triton.primitives import (
     COUNTS,
     FLOOR,
@@ -32,15 +34,16 @@ from nsa.backends.triton.primitives import (
     visible_keys,
 )
 from nsa.backends.triton.tiles import (
-    Ranges,
     Tile,
+    Visibility,
     block_width,
-    key_sources,
+    both,
+    describe_keys,
+    describe_rows,
     pick_forward,
     row_contiguous,
-    row_source,
-    strides,
 )
+from nsa.sequences import Ranges
 
 
 @triton.jit
@@ -145,6 +148,65 @@ class Chosen:
     select_block: int
 
 
+class Plan:
+    """What shapes decide about a forward pass. `chosen`: size and number of the blocks, words per block."""
+
+    __slots__ = ("describe_kv", "describe_q", "launch", "lse_shape", "o_shape")
+
+    def __init__(
+        self,
+        q: Layout,
+        k: Layout,
+        v: Layout,
+        visibility: Visibility,
+        scale: float,
+        tile: Tile | None,
+        chosen: tuple[int, int, int] | None,
+    ) -> None:
+        assert scale > 0, "the running maximum is taken before the scale is applied"
+        batch, n_queries, n_heads, d_k = q.shape
+        _, n_keys, n_groups, d_v = v.shape
+        heads = n_heads // n_groups
+        tile = tile or pick_forward(q, v, visibility.sliding)
+        select_block, n_blocks, n_word_tiles = chosen or (0, 0, 0)
+        if chosen is not None:
+            assert select_block % tile.block_n == 0, "a tile of keys must not straddle blocks"
+            assert not visibility.sliding, "tiles start at multiples of their size only where ranges start at 0"
+        self.o_shape = (batch, n_queries, n_heads, d_v)
+        self.lse_shape = (batch, n_queries, n_heads)
+        self.describe_q = describe_rows(q, heads, tile)
+        self.describe_kv = both(describe_keys(k, tile), describe_keys(v, tile))
+        self.launch = Launch(
+            ranged_forward_kernel,
+            (triton.cdiv(n_queries * heads, tile.block_m) * batch * n_groups,),
+            scale_log2=scale * LOG2_E,
+            n_queries=n_queries,
+            n_keys=n_keys,
+            n_groups=n_groups,
+            n_blocks=n_blocks,
+            n_word_tiles=n_word_tiles,
+            **strides(q_bth=q, k_bng=k, v_bng=v, o_bth=new_layout(self.o_shape, q.dtype, q.device)),
+            stride_lb=n_queries * n_heads,
+            H=heads,
+            D_K=d_k,
+            D_V=d_v,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_DK=block_width(d_k),
+            BLOCK_DV=block_width(d_v),
+            **visibility.constants,
+            SELECT_BLOCK=select_block,
+            DESC_Q=self.describe_q is not None,
+            DESC_KV=self.describe_kv is not None,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
+        )
+
+
+plan = lru_cache(maxsize=MAX_PLANS)(Plan)
+
+
 def ranged_forward(
     q: Tensor,
     k: Tensor,
@@ -155,60 +217,25 @@ def ranged_forward(
     chosen: Chosen | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32: new ones, or `out`."""
-    assert scale > 0, "the running maximum is taken before the scale is applied"
+    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32: new ones, or `out`, contiguous."""
     q = row_contiguous(q)
-    batch, n_queries, n_heads, d_k = q.shape
-    n_keys, n_groups, d_v = k.shape[1], k.shape[2], v.shape[-1]
-    heads = n_heads // n_groups
-    tile = tile or pick_forward(q, v, ranges.sliding)
-    if chosen is not None:
-        assert chosen.select_block % tile.block_n == 0, "a tile of keys must not straddle blocks"
-        assert not ranges.sliding, "tiles start at multiples of their size only where ranges start at 0"
+    visibility = Visibility.of(ranges)
+    blocks = None if chosen is None else (chosen.select_block, *chosen.word.shape[1:])
+    planned = plan(layout(q), layout(k), layout(v), visibility, scale, tile, blocks)
     if out is None:
-        o = torch.empty(batch, n_queries, n_heads, d_v, dtype=q.dtype, device=q.device)
-        lse = torch.empty(batch, n_queries, n_heads, dtype=torch.float32, device=q.device)
+        o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
     else:
         o, lse = out
-
-    q_src = row_source(q, heads, tile)
-    k_src, v_src = key_sources(k, v, tile)
-    ranged_forward_kernel[(triton.cdiv(n_queries * heads, tile.block_m) * batch * n_groups,)](
-        q=q_src,
-        k=k_src,
-        v=v_src,
+    describe_q, describe_kv = planned.describe_q, planned.describe_kv
+    planned.launch(
+        q=q if describe_q is None else describe_q(q),
+        k=k if describe_kv is None else describe_kv[0](k),
+        v=v if describe_kv is None else describe_kv[1](v),
         p_o=o,
         p_lse=lse,
-        p_lo=ranges.lo,
-        p_hi=ranges.hi,
+        p_lo=ranges.lo.int() if visibility.packed else None,
+        p_hi=ranges.hi.int() if visibility.packed else None,
         p_word=None if chosen is None else chosen.word,
-        scale_log2=scale * LOG2_E,
-        n_queries=n_queries,
-        n_keys=n_keys,
-        n_groups=n_groups,
-        n_blocks=0 if chosen is None else chosen.word.shape[1],
-        n_word_tiles=0 if chosen is None else chosen.word.shape[2],
-        **strides("q", q),
-        **strides("k", k, "n", "g"),
-        **strides("v", v, "n", "g"),
-        **strides("o", o),
-        stride_lb=lse.stride(0),
-        H=heads,
-        D_K=d_k,
-        D_V=d_v,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_DK=block_width(d_k),
-        BLOCK_DV=block_width(d_v),
-        SLIDING=ranges.sliding,
-        SPAN=ranges.span,
-        STRIDE=ranges.stride,
-        PACKED=ranges.lo is not None,
-        SELECT_BLOCK=0 if chosen is None else chosen.select_block,
-        DESC_Q=q_src is not q,
-        DESC_KV=k_src is not k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
     )
     return o, lse

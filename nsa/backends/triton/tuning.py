@@ -47,6 +47,8 @@ THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
 DTYPES = ("half", "fp32")
 # 192: one of keys and values is wider than 128, the other is not.
 WIDTHS = (64, 128, 192, 256)
+# Fields of tiles by the names that users' files may still have.
+RENAMED = {"whole": "max_block_keys", "least": "min_row_tiles", "mask_all": "single_loop"}
 
 Gpu = tuple[int, int]
 T = TypeVar("T")
@@ -222,7 +224,8 @@ def read(path: Path) -> Tuned:
                 for width, entry in members(widths, f"{name} {kernel} {dtype}", [str(width) for width in WIDTHS]):
                     key = Key(gpu, kernel, dtype, int(width))
                     given = dict(members(entry, str(key), ("tile", "measured")))
-                    tile = dict(members(given.get("tile"), f"{key} tile"))
+                    given_fields = members(given.get("tile"), f"{key} tile")
+                    tile = {RENAMED.get(name, name): value for name, value in given_fields}
                     measured = given.get("measured")
                     tiles[key] = Entry(tile, None if measured is None else dict(members(measured, str(key))), path)
     return Tuned(tiles, thresholds)
