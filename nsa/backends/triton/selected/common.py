@@ -1,34 +1,41 @@
-"""The blocks that a run of neighbouring queries all chose, attended to as dense tiles.
+"""The blocks that all queries of a run of neighbours selected, attended to as dense tiles.
 
 The forced blocks (the first ones, and those ending at the query's own) are the same for all queries of a block, and
-neighbouring queries of a trained model choose much the same others too. So the choice is split: what all queries of a
-run have in common is read once for the run, with `queries * h` rows in one tile; what is left goes the general way
-(`selected_attend.py`). Nothing here knows which blocks were forced.
+neighbouring queries of a trained model select much the same others too. So the selection is split: what all queries of
+a run have in common is read once for the run, with `queries * h` rows in one tile; what is left goes the general way
+(`forward.py`). Nothing here knows which blocks were forced.
 
-`split`: a program per (run, group) writes the run's common blocks and, for each query, the rest of its choice.
-`common`: a program per (run, group) owns the run's rows. It attends to the common blocks and, where the rest went by
-block, adds the partial results of the rest: its products and another program's wait for memory then overlap.
+`split`: a CTA per (run, group) writes the run's common blocks and, for each query, the rest of its selection.
+`common`: a CTA per (run, group) owns the run's rows. It attends to the common blocks and, where the rest went by block,
+adds the partials of the rest: its products then overlap with another CTA's wait for memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2
-from nsa.backends.triton.selected_index import WORD, Blocks
+from nsa.backends.triton.launch import Launch, strides
+from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
+from nsa.backends.triton.selected.index import (
+    WORD,
+    Chunk,
+    Shapes,
+    Tables,
+    aligned,
+)
 
 # Work is cut at multiples of a word of queries; cut there, it starts and ends with a whole run.
 LONGEST_RUN = WORD
 
-# Comparisons of a run's choices with those of its first query that a program holds at once.
+# Comparisons of a run's selections with those of its first query that a CTA holds at once.
 MOST_COMPARED = 1 << 14
 
-# Bytes of partial results on their way to a program, which then has little else to do than to wait for them.
+# Bytes of partials in flight to a CTA, which then has little else to do than to wait for them.
 PART_BYTES = 64 << 10
 
 
@@ -64,14 +71,14 @@ def split_kernel(
     b_first = tl.where(m_first, i_start + b_first * SELECT_BLOCK, -2)
 
     if RUN == 1:
-        # One query has all of its choice in common with itself.
+        # One query has all of its selection in common with itself.
         m_common = m_first
         b_kept = (m_reads & False).to(tl.int32)
     else:
-        # [RUN, slot, slot of the first query]; chosen blocks are distinct, so counting finds those that everyone chose.
+        # [RUN, slot, slot of the first query]; selected blocks are distinct, so counting finds the common ones.
         b_same = (b_token[:, :, None] == b_first[None, None, :]).to(tl.int32)
-        n_choosers = tl.sum(tl.sum(b_same, 1), 0)
-        m_common = (n_choosers == tl.minimum(RUN, n_tokens - i_t)) & m_first
+        n_selecting = tl.sum(tl.sum(b_same, 1), 0)
+        m_common = (n_selecting == tl.minimum(RUN, n_tokens - i_t)) & m_first
         b_kept = (m_reads & (tl.sum(b_same * m_common.to(tl.int32)[None, None, :], 2) == 0)).to(tl.int32)
     b_common = m_common.to(tl.int32)
     b_place = tl.cumsum(b_common, 0) - b_common
@@ -101,7 +108,7 @@ def add_parts(
             b_x = tl.load(p_x, mask=m_part[:, None] & (o_dv < D_V)[None, :], other=0.0)
             b_lse = tl.load(p_part_lse + o_x, mask=m_part, other=float("-inf"))
         else:
-            b_x = tl.load(p_x) if D_V == BLOCK_DV else tl.load(p_x, mask=(o_dv < D_V)[None, :], other=0.0)
+            b_x = load_wide(p_x, o_dv, D_V, BLOCK_DV)
             b_lse = tl.load(p_part_lse + o_x)
         b_m_new = tl.maximum(b_m, b_lse)
         b_alpha = tl.math.exp2(b_m - b_m_new)
@@ -121,7 +128,7 @@ def common_kernel(
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, PART_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a run over its common blocks and, with PARTS, the partial results of the others.
+    """The rows of a run over its common blocks and, with PARTS, the partials of the others.
 
     Writes `o` and `lse`: the natural one with PARTS; else in base 2, -inf where a run has nothing in common.
     """
@@ -158,13 +165,9 @@ def common_kernel(
         b_k = tl.load(p_k + (o_token.to(tl.int64) * stride_kn)[:, None] + o_dk[None, :], mask=m_k, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_s = tl.where(m_n[None, :] & (o_token[None, :] <= o_t[:, None]), b_s, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
-        b_p = tl.math.exp2(b_s * scale_log2 - b_m_new[:, None])
-        b_alpha = tl.math.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_alpha[:, None], input_precision="ieee")
-        b_m = b_m_new
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     o_query = (i_b * n_tokens + o_t) * n_groups + i_g
     if PARTS:
         o_slot = tl.arange(0, BLOCK_S)
@@ -194,12 +197,12 @@ def common_kernel(
 
 
 def part_stages(block_m: int, block_dv: int, element_size: int) -> int:
-    """Slots whose parts are on their way at once, and the one at hand."""
+    """Slots whose partials are in flight at once, and the one at hand."""
     return 1 + max(1, min(4, PART_BYTES // (block_m * block_dv * element_size)))
 
 
 def run_length(heads: int, block_m: int, select_block: int, n_select: int) -> int:
-    """Queries a run: a power of two that fits the tile, what a program can compare, and a block, past which local
+    """Queries per run: a power of two that fits the tile, what a CTA can compare, and a block, past which local
     blocks are not shared."""
     compared = triton.next_power_of_2(n_select) ** 2
     longest = min(select_block, LONGEST_RUN, block_m // heads, MOST_COMPARED // compared)
@@ -209,123 +212,80 @@ def run_length(heads: int, block_m: int, select_block: int, n_select: int) -> in
     return run
 
 
-@dataclass(frozen=True)
-class Split:
-    """The choice in two: what the queries of each run have in common, and what is left of every query's."""
+class Split(NamedTuple):
+    """A selection in two: what the queries of each run have in common, and the rest of every query's."""
 
-    run: int  # queries in a run
     common: Tensor  # [rows, runs, n] int32 first tokens
     n_common: Tensor  # [rows, runs] int32
     rest: Tensor  # [B, S, G, n] int32
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Partial results of rows `[row_0, row_0 + n_rows)` and queries `[query_0, query_0 + n_queries)`."""
+class SplitPlan:
+    """How a selection is split into runs of neighbouring queries."""
 
-    row_0: int
-    n_rows: int
-    query_0: int
-    n_queries: int
-    o: Tensor  # [rows, queries, n, h, D_v]
-    lse: Tensor  # [rows, queries, n, h] base 2
+    def __init__(self, shapes: Shapes, block_m: int) -> None:
+        self.run = run = run_length(shapes.heads, block_m, shapes.select_block, shapes.n_select)
+        self.n_runs = n_runs = triton.cdiv(shapes.n_tokens, run)
+        self.device = shapes.q.device
+        n_lists = shapes.rows * n_runs
+        n_pairs = shapes.rows * shapes.n_tokens * shapes.n_select
+        self.sizes = [aligned(n_lists * shapes.n_select), aligned(n_lists), aligned(n_pairs)]
+        self.size = sum(self.sizes)
+        # The problem that is left.
+        self.rest = shapes.with_indices(shapes.n_select, shapes.select_block)
+        self.split = Launch(
+            split_kernel,
+            (n_runs, shapes.rows),
+            n_tokens=shapes.n_tokens,
+            n_groups=shapes.n_groups,
+            n_runs=n_runs,
+            **strides(_btg=shapes.indices),
+            N_SELECT=shapes.n_select,
+            **shapes.packing,
+            RUN=run,
+            BLOCK_S=triton.next_power_of_2(shapes.n_select),
+            num_warps=4 if run >= 16 else 2,
+        )
 
-
-def split_choice(indices: Tensor, blocks: Blocks, heads: int, block_m: int) -> Split:
-    batch, n_tokens, n_groups, n_select = indices.shape
-    rows = batch * n_groups
-    run = run_length(heads, block_m, blocks.select_block, n_select)
-    n_runs = triton.cdiv(n_tokens, run)
-    common = torch.empty(rows, n_runs, n_select, dtype=torch.int32, device=indices.device)
-    n_common = torch.empty(rows, n_runs, dtype=torch.int32, device=indices.device)
-    rest = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
-    split_kernel[(n_runs, rows)](
-        p_indices=indices,
-        p_rest=rest,
-        p_common=common,
-        p_n_common=n_common,
-        p_doc_start=blocks.doc_start,
-        n_tokens=n_tokens,
-        n_groups=n_groups,
-        n_runs=n_runs,
-        stride_b=indices.stride(0),
-        stride_t=indices.stride(1),
-        stride_g=indices.stride(2),
-        N_SELECT=n_select,
-        SELECT_BLOCK=blocks.select_block,
-        RUN=run,
-        BLOCK_S=triton.next_power_of_2(n_select),
-        PACKED=blocks.packed,
-        num_warps=4 if run >= 16 else 2,
-    )
-    return Split(run, common, n_common, rest)
+    def __call__(self, indices: Tensor, tables: Tables) -> Split:
+        split = Split(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
+        self.split(
+            p_indices=indices,
+            p_rest=split.rest,
+            p_common=split.common,
+            p_n_common=split.n_common,
+            p_doc_start=tables.doc_start,
+        )
+        return split
 
 
-def common_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    split: Split,
-    o: Tensor,
-    lse: Tensor,
-    select_block: int,
-    scale_log2: float,
+def common_launch(
+    shapes: Shapes,
+    plan: SplitPlan,
+    scale: float,
+    chunk: Chunk | None,
     *,
-    parts: Parts | None,
     num_warps: int,
     num_stages: int,
-    registers: int | None,
-    sizes: dict[str, int],
-) -> None:
-    """With `parts` fills their queries' `o` and natural `lse`; without, `o` and `lse` in base 2 with what comes of the
-    common blocks alone, for all queries."""
-    n_tokens, n_heads, d_k = q.shape[1:]
-    n_groups, d_v = v.shape[2:]
-    heads = n_heads // n_groups
-    rows, n_runs, n_select = split.common.shape
-    row_0, query_0, n_queries = 0, 0, n_tokens
-    if parts is not None:
-        row_0, rows, query_0, n_queries = parts.row_0, parts.n_rows, parts.query_0, parts.n_queries
-    block_m = max(16, triton.next_power_of_2(split.run * heads))
-    common_kernel[(triton.cdiv(n_queries, split.run), rows)](
-        p_q=q,
-        p_k=k,
-        p_v=v,
-        p_o=o,
-        p_lse=lse,
-        p_common=split.common,
-        p_n_common=split.n_common,
-        p_rest=split.rest,
-        p_part=None if parts is None else parts.o,
-        p_part_lse=None if parts is None else parts.lse,
-        scale_log2=scale_log2,
-        n_tokens=n_tokens,
-        n_groups=n_groups,
-        n_runs=n_runs,
-        row_0=row_0,
-        query_0=query_0,
-        n_queries=n_queries,
-        stride_qb=q.stride(0),
-        stride_qt=q.stride(1),
-        stride_qh=q.stride(2),
-        stride_kb=k.stride(0),
-        stride_kn=k.stride(1),
-        stride_kg=k.stride(2),
-        stride_vb=v.stride(0),
-        stride_vn=v.stride(1),
-        stride_vg=v.stride(2),
-        H=heads,
-        N_SELECT=n_select,
-        SELECT_BLOCK=select_block,
-        D_K=d_k,
-        D_V=d_v,
-        RUN=split.run,
+    max_registers: int | None,
+) -> Launch:
+    """With a `chunk` fills its queries' `o` and natural `lse` from partials too; without, `o` and `lse` in base 2 of
+    the common blocks alone, for all queries."""
+    n_queries, rows = (shapes.n_tokens, shapes.rows) if chunk is None else (chunk.n_queries, chunk.n_rows)
+    block_m = max(16, triton.next_power_of_2(plan.run * shapes.heads))
+    return Launch(
+        common_kernel,
+        (triton.cdiv(n_queries, plan.run), rows),
+        **shapes.attention,
+        **({"row_0": 0, "query_0": 0, "n_queries": n_queries} if chunk is None else chunk.where),
+        scale_log2=scale * LOG2_E,
+        n_runs=plan.n_runs,
+        RUN=plan.run,
         BLOCK_M=block_m,
-        BLOCK_S=triton.next_power_of_2(n_select),
-        **sizes,
-        PARTS=parts is not None,
+        BLOCK_S=triton.next_power_of_2(shapes.n_select),
+        PARTS=chunk is not None,
         NUM_STAGES=num_stages,
-        PART_STAGES=part_stages(block_m, sizes["BLOCK_DV"], q.element_size()),
+        PART_STAGES=part_stages(block_m, shapes.widths["BLOCK_DV"], shapes.q.dtype.itemsize),
         num_warps=num_warps,
-        maxnreg=registers,
+        maxnreg=max_registers,
     )

@@ -1,18 +1,18 @@
-"""The choice of blocks: how much of a group's compressed attention falls on each selection block, and the best of them.
+"""Selection of blocks: how much of a group's compressed attention falls on each of them, and the best ones.
 
     importance[t, j] = sum_head sum_i overlap(i, j) * exp(scale * q[t, head] . k_cmp[i] - lse[t, head])
 
 A compressed block `i = j*R + u` (`R = l_sel/d`, `L = l/d`) reaches from selection block `j` into `j + c` with weight
-`|[u, u + L) ∩ [c*R, (c + 1)*R)|`, for `c` up to `REACH`. A program goes through the blocks of its queries in order and
-carries what a tile has for the first blocks of the next. Queries go through in chunks: their importance, `[B*G, chunk,
-J]`, is the only memory, and is bounded.
+`|[u, u + L) ∩ [c*R, (c + 1)*R)|`, for `c` up to `REACH`. A CTA goes through the blocks of its queries in order and
+carries what a tile has for the first blocks of the next. Queries are processed in chunks: their importance, `[B*G,
+chunk, J]`, is the only scratch memory, and is bounded.
 
-`score_kernel`, grid (tiles of queries, B*G). One program owns `BLOCK_M` columns, `Q` queries times the heads of one
+`score_kernel`, grid (tiles of queries, B*G). One CTA owns `BLOCK_M` columns, `Q` queries times the heads of one
 group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The product is `k q^T`, with columns
 ordered `head * Q + query`: the sum over heads is then over registers of one thread, and what is masked, pooled and
-written is `h` times smaller than the scores. Every importance is written at most once, by one program.
+written is `h` times smaller than the scores. Every importance is written at most once.
 
-`choose_kernel`, grid (runs of queries, B*G). One program owns whole rows. Importance is never negative, so its bits,
+`select_kernel`, grid (runs of queries, B*G). One CTA owns whole rows. Importance is never negative, so its bits,
 read as an integer, are in the same order: the value of the last block that is taken is found by bisection with counts,
 and a prefix sum over the taken blocks puts them out in ascending order. Nothing is sorted.
 """
@@ -20,6 +20,7 @@ and a prefix sum over the taken blocks puts them out in ascending order. Nothing
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -28,14 +29,16 @@ from torch import Tensor
 
 from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import tuning
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
 from nsa.backends.triton.primitives import COUNTS, LOG2_E
 from nsa.backends.triton.tiles import capability
-from nsa.geometry import compressed_offsets, documents, n_compressed
+from nsa.geometry import compressed_offsets, n_compressed
+from nsa.sequences import Selection
 
 # Floats of importance of one chunk: 256 MiB, large enough that a chunk fills a GPU several times over.
 SCORE_BUDGET = 1 << 26
 
-# More selection blocks than one program can hold in registers, and more compressed blocks in one of them than a tile.
+# More selection blocks than one CTA can hold in registers, and more compressed blocks in one of them than a tile.
 MAX_SELECT_BLOCKS = 1 << 15
 MAX_RATIO = 256
 
@@ -49,8 +52,8 @@ FEW_TOO_MANY = tl.constexpr(3)
 
 @dataclass(frozen=True)
 class Tile:
-    """`block_m`: queries times (padded) heads. `block_n`: compressed blocks a step.
-    `rows`: queries for which one program of the choice works, one after the other."""
+    """`block_m`: queries times (padded) heads. `block_n`: compressed blocks per step.
+    `rows`: queries that one CTA of `select_kernel` works on, one after the other."""
 
     block_m: int
     block_n: int
@@ -60,7 +63,7 @@ class Tile:
 
 
 def default_tile(dim: int, heads: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> Tile:
-    """Many columns halve how often the blocks come through L2; few blocks let two programs share an SM, so that one
+    """Many columns halve how often the blocks come through L2; few blocks let two CTAs share an SM, so that one
     takes exponentials while the other multiplies. Past D = 128 the columns fill shared memory, and with few heads
     what is kept per query fills the registers, which on a GPU that is not large hold the factors too."""
     kernel = "scores" if heads > FEW_HEADS else "scores-few-heads"
@@ -279,7 +282,7 @@ def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.
 
 
 @triton.jit
-def choose_row(
+def select_row(
     importance, indices, own, n_seen,
     R: tl.constexpr, OVERLAP: tl.constexpr, N_SELECT: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
     SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr,
@@ -308,7 +311,7 @@ def choose_row(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def choose_kernel(
+def select_kernel(
     importance, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_ib, stride_it,
     G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,
     OVERLAP: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
@@ -334,7 +337,7 @@ def choose_kernel(
         else:
             n_seen = tl.minimum(complete_blocks(position, BLOCK, STRIDE), n_here)
             i_row = tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + (i_t - t_lo)
-            choose_row(
+            select_row(
                 importance + i_row * n_columns, p_index, own, n_seen,
                 R=R, OVERLAP=OVERLAP, N_SELECT=N_SELECT, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SEGMENTS=SEGMENTS,
                 BLOCK_J=BLOCK_J,
@@ -350,9 +353,9 @@ def split_width(dim: int) -> tuple[int, int]:
     return (low, rest) if low + rest < 2 * low else (2 * low, 0)
 
 
-def choose_shape(n_columns: int) -> tuple[int, int, int, int]:
+def select_shape(n_columns: int) -> tuple[int, int, int, int]:
     """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbours a lane. Left alone, the
-    compiler takes all registers there are, and too few programs would share an SM to hide each other's waiting."""
+    compiler takes all registers there are, and too few CTAs would share an SM to hide each other's waiting."""
     block_j = max(16, triton.next_power_of_2(n_columns))
     warps = min(16, max(1, block_j // 1024))
     per_lane = block_j // (32 * warps)
@@ -376,86 +379,159 @@ def columns(length: int, select_block: int) -> int:
     return -(-length // (16 * select_block)) * 16
 
 
-def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    *,
-    block: int,
-    stride: int,
-    select_block: int,
-    n_select: int,
-    n_init: int,
-    n_local: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    tile: Tile | None = None,
-) -> Tensor:
-    """`[B,S,G,n_select]` int32, ascending, -1 where there are fewer."""
-    if q_start is not None:
-        raise ValueError("q_start: cached queries are not served by this kernel")
-    batch, length, n_heads, dim = q.shape
-    n_keys, n_groups = k_cmp.shape[1:3]
-    heads = n_heads // n_groups
-    ratio, overlap = select_block // stride, block // stride
-    reach = (ratio + overlap - 2) // ratio
-    if ratio > MAX_RATIO:
-        raise BackendFailure(
-            f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks a selection block"
-        )
-    if columns(length, select_block) > MAX_SELECT_BLOCKS:
-        raise BackendFailure(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks are served")
+class SelectionPlan:
+    """The launches of one problem: scores and selection of one chunk of queries after the other."""
 
-    tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
-    h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
-    queries = max(1, tile.block_m // h_pad)
-    # What reaches further than a tile of blocks would have to be carried over several.
-    block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
-    block_d, block_e = split_width(dim)
-    if cu_seqlens is None:
-        document = cu = k_offset = None
-    else:
-        document = documents(cu_seqlens, length).index.int()
-        cu = cu_seqlens.int()
-        k_offset = compressed_offsets(cu_seqlens, block, stride).int()
+    def __init__(
+        self,
+        q: Layout,
+        k_cmp: Layout,
+        lse: Layout,
+        varlen: bool,
+        block: int,
+        stride: int,
+        select_block: int,
+        n_select: int,
+        n_init: int,
+        n_local: int,
+        scale: float,
+        tile: Tile | None,
+    ) -> None:
+        batch, length, n_heads, dim = q.shape
+        n_keys, n_groups = k_cmp.shape[1:3]
+        heads, rows = n_heads // n_groups, batch * n_groups
+        ratio, overlap = select_block // stride, block // stride
+        reach = (ratio + overlap - 2) // ratio
+        if ratio > MAX_RATIO:
+            raise BackendFailure(
+                f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks per selection block"
+            )
+        if columns(length, select_block) > MAX_SELECT_BLOCKS:
+            raise BackendFailure(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks")
+        tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
+        h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
+        queries = max(1, tile.block_m // h_pad)
+        # What reaches further than a tile of blocks would have to be carried over several.
+        block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
+        block_d, block_e = split_width(dim)
+        chunks = query_chunks(length, rows, select_block, queries)
+        self.shape = (batch, length, n_groups, n_select)
+        self.scratch = max(rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks)
+        shared = {
+            "n_keys": n_keys,
+            "G": n_groups,
+            "BLOCK": block,
+            "STRIDE": stride,
+            "R": ratio,
+            "OVERLAP": overlap,
+            "PACKED": varlen,
+        }
 
-    indices = torch.empty(batch, length, n_groups, n_select, dtype=torch.int32, device=q.device)
-    rows = batch * n_groups
-    chunks = query_chunks(length, rows, select_block, queries)
-    importance = torch.empty(
-        max(rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks),
-        dtype=torch.float32,
-        device=q.device,
+        def score(lo: int, hi: int) -> Launch | None:
+            """None where no query sees a compressed block."""
+            if min(n_keys, n_compressed(hi, block, stride)) == 0:
+                return None
+            return Launch(
+                score_kernel,
+                (triton.cdiv(hi - lo, queries), rows),
+                **shared,
+                **strides(q_bth=q, k_bng=k_cmp, l_bth=lse),
+                t_lo=lo,
+                t_hi=hi,
+                n_columns=columns(hi, select_block),
+                scale_log2=scale * LOG2_E,
+                H=heads,
+                H_PAD=h_pad,
+                D=dim,
+                R_PAD=r_pad,
+                REACH=reach,
+                Q=queries,
+                BLOCK_N=block_n,
+                BLOCK_D=block_d,
+                BLOCK_E=block_e,
+                ROW_WARPS=min(tile.num_warps, block_n // 16),
+                PRECISION="ieee",
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+
+        def select(lo: int, hi: int) -> Launch:
+            block_j, segments, warps, registers = select_shape(columns(hi, select_block))
+            return Launch(
+                select_kernel,
+                (triton.cdiv(hi - lo, tile.rows), rows),
+                **shared,
+                t_lo=lo,
+                t_hi=hi,
+                n_columns=columns(hi, select_block),
+                stride_ib=length * n_groups * n_select,
+                stride_it=n_groups * n_select,
+                SELECT_BLOCK=select_block,
+                N_SELECT=n_select,
+                N_PAD=triton.next_power_of_2(n_select),
+                N_INIT=n_init,
+                N_LOCAL=n_local,
+                SEGMENTS=segments,
+                BLOCK_J=block_j,
+                ROWS=tile.rows,
+                num_warps=warps,
+                num_stages=1,
+                maxnreg=registers,
+            )
+
+        self.chunks = [(score(lo, hi), select(lo, hi)) for lo, hi in chunks]
+
+
+plan = lru_cache(maxsize=MAX_PLANS)(SelectionPlan)
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, tile: Tile | None = None) -> Tensor:
+    """Select, for every query and group, the forced blocks and those of the greatest importance.
+
+    Args:
+        q: `[B, S, Hq, D]`
+        k_cmp: `[B, N, G, D]` compressed keys.
+        lse: `[B, S, Hq]` fp32, natural, of the compressed branch.
+        selection: hyperparameters, and the sequences; without `q_start`.
+        tile: in place of the tuned one.
+
+    Returns:
+        `[B, S, G, n_select]` int32, ascending, -1 where there are fewer blocks.
+    """
+    sequences = selection.sequences
+    assert sequences.q_start is None, "cached queries are not supported"
+    block, stride, cu_seqlens = selection.block, selection.stride, sequences.cu_seqlens
+    planned = plan(
+        layout(q),
+        layout(k_cmp),
+        layout(lse),
+        cu_seqlens is not None,
+        block,
+        stride,
+        selection.select_block,
+        selection.n_select,
+        selection.n_init,
+        selection.n_local,
+        selection.scale,
+        tile,
     )
-    shared = {
-        "G": n_groups,
-        "BLOCK": block,
-        "STRIDE": stride,
-        "R": ratio,
-        "OVERLAP": overlap,
-        "PACKED": cu_seqlens is not None,
-    }
-    for lo, hi in chunks:
-        n_columns = columns(hi, select_block)
-        if min(n_keys, n_compressed(hi, block, stride)) > 0:
-            score_kernel[(triton.cdiv(hi - lo, queries), rows)](
-                q=q, k_cmp=k_cmp, lse=lse, importance=importance, document=document, cu_seqlens=cu, k_offset=k_offset,
-                t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns, scale_log2=scale * LOG2_E,
-                stride_qb=q.stride(0), stride_qt=q.stride(1), stride_qh=q.stride(2),
-                stride_kb=k_cmp.stride(0), stride_kn=k_cmp.stride(1), stride_kg=k_cmp.stride(2),
-                stride_lb=lse.stride(0), stride_lt=lse.stride(1), stride_lh=lse.stride(2),
-                H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, REACH=reach, Q=queries, BLOCK_N=block_n, BLOCK_D=block_d,
-                BLOCK_E=block_e, ROW_WARPS=min(tile.num_warps, block_n // 16), PRECISION="ieee",
-                **shared, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
-        block_j, segments, warps, registers = choose_shape(n_columns)
-        choose_kernel[(triton.cdiv(hi - lo, tile.rows), rows)](
-            importance=importance, indices=indices, document=document, cu_seqlens=cu, k_offset=k_offset,
-            t_lo=lo, t_hi=hi, n_keys=n_keys, n_columns=n_columns,
-            stride_ib=indices.stride(0), stride_it=indices.stride(1),
-            SELECT_BLOCK=select_block, N_SELECT=n_select, N_PAD=triton.next_power_of_2(n_select), N_INIT=n_init,
-            N_LOCAL=n_local, SEGMENTS=segments, BLOCK_J=block_j, ROWS=tile.rows, **shared,
-            num_warps=warps, num_stages=1, maxnreg=registers,
-        )  # fmt: skip
+    document = k_offset = None
+    if cu_seqlens is not None:
+        document = sequences.documents.index.int()
+        k_offset = compressed_offsets(cu_seqlens, block, stride).int()
+        cu_seqlens = cu_seqlens.int()
+    indices = torch.empty(planned.shape, dtype=torch.int32, device=q.device)
+    importance = torch.empty(planned.scratch, dtype=torch.float32, device=q.device)
+    for score, select in planned.chunks:
+        if score is not None:
+            score(
+                q=q,
+                k_cmp=k_cmp,
+                lse=lse,
+                importance=importance,
+                document=document,
+                cu_seqlens=cu_seqlens,
+                k_offset=k_offset,
+            )
+        select(importance=importance, indices=indices, document=document, cu_seqlens=cu_seqlens, k_offset=k_offset)
     return indices

@@ -2,16 +2,16 @@
 
     o[t] = sum_n p[t, n] v[n],   p[t, n] = exp(scale * q[t].k[n] - lse[t])   over the tokens n <= t of t's blocks
 
-`query`: a program per (query, group) walks the query's blocks; its keys and values, `n_sel * l_sel` rows of each, come
-through the L2 for every query. A program owns the `h` rows of its query and writes `o` and `lse` once.
+`query`: a CTA per (query, group) walks the query's blocks; its keys and values, `n_sel * l_sel` rows of each, come
+through the L2 for every query. A CTA owns the `h` rows of its query and writes `o` and `lse` once.
 
-`block`: a program per segment (at most `segment` of the queries that chose one block) holds the block's keys and values
-and streams the queries' rows past them. Each (query, slot) gets a partial output and a base-2 log-sum-exp, written
-once; `selected_common.py` puts a query's together. Per pair that moves `3 * h * D_v` elements, where `query` moves
-`2 * l_sel * D`: it wins when groups are small.
+`block`: a CTA per segment (at most `segment` of the queries that selected one block) holds the block's keys and values
+and streams the queries' rows past them. Each (query, slot) gets a partial output and a base-2 LSE, written once;
+`common.py` merges a query's. Per pair that moves `3 * h * D_v` elements, where `query` moves `2 * l_sel * D`: it wins
+when groups are small.
 
-Both leave what runs of neighbouring queries have in common to `selected_common.py`: `query` starts from its result,
-`block` hands its own to it.
+Both leave what runs of neighbouring queries have in common to `common.py`: `query` starts from its result, `block`
+hands its own to it.
 
 Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to the group size.
 """
@@ -25,18 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E
-from nsa.backends.triton.selected_common import Parts, Split, common_forward, split_choice
-from nsa.backends.triton.selected_index import Blocks, Launch, launches
+from nsa.backends.triton.launch import Launch, Layout, strides
+from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
+from nsa.backends.triton.selected.common import SplitPlan, common_launch
+from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """`method`: which kernel. `block_m`: rows a tile (`block`). `blocks`: blocks an iteration (`query`).
+    """`method`: which kernel. `block_m`: rows per tile (`block`). `blocks`: blocks per iteration (`query`).
 
-    `segment`: rows a program streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
-    run whose common blocks are attended to together; 0, none, is for `query` alone. `common_registers`: at most so many
-    a thread there, so that more programs share a processor. `whole`: keys of a block that is never read in halves.
+    `segment`: rows that a CTA streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
+    run whose common blocks are attended to together; 0, none, is for `query` alone. `common_registers`: the limit per
+    thread there, so that more CTAs share an SM. `max_block_keys`: longer blocks may be read in halves.
     """
 
     method: str = "block"
@@ -50,7 +51,7 @@ class ForwardTile:
     common_warps: int = 8
     common_stages: int = 3
     common_registers: int | None = None
-    whole: int = 64
+    max_block_keys: int = 64
 
 
 @triton.jit
@@ -82,6 +83,15 @@ def load_block(
     m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
     p_x += i_first.to(tl.int64) * stride_n + (o_n * stride_n)[:, None] + o_d[None, :]
     return tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def assigned_segment(p_order):
+    """The segment that this CTA takes."""
+    i_segment = tl.program_id(0)
+    if p_order is not None:
+        i_segment = tl.load(p_order + i_segment)
+    return i_segment
 
 
 @triton.jit
@@ -143,16 +153,13 @@ def attend_segment(
         b_t = b_pair // N_SELECT
         o_q = offset(b_t, WIDE) * stride_qt + o_head * stride_qh
         # Rows past the end read the launch's first query and are not written.
-        if D_K == BLOCK_DK:
-            b_q = tl.load(p_q + o_q[:, None] + o_dk[None, :])
-        else:
-            b_q = tl.load(p_q + o_q[:, None] + o_dk[None, :], mask=(o_dk < D_K)[None, :], other=0.0)
+        b_q = load_wide(p_q + o_q[:, None] + o_dk[None, :], o_dk, D_K, BLOCK_DK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_s = tl.where((i_first + o_n)[None, :] <= b_t[:, None], b_s, float("-inf"))
         if SELECT_BLOCK < BLOCK_N:
             b_s = tl.where((o_n < SELECT_BLOCK)[None, :], b_s, float("-inf"))
-        # Finite: who chose a block sees its first token, and rows past the end are not written.
+        # Finite: a query that selected a block sees its first token, and rows past the end are not written.
         b_m = tl.max(b_s, 1) * scale_log2
         b_p = tl.math.exp2(b_s * scale_log2 - b_m[:, None])
         b_l = tl.sum(b_p, 1)
@@ -174,8 +181,8 @@ def block_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the queries that chose one block: writes their partial outputs `[rows, queries, n, h, D_v]`."""
-    i_segment = tl.load(p_order + tl.program_id(0))
+    """A segment of the queries that selected one block: writes their partial outputs `[rows, queries, n, h, D_v]`."""
+    i_segment = assigned_segment(p_order)
     i_item = tl.load(p_item + i_segment)
     if i_item >= n_items:
         return
@@ -275,189 +282,152 @@ def query_kernel(
         b_k = tl.load(p_k + (o_token.to(tl.int64) * stride_kn)[:, None] + o_dk[None, :], mask=m_k, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
-        b_p = tl.math.exp2(b_s * scale_log2 - b_m_new[:, None])
-        b_alpha = tl.math.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_alpha[:, None], input_precision="ieee")
-        b_m = b_m_new
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     b_o = b_o * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
     b_lse = tl.where(b_l > 0, (b_m + tl.math.log2(tl.where(b_l > 0, b_l, 1.0))) * LN_2, float("-inf"))
     tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_out)
     tl.store(p_lse + o_out, b_lse, mask=m_head)
 
 
-def widths(d_k: int, d_v: int, select_block: int) -> dict[str, int]:
-    """Tile sizes a product accepts; what exceeds the tensor is masked."""
-    return {
-        "BLOCK_N": max(16, triton.next_power_of_2(select_block)),
-        "BLOCK_DK": max(16, triton.next_power_of_2(d_k)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(d_v)),
-    }
+def needs_int64(scratch: int, *inputs: Layout) -> bool:
+    """Whether an offset into `scratch` elements or into one batch entry of the inputs may not fit 32 bits."""
+    return max(scratch, *(x.shape[1] * x.strides[1] for x in inputs)) >= 2**31
 
 
-def is_wide(part: Tensor, *inputs: Tensor) -> bool:
-    """Whether an offset into `part` or into one batch entry of the inputs may not fit 32 bits."""
-    spans = [x.shape[1] * x.stride(1) for x in inputs]
-    return max(part.numel(), *spans) >= 2**31
+class BlockForward:
+    """The plan of `block`."""
+
+    def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
+        self.split = SplitPlan(shapes, tile.common_m)
+        heads, d_v = shapes.heads, shapes.d_v
+        segment = max(1, tile.segment // heads)
+        per_query = shapes.n_select * heads
+        self.indexes = index_plans(
+            self.split.rest,
+            # Without the LSEs, a sixtieth of it: powers of two then fit one another.
+            bytes_per_query=per_query * d_v * shapes.q.dtype.itemsize,
+            budget=tile.scratch,
+            segment=segment,
+            in_order=True,
+        )
+        self.n_partials = per_query * max(x.n_rows * x.n_queries for index in self.indexes for x in index.chunks)
+        self.d_v = d_v
+        wide = needs_int64(self.n_partials * d_v, shapes.q)
+
+        def attend(chunk: Chunk) -> Launch:
+            return Launch(
+                block_kernel,
+                (chunk.n_segments,),
+                **shapes.attention,
+                **chunk.where,
+                scale_log2=scale * LOG2_E,
+                n_items=chunk.n_items,
+                n_blocks=shapes.n_blocks,
+                PACKED=shapes.n_documents is not None,
+                BLOCK_M=tile.block_m,
+                SEGMENT=segment,
+                WIDE=wide,
+                NUM_STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
+            )
+
+        self.launches = [
+            [(attend(chunk), attend_common(shapes, self.split, scale, tile, chunk)) for chunk in index.chunks]
+            for index in self.indexes
+        ]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
+    ) -> None:
+        """Writes `o` and natural `lse`."""
+        split = self.split(indices, tables)
+        partial = torch.empty(self.n_partials, self.d_v, dtype=q.dtype, device=q.device)
+        partial_lse = torch.empty(self.n_partials, dtype=torch.float32, device=q.device)
+        for index, launches in zip(self.indexes, self.launches, strict=True):
+            for segments, (attend, common) in zip(index.build(split.rest, tables), launches, strict=True):
+                attend(
+                    p_q=q,
+                    p_k=k,
+                    p_v=v,
+                    p_o=partial,
+                    p_lse=partial_lse,
+                    p_pair=segments.pair,
+                    p_order=segments.order,
+                    p_item=segments.item,
+                    p_low=segments.low,
+                    p_high=segments.high,
+                    p_last_segment=segments.last_segment,
+                    p_first_token=tables.first_token,
+                    p_end_token=tables.end_token,
+                )
+                common(
+                    p_q=q,
+                    p_k=k,
+                    p_v=v,
+                    p_o=o,
+                    p_lse=lse,
+                    p_common=split.common,
+                    p_n_common=split.n_common,
+                    p_rest=split.rest,
+                    p_part=partial,
+                    p_part_lse=partial_lse,
+                )
 
 
-def at_least(
-    buffer: Tensor | None, count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """`buffer` if it holds `count` entries, else a new one: launches share theirs."""
-    if buffer is not None and buffer.shape[0] >= count:
-        return buffer
-    return torch.empty(count, *shape, dtype=dtype, device=device)
+class QueryForward:
+    """The plan of `query`."""
 
-
-def strides(**tensors: Tensor) -> dict[str, int]:
-    """`stride_<name><dim>` of every tensor but the last, contiguous, dimension; the name's letters give the dims."""
-    out = {}
-    for label, x in tensors.items():
-        name, dims = label.split("_")
-        out.update({f"stride_{name}{dim}": x.stride(i) for i, dim in enumerate(dims)})
-    return out
-
-
-def attend_common(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    split: Split,
-    o: Tensor,
-    lse: Tensor,
-    select_block: int,
-    scale: float,
-    tile: ForwardTile,
-    parts: Parts | None = None,
-) -> None:
-    common_forward(
-        q, k, v, split, o, lse, select_block, scale * LOG2_E, parts=parts,
-        num_warps=tile.common_warps, num_stages=tile.common_stages, registers=tile.common_registers,
-        sizes=widths(q.shape[3], v.shape[3], select_block),
-    )  # fmt: skip
-
-
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    blocks: Blocks,
-    scale: float,
-    tile: ForwardTile,
-) -> None:
-    """Writes `o` and natural `lse`."""
-    n_tokens, n_groups = k.shape[1:3]
-    heads, n_select, d_v = q.shape[2] // n_groups, indices.shape[3], v.shape[3]
-    split = split_choice(indices, blocks, heads, tile.common_m)
-    # Without the normalisers, a sixtieth of it: powers of two then fit one another.
-    bytes_per_query = n_select * heads * d_v * q.element_size()
-    segment = max(1, tile.segment // heads)
-    part = part_lse = None
-    for launch in launches(
-        split.rest,
-        blocks,
-        bytes_per_query=bytes_per_query,
-        budget=tile.scratch,
-        segment=segment,
-        in_order=True,
-    ):
-        n_parts = launch.n_rows * launch.n_queries * n_select * heads
-        part = at_least(part, n_parts, (d_v,), q.dtype, q.device)
-        part_lse = at_least(part_lse, n_parts, (), torch.float32, q.device)
-        block_kernel[(launch.n_segments,)](
-            p_q=q,
-            p_k=k,
-            p_v=v,
-            p_o=part,
-            p_lse=part_lse,
-            **segment_arguments(launch, blocks),
+    def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
+        self.split = SplitPlan(shapes, tile.common_m) if tile.common_m > 0 else None
+        if self.split is not None:
+            self.common = attend_common(shapes, self.split, scale, tile, None)
+        indices = shapes.indices if self.split is None else self.split.rest.indices
+        self.attend = Launch(
+            query_kernel,
+            (shapes.n_tokens, shapes.rows),
+            **shapes.attention,
+            **strides(i_btg=indices),
             scale_log2=scale * LOG2_E,
-            n_tokens=n_tokens,
-            n_groups=n_groups,
-            row_0=launch.row_0,
-            query_0=launch.query_0,
-            n_queries=launch.n_queries,
-            **strides(q_bth=q, k_bng=k, v_bng=v),
-            H=heads,
-            N_SELECT=n_select,
-            SELECT_BLOCK=blocks.select_block,
-            PACKED=blocks.packed,
-            D_K=q.shape[3],
-            D_V=d_v,
-            **widths(q.shape[3], d_v, blocks.select_block),
-            BLOCK_M=tile.block_m,
-            SEGMENT=segment,
-            WIDE=is_wide(part, q),
+            BLOCK_H=max(16, triton.next_power_of_2(shapes.heads)),
+            BLOCK_S=triton.next_power_of_2(shapes.n_select),
+            BLOCKS=tile.blocks,
+            PACKED=shapes.n_documents is not None,
+            COMMON=self.split is not None,
             NUM_STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
-        parts = Parts(launch.row_0, launch.n_rows, launch.query_0, launch.n_queries, part, part_lse)
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile, parts)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
+    ) -> None:
+        """Writes `o` and natural `lse`."""
+        if self.split is not None:
+            split = self.split(indices, tables)
+            indices = split.rest
+            self.common(
+                p_q=q,
+                p_k=k,
+                p_v=v,
+                p_o=o,
+                p_lse=lse,
+                p_common=split.common,
+                p_n_common=split.n_common,
+                p_rest=split.rest,
+                p_part=None,
+                p_part_lse=None,
+            )
+        self.attend(p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_indices=indices, p_doc_start=tables.doc_start)
 
 
-def segment_arguments(launch: Launch, blocks: Blocks) -> dict[str, object]:
-    return {
-        "p_pair": launch.pair,
-        "p_order": launch.order,
-        "p_item": launch.item,
-        "p_low": launch.low,
-        "p_high": launch.high,
-        "p_last_segment": launch.last_segment,
-        "p_first_token": blocks.first_token,
-        "p_end_token": blocks.end_token,
-        "n_items": launch.n_items,
-        "n_blocks": blocks.count,
-    }
-
-
-def query_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    blocks: Blocks,
-    scale: float,
-    tile: ForwardTile,
-) -> None:
-    """Writes `o` and natural `lse`."""
-    batch, n_tokens, n_heads, d_k = q.shape
-    n_groups, d_v = v.shape[2:]
-    heads, n_select = n_heads // n_groups, indices.shape[3]
-    if tile.common_m > 0:
-        split = split_choice(indices, blocks, heads, tile.common_m)
-        indices = split.rest
-        attend_common(q, k, v, split, o, lse, blocks.select_block, scale, tile)
-    query_kernel[(n_tokens, batch * n_groups)](
-        p_q=q,
-        p_k=k,
-        p_v=v,
-        p_o=o,
-        p_lse=lse,
-        p_indices=indices,
-        p_doc_start=blocks.doc_start,
-        scale_log2=scale * LOG2_E,
-        n_tokens=n_tokens,
-        n_groups=n_groups,
-        **strides(q_bth=q, k_bng=k, v_bng=v, i_btg=indices),
-        H=heads,
-        N_SELECT=n_select,
-        SELECT_BLOCK=blocks.select_block,
-        D_K=d_k,
-        D_V=d_v,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)),
-        **widths(d_k, d_v, blocks.select_block),
-        BLOCK_S=triton.next_power_of_2(n_select),
-        BLOCKS=tile.blocks,
-        PACKED=blocks.packed,
-        COMMON=tile.common_m > 0,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
+def attend_common(shapes: Shapes, split: SplitPlan, scale: float, tile: ForwardTile, chunk: Chunk | None) -> Launch:
+    return common_launch(
+        shapes,
+        split,
+        scale,
+        chunk,
+        num_warps=tile.common_warps,
+        num_stages=tile.common_stages,
+        max_registers=tile.common_registers,
     )

@@ -1,0 +1,43 @@
+"""Forward of the selected branch for sequences of which every query selects a good part: causal tiles, masked.
+
+Every query of 2,048 tokens selects half of the blocks, so a tile of queries reads nearly all of them in any case: then
+it is cheapest to read them in order, once for all queries of the tile, with no list of blocks and no partials. The work
+grows with the square of the length, so it is for short sequences.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa.backends.triton import tuning
+from nsa.backends.triton.ranged_forward import Chosen, ranged_forward
+from nsa.backends.triton.selected.index import Bitmap, Shapes, Tables
+from nsa.backends.triton.tiles import Ranges, Tile, candidates, capability, tile_width
+
+# Every token up to the query's own.
+CAUSAL = Ranges(sliding=False, span=1, stride=1)
+
+
+def dense_tile(shapes: Shapes) -> Tile | None:
+    """A tile whose keys do not straddle blocks; None where there is none."""
+    d_k, d_v = shapes.d_k, shapes.d_v
+    usual = tuning.pick("compressed-forward", Tile, capability(shapes.q.device), d_k, d_v, shapes.q.dtype)
+    # The others are for GPUs that take the first of them.
+    others = candidates("forward", tile_width(d_k, d_v))
+    tiles = (usual, *others) if usual in others else (usual,)
+    return next((tile for tile in tiles if shapes.select_block % tile.block_n == 0), None)
+
+
+class DenseForward:
+    """The plan of `dense`, for fixed-length sequences."""
+
+    def __init__(self, shapes: Shapes, scale: float, tile: Tile) -> None:
+        self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
+        self.select_block, self.scale, self.tile = shapes.select_block, scale, tile
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
+    ) -> None:
+        """Writes `o` and natural `lse`."""
+        selected = Chosen(self.bitmap(indices), self.select_block)
+        ranged_forward(q, k, v, CAUSAL, self.scale, self.tile, selected, (o, lse))
