@@ -5,6 +5,7 @@ Tiles, segments and scratch are made tiny, so that small problems have several o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -15,13 +16,16 @@ from torch import Tensor
 # First: it skips this file where kernels cannot run.
 from interpreted import DEVICE, INTERPRETED, head_major  # isort: skip
 
-from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolerance, random_inputs, results
+from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolerance, branches, random_inputs, results
 
 from nsa import reference
-from nsa.backends.triton import selected, selected_index
-from nsa.backends.triton.selected_attend import ForwardTile
-from nsa.backends.triton.selected_gradient import BackwardTile
-from nsa.backends.triton.selected_index import WORD, Blocks, build_index, launches
+from nsa.backends.triton import launch, selected
+from nsa.backends.triton.launch import layout
+from nsa.backends.triton.selected import BackwardTile, ForwardTile, index
+from nsa.backends.triton.selected.dense import DenseForward
+from nsa.backends.triton.selected.forward import BlockForward
+from nsa.backends.triton.selected.index import WORD, Chunk, Segments, Shapes, block_tables, index_plans
+from nsa.sequences import Saved, Selected, Upstream
 
 FORWARD = {
     "query": ForwardTile("query", common_m=0),
@@ -40,14 +44,8 @@ def on_device(inputs: Inputs) -> Inputs:
     return inputs.map(lambda x: x.to(DEVICE))
 
 
-def options(case: Case) -> dict:
-    cu = case.cu_seqlens
-    return {
-        "select_block": case.select_block,
-        "scale": case.d_k**-0.5,
-        "cu_seqlens": None if cu is None else cu.to(DEVICE),
-        "q_start": None,
-    }
+def branch_of(case: Case, scale: float | None = None) -> Selected:
+    return branches(case, DEVICE, scale).selected
 
 
 def upstream(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +59,12 @@ def upstream(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def kernel(inputs: Inputs, case: Case, forward: ForwardTile, backward: BackwardTile | None) -> dict[str, Tensor]:
     given = on_device(inputs)
     q, k, v = given.of("selected")
-    o, lse = selected.selected_forward(q, k, v, given.indices, **options(case), tile=forward)
+    branch = branch_of(case)
+    o, lse = selected.selected_forward(q, k, v, given.indices, branch, tile=forward)
     out = {"o": o, "lse": lse}
     if backward is not None:
-        gradients = selected.selected_backward(
-            *upstream(o, lse), q, k, v, given.indices, o, lse, **options(case), tile=backward
-        )
+        saved = Saved(q, k, v, o, lse, given.indices)
+        gradients = selected.selected_backward(Upstream(*upstream(o, lse)), saved, branch, tile=backward)
         out.update(zip(("dq", "dk", "dv"), gradients, strict=True))
     return {name: x.cpu() for name, x in out.items()}
 
@@ -88,11 +86,21 @@ def check(case: Case, forward: ForwardTile, backward: BackwardTile | None, dtype
 
 
 @pytest.fixture(autouse=True)
+def fresh_plans() -> Iterator[None]:
+    """Some tests change constants that plans are made with."""
+    yield
+    selected.plan_forward.cache_clear()
+    selected.plan_backward.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated and not written stays NaN, and shows."""
 
+    plain_empty = torch.empty
+
     def empty(*shape, **kwargs):
-        return fill(torch.zeros(*shape, **kwargs))
+        return fill(plain_empty(*shape, **kwargs))
 
     def fill(x: Tensor) -> Tensor:
         return x.fill_(float("nan") if x.is_floating_point() else -(2**30))
@@ -147,11 +155,11 @@ def test_odd_shapes(case: Case, tile: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("heads", [1, 3, 6, 16])
 def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:
-    """The method for short sequences: blocks that nobody chose, a query's own block, a last block cut short."""
+    """The method for short sequences: blocks that no query selected, a query's own block, a last block cut short."""
     case = BASE.but(length=200, batch=2, groups=1, heads=heads, select_block=64, n_select=2, seed=heads)
     inputs = random_inputs(case, dtype)
     given = on_device(inputs)
-    o, lse = selected.selected_forward(*given.of("selected"), given.indices, **options(case), method="dense")
+    o, lse = selected.selected_forward(*given.of("selected"), given.indices, branch_of(case), method="dense")
     exact = results(reference, "selected", inputs.to(torch.float64), case)
     plain = results(reference, "selected", inputs, case)
     names = ("o", "lse")
@@ -160,16 +168,12 @@ def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_short_sequence_reads_every_block_and_a_long_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for name in ("dense_forward", "block_forward"):
-        intact = getattr(selected, name)
-        monkeypatch.setattr(selected, name, lambda *args, f=intact, n=name: (taken.append(n), f(*args)))
-    case = BASE.but(select_block=64, n_select=1, n_local=0)
-    for length in (256, 257):
-        given = on_device(random_inputs(case.but(length=length), torch.float32))
-        selected.selected_forward(*given.of("selected"), given.indices, **options(case))
-    assert taken == ["dense_forward", "block_forward"]
+@pytest.mark.parametrize(("length", "expected"), [(256, DenseForward), (257, BlockForward)])
+def test_only_a_short_sequence_reads_every_block(length: int, expected: type) -> None:
+    case = BASE.but(select_block=64, n_select=1, n_local=0, length=length)
+    given = random_inputs(case, torch.float32)
+    layouts = (layout(x) for x in (*given.of("selected"), given.indices))
+    assert type(selected.plan_forward(*layouts, case.select_block, None, 1.0, None, None).run) is expected
 
 
 @pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["plain", "packed"])
@@ -177,7 +181,8 @@ def test_long_blocks_of_wide_heads_are_read_in_halves(
     documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selected, "LARGEST_BLOCK", 1)
-    check(BASE.but(documents=documents), replace(FORWARD["block"], whole=4), replace(BACKWARD["whole"], whole=4))
+    forward, backward = (replace(tile, max_block_keys=4) for tile in (FORWARD["block"], BACKWARD["whole"]))
+    check(BASE.but(documents=documents), forward, backward)
 
 
 def test_several_launches_give_the_same_as_one() -> None:
@@ -189,7 +194,7 @@ def test_several_launches_give_the_same_as_one() -> None:
 
 
 def test_an_index_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selected_index, "MAX_WORDS", 1)
+    monkeypatch.setattr(index, "MAX_WORDS", 1)
     check(BASE.but(length=70), FORWARD["block"], BACKWARD["whole"])
 
 
@@ -215,25 +220,25 @@ def test_no_scale_is_so_small_that_the_future_counts(tile: str) -> None:
     case = BASE.but(groups=1, select_block=64)
     given = on_device(random_inputs(case, torch.float32))
     q, k, v = given.of("selected")
-    # Every other query chose nothing: no run has a block in common.
+    # Every other query selected nothing: no run has a block in common.
     indices = given.indices.clone()
     indices[:, 1::2] = -1
-    knobs = {**options(case), "scale": 1e-30, "tile": FORWARD[tile]}
-    o, _ = selected.selected_forward(q, k, v, indices, **knobs)
+    branch = branch_of(case, scale=1e-30)
+    o, _ = selected.selected_forward(q, k, v, indices, branch, tile=FORWARD[tile])
     v[:, 30:] += 100.0
-    later, _ = selected.selected_forward(q, k, v, indices, **knobs)
+    later, _ = selected.selected_forward(q, k, v, indices, branch, tile=FORWARD[tile])
     assert torch.equal(o[:, :30], later[:, :30])
 
 
 @pytest.mark.parametrize("n_select", [48, 129])
-def test_many_chosen_blocks(n_select: int) -> None:
+def test_many_selected_blocks(n_select: int) -> None:
     """More than a run of queries can compare with one another, and more than two can."""
     case = BASE.but(length=2 * n_select + 5, groups=1, heads=1, select_block=2, n_select=n_select)
     tile = replace(FORWARD["block"], common_m=32)
     check(case, tile, BACKWARD["whole"])
 
 
-def test_a_query_that_chose_nothing_gets_nothing() -> None:
+def test_a_query_that_selected_nothing_gets_nothing() -> None:
     case = BASE.but(groups=1)
     inputs = random_inputs(case, torch.float32)
     inputs = inputs.but(indices=torch.full_like(inputs.indices, -1))
@@ -243,54 +248,108 @@ def test_a_query_that_chose_nothing_gets_nothing() -> None:
         assert all((x == 0).all() for x in out.values())
 
 
-@pytest.mark.parametrize("documents", [None, (3, 40, 0, 57)], ids=["plain", "packed"])
-def test_index_lists_every_pair_once_in_order(
-    documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = BASE.but(length=100, documents=documents)
-    given = on_device(random_inputs(case))
-    cu = options(case)["cu_seqlens"]
-    blocks = Blocks.of(case.length, case.select_block, cu)
-    index = build_index(given.indices, blocks, 0, case.length)
+def built(case: Case, indices: Tensor, segment: int, *, fit: int = 2**31) -> list[tuple[Chunk, Segments]]:
+    """The chunks of a case's index; at most `fit` (row, query) in each, if there can be so few."""
+    heads = torch.empty(case.batch, case.length, case.n_heads, case.d_k, device=DEVICE)
+    keys = torch.empty(case.batch, case.length, case.groups, case.d_k, device=DEVICE)
+    n_documents = None if case.documents is None else len(case.documents)
+    shapes = Shapes(layout(heads), layout(keys), layout(keys), layout(indices), case.select_block, n_documents)
+    tables = block_tables(branch_of(case).sequences, case.length, case.select_block)
+    plans = index_plans(shapes, bytes_per_query=1, budget=fit, segment=segment, in_order=True)
+    return [
+        (chunk, found) for plan in plans for chunk, found in zip(plan.chunks, plan.build(indices, tables), strict=True)
+    ]
 
-    start = [0] * case.length if documents is None else [s for s, n in enclosing(documents) for _ in range(n)]
+
+def pairs_by_block(case: Case, indices: Tensor) -> dict[tuple[int, int], list[int]]:
+    """For every (row, block) the pairs `t * n + slot` that read it, ascending; the slow way."""
+    documents = case.documents or (case.length,)
+    start, first_block, n_blocks = [], [], 0
+    for begin, n in enclosing(documents):
+        start += [begin] * n
+        first_block += [n_blocks] * n
+        n_blocks += -(-n // case.select_block)
     lists: dict[tuple[int, int], list[int]] = {}
-    for t in range(case.length):
-        first_block = 0 if blocks.offset is None else int(blocks.offset[t])
-        for group in range(case.groups):
-            for slot, block in enumerate(given.indices[0, t, group].tolist()):
+    for row in range(case.batch * case.groups):
+        for t, slots in enumerate(indices[row // case.groups, :, row % case.groups].tolist()):
+            for slot, block in enumerate(slots):
                 if 0 <= block * case.select_block <= t - start[t]:
-                    lists.setdefault((group, first_block + block), []).append(t * case.n_select + slot)
-    expected = [pair for key in sorted(lists) for pair in lists[key]]
-    assert index.pair[: len(expected)].tolist() == expected
-    assert int(index.total.flatten()[-1]) == len(expected)
+                    lists.setdefault((row, first_block[t] + block), []).append(t * case.n_select + slot)
+    return lists
 
-    # Launches and segments hold every pair once, whatever they are cut into.
-    found = []
-    monkeypatch.setattr(selected_index, "SORT_FROM_QUERIES", 0)
-    for launch in launches(given.indices, blocks, bytes_per_query=1, budget=1, segment=5, in_order=True):
-        assert sorted(launch.order.tolist()) == list(range(launch.n_segments))
-        firsts = []
-        for i in launch.order.tolist():
-            item = int(launch.item[i])
-            if item == launch.n_items:
-                firsts.append(case.length)
+
+INDEXED = {
+    "fixed-length": (BASE.but(length=100), 5, 1),
+    "one chunk": (BASE.but(length=100), 3, 2**31),
+    "varlen": (BASE.but(length=100, documents=(3, 40, 0, 57)), 5, 64),
+    "batch": (BASE.but(length=75, batch=2, groups=3, select_block=6, n_select=4), 1, 160),
+    "many blocks": (BASE.but(length=150, select_block=1, groups=1), 7, 64),
+    "one token": (BASE.but(length=1, groups=1), 4, 1),
+}
+
+
+@pytest.mark.parametrize("sort", ["rank", "argsort", "none"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_segments_hold_every_pair_once_in_order(name: str, sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, segment, fit = INDEXED[name]
+    monkeypatch.setattr(index, "SORT_FROM_QUERIES", 2**31 if sort == "none" else 0)
+    monkeypatch.setattr(index, "MAX_RANKED", 0 if sort == "argsort" else 2**31)
+    # Fewer than there are items, and than there are segments.
+    monkeypatch.setattr(index, "ITEMS_PER_STEP", 16)
+    monkeypatch.setattr(index, "COMPARED_PER_STEP", 16)
+    indices = random_inputs(case).indices.to(DEVICE)
+    n_blocks = case.length // case.select_block + len(case.documents) if case.documents else None
+    n_blocks = n_blocks or -(-case.length // case.select_block)
+    found: dict[tuple[int, int], list[int]] = {}
+    for chunk, segments in built(case, indices, segment, fit=fit):
+        pair, low, high, last, item = (x.tolist() for x in segments[:5])
+        numbers = range(chunk.n_segments)
+        order = list(numbers) if segments.order is None else segments.order.tolist()[: chunk.n_segments]
+        assert (segments.order is None) == (sort == "none")
+        firsts = {}
+        for i in numbers:
+            if item[i] == chunk.n_items:
+                firsts[i] = case.length
                 continue
-            low, high = int(launch.low[item]), int(launch.high[item])
-            low += (i - int(launch.last_segment[item]) + -(-(high - low) // 5)) * 5
-            pairs = index.pair[low : min(high, low + 5)].tolist()
-            assert all(launch.query_0 <= pair // case.n_select < launch.query_1 for pair in pairs)
-            firsts.append(pairs[0] // case.n_select)
-            found += [(launch.row_0 + item // blocks.count, item % blocks.count, pair) for pair in pairs]
-        assert firsts == sorted(firsts)
-    assert sorted(found) == [(*key, pair) for key in sorted(lists) for pair in lists[key]]
+            begin = low[item[i]] + (i - last[item[i]] + -(-(high[item[i]] - low[item[i]]) // segment)) * segment
+            pairs = pair[begin : min(high[item[i]], begin + segment)]
+            assert pairs
+            queries = [p // case.n_select for p in pairs]
+            assert all(chunk.query_0 <= t < chunk.query_0 + chunk.n_queries for t in queries)
+            firsts[i] = queries[0]
+            found.setdefault((chunk.row_0 + item[i] // n_blocks, item[i] % n_blocks), []).extend(pairs)
+        # Exactly what a stable sort gives.
+        assert order == (list(numbers) if sort == "none" else sorted(numbers, key=lambda i: firsts[i]))
+    assert found == pairs_by_block(case, indices)
 
 
-def test_no_launch_is_left_with_a_rest() -> None:
-    indices = torch.zeros(1, 5 * WORD, 1, 1, dtype=torch.int32, device=DEVICE)
-    blocks = Blocks.of(5 * WORD, 16, None)
-    cuts = launches(indices, blocks, bytes_per_query=1, budget=4 * WORD, segment=8)
-    assert [launch.n_queries for launch in cuts] == [3 * WORD, 2 * WORD]
+def test_chunks_are_even() -> None:
+    case = BASE.but(length=5 * WORD, groups=1, n_select=1)
+    chunks = built(case, torch.zeros(1, case.length, 1, 1, dtype=torch.int32, device=DEVICE), 8, fit=4 * WORD)
+    assert [chunk.n_queries for chunk, _ in chunks] == [3 * WORD, 2 * WORD]
+
+
+@pytest.mark.parametrize("documents", [None, (3, 42)], ids=["fixed-length", "varlen"])
+def test_launches_per_pass(documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index: mark, count, place, cut, and order in the forward pass, besides clearing and a running sum."""
+    monkeypatch.setattr(index, "SORT_FROM_QUERIES", 0)
+    launched = []
+    run = launch.Launch.__call__
+    monkeypatch.setattr(
+        launch.Launch, "__call__", lambda self, **free: (launched.append(self.kernel.fn.__name__), run(self, **free))
+    )
+    kernel(random_inputs(BASE, torch.float32), BASE.but(documents=documents), FORWARD["block"], BACKWARD["whole"])
+    indexed = ["mark_kernel", "count_kernel", "place_kernel", "cut_kernel"]
+    forward = ["split_kernel", *indexed, "order_kernel", "block_kernel", "common_kernel"]
+    sums = ["sum_slots_kernel", "sum_segments_kernel"]
+    assert launched == [*forward, "row_statistics_kernel", *indexed, "block_backward_kernel", *sums]
+
+
+def test_a_plan_serves_all_sequences_of_its_shapes() -> None:
+    case = BASE.but(documents=(7, 38))
+    for documents in ((7, 38), (30, 15)):
+        check(case.but(documents=documents), FORWARD["block"], BACKWARD["whole"])
+    assert selected.plan_forward.cache_info().misses == selected.plan_backward.cache_info().misses == 1
 
 
 def enclosing(documents: tuple[int, ...]) -> list[tuple[int, int]]:

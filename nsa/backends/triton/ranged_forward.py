@@ -6,13 +6,12 @@ Grid: one program per (tile of BLOCK_M rows, batch and group); the last rows, wh
 program owns its rows and writes their `o` and `lse` once. `lo` and `hi` never decrease along a row of tokens, so the
 first and the last query of a tile bound what it reads, and what lies between is seen by every row and needs no mask.
 
-Of that range a query may see chosen blocks only (`Chosen`): a bitmap then hides the others, tile by tile of keys. That
-reads keys which no query of the tile chose, so it is for sequences of which every query chooses a good part.
+Of that range a query may see selected blocks only: a bitmap then hides the others, tile by tile of keys. That reads
+keys which no query of the tile selected, so it is for sequences of which every query selects a good part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -140,16 +139,9 @@ def ranged_forward_kernel(
     tl.store(p_lse, b_lse, mask=o_t < n_queries)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Which blocks of `select_block` keys query `t` reads: bit `t % 32` of `word[row, block, t // 32]`."""
-
-    word: Tensor  # [B * G, blocks, ceil(S / 32)] int32
-    select_block: int
-
-
 class Plan:
-    """What shapes decide about a forward pass. `chosen`: size and number of the blocks, words per block."""
+    """What shapes decide about a forward pass. With `select_block` a bitmap says which blocks of so many keys query `t`
+    reads: bit `t % 32` of `word[row, block, t // 32]`, int32 `[B * G, blocks, ceil(S / 32)]`."""
 
     __slots__ = ("describe_kv", "describe_q", "launch", "lse_shape", "o_shape")
 
@@ -161,15 +153,14 @@ class Plan:
         visibility: Visibility,
         scale: float,
         tile: Tile | None,
-        chosen: tuple[int, int, int] | None,
+        select_block: int = 0,
     ) -> None:
         assert scale > 0, "the running maximum is taken before the scale is applied"
         batch, n_queries, n_heads, d_k = q.shape
         _, n_keys, n_groups, d_v = v.shape
         heads = n_heads // n_groups
         tile = tile or pick_forward(q, v, visibility.sliding)
-        select_block, n_blocks, n_word_tiles = chosen or (0, 0, 0)
-        if chosen is not None:
+        if select_block > 0:
             assert select_block % tile.block_n == 0, "a tile of keys must not straddle blocks"
             assert not visibility.sliding, "tiles start at multiples of their size only where ranges start at 0"
         self.o_shape = (batch, n_queries, n_heads, d_v)
@@ -183,8 +174,8 @@ class Plan:
             n_queries=n_queries,
             n_keys=n_keys,
             n_groups=n_groups,
-            n_blocks=n_blocks,
-            n_word_tiles=n_word_tiles,
+            n_blocks=triton.cdiv(n_keys, select_block) if select_block > 0 else 0,
+            n_word_tiles=triton.cdiv(n_queries, 32),
             **strides(q_bth=q, k_bng=k, v_bng=v, o_bth=new_layout(self.o_shape, q.dtype, q.device)),
             stride_lb=n_queries * n_heads,
             H=heads,
@@ -203,39 +194,46 @@ class Plan:
             maxnreg=tile.max_registers,
         )
 
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        lo: Tensor | None = None,
+        hi: Tensor | None = None,
+        word: Tensor | None = None,
+    ) -> None:
+        """Writes `o` and natural `lse`, contiguous."""
+        describe_q, describe_kv = self.describe_q, self.describe_kv
+        self.launch(
+            q=q if describe_q is None else describe_q(q),
+            k=k if describe_kv is None else describe_kv[0](k),
+            v=v if describe_kv is None else describe_kv[1](v),
+            p_o=o,
+            p_lse=lse,
+            p_lo=lo,
+            p_hi=hi,
+            p_word=word,
+        )
+
 
 plan = lru_cache(maxsize=MAX_PLANS)(Plan)
 
 
 def ranged_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Ranges,
-    scale: float,
-    tile: Tile | None = None,
-    chosen: Chosen | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32: new ones, or `out`, contiguous."""
+    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32."""
     q = row_contiguous(q)
     visibility = Visibility.of(ranges)
-    blocks = None if chosen is None else (chosen.select_block, *chosen.word.shape[1:])
-    planned = plan(layout(q), layout(k), layout(v), visibility, scale, tile, blocks)
-    if out is None:
-        o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
+    planned = plan(layout(q), layout(k), layout(v), visibility, scale, tile)
+    o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
+    if visibility.packed:
+        planned(q, k, v, o, lse, lo=ranges.lo.int(), hi=ranges.hi.int())
     else:
-        o, lse = out
-    describe_q, describe_kv = planned.describe_q, planned.describe_kv
-    planned.launch(
-        q=q if describe_q is None else describe_q(q),
-        k=k if describe_kv is None else describe_kv[0](k),
-        v=v if describe_kv is None else describe_kv[1](v),
-        p_o=o,
-        p_lse=lse,
-        p_lo=ranges.lo.int() if visibility.packed else None,
-        p_hi=ranges.hi.int() if visibility.packed else None,
-        p_word=None if chosen is None else chosen.word,
-    )
+        planned(q, k, v, o, lse)
     return o, lse

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.backends.triton import tuning
-from nsa.backends.triton.ranged_forward import Chosen, ranged_forward
+from nsa.backends.triton.ranged_forward import Plan
 from nsa.backends.triton.selected.index import Bitmap, Shapes, Tables
-from nsa.backends.triton.tiles import Ranges, Tile, candidates, capability, tile_width
+from nsa.backends.triton.tiles import Tile, Visibility, candidates, pick_forward, tile_width
 
 # Every token up to the query's own.
-CAUSAL = Ranges(sliding=False, span=1, stride=1)
+CAUSAL = Visibility(sliding=False, span=1, stride=1, packed=False)
 
 
 def dense_tile(shapes: Shapes) -> Tile | None:
     """A tile whose keys do not straddle blocks; None where there is none."""
-    d_k, d_v = shapes.d_k, shapes.d_v
-    usual = tuning.pick("compressed-forward", Tile, capability(shapes.q.device), d_k, d_v, shapes.q.dtype)
+    usual = pick_forward(shapes.q, shapes.v, sliding=False)
     # The others are for GPUs that take the first of them.
-    others = candidates("forward", tile_width(d_k, d_v))
+    others = candidates("forward", tile_width(shapes.d_k, shapes.d_v))
     tiles = (usual, *others) if usual in others else (usual,)
     return next((tile for tile in tiles if shapes.select_block % tile.block_n == 0), None)
 
@@ -33,11 +31,10 @@ class DenseForward:
 
     def __init__(self, shapes: Shapes, scale: float, tile: Tile) -> None:
         self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
-        self.select_block, self.scale, self.tile = shapes.select_block, scale, tile
+        self.attend = Plan(shapes.q, shapes.k, shapes.v, CAUSAL, scale, tile, shapes.select_block)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
     ) -> None:
         """Writes `o` and natural `lse`."""
-        selected = Chosen(self.bitmap(indices), self.select_block)
-        ranged_forward(q, k, v, CAUSAL, self.scale, self.tile, selected, (o, lse))
+        self.attend(q, k, v, o, lse, word=self.bitmap(indices))

@@ -20,7 +20,6 @@ Everything that shapes decide is in an `IndexPlan`, which launchers cache.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.triton.launch import Launch, Layout, strides
+from nsa.backends.triton.launch import Launch, Layout, new_layout, strides
 from nsa.backends.triton.primitives import COUNTS
 from nsa.backends.triton.tiles import block_width
 from nsa.sequences import Blocks, Sequences
@@ -322,9 +321,7 @@ class Shapes:
 
     def with_indices(self, n_select: int, select_block: int) -> Shapes:
         """With a contiguous selection of `n_select` blocks of `select_block` tokens."""
-        shape = torch.Size((*self.indices.shape[:3], n_select))
-        steps = (math.prod(shape[1:]), math.prod(shape[2:]), n_select, 1)
-        indices = self.indices._replace(shape=shape, strides=steps, aligned=True)
+        indices = new_layout((*self.indices.shape[:3], n_select), self.indices.dtype, self.indices.device)
         return replace(self, indices=indices, select_block=select_block)
 
 
