@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +32,14 @@ def selected_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[
     """
     from nsa.backends.triton import selected
 
-    intact, taken = selected.selected_forward, []
-    for name in ("dense", "block", "query"):
-        launch = getattr(selected, f"{name}_forward")
-        monkeypatch.setattr(
-            selected, f"{name}_forward", lambda *args, f=launch, name=name: (taken.append(name), f(*args))
-        )
+    intact, plan, taken = selected.selected_forward, selected.plan_forward, []
+
+    def recorded(*key: Any) -> selected.ForwardPlan:
+        found = plan(*key)
+        taken.append(found.run.method)
+        return found
+
+    monkeypatch.setattr(selected, "plan_forward", recorded)
 
     def choose(method: str | None) -> list[str]:
         monkeypatch.setattr(selected, "selected_forward", partial(intact, method=method))

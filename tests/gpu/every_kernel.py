@@ -8,14 +8,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from helpers import Case, random_inputs
+from helpers import Case, branches, random_inputs
 from torch import Tensor
 
-from nsa.backends.triton import combine, compress, compressed, scores, selected, sliding
+from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
+from nsa.backends.triton.selected import index
+from nsa.sequences import Saved, Upstream
 
 KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
 CASES = {
@@ -31,44 +34,45 @@ METHODS = ("query", "block", "dense")
 
 def run(case: Case, dtype: torch.dtype) -> None:
     inputs = random_inputs(case, dtype).map(Tensor.cuda)
-    cu = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
-    whole = {"scale": case.d_k**-0.5, "cu_seqlens": cu, "q_start": None}
-    cut = {"block": case.block, "stride": case.stride}
+    over = branches(case, "cuda")
     q, k_cmp, v_cmp = inputs.of("compressed")
     _, k, v = inputs.of("selected")
 
-    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **cut, **whole)
-    do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    compressed.compressed_backward(do, dlse, q, k_cmp, v_cmp, o, lse, **cut, **whole)
-    indices = scores.select_blocks(q, k_cmp, lse, **case.selection, **whole)
-    for method in METHODS if cu is None else METHODS[:2]:
-        chosen, chosen_lse = selected.selected_forward(
-            q, k, v, indices, select_block=case.select_block, method=method, **whole
-        )
+    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, over.compressed)
+    upstream = Upstream(torch.randn_like(o), torch.randn_like(lse))
+    saved = Saved(q, k_cmp, v_cmp, o, lse)
+    compressed.compressed_backward(upstream, saved, over.compressed)
+    indices = selection.select_blocks(q, k_cmp, lse, over.selection)
+    for method in METHODS if case.documents is None else METHODS[:2]:
+        o_sel, lse_sel = selected.selected_forward(q, k, v, indices, over.selected, method=method)
+    saved_sel = Saved(q, k, v, o_sel, lse_sel, indices)
     tile = selected.pick_backward(case.d_k, case.d_v, dtype)
     # As it is, and in as many launches as there can be.
     for cut_up in (tile, replace(tile, scratch=1)):
-        selected.selected_backward(
-            do, dlse, q, k, v, indices, chosen, chosen_lse, select_block=case.select_block, tile=cut_up, **whole
-        )
-    slid, slid_lse = sliding.sliding_forward(q, k, v, window=case.window, **whole)
-    sliding.sliding_backward(do, dlse, q, k, v, slid, slid_lse, window=case.window, **whole)
+        selected.selected_backward(upstream, saved_sel, over.selected, tile=cut_up)
+    # Segments in the order of their first queries, as in long sequences: ranked, and sorted.
+    for max_ranked in (index.MAX_RANKED, 0):
+        with mock.patch.multiple(index, SORT_FROM_QUERIES=0, MAX_RANKED=max_ranked):
+            selected.plan_forward.cache_clear()
+            selected.selected_forward(q, k, v, indices, over.selected, method="block")
+    selected.plan_forward.cache_clear()
+    o_win, lse_win = sliding.sliding_forward(q, k, v, over.sliding)
+    saved_win = Saved(q, k, v, o_win, lse_win)
+    sliding.sliding_backward(upstream, saved_win, over.sliding)
     gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)
-    combine.combine_forward(o, chosen, slid, gates)
-    combine.combine_backward(do, o, chosen, slid, gates)
+    outputs = (o, o_sel, o_win, gates)
+    combine.combine_forward(*outputs)
+    combine.combine_backward(upstream.do, *outputs)
     # The three as parts of one gradient.
-    products = combine.gates_backward(do, o, chosen, slid, gates)
-    mixed = [{"gate": gates[..., i], "product": products[..., i]} for i in range(3)]
-    dq, _, _ = selected.selected_backward(
-        do, None, q, k, v, indices, chosen, chosen_lse, select_block=case.select_block, **mixed[1], **whole
-    )
-    sliding.sliding_backward(do, None, q, k, v, slid, slid_lse, window=case.window, **mixed[2], into=dq, **whole)
-    compressed.compressed_backward(do, None, q, k_cmp, v_cmp, o, lse, **cut, **mixed[0], into=dq, **whole)
+    products = combine.gates_backward(upstream.do, *outputs)
+    gated = [Upstream(upstream.do, gate=gates[..., i], product=products[..., i]) for i in range(3)]
+    dq, _, _ = selected.selected_backward(gated[1], saved_sel, over.selected)
+    sliding.sliding_backward(gated[2]._replace(dq=dq), saved_win, over.sliding)
+    compressed.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)
 
-    place = {**cut, "cu_seqlens": cu}
-    compress.compress_mean_backward(compress.compress_mean_forward(k, **place), length=case.length, **place)
+    compress.compress_mean_backward(compress.compress_mean_forward(k, over.pooling), over.pooling)
     position = torch.randn(case.block, case.d_k, device="cuda", dtype=dtype)
-    compress.gather_blocks_backward(compress.gather_blocks_forward(k, position, **place), length=case.length, **place)
+    compress.gather_blocks_backward(compress.gather_blocks_forward(k, position, over.pooling), over.pooling)
     torch.cuda.synchronize()
 
 

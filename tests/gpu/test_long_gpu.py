@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from nsa import reference
-from nsa.backends.triton import combine, compress, compressed, scores, selected, sliding
+from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
 from nsa.geometry import n_compressed
+from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 LENGTH = 1 << 20
 HEADS, GROUPS, WIDTH = 64, 4, 128
 BLOCK, STRIDE, SELECT_BLOCK, WINDOW = 32, 16, 64, 512
 TAIL = SELECT_BLOCK  # queries compared: those of the last selection block
-WHOLE = {"scale": WIDTH**-0.5, "cu_seqlens": None, "q_start": None}
+SCALE = WIDTH**-0.5
 CUT = {"block": BLOCK, "stride": STRIDE}
-# Choices in which two blocks are so nearly equal that rounding decides.
+SEQUENCES = Sequences(1, LENGTH, torch.device("cuda"))
+# Selections in which two blocks are so nearly equal that rounding decides.
 NEAR_TIES = 0.02
 # bf16 keeps 8 bits: an output or gradient is a mean of many products, each rounded once or twice.
 TOLERANCE = 2e-2
@@ -51,17 +53,17 @@ def compare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extra: tuple[Tensor, ...],
+    branch: Compressed | Selected | Sliding,
     visible: Tensor,
     n_private: int,
-    **knobs: object,
+    *indices: Tensor,
 ) -> None:
     """`visible [TAIL, G, n]`: which of the last `n` keys each of the last queries sees. The last `n_private` keys are
     seen by no other query."""
-    o, lse = forward(q, k, v, *extra, **knobs, **WHOLE)
+    o, lse = forward(q, k, v, *indices, branch)
     do = torch.zeros_like(o)
     tail_of(do).copy_(normal(TAIL, HEADS, seed=9))
-    dq, dk, dv = backward(do, None, q, k, v, *extra, o, lse, **knobs, **WHOLE)
+    dq, dk, dv = backward(Upstream(do), Saved(q, k, v, o, lse, *indices), branch)
 
     n = visible.shape[-1]
     heads = HEADS // GROUPS
@@ -70,7 +72,7 @@ def compare(
         seen = visible[:, g].any(dim=0).nonzero().squeeze(1)
         ours = slice(g * heads, (g + 1) * heads)
         leaves = [x.double().requires_grad_() for x in (tail_of(q)[0, :, ours], k[0, -n:, g][seen], v[0, -n:, g][seen])]
-        s = torch.einsum("thd,nd->thn", leaves[0], leaves[1]) * WHOLE["scale"]
+        s = torch.einsum("thd,nd->thn", leaves[0], leaves[1]) * SCALE
         s = s.masked_fill(~visible[:, g][:, None, seen], float("-inf"))
         expected = s.softmax(-1) @ leaves[2]
         gradients = torch.autograd.grad(expected, leaves, tail_of(do)[0, :, ours].double())
@@ -96,7 +98,8 @@ def test_sliding() -> None:
     key = torch.arange(LENGTH - TAIL - WINDOW, LENGTH, device="cuda")
     t = last_queries()[:, None]
     visible = ((key <= t) & (key > t - WINDOW))[:, None].expand(-1, GROUPS, -1)
-    compare(sliding.sliding_forward, sliding.sliding_backward, q, k, v, (), visible, TAIL, window=WINDOW)
+    branch = Sliding(SEQUENCES, WINDOW, SCALE)
+    compare(sliding.sliding_forward, sliding.sliding_backward, q, k, v, branch, visible, TAIL)
 
 
 def test_compressed_and_selected() -> None:
@@ -105,30 +108,29 @@ def test_compressed_and_selected() -> None:
     complete = torch.arange(n_keys, device="cuda") * STRIDE + BLOCK - 1
     visible = (complete <= last_queries()[:, None])[:, None].expand(-1, GROUPS, -1)
     private = TAIL // STRIDE - BLOCK // STRIDE
-    compare(compressed.compressed_forward, compressed.compressed_backward, q, k_cmp, v_cmp, (), visible, private, **CUT)
+    branch = Compressed(SEQUENCES, BLOCK, STRIDE, SCALE)
+    compare(compressed.compressed_forward, compressed.compressed_backward, q, k_cmp, v_cmp, branch, visible, private)
 
-    _, lse = compressed.compressed_forward(q, k_cmp, v_cmp, **CUT, **WHOLE)
-    choice = {"select_block": SELECT_BLOCK, "n_select": 16, "n_init": 1, "n_local": 2}
-    indices = scores.select_blocks(q, k_cmp, lse, **CUT, **choice, **WHOLE)
+    _, lse = compressed.compressed_forward(q, k_cmp, v_cmp, branch)
+    hyperparameters = {**CUT, "select_block": SELECT_BLOCK, "n_select": 16, "n_init": 1, "n_local": 2}
+    indices = selection.select_blocks(q, k_cmp, lse, Selection(SEQUENCES, **hyperparameters, scale=SCALE))
     own = torch.arange(LENGTH, device="cuda") // SELECT_BLOCK
     assert (indices[0, 15 * SELECT_BLOCK + 1024 :, :, -1] == own[15 * SELECT_BLOCK + 1024 :, None]).all()
     start = torch.tensor([LENGTH - TAIL], dtype=torch.int32, device="cuda")
     # The reference's table of overlaps has a billion numbers, which a GPU fills in a moment.
     with torch.device("cuda"):
         given = tail_of(q).double(), k_cmp.double(), tail_of(lse)
-        exact = reference.select_blocks(*given, q_start=start, **CUT, **choice)
+        exact = reference.select_blocks(*given, q_start=start, **hyperparameters)
     differs = (tail_of(indices) != exact).any(dim=-1)
-    assert differs.float().mean() <= NEAR_TIES, f"{int(differs.sum())} of the last choices are others"
+    assert differs.float().mean() <= NEAR_TIES, f"{int(differs.sum())} of the last selections differ"
     del k_cmp, v_cmp, lse, exact
 
     k, v = normal(LENGTH, GROUPS, 3), normal(LENGTH, GROUPS, 4)
     token = torch.arange(LENGTH, device="cuda")
-    chosen = (tail_of(indices)[0][..., None] == own).any(dim=2)
-    visible = chosen & (token <= last_queries()[:, None])[:, None]
-    compare(
-        selected.selected_forward, selected.selected_backward, q, k, v, (indices,), visible, TAIL,
-        select_block=SELECT_BLOCK,
-    )  # fmt: skip
+    selects = (tail_of(indices)[0][..., None] == own).any(dim=2)
+    visible = selects & (token <= last_queries()[:, None])[:, None]
+    over_selected = Selected(SEQUENCES, SELECT_BLOCK, SCALE)
+    compare(selected.selected_forward, selected.selected_backward, q, k, v, over_selected, visible, TAIL, indices)
 
 
 def test_combine() -> None:
@@ -150,17 +152,18 @@ def test_compress() -> None:
     k = normal(LENGTH, HEADS, 0)
     n_keys = n_compressed(LENGTH, BLOCK, STRIDE)
     last = k[:, -BLOCK:].double()
-    mean = compress.compress_mean_forward(k, **CUT)
+    pooling = Pooling(SEQUENCES, BLOCK, STRIDE)
+    mean = compress.compress_mean_forward(k, pooling)
     close(mean[:, -1], last.mean(dim=1), "mean")
     dout = normal(n_keys, HEADS, 1)
     # The last tokens are in the last block alone.
     expected = dout[:, -1:].double().expand(-1, STRIDE, -1, -1)
-    close(compress.compress_mean_backward(dout, length=LENGTH, **CUT)[:, -STRIDE:], expected / BLOCK, "dk of the mean")
+    close(compress.compress_mean_backward(dout, pooling)[:, -STRIDE:], expected / BLOCK, "dk of the mean")
     del mean, dout
 
     pos = normal(BLOCK, 1, 2)[0, :, 0]
-    rows = compress.gather_blocks_forward(k, pos, **CUT)
+    rows = compress.gather_blocks_forward(k, pos, pooling)
     blocks = rows[:, -1].double().unflatten(-1, (BLOCK, WIDTH))
     close(blocks, last.transpose(1, 2) + pos.double(), "rows")
-    dk, _ = compress.gather_blocks_backward(rows, length=LENGTH, **CUT)
+    dk, _ = compress.gather_blocks_backward(rows, pooling)
     close(dk[:, -STRIDE:], blocks[:, :, -STRIDE:].transpose(1, 2), "dk of the rows")

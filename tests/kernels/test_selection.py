@@ -1,6 +1,6 @@
-"""The choice of blocks, in Triton's interpreter, against the reference in fp64.
+"""The selection of blocks, in Triton's interpreter, against the reference in fp64.
 
-Rounding may swap two blocks of nearly the same importance, so a choice is checked in two ways: what must hold
+Rounding may swap two blocks of nearly the same importance, so a selection is checked in two ways: what must hold
 exactly (forced blocks, order, padding, no block twice), and that nothing left out was clearly better than what was
 taken.
 """
@@ -19,9 +19,10 @@ import triton.language as tl
 
 from nsa import reference
 from nsa.backends.routing import BackendFailure
-from nsa.backends.triton import scores
+from nsa.backends.triton import selection
+from nsa.sequences import Selection, Sequences
 
-SMALL = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
+SMALL = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
 # Every query costs the interpreter milliseconds: blocks are small so that few queries have a choice to make.
 KNOBS = {"block": 4, "stride": 2, "select_block": 8, "n_select": 5, "n_init": 1, "n_local": 2}
 
@@ -38,7 +39,8 @@ def inputs(length: int, heads: int, groups: int, dim: int, knobs: dict, dtype: t
 
 def kernel(q: Tensor, k: Tensor, lse: Tensor, knobs: dict, cu=None, tile=SMALL, scale=None) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return scores.select_blocks(q, k, lse, **knobs, scale=scale, cu_seqlens=cu, q_start=None, tile=tile)
+    sequences = Sequences(q.shape[0], q.shape[1], q.device, cu)
+    return selection.select_blocks(q, k, lse, Selection(sequences, **knobs, scale=scale), tile=tile)
 
 
 def check(chosen: Tensor, q: Tensor, k: Tensor, lse: Tensor, knobs: dict, cu=None) -> None:
@@ -163,17 +165,19 @@ def test_strides_and_batch() -> None:
 def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, lse = inputs(80, 3, 2, 16, KNOBS, torch.float32)
     want = kernel(q, k, lse, KNOBS)
-    monkeypatch.setattr(scores, "SCORE_BUDGET", 1024)
-    assert len(scores.query_chunks(80, 4, 8, 8)) > 3
+    monkeypatch.setattr(selection, "SCORE_BUDGET", 1024)
+    selection.plan.cache_clear()
+    assert len(selection.query_chunks(80, 4, 8, 8)) > 3
     assert torch.equal(kernel(q, k, lse, KNOBS), want)
-    small = scores.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
+    small = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
     assert torch.equal(kernel(q, k, lse, KNOBS, tile=small), want)
+    selection.plan.cache_clear()
 
 
 # Half precision has its rows in tensor cores' order; how the results of either lie, only a GPU knows.
 @pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16, torch.float32])], ids=str)
-@pytest.mark.parametrize("tile", worth_trying(scores.candidates()), ids=str)
-def test_every_candidate(tile: scores.Tile, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tile", worth_trying(selection.candidates()), ids=str)
+def test_every_candidate(tile: selection.Tile, dtype: torch.dtype) -> None:
     q, k, lse = inputs(300, 4, 1, 16, KNOBS, dtype)
     check(kernel(q, k, lse, KNOBS, tile=tile), q, k, lse, KNOBS)
 
@@ -197,12 +201,6 @@ def test_a_future_key_changes_no_earlier_choice() -> None:
     assert torch.equal(kernel(q, k, lse, KNOBS)[:, : 20 * 2 + 3], want[:, : 20 * 2 + 3])
 
 
-def test_cached_queries_are_declined() -> None:
-    q, k, lse = inputs(20, 2, 1, 16, KNOBS, torch.float32)
-    with pytest.raises(ValueError, match="q_start"):
-        scores.select_blocks(q, k, lse, **KNOBS, scale=1.0, cu_seqlens=None, q_start=torch.zeros(1, dtype=torch.int32))
-
-
 @pytest.mark.parametrize(
     ("length", "knobs"),
     [(2**20, {"block": 32, "stride": 16, "select_block": 16}), (600, {"block": 2, "stride": 1, "select_block": 512})],
@@ -212,12 +210,12 @@ def test_what_no_program_can_hold_is_left_to_the_next_backend(length: int, knobs
     q = torch.zeros(1, 1, 1, 16, device=DEVICE).expand(1, length, 1, 16)
     k = torch.zeros(1, 1, 1, 16, device=DEVICE).expand(1, length // knobs["stride"], 1, 16)
     with pytest.raises(BackendFailure, match="at most"):
-        scores.select_blocks(q, k, q[..., 0], **KNOBS | knobs, scale=1.0, cu_seqlens=None, q_start=None)
+        kernel(q, k, q[..., 0], KNOBS | knobs, tile=None)
 
 
 @triton.jit
 def last_taken_kernel(p_key, p_found, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr):
-    lo, exact = scores.last_taken(tl.load(p_key + tl.arange(0, BLOCK_J)), N_FREE, SEGMENTS, BLOCK_J)
+    lo, exact = selection.last_taken(tl.load(p_key + tl.arange(0, BLOCK_J)), N_FREE, SEGMENTS, BLOCK_J)
     tl.store(p_found, lo)
     tl.store(p_found + 1, exact.to(tl.int32))
 

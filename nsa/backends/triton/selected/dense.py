@@ -29,6 +29,8 @@ def dense_tile(shapes: Shapes) -> Tile | None:
 class DenseForward:
     """The plan of `dense`, for fixed-length sequences."""
 
+    method = "dense"
+
     def __init__(self, shapes: Shapes, scale: float, tile: Tile) -> None:
         self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
         self.attend = Plan(shapes.q, shapes.k, shapes.v, CAUSAL, scale, tile, shapes.select_block)

@@ -299,6 +299,8 @@ def needs_int64(scratch: int, *inputs: Layout) -> bool:
 class BlockForward:
     """The plan of `block`."""
 
+    method = "block"
+
     def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
         self.split = SplitPlan(shapes, tile.common_m)
         heads, d_v = shapes.heads, shapes.d_v
@@ -378,6 +380,8 @@ class BlockForward:
 
 class QueryForward:
     """The plan of `query`."""
+
+    method = "query"
 
     def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
         self.split = SplitPlan(shapes, tile.common_m) if tile.common_m > 0 else None
