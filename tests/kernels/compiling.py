@@ -93,8 +93,8 @@ SHAPES = {
 @dataclass
 class Compiled:
     """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does;
-    `overwritten` names products that read what is no longer there, see `sass.py`; `mistaken` names sums over the wrong
-    warps, see `layouts.py`."""
+    `overwritten` names products that read what is no longer there, `products` and `waits` tell whether they are
+    serialised, see `sass.py`; `mistaken` names sums over the wrong warps, see `layouts.py`."""
 
     shape: str
     branch: str
@@ -105,6 +105,8 @@ class Compiled:
     shared: int = 0
     tensor_memory: int = 0
     seconds: float = 0.0
+    products: int = 0
+    waits: int = 0
     overwritten: list[str] = field(default_factory=list)
     mistaken: list[str] = field(default_factory=list)
     error: str = ""
@@ -145,6 +147,7 @@ class Recorder:
                 meta.shared,
                 getattr(meta, "tmem_size", None) or 0,
                 round(seconds, 2),
+                *sass.products_and_waits(code),
                 sass.overwritten(code),
                 layouts.mistaken(kernel.asm["ttgir"]),
             )
@@ -300,11 +303,11 @@ def table(target: str, found: list[Compiled]) -> str:
     """One line a kernel, in the order in which they were compiled."""
     lines = [
         f"{'target':7} {'shape':15} {'branch':10} {'kernel':24} warps registers spills shared KiB of "
-        f"{TARGETS[target].shared // KIB}"
+        f"{TARGETS[target].shared // KIB}, products/waits"
     ]
     for x in found:
         what = f"{target:7} {x.shape:15} {x.branch:10} {x.kernel.removesuffix('_kernel'):24}"
-        cost = f"{x.warps:5} {x.registers:9} {x.spills:6} {x.shared / KIB:10.1f}"
+        cost = f"{x.warps:5} {x.registers:9} {x.spills:6} {x.shared / KIB:10.1f} {x.products:9}/{x.waits}"
         lines.append(f"{what} {x.error or cost}")
     return "\n".join(lines)
 

@@ -1,10 +1,15 @@
-"""Reads a kernel's machine code for what ptxas 12.8 does wrong: it gives away registers that a later iteration reads.
+"""Reads a kernel's machine code for two things that ptxas does without a word.
 
-A Hopper product takes its left operand from four registers. Where a loop computes it from something it loaded before
-the loop, as `q` in `q k^T`, those registers must last; ptxas 12.8 was seen to write `p` of `p v` into them, so that
-every iteration but the first multiplied by the wrong matrix, with no word and the same result each time. Our kernels
-carry no left operand from one iteration to the next, so the sign is plain: a register that a product reads, that
-nothing in the loop writes before it, and that something in the loop writes after it.
+It gives away registers that a later iteration reads (ptxas 12.8). A Hopper product takes its left operand from four
+registers. Where a loop computes it from something it loaded before the loop, as `q` in `q k^T`, those registers must
+last; ptxas 12.8 was seen to write `p` of `p v` into them, so that every iteration but the first multiplied by the wrong
+matrix, with no word and the same result each time. Our kernels carry no left operand from one iteration to the next, so
+the sign is plain: a register that a product reads, that nothing in the loop writes before it, and that something in the
+loop writes after it.
+
+It serialises products (warning C7513, which Triton throws away). A dot is several products that run one behind the
+other and are waited for once; where ptxas finds another instruction between them that defines one of their registers,
+every product gets a wait of its own, and nothing overlaps with it.
 """
 
 from __future__ import annotations
@@ -94,3 +99,14 @@ def overwritten(sass: str) -> list[str]:
             if lost:
                 found.append(f"{product.name} at {product.address:#x}: R{min(lost)} is written later in the loop")
     return found
+
+
+def products_and_waits(sass: str) -> tuple[int, int]:
+    """How many products a kernel has, and how many waits for them."""
+    names = [instruction.name for instruction in instructions(sass)]
+    return sum(name.startswith("HGMMA") for name in names), sum(name.startswith("WARPGROUP.DEPBAR") for name in names)
+
+
+def serialized(products: int, waits: int) -> bool:
+    """Whether more than half of the products have a wait of their own. A dot of our kernels is four of them or more."""
+    return 2 * waits > products

@@ -1,6 +1,6 @@
-"""Every kernel, with the tiles its launcher picks, compiles for every GPU that is served, fits its shared memory, and
-has come out neither of ptxas with a product that reads registers since given away, nor of Triton with a sum that
-mistakes its warps.
+"""Every kernel, with the tiles its launcher picks, compiles for every supported GPU, fits its shared memory, and has
+come out neither of ptxas with serialised products or with one that reads registers since given away, nor of Triton with
+a sum that mistakes its warps.
 
 No GPU is needed: `compiling.py` stands in for one, in a process of its own for each target. `pytest -s` prints what
 each kernel takes.
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from compiling import SHAPES, TARGETS, TENSOR_MEMORY, Compiled, table
 from layouts import mistaken
-from sass import overwritten
+from sass import overwritten, products_and_waits, serialized
 
 # All of half precision where tiles were measured. Elsewhere what four minutes of one core allow: sm_80, 86 and 89 have
 # the same tiles, so their shapes are shared out. The longest first: a worker has one to itself.
@@ -37,6 +37,9 @@ PICKED = {
 SPILLS = 128
 # Correct and slow: wide heads in fp32, whose products are not the tensor cores'. (As on Hopper, not compiled here.)
 SPILLING = {"32/1/256 fp32"}
+# Kernels of these shapes that are serialised on purpose. The forwards of head_dim 128 are held to 128 registers of the
+# 149 they need: two CTAs per SM of serialised products beat one CTA of products that overlap.
+SERIALIZED = {("64/4/128", "ranged_forward_kernel"), ("32/8/128 packed", "ranged_forward_kernel")}
 
 
 def compiled(target: str, folder: Path) -> list[Compiled]:
@@ -72,6 +75,8 @@ def test_kernels_compile_and_fit(target: str, tmp_path: Path) -> None:
         if x.tensor_memory > TENSOR_MEMORY:
             wrong.append(f"{where}: {x.tensor_memory} columns of tensor memory, {TENSOR_MEMORY} there are")
         wrong += [f"{where}: {what}" for what in (*x.overwritten, *x.mistaken)]
+        if serialized(x.products, x.waits) != ((x.shape, x.kernel) in SERIALIZED and target == "sm_90"):
+            wrong.append(f"{where}: {x.products} products with {x.waits} waits, see SERIALIZED")
         if x.spills > SPILLS and x.shape not in SPILLING:
             wrong.append(f"{where}: {x.spills} registers spilled")
     assert not wrong, "\n".join(wrong)
@@ -104,6 +109,25 @@ def test_an_operand_given_away_is_found() -> None:
 def test_an_operand_that_lasts_is_not(told: str, instead: str) -> None:
     assert told in LOOP
     assert overwritten(LOOP.replace(told, instead)) == []
+
+
+# Two dots of two products each: one wait for both, and one wait for each product.
+PIPELINED = """
+    /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR16], RZ, !UPT ;
+    /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R12, gdesc[UR20], R24, gsb0 ;
+    /*0030*/                   HGMMA.64x64x16.F32.BF16 R56, R8, gdesc[UR16], RZ, !UPT ;
+    /*0040*/                   HGMMA.64x64x16.F32.BF16 R56, R12, gdesc[UR20], R56, gsb0 ;
+    /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+WAIT = "/*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+
+
+def test_a_wait_for_every_product_is_found() -> None:
+    assert products_and_waits(PIPELINED) == (4, 1)
+    assert not serialized(*products_and_waits(PIPELINED))
+    assert serialized(*products_and_waits(PIPELINED + 3 * WAIT))
+    # Kernels without products have no waits either.
+    assert not serialized(*products_and_waits(""))
 
 
 # Rows of a product that tensor cores did not make, put in the order that is made for those that they did.
