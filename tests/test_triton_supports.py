@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nsa.backends import triton as backend
 from nsa.backends.contracts import SMALL_SHARED_MEMORY
 from nsa.backends.problem import Problem
+from nsa.backends.routing import Router
+from nsa.settings import Settings
 
 PROBLEM = Problem(
     op="selected", batch=1, n_queries=64, n_keys=64, n_heads=64, n_groups=1, d_k=256, d_v=256, dtype=torch.float32,
@@ -47,3 +51,40 @@ def test_a_gpu_with_more_shared_memory_serves_the_widest_group(
     gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert answer(monkeypatch, gpu) is None
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with Triton and without a GPU, where TRITON_INTERPRET is set."""
+    monkeypatch.setattr(backend, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def on_cpu(**changes: object) -> Problem:
+    return Problem(**{**vars(PROBLEM), "device": "cpu", **changes})
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_interpreter_takes_cpu_tensors_but_no_bf16() -> None:
+    assert backend.available() is None
+    for dtype in (torch.float16, torch.float32):
+        assert backend.supports(on_cpu(dtype=dtype)) is None
+    reason = backend.supports(on_cpu(dtype=torch.bfloat16))
+    assert reason is not None
+    assert "bf16" in reason
+
+
+def test_without_the_interpreter_cpu_tensors_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available", lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reason = backend.supports(on_cpu())
+    assert reason is not None
+    assert "cpu" in reason
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_interpreter_runs_only_by_name() -> None:
+    router = Router([backend, SimpleNamespace(name="plain", supports=lambda problem: None)], Settings())
+    assert router.route(on_cpu()).chosen == "plain"
+    assert router.route(on_cpu(), "triton").chosen == "triton"

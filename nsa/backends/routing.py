@@ -48,8 +48,9 @@ MAX_ROUTES = 4096
 class Backend(Protocol):
     """A module, or anything else, with a name, an opinion on problems, and the functions of the ops it serves.
 
-    It may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine. A module
-    with `configure(settings)` is not the backend itself: what that returns is.
+    It may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine; and
+    `explicit_only(problem) -> str | None`: why `auto` must not pick it for a problem that it supports. A module with
+    `configure(settings)` is not the backend itself: what that returns is.
     """
 
     name: str
@@ -263,7 +264,11 @@ class Router:
         """None when the backend can serve; settings are asked first. A named backend is not bound by a threshold."""
         if name in self.absent:
             return self.absent[name]
-        return self.switched_off(name, problem, named=named) or self.backends[name].supports(problem)
+        backend = self.backends[name]
+        reason = self.switched_off(name, problem, named=named) or backend.supports(problem)
+        if reason is None and not named and hasattr(backend, "explicit_only"):
+            return backend.explicit_only(problem)
+        return reason
 
     def switched_off(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
         """Why settings and measurements keep the backend from the problem, whatever it says itself."""
