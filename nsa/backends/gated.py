@@ -29,7 +29,3 @@ def without_gate(backward: Backward) -> Backward:
         return (dq if upstream.dq is None else upstream.dq.add_(dq)), dk, dv
 
     return run
-
-
-def with_gate(backward):  # temporary
-    return backward

@@ -3,7 +3,7 @@
 nsa bench host --heads 12/2/64 --lengths 2048 8192 --out benchmarks/results/h200/host.csv
 
 Host time is what the CPU needs to issue a call: calls follow one another with the GPU running behind, on a shape small
-enough that it keeps up, and the clock stops before anything waits for it. Wall time, printed beside it, includes the GPU.
+enough that it keeps up, and the clock stops before anything waits. Wall time, printed beside it, includes the GPU.
 """
 
 from __future__ import annotations
