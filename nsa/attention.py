@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa import eager
 from nsa.cache import NSACache, Pair
 from nsa.checks import (
     FLOAT_NAMES,
@@ -207,6 +208,10 @@ class NSAAttention(nn.Module):
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
         """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
         c = self.config
+        if c.compress_rope == "after" and not c.share_kv and eager.applies(x, self.q_proj, self.k_proj, self.v_proj):
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            q, *kv = eager.project(x, *projections, angles, c.n_kv_groups, (c.d_k, c.d_v))
+            return q, (kv[0], kv[3]), (kv[1], kv[4]), (kv[2], kv[5])
         q = self.q_proj(x).unflatten(-1, (-1, c.d_k))
         k_raw, *ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
         vs = self.v_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_v)).unbind(dim=2)
@@ -238,8 +243,7 @@ class NSAAttention(nn.Module):
         if cu_seqlens is not None:
             _, start, _ = compressed_starts(cu_seqlens, k.shape[1], c.l, c.d)
         elif isinstance(position_offset, int) and position_offset == 0:
-            cos, sin = self.rope.table(k.shape[1], k.device, k.dtype)
-            return cos[:: c.d][: k_cmp.shape[1]], sin[:: c.d][: k_cmp.shape[1]]
+            return self.rope.table(k_cmp.shape[1] * c.d, k.device, k.dtype, stride=c.d)
         else:
             start = torch.arange(k_cmp.shape[1], device=k.device) * c.d
         return self.rope.angles(start[None] + position_offset, k.dtype)
@@ -291,7 +295,11 @@ class Gate(nn.Module):
             pinned = x.new_zeros(*x.shape[:2], self.config.n_heads, len(BRANCHES))
             pinned[..., BRANCHES.index(self.config.force_branch)] = 1.0
             return pinned
-        logits = self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES)))
+        if eager.applies(x, self.inner, self.outer):
+            logits = eager.mlp(x, self.inner, self.outer)
+        else:
+            logits = self.outer(F.silu(self.inner(x)))
+        logits = logits.unflatten(-1, (-1, len(BRANCHES)))
         return logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(dim=-1)
 
 

@@ -18,6 +18,9 @@ from nsa.config import RopeScaling
 
 Angles = tuple[Tensor, Tensor]
 
+# Lengths whose tables are kept: sequence lengths may never repeat, and memory must not grow with them.
+MAX_TABLES = 64
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -30,7 +33,7 @@ class Rope:
     width: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
-    tables: dict[tuple[torch.device, torch.dtype], Angles] = field(
+    tables: dict[tuple[torch.device, torch.dtype, int, int], Angles] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -68,21 +71,33 @@ class Rope:
             angle = (angle - (angle / (2 * math.pi)).round() * (2 * math.pi)).to(wide)
         return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)
 
-    def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Angles:
-        """`angles` of positions `0 .. length - 1`, each `[length, 1, width / 2]`: computed once, then a view."""
+    def table(self, length: int, device: torch.device, dtype: torch.dtype, *, stride: int = 1) -> Angles:
+        """`angles` of every `stride`-th position below `length`, each `[n, 1, width / 2]`: computed once, then views."""
         if not can_cache(device):
-            return self.angles(torch.arange(length, device=device), dtype)
-        key = (device, angle_dtype(dtype))
+            return self.angles(torch.arange(0, length, stride, device=device), dtype)
+        key = (device, angle_dtype(dtype), length, stride)
+        found = self.tables.get(key)
+        if found is None:
+            cos, sin = self.longest(length, device, dtype)
+            found = cos[:length:stride], sin[:length:stride]
+            # A fake tensor must not outlive its mode.
+            if type(cos) is Tensor:
+                if len(self.tables) >= MAX_TABLES:
+                    self.tables.clear()
+                self.tables[key] = found
+        return found
+
+    def longest(self, length: int, device: torch.device, dtype: torch.dtype) -> Angles:
+        """The table that the others are views of: at least so long, and grown by powers of two."""
+        key = (device, angle_dtype(dtype), 0, 0)
         kept = self.tables.get(key)
         if kept is None or kept[0].shape[0] < length:
             # Autograd could not save a tensor made in inference mode.
             with torch.inference_mode(False):
                 kept = self.angles(torch.arange(1 << (length - 1).bit_length(), device=device), dtype)
-            # A fake tensor must not outlive its mode.
             if type(kept[0]) is Tensor:
                 self.tables[key] = kept
-        cos, sin = kept
-        return cos[:length], sin[:length]
+        return kept
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """`x [..., H, width]` turned by its position's angles, in its own dtype."""
@@ -90,7 +105,7 @@ class Rope:
 
     def rotate_all(self, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`rotate` of several tensors that share their angles."""
-        if fused(tensors[0]):
+        if tensors[0].dim() == 4 and fused(tensors[0]):
             from nsa.backends.triton.rope import Rotate
 
             rotated: tuple[Tensor, ...] = Rotate.apply(*angles, *tensors)
@@ -106,7 +121,7 @@ def turn(x: Tensor, angles: Angles) -> Tensor:
 
 def fused(x: Tensor) -> bool:
     """Whether one kernel rotates instead of nine; a compiler fuses the nine with what is around them."""
-    if not x.is_cuda or x.dim() != 4 or x.dtype == torch.float64 or torch.compiler.is_compiling():
+    if not x.is_cuda or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return False
     return triton_is_usable()
 

@@ -175,8 +175,9 @@ class Router:
         self.absent = {**(absent or {}), **self.broken}
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
-        # What the ops have looked up, by whatever they know of a call.
+        # What the ops have looked up, by whatever they know of a call: single stages, and the plans of whole calls.
         self.stages: dict[tuple[Any, ...], Stage] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
         self.said: set[object] = set()
@@ -215,12 +216,13 @@ class Router:
             found = self.routes[problem, backend] = self.decide(problem, backend)
         return found
 
-    def remember(self, key: tuple[Any, ...], stage: Stage) -> Stage:
+    @staticmethod
+    def remember(memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
         """Keep what an op looked up; bounded, as routes are."""
-        if len(self.stages) >= MAX_ROUTES:
-            self.stages.clear()
-        self.stages[key] = stage
-        return stage
+        if len(memory) >= MAX_ROUTES:
+            memory.clear()
+        memory[key] = value
+        return value
 
     def decide(self, problem: Problem, backend: str) -> Route:
         if backend != "auto" and backend not in self.backends and backend not in self.absent:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import checks
-from nsa.ops.registry import ROUTING, define, differentiate, empty_gradients, empty_output, shape_of, stage
+from nsa.ops.registry import ROUTING, Op, empty_gradients, empty_output, shape_of, stage
 from nsa.sequences import Compressed, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 PLACES = "Tensor? cu_seqlens, Tensor? q_start"
@@ -34,11 +34,11 @@ class Branch:
         integers = "".join(f"int {x}, " for x in hyperparameters)
         rest = f"{PLACES}, {integers}float scale, {ROUTING}"
         op = f"{name}_attention"
-        self.forward = define(op, f"{tensors}, {rest}", "(Tensor, Tensor)", self.run_forward, self.fake_forward)
+        self.forward = Op(op, f"{tensors}, {rest}", "(Tensor, Tensor)", self.run_forward, self.fake_forward)
         arguments = f"Tensor do, Tensor? dlse, {tensors}, Tensor o, Tensor lse, {rest}"
         returns = "(Tensor, Tensor, Tensor)"
-        self.backward = define(f"{op}_backward", arguments, returns, self.run_backward, self.fake_backward)
-        differentiate(self.forward, self.save, self.gradients)
+        self.backward = Op(f"{op}_backward", arguments, returns, self.run_backward, self.fake_backward)
+        self.forward.differentiate(self.save, self.gradients)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         *indices, cu_seqlens, q_start = rest[: self.n_tensors - 1]
@@ -109,7 +109,7 @@ def fake_select_blocks(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
 
 
 INTEGERS = ("block", "stride", "select_block", "n_select", "n_init", "n_local")
-SELECT_BLOCKS = define(
+SELECT_BLOCKS = Op(
     "select_blocks",
     f"Tensor q, Tensor k_cmp, Tensor lse, {PLACES}, {''.join(f'int {x}, ' for x in INTEGERS)}float scale, {ROUTING}",
     "Tensor",
@@ -118,15 +118,15 @@ SELECT_BLOCKS = define(
 )
 
 
-def combine_shape(o: Tensor) -> tuple[int, ...]:
+def combine_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The gated sum has no keys: every head is a group of its own, one row per query."""
-    batch, length, heads, width = o.shape
+    batch, length, heads, width = shape
     return batch, length, length, heads, heads, width, width
 
 
 def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
     checks.check_finite(strict, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates)
-    run = stage("combine", "combine_forward", combine_shape(o_cmp), o_cmp, backend, strict)
+    run = stage("combine", "combine_forward", combine_shape(o_cmp.shape), o_cmp, backend, strict)
     o: Tensor = run(o_cmp, o_sel, o_win, gates)
     return o.contiguous()
 
@@ -134,15 +134,13 @@ def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, back
 def run_combine_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool
 ) -> tuple[Tensor, ...]:
-    run = stage("combine", "combine_backward", combine_shape(o_cmp), o_cmp, backend, strict, backward=True)
+    run = stage("combine", "combine_backward", combine_shape(o_cmp.shape), o_cmp, backend, strict, backward=True)
     return tuple(x.contiguous() for x in run(do, o_cmp, o_sel, o_win, gates))
 
 
 TENSORS = "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates"
-COMBINE = define(
-    "combine", f"{TENSORS}, {ROUTING}", "Tensor", run_combine, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape)
-)
-COMBINE_BACKWARD = define(
+COMBINE = Op("combine", f"{TENSORS}, {ROUTING}", "Tensor", run_combine, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
+COMBINE_BACKWARD = Op(
     "combine_backward",
     f"Tensor do, {TENSORS}, {ROUTING}",
     "(Tensor, Tensor, Tensor, Tensor)",
@@ -162,4 +160,4 @@ def combine_gradients(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*COMBINE_BACKWARD(do.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None)
 
 
-differentiate(COMBINE, save_combine, combine_gradients)
+COMBINE.differentiate(save_combine, combine_gradients)

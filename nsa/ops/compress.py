@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa import checks
 from nsa.geometry import n_compressed
-from nsa.ops.registry import ROUTING, define, differentiate, stage
+from nsa.ops.registry import ROUTING, Op, stage
 from nsa.sequences import Pooling, Sequences
 
 
@@ -71,21 +71,21 @@ def run_gather_backward(
 PLACES = "Tensor? cu_seqlens, int block, int stride"
 GRADIENT_PLACES = "Tensor? cu_seqlens, int length, int block, int stride"
 
-COMPRESS_MEAN = define(
+COMPRESS_MEAN = Op(
     "compress_mean",
     f"Tensor x, {PLACES}, {ROUTING}",
     "Tensor",
     run_mean,
     lambda x, cu_seqlens, block, stride, *_: empty_blocks(x, cu_seqlens, block, stride, x.shape[3]),
 )
-COMPRESS_MEAN_BACKWARD = define(
+COMPRESS_MEAN_BACKWARD = Op(
     "compress_mean_backward",
     f"Tensor dout, {GRADIENT_PLACES}, {ROUTING}",
     "Tensor",
     run_mean_backward,
     lambda dout, cu_seqlens, length, *_: dout.new_empty(dout.shape[0], length, *dout.shape[2:]),
 )
-GATHER_BLOCKS = define(
+GATHER_BLOCKS = Op(
     "gather_blocks",
     f"Tensor x, Tensor position, {PLACES}, {ROUTING}",
     "Tensor",
@@ -99,7 +99,7 @@ def fake_gather_backward(dout: Tensor, cu_seqlens: Tensor | None, length: int, b
     return dout.new_empty(batch, length, groups, width // block), dout.new_empty(block, width // block)
 
 
-GATHER_BLOCKS_BACKWARD = define(
+GATHER_BLOCKS_BACKWARD = Op(
     "gather_blocks_backward",
     f"Tensor dout, {GRADIENT_PLACES}, {ROUTING}",
     "(Tensor, Tensor)",
@@ -126,5 +126,5 @@ def gather_gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]
     return (*grads, *[None] * 5)
 
 
-differentiate(COMPRESS_MEAN, save, mean_gradients)
-differentiate(GATHER_BLOCKS, save, gather_gradients)
+COMPRESS_MEAN.differentiate(save, mean_gradients)
+GATHER_BLOCKS.differentiate(save, gather_gradients)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from nsa.backends.problem import Problem
@@ -19,44 +20,74 @@ from nsa.backends.routing import Stage, router
 
 LIBRARY = torch.library.Library("nsa", "DEF")
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 # What every op takes after its tensors and hyperparameters.
 ROUTING = "str backend, bool strict"
 
 
-def define(name: str, arguments: str, returns: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register `nsa::name`. Returns the op, to be called with all of its arguments by position."""
-    LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nsa::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.nsa, name).default
-
-
-def differentiate(
-    op: Any, save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Sequence[Tensor | None]]
-) -> None:
-    """Let `backward(ctx, *grads)` be the gradient of `op`; `save(ctx, inputs, output)` keeps what it needs.
-
-    Gradients of gradients and forward-mode derivatives raise: there are no formulas for them.
+class Op:
+    """One op of ours. Called as a Python function it takes the short way in plain eager mode: to its body, or to its
+    autograd function, without crossing torch's dispatcher. Whatever watches or transforms ops (compilation, dispatch
+    modes, tensor subclasses, the profiler) sees `nsa::name`.
     """
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = op(*inputs)
-            save(ctx, inputs, output)
-            # A gradient that does not come stays None: zeros would be computed with.
-            ctx.set_materialize_grads(False)
-            return output
+    def __init__(self, name: str, arguments: str, returns: str, body: Callable[..., Any], fake: Callable[..., Any]):
+        LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"nsa::{name}", fake, lib=LIBRARY)
+        self.name = name
+        self.body = body
+        self.overload = getattr(torch.ops.nsa, name).default
+        self.function: type[torch.autograd.Function] | None = None
 
-        @staticmethod
-        @once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return backward(ctx, *grads)
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or not is_plain(args[0]):
+            return self.overload(*args)
+        if self.function is not None and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+            return self.function.apply(*args)
+        return self.body(*args)
 
-    name = op._schema.name.removeprefix("nsa::")
-    Differentiable.__name__ = Differentiable.__qualname__ = name
-    LIBRARY.impl(name, Differentiable.apply, "Autograd")
+    def differentiate(
+        self, save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Sequence[Tensor | None]]
+    ) -> None:
+        """Let `backward(ctx, *grads)` be the gradient; `save(ctx, inputs, output)` keeps what it needs.
+
+        Gradients of gradients and forward-mode derivatives raise: there are no formulas for them.
+        """
+        op = self
+
+        class Differentiable(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                if is_plain(inputs[0]):
+                    output = op.body(*inputs)
+                else:
+                    with torch._C._AutoDispatchBelowAutograd():
+                        output = op.overload(*inputs)
+                save(ctx, inputs, output)
+                # A gradient that does not come stays None: zeros would be computed with.
+                ctx.set_materialize_grads(False)
+                return output
+
+            @staticmethod
+            @once_differentiable  # type: ignore[untyped-decorator]
+            def backward(ctx: Any, *grads: Tensor | None) -> Any:
+                return backward(ctx, *grads)
+
+        Differentiable.__name__ = Differentiable.__qualname__ = self.name
+        LIBRARY.impl(self.name, Differentiable.apply, "Autograd")
+        self.function = Differentiable
+
+
+def is_plain(x: Any) -> bool:
+    """Whether nothing but autograd looks at what happens to `x`."""
+    return (
+        type(x) in PLAIN
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
 
 
 def stage(
@@ -89,7 +120,7 @@ def stage(
             cached=cached,
             **dict(zip(names, shape, strict=True)),
         )
-        found = router().remember(key, Stage(router(), problem, function, backend, strict))
+        found = router().remember(stages, key, Stage(router(), problem, function, backend, strict))
     return found
 
 

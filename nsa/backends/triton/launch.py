@@ -92,13 +92,27 @@ class Launch:
             compiled = self.kernel[self.grid](**free, **self.bound)
             # The interpreter compiles nothing.
             if compiled is not None:
-                self.runners[key] = compiled[self.grid]
+                self.runners[key] = runner_of(compiled, self.grid)
             return
         values = self.template.copy()
         places = self.places
         for name, x in free.items():
             values[places[name]] = x
         runner(*values)
+
+
+def runner_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """Launches a compiled kernel on the current stream of the device that it was loaded on, as Triton's JIT does, but
+    without its launch hooks."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    device = torch.cuda.current_device()
+    current_stream = torch._C._cuda_getCurrentRawStream
+    x, y, z = grid
+
+    def runner(*args: Any) -> None:
+        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args)
+
+    return runner
 
 
 class Descriptor:
