@@ -72,7 +72,7 @@ class Rope:
         return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype, *, stride: int = 1) -> Angles:
-        """`angles` of every `stride`-th position below `length`, each `[n, 1, width / 2]`: computed once, then views."""
+        """`angles` of every `stride`-th position below `length`, each `[n, 1, width / 2]`: kept as views."""
         if not can_cache(device):
             return self.angles(torch.arange(0, length, stride, device=device), dtype)
         key = (device, angle_dtype(dtype), length, stride)
