@@ -19,7 +19,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa import checks
-from nsa.ops.attention import ATTENTION
+from nsa.ops.fused import ATTENTION
 from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 
