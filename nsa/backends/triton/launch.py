@@ -63,11 +63,6 @@ def strides(**layouts: Layout | None) -> dict[str, int]:
     return found
 
 
-def alignment(x: Any) -> bool | None:
-    """What is left of an argument's specialization once shapes, strides and dtypes are fixed."""
-    return x.data_ptr() % 16 == 0 if isinstance(x, Tensor) else None if x is None else True
-
-
 class Launch:
     """A kernel with its grid and every argument that is known beforehand: strides, counts, constants, options.
 
@@ -83,10 +78,11 @@ class Launch:
         self.bound = bound
         self.places = {name: i for i, name in enumerate(kernel.arg_names)}
         self.template = [bound.get(name) for name in kernel.arg_names]
-        self.runners: dict[tuple[bool | None, ...], Callable[..., None]] = {}
+        self.runners: dict[tuple[bool, ...], Callable[..., None]] = {}
 
     def __call__(self, **free: Any) -> None:
-        key = tuple(map(alignment, free.values()))
+        # What is left of the arguments' specialization once shapes, strides and dtypes are fixed.
+        key = tuple([x.data_ptr() % 16 == 0 if isinstance(x, Tensor) else x is None for x in free.values()])
         runner = self.runners.get(key)
         if runner is None:
             compiled = self.kernel[self.grid](**free, **self.bound)
