@@ -123,7 +123,8 @@ class Workbench:
             case "selected-forward-query" | "selected-forward-block":
                 return backend.selected_forward(q, k, v, self.indices, self.over_selected, tile=tile)
             case "selected-backward":
-                saved = Saved(q, k, v, *self.selected, self.indices)
+                o, lse = self.selected
+                saved = Saved(q, k, v, o, lse, self.indices)
                 return backend.selected_backward(upstream, saved, self.over_selected, tile=tile)
             case "combine-forward":
                 return (backend.combine_forward(*branches, tile=tile),)
