@@ -436,6 +436,12 @@ def test_without_a_gpu_the_command_says_so() -> None:
         bench.run(parse())
 
 
+def test_the_interpreter_is_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        bench.run(parse())
+
+
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--kernels is 'score'; accepted: .*selected-backward"):
         bench.run(parse("--kernels", "score"))
