@@ -34,6 +34,7 @@ from nsa.backends.triton.selected.forward import (
     own_segment,
 )
 from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, selected_block
+from nsa.backends.triton.tiles import block_width
 from nsa.sequences import Saved, Upstream
 
 # Keys that a CTA sums over their segments.
@@ -198,52 +199,40 @@ def sum_slots_kernel(
     tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=m_row[:, None] & (o_dk < D_K)[None, :])
 
 
-@triton.jit
-def sum_segments(
-    p_part, p_out, i_start, i_stop, i_first, i_end, i_b, i_g, n_tokens, n_groups,
-    SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ACCUMULATE: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_R keys of a block: the sum over its segments, in their order, on top of earlier launches' if ACCUMULATE."""
-    o_n = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_d = tl.arange(0, BLOCK_D)
-    m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
-    m_x = m_n[:, None] & (o_d < D)[None, :]
-    p_x = p_out + (((i_b * n_tokens + i_first + o_n) * n_groups + i_g) * D)[:, None] + o_d[None, :]
-    b_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    if ACCUMULATE:
-        b_x += tl.load(p_x, mask=m_x, other=0.0)
-    # Six in flight at once: every query selects the first block, whose many segments others would wait for.
-    for i_segment in tl.range(i_start, i_stop, num_stages=6):
-        o_part = (tl.full([BLOCK_R], 0, tl.int64) + i_segment) * SELECT_BLOCK + o_n
-        b_x += tl.load(p_part + (o_part * D)[:, None] + o_d[None, :], mask=m_x, other=0.0)
-    tl.store(p_x, b_x.to(p_out.dtype.element_ty), mask=m_x)
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def sum_segments_kernel(
-    p_dk_part, p_dv_part, p_dk, p_dv, p_low, p_high, p_last_segment, p_first_token, p_end_token,
+    p_part, p_out, p_part_1, p_out_1, p_low, p_high, p_last_segment, p_first_token, p_end_token,
     n_blocks, n_tokens, n_groups, row_0,
-    SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SEGMENT: tl.constexpr, PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    SEGMENT: tl.constexpr, PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R keys of a block: `dk` or `dv`, by the grid's third dimension."""
+    """BLOCK_R keys of a block: the sum over its segments, in their order, on top of earlier launches' if ACCUMULATE.
+
+    The grid's third dimension picks one of two gradients of the same head_dim.
+    """
+    if tl.program_id(2) == 1:
+        p_part = p_part_1
+        p_out = p_out_1
     i_item = tl.program_id(0)
+    o_n = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)
     i_row = row_0 + i_item // n_blocks
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = i_row % n_groups
     i_first, i_end = locate_block(i_item % n_blocks, n_tokens, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
-    i_stop = tl.load(p_last_segment + i_item)
-    i_start = i_stop - (tl.load(p_high + i_item) - tl.load(p_low + i_item) + SEGMENT - 1) // SEGMENT
-    if tl.program_id(2) == 0:
-        sum_segments(
-            p_dk_part, p_dk, i_start, i_stop, i_first, i_end, i_b, i_g, n_tokens, n_groups,
-            SELECT_BLOCK, D_K, BLOCK_R, BLOCK_DK, ACCUMULATE,
-        )  # fmt: skip
-    else:
-        sum_segments(
-            p_dv_part, p_dv, i_start, i_stop, i_first, i_end, i_b, i_g, n_tokens, n_groups,
-            SELECT_BLOCK, D_V, BLOCK_R, BLOCK_DV, ACCUMULATE,
-        )  # fmt: skip
+    m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
+    m_x = m_n[:, None] & (o_d < D)[None, :]
+    p_x = p_out + (((i_b * n_tokens + i_first + o_n) * n_groups + i_g) * D)[:, None] + o_d[None, :]
+    i_last = tl.load(p_last_segment + i_item)
+    n_segments = (tl.load(p_high + i_item) - tl.load(p_low + i_item) + SEGMENT - 1) // SEGMENT
+    b_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if ACCUMULATE:
+        b_x += tl.load(p_x, mask=m_x, other=0.0)
+    # Six in flight at once: every query selects the first block, whose many segments others would wait for.
+    for i_segment in tl.range(i_last - n_segments, i_last, num_stages=6):
+        o_part = (tl.full([BLOCK_R], 0, tl.int64) + i_segment) * SELECT_BLOCK + o_n
+        b_x += tl.load(p_part + (o_part * D)[:, None] + o_d[None, :], mask=m_x, other=0.0)
+    tl.store(p_x, b_x.to(p_out.dtype.element_ty), mask=m_x)
 
 
 def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
@@ -275,7 +264,11 @@ class BlockBackward:
         wide = needs_int64(self.dq_shape[0] * shapes.d_k, shapes.q, do)
         where = {"n_tokens": shapes.n_tokens, "n_groups": shapes.n_groups}
 
-        def launches(chunk: Chunk) -> tuple[Launch, Launch, Launch]:
+        # dk and dv in one launch, or one after the other.
+        self.together = shapes.d_k == shapes.d_v
+        head_dims = [(2, shapes.d_k)] if self.together else [(1, shapes.d_k), (1, shapes.d_v)]
+
+        def launches(chunk: Chunk) -> tuple[Launch, Launch, list[Launch]]:
             differentiate = Launch(
                 block_backward_kernel,
                 (chunk.n_segments,),
@@ -308,23 +301,23 @@ class BlockBackward:
                 BLOCK_DK=size["BLOCK_DK"],
                 num_warps=tile.merge_warps,
             )
-            sum_keys = Launch(
+            return differentiate, sum_slots, [sum_keys(chunk, *dims) for dims in head_dims]
+
+        def sum_keys(chunk: Chunk, n_gradients: int, head_dim: int) -> Launch:
+            return Launch(
                 sum_segments_kernel,
-                (chunk.n_items, triton.cdiv(shapes.select_block, KEYS_PER_SUM), 2),
+                (chunk.n_items, triton.cdiv(shapes.select_block, KEYS_PER_SUM), n_gradients),
                 **where,
                 **shapes.packing,
                 n_blocks=shapes.n_blocks,
                 row_0=chunk.row_0,
-                D_K=shapes.d_k,
-                D_V=shapes.d_v,
+                D=head_dim,
                 BLOCK_R=KEYS_PER_SUM,
-                BLOCK_DK=size["BLOCK_DK"],
-                BLOCK_DV=size["BLOCK_DV"],
+                BLOCK_D=block_width(head_dim),
                 SEGMENT=segment,
                 ACCUMULATE=chunk.query_0 > 0,
                 num_warps=4,
             )
-            return differentiate, sum_slots, sum_keys
 
         self.launches = [[launches(chunk) for chunk in index.chunks] for index in self.indexes]
 
@@ -340,6 +333,9 @@ class BlockBackward:
         dq_part = torch.empty(self.dq_shape, dtype=q.dtype, device=device)
         dk_part = torch.empty(self.dk_shape, dtype=fp32, device=device)
         dv_part = torch.empty(self.dv_shape, dtype=fp32, device=device)
+        gradients = [(dk_part, dk, dv_part, dv)]
+        if not self.together:
+            gradients = [(dk_part, dk, dk_part, dk), (dv_part, dv, dv_part, dv)]
         doc_start, offset, first_token, end_token = tables
         for index, launches in zip(self.indexes, self.launches, strict=True):
             chunks = zip(index.build(indices, tables), launches, strict=True)
@@ -364,15 +360,16 @@ class BlockBackward:
                     p_end_token=end_token,
                 )
                 sum_slots(p_part=dq_part, p_dq=dq, p_indices=indices, p_doc_start=doc_start, p_block_offset=offset)
-                sum_keys(
-                    p_dk_part=dk_part,
-                    p_dv_part=dv_part,
-                    p_dk=dk,
-                    p_dv=dv,
-                    p_low=low,
-                    p_high=high,
-                    p_last_segment=last,
-                    p_first_token=first_token,
-                    p_end_token=end_token,
-                )
+                for sum_up, (part, out, part_1, out_1) in zip(sum_keys, gradients, strict=True):
+                    sum_up(
+                        p_part=part,
+                        p_out=out,
+                        p_part_1=part_1,
+                        p_out_1=out_1,
+                        p_low=low,
+                        p_high=high,
+                        p_last_segment=last,
+                        p_first_token=first_token,
+                        p_end_token=end_token,
+                    )
         return dq, dk.to(k.dtype), dv.to(v.dtype)

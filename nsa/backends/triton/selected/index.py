@@ -48,7 +48,7 @@ RANKED_PER_CTA, COMPARED_PER_STEP = 32, 512
 # Slices of an int32 buffer start at multiples of 16 bytes, so kernels are compiled for aligned pointers only.
 ALIGN = 4
 
-INDEX_COUNTS = [*COUNTS, "n_segments", "n_chunks", "rows_each", "tiles_each"]
+INDEX_COUNTS = [*COUNTS, "n_segments", "n_chunks", "rows_each", "tiles_each", "stride_chunk"]
 LAST = tl.constexpr(2147483647)
 
 
