@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa import eager
 from nsa.cache import NSACache, Pair
 from nsa.checks import (
     FLOAT_NAMES,
@@ -208,10 +207,6 @@ class NSAAttention(nn.Module):
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
         """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
         c = self.config
-        if c.compress_rope == "after" and not c.share_kv and eager.applies(x, self.q_proj, self.k_proj, self.v_proj):
-            projections = (self.q_proj, self.k_proj, self.v_proj)
-            q, *kv = eager.project(x, *projections, angles, c.n_kv_groups, (c.d_k, c.d_v))
-            return q, (kv[0], kv[3]), (kv[1], kv[4]), (kv[2], kv[5])
         q = self.q_proj(x).unflatten(-1, (-1, c.d_k))
         k_raw, *ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
         vs = self.v_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_v)).unbind(dim=2)
@@ -295,11 +290,7 @@ class Gate(nn.Module):
             pinned = x.new_zeros(*x.shape[:2], self.config.n_heads, len(BRANCHES))
             pinned[..., BRANCHES.index(self.config.force_branch)] = 1.0
             return pinned
-        if eager.applies(x, self.inner, self.outer):
-            logits = eager.mlp(x, self.inner, self.outer)
-        else:
-            logits = self.outer(F.silu(self.inner(x)))
-        logits = logits.unflatten(-1, (-1, len(BRANCHES)))
+        logits = self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES)))
         return logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(dim=-1)
 
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa import checks
-from nsa.ops.fused import ATTENTION
 from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
+from nsa.ops.fused import ATTENTION
 
 __all__ = [
     "attention",
