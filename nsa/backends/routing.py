@@ -430,7 +430,7 @@ class Stage:
     """One function of the backend that runs a problem, resolved once; a call goes straight to it.
 
     It takes the router's way instead where there is more to do than to call: a backend that failed, a call to be
-    logged or profiled, autocast to be left.
+    logged or profiled.
     """
 
     __slots__ = ("backend", "compute", "device", "function", "name", "problem", "router", "strict")
@@ -453,11 +453,16 @@ class Stage:
 
     def __call__(self, *args: Any) -> Any:
         compute = self.compute
-        if compute is None or torch.is_autocast_enabled(self.device) or torch.autograd._profiler_enabled():
+        if compute is None or torch.autograd._profiler_enabled():
             with torch.profiler.record_function(f"nsa::{self.function}"):
                 return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
         try:
-            result = compute(*args)
+            if torch.is_autocast_enabled(self.device):
+                # The caller's autocast would round the fp32 sums of a backend that is written in torch.
+                with torch.autocast(self.device, enabled=False):
+                    result = compute(*args)
+            else:
+                result = compute(*args)
         except BackendFailure as failure:
             call = (self.problem, self.function, self.backend, self.strict, args, {})
             result = self.router.after_failure(failure, str(self.name), *call)
