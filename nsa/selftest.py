@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,6 +220,11 @@ class Trial:
         places = [keywords.pop(name, None) for name in ("cu_seqlens", "q_start")]
         return stage.kind(self.sequences(*places), **keywords)
 
+    @property
+    def selection(self) -> Selection:
+        sizes = {name: KNOBS[name] for name in ("block", "stride", "select_block")}
+        return Selection(self.sequences(self.cu_seqlens, self.q_start), **SELECTION, **sizes, scale=self.scale)
+
     def sequences(self, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Sequences:
         q = self.tensors["q"]
         return Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
@@ -242,14 +249,22 @@ class Trial:
 Obstacle = Callable[[str, Problem], str | None]
 
 
-def self_test(backends: Sequence[Any], shape: Problem, obstacle: Obstacle | None = None) -> list[Check]:
+def self_test(
+    backends: Sequence[Any],
+    shape: Problem,
+    obstacle: Obstacle | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Check]:
     """Every op of every backend against the reference, with the heads, the device and the dtype of `shape`.
 
     `obstacle` is asked before a backend runs, so that what a setting switches off stays off. By default the
-    backend's own `supports` is.
+    backend's own `supports` is. `progress(kernel, done, total)` is called while kernels are compiled.
     """
     by_name = {backend.name: backend for backend in backends}
     ask = obstacle or (lambda name, problem: by_name[name].supports(problem))
+    for backend in backends:
+        if hasattr(backend, "compile_ahead"):
+            backend.compile_ahead(partial(run_all, backend, shape, ask), progress)
     checks = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles(backend)]
@@ -260,6 +275,20 @@ def self_test(backends: Sequence[Any], shape: Problem, obstacle: Obstacle | None
             checks += check_selection(trial, tested, ask)
     rank = {backend.name: i for i, backend in enumerate(backends)}
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
+
+
+def run_all(backend: Any, shape: Problem, obstacle: Obstacle) -> None:
+    """Everything that `check_stage` will run of a backend, for its kernels; what fails now is found there."""
+    for case in CASES:
+        trial = make_trial(case, shape.dtype, affordable(shape, shape.dtype))
+        problems = {stage: as_posed(trial.problem, stage.op, KNOBS["block"], KNOBS["stride"]) for stage in trial.stages}
+        for stage, problem in problems.items():
+            if obstacle(backend.name, problem) is None:
+                with suppress(*FINDINGS):
+                    run_backend(backend, stage, trial)
+        with suppress(*FINDINGS):
+            q, k = trial.positional(("q", "k_cmp"), trial.dtype)
+            backend.select_blocks(q, k, trial.tensors["lse_cmp"], trial.selection)
 
 
 def compiles(backend: Any) -> bool:
@@ -494,9 +523,7 @@ def check_selection(trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -
             checks.append(trial.check(backend.name, "scores", "-", note=f"declines: {reason}"))
             continue
         try:
-            sizes = {name: value for name, value in keywords.items() if name not in ("cu_seqlens", "q_start")}
-            selection = Selection(trial.sequences(trial.cu_seqlens, trial.q_start), **SELECTION, **sizes)
-            chosen = backend.select_blocks(q, k, lse, selection)
+            chosen = backend.select_blocks(q, k, lse, trial.selection)
         except FINDINGS as error:
             checks.append(raised(trial, backend, "scores", error))
             continue

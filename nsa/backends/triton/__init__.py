@@ -116,6 +116,13 @@ def launcher(module: str, function: str) -> Callable[..., Any]:
     return launch
 
 
+def compile_ahead(computation: Callable[[], Any], progress: Callable[[str, int, int], None] | None = None) -> int:
+    """Compile what `computation()` would launch, in parallel and without launching it; see `ahead.compile_ahead`."""
+    module, _ = load("ahead")
+    count: int = module.compile_ahead(computation, progress)
+    return count
+
+
 def backward_launcher(module: str, function: str) -> Callable[..., Any]:
     """As `launcher`, of a branch's backward pass.
 

@@ -8,6 +8,7 @@ by `layout`, so everything Triton specializes on is fixed by then, except the al
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ if settings.triton_interpreted():
     from nsa.backends.triton import interpreter
 
     interpreter.mend()
+
+# Who takes every launch to have its kernel compiled, and runs none: see `ahead`.
+COLLECTING: ContextVar[Any] = ContextVar("collecting", default=None)
 
 # Plans that a launcher keeps: sequence lengths may never repeat, and memory must not grow with them.
 MAX_PLANS = 256
@@ -81,6 +85,10 @@ class Launch:
         self.runners: dict[tuple[bool, ...], Callable[..., None]] = {}
 
     def __call__(self, **free: Any) -> None:
+        collector = COLLECTING.get()
+        if collector is not None:
+            collector.submit(self, free)
+            return
         # What is left of the arguments' specialization once shapes, strides and dtypes are fixed.
         key = tuple([x.data_ptr() % 16 == 0 if isinstance(x, Tensor) else x is None for x in free.values()])
         runner = self.runners.get(key)
