@@ -213,6 +213,10 @@ class Trial:
     def keywords(self, stage: Stage) -> dict[str, Any]:
         return {name: KNOBS[name] for name in stage.knobs} | {name: self.shared[name] for name in stage.shared}
 
+    def posed(self, op: str) -> Problem:
+        """The problem of one op, as the router knows it."""
+        return as_posed(self.problem, op, KNOBS["block"], KNOBS["stride"])
+
     def branch(self, stage: Stage) -> Any:
         """The sequences and hyperparameters as a backend takes them."""
         assert stage.kind is not None
@@ -281,14 +285,14 @@ def run_all(backend: Any, shape: Problem, obstacle: Obstacle) -> None:
     """Everything that `check_stage` will run of a backend, for its kernels; what fails now is found there."""
     for case in CASES:
         trial = make_trial(case, shape.dtype, affordable(shape, shape.dtype))
-        problems = {stage: as_posed(trial.problem, stage.op, KNOBS["block"], KNOBS["stride"]) for stage in trial.stages}
-        for stage, problem in problems.items():
-            if obstacle(backend.name, problem) is None:
+        for stage in trial.stages:
+            if obstacle(backend.name, trial.posed(stage.op)) is None:
                 with suppress(*FINDINGS):
                     run_backend(backend, stage, trial)
-        with suppress(*FINDINGS):
-            q, k = trial.positional(("q", "k_cmp"), trial.dtype)
-            backend.select_blocks(q, k, trial.tensors["lse_cmp"], trial.selection)
+        if obstacle(backend.name, trial.posed("scores")) is None:
+            with suppress(*FINDINGS):
+                q, k = trial.positional(("q", "k_cmp"), trial.dtype)
+                backend.select_blocks(q, k, trial.tensors["lse_cmp"], trial.selection)
 
 
 def compiles(backend: Any) -> bool:
@@ -380,7 +384,7 @@ def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any], obstacle: O
         allowance(x, exact) + (extra if name.startswith(("dq", "dk")) else 0.0)
         for name, x, exact in zip(quantities, rounded, truth, strict=True)
     ]
-    problem = as_posed(trial.problem, stage.op, KNOBS["block"], KNOBS["stride"])
+    problem = trial.posed(stage.op)
 
     checks = []
     for backend in backends:
@@ -515,7 +519,7 @@ def check_selection(trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -
     worth = worth_of_blocks(importance, q, trial.cu_seqlens, trial.q_start)
     allowed = 2 * (missed(rounded, best, worth) + n_free * 2 * off)
 
-    problem = as_posed(trial.problem, "scores", KNOBS["block"], KNOBS["stride"])
+    problem = trial.posed("scores")
     checks = []
     for backend in backends:
         reason = obstacle(backend.name, problem)
