@@ -1,8 +1,9 @@
 """NSA as the paper defines it, in plain torch: the specification that every other path is compared with.
 
-Each stage is one function over whole tensors, in the dtype it is given, differentiable by autograd, with nothing
-shared with the fast paths. It builds whole score matrices, so it is for reading and for tests, not for long sequences.
-Nor does it check what it is given, which would hide the definitions: `nsa.ops` with `backend="reference"` does.
+Each stage is one function over whole tensors, in the dtype it is given (half precision has its scores, log-sum-exp and
+probabilities in fp32), differentiable by autograd, with nothing shared with the fast paths. It builds whole score
+matrices, so it is for reading and for tests, not for long sequences. Nor does it check what it is given, which would
+hide the definitions: `nsa.ops` with `backend="reference"` does.
 """
 
 from nsa.reference.attention import (

@@ -24,8 +24,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     visible = visible[:, :, :, None]
     empty = ~visible.any(dim=-1, keepdim=True)
 
-    scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
-    scores = scores.to(lse_dtype(q))
+    # Half precision is widened here, once: from the scores to the probabilities everything is fp32.
+    wide = lse_dtype(q)
+    scores = torch.einsum("bsghd,bngd->bsghn", q.to(wide), k.to(wide)) * scale
     # An all-masked row would give NaN gradients: let it be a row of zeros and discard what comes of it.
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(empty, 0.0)
     if k.shape[1] == 0:

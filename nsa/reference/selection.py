@@ -1,6 +1,13 @@
-"""Which blocks a query reads in full: Eq. 8 to 12 of the paper, with ties and forced blocks made exact."""
+"""Which blocks a query reads in full: Eq. 8 to 12 of the paper, with ties and forced blocks made exact.
+
+Every sum that decides a selection has a fixed order, written out as additions of whole tensors. The order in which a
+matmul adds depends on where a row lies and on how many there are: keys that are equal would get scores that are not,
+and a cached step other ones than the whole sequence.
+"""
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,19 +35,32 @@ def selection_importance(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`[B,S,G,J]`: how much of a group's compressed attention falls on each selection block (Eq. 8 to 10)."""
+    """`[B,S,G,J]`: how much of a group's compressed attention falls on each selection block (Eq. 8 to 10).
+
+    Blocks whose compressed blocks have equal probabilities and overlaps, in the same order, are equal to the last bit.
+    """
     n_groups, n_cmp = k_cmp.shape[2], k_cmp.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     visible = sees_compressed(q, n_cmp, block, stride, cu_seqlens, q_start)[:, :, None, None]
 
-    scores = torch.einsum("bsghd,bngd->bsghn", q.unflatten(2, (n_groups, -1)), k_cmp).to(lse.dtype) * scale
+    # [B,S,G,h,N], feature by feature
+    features_q = q.to(lse.dtype).unflatten(2, (n_groups, -1))[..., None].unbind(dim=-2)
+    features_k = k_cmp.to(lse.dtype).transpose(1, 2)[:, None, :, None].unbind(dim=-1)
+    scores = reduce(torch.add, (a * b for a, b in zip(features_q, features_k, strict=True))) * scale
     p = (scores - lse.unflatten(2, (n_groups, -1))[..., None]).exp().where(visible, 0.0)
+    # [B,S,G,N], head by head
+    p = reduce(torch.add, p.unbind(dim=3))
 
     # A block's place in its own document decides which selection blocks it overlaps.
     _, inner = locate_compressed(n_cmp, block, stride, cu_seqlens, q.device)
     n_blocks = n_selection_blocks(q, k_cmp, block, stride, select_block, q_start)
     weights = overlap_weights(n_cmp, n_blocks, block, stride, select_block).to(p)
-    return torch.einsum("bsghn,nj->bsgj", p, weights[inner])
+    importance = p.new_zeros(*p.shape[:3], n_blocks)
+    for column, i in enumerate(inner.tolist()):
+        if i >= 0:
+            reached = slice(i * stride // select_block, -(-(i * stride + block) // select_block))
+            importance[..., reached] += p[..., column, None] * weights[i, reached]
+    return importance
 
 
 def n_selection_blocks(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ties import lowest_free_blocks, tied_cases, tied_inputs
 from torch import Tensor
 
 # First: it skips this file where kernels cannot run.
@@ -137,6 +140,24 @@ def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
     _, lse = reference.compressed_attention(q, k, k, block=4, stride=2)
     want = reference.select_blocks(q, k, lse, **KNOBS)
     assert torch.equal(kernel(q, k, lse, KNOBS), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@settings(max_examples=5)
+@given(data=st.data())
+def test_of_equal_keys_the_first_blocks_are_selected(packed: bool, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(tied_cases(max_length=50, packed=packed))
+    # Small blocks and few taken: most of these queries have a choice to make.
+    blocks = {"stride": 1, "block": case.block // case.stride, "select_block": case.select_block // case.stride}
+    case = case.but(**blocks, batch=1, groups=1, d_k=16, n_select=case.n_init + case.n_local + 1)
+    q, k, _ = tied_inputs(case, dtype, n_distinct=1)
+    cu = case.cu_seqlens
+    _, lse = reference.compressed_attention(q, k, k, **case.compression, cu_seqlens=cu)
+    on_device = [x.to(DEVICE) for x in (q, k, lse)]
+    chosen = kernel(*on_device, case.selection, cu=None if cu is None else cu.to(DEVICE)).cpu()
+    for t, position in enumerate([t for length in case.documents or (case.length,) for t in range(length)]):
+        assert (chosen[:, t] == torch.tensor(lowest_free_blocks(case, position))).all()
 
 
 def test_vanishing_importance_goes_to_the_lower_index() -> None:

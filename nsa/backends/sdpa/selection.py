@@ -1,4 +1,8 @@
-"""The choice of blocks: group-summed compressed attention, pooled onto selection blocks, the best `n_select` kept."""
+"""The choice of blocks: group-summed compressed attention, pooled onto selection blocks, the best `n_select` kept.
+
+Equal probabilities must pool to equal importance wherever a block lies, or ties would not go to the lower index. So
+sums are additions of whole tensors: `Tensor.sum` adds the last columns of a row in another order than the first.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +49,17 @@ def group_probabilities(group: Group, q: Tensor, k: Tensor, lse: Tensor, scale: 
     if group.width == 0:
         return lse.new_zeros(q.shape[0], group.c1 - group.c0, 0)
     scores = plain_scores(group.tiles(q), group.keys(k), group.hidden(q.shape[0]), scale)
-    p = scores.sub_(group.tiles(lse, fill=float("inf"))[..., None]).exp_().sum(dim=2)
-    return group.queries(p)
+    p = scores.sub_(group.tiles(lse, fill=float("inf"))[..., None]).exp_()
+    return group.queries(sum_in_halves(p, dim=2))
+
+
+def sum_in_halves(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, in an order that depends on its size alone."""
+    while x.shape[dim] > 1:
+        half = x.shape[dim] // 2
+        first, second, rest = x.split([half, half, x.shape[dim] - 2 * half], dim=dim)
+        x = torch.cat([first + second, rest], dim=dim)
+    return x.squeeze(dim)
 
 
 def shift_to_document_start(p: Tensor, lo: Tensor) -> Tensor:
@@ -65,7 +78,7 @@ def pool_to_blocks(p: Tensor, n_blocks: int, strides_per_block: int, strides_per
     units = p[..., strides_per_block - 1 :][..., :n_units].clone()
     for shift in range(1, strides_per_block):
         units += p[..., strides_per_block - 1 - shift :][..., :n_units]
-    return units.unflatten(-1, (n_blocks, strides_per_select)).sum(dim=-1)
+    return sum_in_halves(units.unflatten(-1, (n_blocks, strides_per_select)), dim=-1)
 
 
 def best_blocks(importance: Tensor, own: Tensor, n_select: int, n_init: int, n_local: int) -> Tensor:

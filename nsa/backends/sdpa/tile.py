@@ -77,9 +77,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """`[T, M, h, N]` scaled scores, -inf where hidden."""
+    """`[T, M, h, N]` scaled scores, -inf where hidden; keys that are equal have equal scores."""
     tiles, queries, heads, _ = q.shape
-    scores = product(q.flatten(1, 2), k.transpose(1, 2)).mul_(scale).view(tiles, queries, heads, k.shape[1])
+    rows = q.flatten(1, 2)
+    if rows.shape[1] == 1:
+        # Never a single row: a matrix-vector product sums the last keys in another order than the others.
+        rows = rows.expand(-1, 2, -1)
+    scores = product(rows, k.transpose(1, 2))[:, : queries * heads].mul_(scale).view(tiles, queries, heads, k.shape[1])
     return scores.masked_fill_(hidden[:, :, None], float("-inf"))
 
 
