@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,6 +129,72 @@ def test_padding_changes_nothing(kind: str) -> None:
     padded = model(tokens, attention_mask=mask)
     torch.testing.assert_close(padded[:1, 11:], model(tokens[:1, 11:]))
     torch.testing.assert_close(padded[1:], model(tokens[1:]))
+
+
+def padded(fill: float) -> tuple[Tensor, Tensor]:
+    """`[2, 30, 32]` with padding on the left of one row and on the right of the other, and which tokens are real."""
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, :11] = False
+    mask[1, 27:] = False
+    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(1))
+    return x.masked_fill(~mask[..., None], fill), mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_padding_that_is_not_finite_reaches_no_output_and_no_gradient(kind: str, value: float) -> None:
+    results = []
+    for fill in (0.0, value):
+        attention = small_model(kind).layers[0].attention
+        x, mask = padded(fill)
+        y = attention(x.requires_grad_(), attention_mask=mask)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in (x, *attention.parameters()) if leaf.grad is not None)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_padding_that_is_not_finite_leaves_nothing_in_a_cache(kind: str) -> None:
+    attention = small_model(kind).layers[0].attention
+    results = []
+    for fill in (0.0, math.nan):
+        x, mask = padded(fill)
+        cache = attention.new_cache(2, 60)
+        results.append([attention(x, attention_mask=mask, cache=cache) for _ in range(2)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_padding_takes_no_room_in_a_cache(kind: str, data: st.DataObject) -> None:
+    """Rows that grow by different numbers of tokens fill the cache to the last place, with padding on either side."""
+    model = small_model(kind).double()
+    batch = data.draw(st.integers(1, 3), label="batch")
+    counts = data.draw(st.lists(st.tuples(*[st.integers(0, 7)] * batch), min_size=1, max_size=5), label="counts")
+    lengths = [sum(step[row] for step in counts) for row in range(batch)]
+    assume(max(lengths) > 0)
+    tokens = torch.randint(16, (batch, max(lengths)), generator=torch.Generator().manual_seed(0))
+    caches = model.new_cache(batch, max(lengths))
+    got: list[list[Tensor]] = [[] for _ in range(batch)]
+    done = [0] * batch
+    for step in counts:
+        width = max(1, max(step)) + data.draw(st.integers(0, 9), label="more padding")
+        left = [data.draw(st.integers(0, width - count), label="padding on the left") for count in step]
+        new, mask = torch.zeros(batch, width, dtype=torch.long), torch.zeros(batch, width, dtype=torch.bool)
+        for row, (count, first) in enumerate(zip(step, left, strict=True)):
+            new[row, first : first + count] = tokens[row, done[row] : done[row] + count]
+            mask[row, first : first + count] = True
+            done[row] += count
+        logits = model(new, attention_mask=mask, caches=caches)
+        for row in range(batch):
+            got[row].append(logits[row, mask[row]])
+    for row, length in enumerate(lengths):
+        if length:
+            torch.testing.assert_close(torch.cat(got[row]), model(tokens[row : row + 1, :length])[0])
+    full = torch.zeros(batch, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=f"max_len = {max(lengths)}"):
+        model(full, caches=caches)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa import ops
-from nsa.cache import Pair, Ring, write
+from nsa.cache import Pair, Ring, pair_of, write
 from nsa.config import NSAConfig, require, require_int, require_positive_int
 from nsa.geometry import query_positions
-from nsa.model.dense import DenseAttention, DenseCache, new_store
+from nsa.model.dense import DenseAttention, DenseCache, Past, new_store
 from nsa.reference.attention import masked_attention
 
 # Queries and keys a tile of FlexAttention, whose default kernels take no smaller ones; and the most tiles that a
@@ -119,8 +119,12 @@ class LongformerAttention(SlidingAttention):
         assert isinstance(cache, WindowCache)
         batch, length, _, _ = q.shape
         position = query_positions(batch, length, None, cache.lengths, q.device)
-        keys, values, q_start = cache.append(new, counts)
-        near = self.attend_window(q, keys, values, window=self.window, cu_seqlens=None, q_start=q_start)
+        past = cache.append(new, counts)
+        asked = past.rotate_queries(q)
+        o, lse = self.attend_window(
+            asked, past.keys, past.values, window=self.window, cu_seqlens=None, q_start=past.q_start
+        )
+        near = past.restore_order(o, length), past.restore_order(lse, length)
         # The first tokens alone do not reach the queries, as the ops would want; they are few, so plain steps will do.
         k, v = (x[:, :-1].to(near[1].dtype) for x in cache.first)
         left_behind = torch.arange(k.shape[1], device=q.device) <= position[..., None] - self.window
@@ -236,13 +240,16 @@ class WindowCache(DenseCache):
         self.first = new_store(config, batch_size, n_first, dtype, device)
 
     @torch.no_grad()
-    def append(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, new: Pair, counts: Tensor | None) -> Past:
         """As of a `DenseCache`, but of the keys and values only those that a window can reach."""
-        start, position, keep = self.advance(new, counts)
-        keys, values = self.ring.recent(start, new)
+        start, q_start, position, keep = self.advance(new, counts)
+        n_queries = position.shape[1]
+        new = pair_of(x[:, :n_queries] for x in new)
+        keys, values = self.ring.recent(start, new, asked_from=q_start)
         self.ring.write(position, self.lengths, new, keep)
         write(self.first, position, new, keep & (position < self.first[0].shape[1] - 1))
-        return keys, values, start.clamp_max(self.ring.reach)
+        shift = None if q_start is start else start - q_start
+        return Past(keys, values, q_start.clamp_max(self.ring.reach), n_queries, shift)
 
     def stores(self) -> tuple[Tensor, ...]:
         return (*self.pair, *self.first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops, settings
 from nsa.attention import real_tokens_first
-from nsa.cache import Pair, write
+from nsa.cache import Pair, pair_of, take, write
 from nsa.config import NSAConfig, require
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
@@ -76,7 +76,8 @@ class DenseAttention(nn.Module):
         order, counts = None, None
         if attention_mask is not None:
             order, counts = real_tokens_first(attention_mask)
-            x = x.gather(1, order[..., None].expand_as(x))
+            # Zeros in place of padding: what it held may not be finite, and 0 * NaN is NaN.
+            x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
 
         angles = self.angles(x, cu_seqlens, cache)
         projected = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
@@ -89,7 +90,8 @@ class DenseAttention(nn.Module):
 
         y = self.o_proj(o.flatten(2))
         if attention_mask is not None and order is not None:
-            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y) * attention_mask[..., None]
+            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
+            y = y.masked_fill(~attention_mask[..., None], 0.0)
         return y
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
@@ -111,8 +113,9 @@ class DenseAttention(nn.Module):
         return self.attend_window(q, k, v, window=k.shape[1], cu_seqlens=cu_seqlens, q_start=q_start)[0]
 
     def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
-        keys, values, q_start = cache.append(new, counts)
-        return self.attend(q, keys, values, q_start=q_start)
+        past = cache.append(new, counts)
+        o = self.attend(past.rotate_queries(q), past.keys, past.values, q_start=past.q_start)
+        return past.restore_order(o, q.shape[1])
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -141,6 +144,32 @@ class DenseAttention(nn.Module):
         )
 
 
+class Past(NamedTuple):
+    """What a step attends to, its own tokens included.
+
+    Every query must lie among the keys, also one of padding. Where a row's padding would run past the end of the cache,
+    its queries start `shift` places earlier, rotated so that those of real tokens stay at their positions.
+    """
+
+    keys: Tensor
+    values: Tensor
+    q_start: Tensor  # [B] where the first query lies in them
+    n_queries: int
+    shift: Tensor | None  # [B]; None: no row's queries are rotated
+
+    def rotate_queries(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` in the order of the tokens to `[B, n_queries, ...]` in that of the queries."""
+        if self.shift is None:
+            return x
+        return take(x, (torch.arange(self.n_queries, device=x.device) - self.shift[:, None]) % self.n_queries)
+
+    def restore_order(self, x: Tensor, n_new: int) -> Tensor:
+        """`[B, n_queries, ...]` back to the order of the `n_new` tokens."""
+        if self.shift is None:
+            return x
+        return take(x, (torch.arange(n_new, device=x.device) + self.shift[:, None]) % self.n_queries)
+
+
 class DenseCache:
     """Every key and value of `batch_size` rows of up to `max_len` tokens, each row with a length of its own."""
 
@@ -165,32 +194,38 @@ class DenseCache:
         self.longest = 0
 
     @torch.no_grad()
-    def append(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Take in `T` tokens a row, the first `counts [B]` of them real. Returns all keys, all values, and `[B]` where
-        the first query lies in them."""
-        start, position, keep = self.advance(new, counts)
-        write(self.pair, position, new, keep)
-        keys, values = (x[:, : self.longest] for x in self.pair)
-        return keys, values, start
+    def append(self, new: Pair, counts: Tensor | None) -> Past:
+        """Take in `T` tokens a row, the first `counts [B]` of them real; the rest is padding and is not kept."""
+        start, q_start, position, keep = self.advance(new, counts)
+        n_queries = position.shape[1]
+        write(self.pair, position, pair_of(x[:, :n_queries] for x in new), keep)
+        if q_start is start:
+            keys, values = (x[:, : self.longest] for x in self.pair)
+            return Past(keys, values, start, n_queries, None)
+        keys, values = (x[:, : self.max_len] for x in self.pair)
+        return Past(keys, values, q_start, n_queries, start - q_start)
 
-    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Make every row longer by its new tokens: `[B]` how long it was, `[B, T]` where they go and which to keep."""
+    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Make every row longer by its new tokens: `[B]` how long it was and where its queries start, `[B, T]` where
+        the tokens go and which to keep; of more tokens than `max_len` the first ones, because the rest is padding."""
         n_new = new[0].shape[1]
         require(
             new[0].dtype == self.pair[0].dtype, "the keys' dtype", new[0].dtype, f"{self.pair[0].dtype}, the cache's"
         )
-        require(
-            self.longest + n_new <= self.max_len,
-            "the cache's length",
-            self.longest + n_new,
-            f"at most max_len = {self.max_len}",
-        )
-        self.longest += n_new
+        longest = self.longest + n_new
+        crowded = longest > self.max_len
+        if crowded:
+            # The host's bound counts padding: ask the device before giving up.
+            longest = int((self.lengths + (n_new if counts is None else counts)).max())
+            require(longest <= self.max_len, "the cache's length", longest, f"at most max_len = {self.max_len}")
         start = self.lengths.clone()
         end = start + n_new if counts is None else start + counts.int()
-        position = start[:, None] + torch.arange(n_new, device=start.device)
+        n_queries = min(n_new, self.max_len)
+        position = start[:, None] + torch.arange(n_queries, device=start.device)
         self.lengths.copy_(end)
-        return start, position, position < end[:, None]
+        self.longest = longest
+        q_start = start.clamp_max(self.max_len - n_queries) if crowded else start
+        return start, q_start, position, position < end[:, None]
 
     def reset(self) -> None:
         self.lengths.zero_()
