@@ -136,6 +136,12 @@ class Chunk:
         x[-1] = missing
         return x.flatten(0, 1).index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
 
+    def row_sum(self, x: Tensor) -> Tensor:
+        """`[T, M, h]` summed over all places of the same query, and handed back to each of them."""
+        total = self.per_pair(x, missing=0.0).sum(dim=2)
+        query = torch.div(self.tiles.pair, self.n_select, rounding_mode="floor")
+        return total.flatten(0, 1).index_select(0, query).view_as(x)
+
     def add_blocks(self, total: Tensor, x: Tensor) -> None:
         """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in their order.
 
@@ -271,6 +277,7 @@ def selected_backward(upstream: Upstream, saved: Saved, branch: Selected) -> tup
             chunk.gather_queries(lse_g),
             chunk.hidden,
             branch.scale,
+            chunk.row_sum,
         )
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
         chunk.add_blocks(dk, dk_tile)

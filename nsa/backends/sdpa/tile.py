@@ -9,7 +9,7 @@ A row that sees no key comes out undefined: the caller knows which rows those ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,13 +46,15 @@ def tile_backward(
     lse: Tensor,
     hidden: Tensor,
     scale: float,
+    row_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of `q` `[T,M,h,Dk]`, of `k` and `v` `[T,N,D]` summed over heads.
 
-    `o` and `lse` are those of the whole row, of which the tile may hold a part only; `lse = +inf` marks an empty row.
+    `o` and `lse` are those of the whole row; `lse = +inf` marks an empty row. Where the tiles hold parts of rows,
+    `row_sum` takes sums over each tile's keys, `[T,M,h]`, to those over all keys of the same row.
     """
     if dlse is not None or not is_fused(q, v):
-        return plain_backward(do, dlse, q, k, v, o, lse, hidden, scale)
+        return plain_backward(do, dlse, q, k, v, lse, hidden, scale, row_sum or (lambda x: x))
     parts = [fused_backward(*part, scale=scale) for part in split_tiles(do, q, k, v, o, lse, hidden)]
     return join(parts)
 
@@ -103,16 +105,25 @@ def plain_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    o: Tensor,
     lse: Tensor,
     hidden: Tensor,
     scale: float,
+    row_sum: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(dim=-1, keepdim=True)
-    if dlse is not None:
-        delta -= dlse[..., None]
+    """As exact as autograd through a softmax, however large the scores are.
+
+    `lse` is rounded by up to `eps * |lse|`, which would be a relative error of every probability: they are divided by
+    their sum, which would be 1. And the mean of `dp` is summed from the same products that it is subtracted from, not
+    taken from `do . o`: where one key has all the weight, the two then cancel.
+    """
     p = plain_scores(q, k, hidden, scale).sub_(lse[..., None]).exp_()
-    ds = product(do.flatten(1, 2), v.transpose(1, 2)).view_as(p).sub_(delta).mul_(p).mul_(scale)
+    total = row_sum(p.sum(dim=-1))
+    p.div_(total.masked_fill_(total == 0.0, 1.0)[..., None])
+    ds = product(do.flatten(1, 2), v.transpose(1, 2)).view_as(p)
+    ds.sub_(row_sum((p * ds).sum(dim=-1))[..., None])
+    if dlse is not None:
+        ds.add_(dlse[..., None])
+    ds.mul_(p).mul_(scale)
     p_rows, ds_rows = p.flatten(1, 2).to(v.dtype), ds.flatten(1, 2).to(k.dtype)
     dq = product(ds_rows, k).view(*q.shape)
     dk = product(ds_rows.transpose(1, 2), q.flatten(1, 2))
