@@ -31,7 +31,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import ops, reference
-from nsa.backends import sdpa
 from nsa.backends.sdpa import layout
 
 TIGHT = 1e-10
@@ -109,13 +108,11 @@ def test_choosing_among_blocks_wider_than_the_sequence_costs_no_more_than_it(doc
     inputs = random_inputs(case)
     q, k_cmp, _ = inputs.of("compressed")
     _, lse = reference.compressed_attention(*inputs.of("compressed"), **case.compression, cu_seqlens=case.cu_seqlens)
+    knobs = {**case.compression, "n_select": 3, "n_init": 1, "n_local": 2, "cu_seqlens": case.cu_seqlens}
     chosen = [
-        each.select_blocks(
-            q, k_cmp, lse, **case.compression, select_block=width, n_select=2, n_init=1, n_local=2, scale=0.5,
-            cu_seqlens=case.cu_seqlens, q_start=None,
-        )
-        for each, width in ((sdpa, 1 << 50), (reference, 32))
-    ]  # fmt: skip
+        reference.select_blocks(q, k_cmp, lse, select_block=32, **knobs),
+        ops.select_blocks(q, k_cmp, lse, select_block=1 << 50, backend="sdpa", **knobs),
+    ]
     assert torch.equal(*chosen)
 
 
