@@ -65,9 +65,9 @@ def check_tensor(name: str, x: object, layout: str, dtypes: Sequence[torch.dtype
 def check_float(name: str, x: object, layout: str) -> None:
     check_tensor(name, x, layout, FLOATS, FLOAT_NAMES)
     assert isinstance(x, Tensor)
-    # A dimension of one element has no meaningful stride.
+    # A dimension of one element, or a tensor without elements, has no meaningful stride.
     require(
-        x.shape[-1] == 1 or x.stride(-1) == 1,
+        x.shape[-1] == 1 or x.numel() == 0 or x.stride(-1) == 1,
         f"{name}.stride()",
         x.stride(),
         "a last dimension with stride 1 (call .contiguous())",

@@ -470,6 +470,22 @@ def test_strict_names_the_tensor_of_the_whole_that_is_not_finite(wrong: str) -> 
         nsa_attention(**tensors, config=config)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_an_empty_tensor_may_have_any_stride(backend: str) -> None:
+    """A sequence shorter than a block has no compressed keys, and an empty array comes with strides of 0."""
+
+    def empty(width: int) -> Tensor:
+        return torch.empty(0).as_strided((1, 0, G, width), (0, 0, 0, 0))
+
+    q = torch.randn(1, BLOCK - 1, HEADS, DK)
+    sizes = {"block": BLOCK, "stride": STRIDE, "backend": backend}
+    o, lse = ops.compressed_attention(q, empty(DK), empty(DV), **sizes)
+    assert not o.any()
+    assert (lse == -math.inf).all()
+    indices = ops.select_blocks(q, empty(DK), lse, **sizes, **SELECTION)
+    assert (indices == torch.tensor([0, -1, -1], dtype=torch.int32)).all()
+
+
 def test_the_whole_wants_a_config() -> None:
     with pytest.raises(ValueError, match=r"^config.*accepted"):
         nsa_attention(**{name: torch.zeros(shape) for name, shape in WHOLE.items()}, config=None)
