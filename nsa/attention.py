@@ -24,7 +24,7 @@ from nsa.checks import (
 from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.functional import attend
-from nsa.geometry import compressed_starts, query_positions
+from nsa.geometry import compressed_starts, n_compressed_of, query_positions
 from nsa.rope import Angles, Rope
 
 
@@ -330,13 +330,14 @@ class NSAStats:
 
     @cached_property
     def reads_per_step(self) -> float:
-        """Keys a query reads in the three branches together, on average over the queries."""
-        positions = self.positions.expand(self.real.shape)[self.real]
-        lengths, counts = (positions + 1).unique(return_counts=True)
-        reads = [
-            self.config.reads_per_step(n) * times for n, times in zip(lengths.tolist(), counts.tolist(), strict=True)
-        ]
-        return sum(reads) / max(1, positions.numel())
+        """Keys that a query reads in the three branches together: the mean over queries, and over groups."""
+        c = self.config
+        lengths = self.positions.expand(self.real.shape)[self.real] + 1
+        blocks = self.indices[self.real].long()  # [n, G, n_sel]
+        selected = (lengths[:, None, None] - blocks * c.l_sel).clamp(0, c.l_sel)[blocks >= 0]
+        shared = n_compressed_of(lengths, c.l, c.d) + lengths.clamp_max(c.w)
+        reads = shared.sum().item() + selected.sum().item() / c.n_kv_groups
+        return reads / max(1, lengths.numel())
 
 
 def mean_per_branch(x: Tensor) -> dict[str, float]:

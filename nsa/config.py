@@ -119,16 +119,21 @@ class NSAConfig:
         return self.n_heads // self.n_kv_groups
 
     def reads_per_step(self, length: int) -> int:
-        """Keys one decoding step reads in the three branches of a sequence of `length` tokens.
+        """Keys that one decoding step reads in the three branches, for the last query of `length` tokens.
 
-        `N_cmp + n_sel * l_sel + min(w, length)`, but selection reads no more keys than there are: of a sequence
-        shorter than `n_sel * l_sel` it reads every key once, and that product would count keys that do not exist.
+        At most `N_cmp + n_sel * l_sel + min(w, length)`. Less where the sequence has fewer than `n_sel` blocks, and
+        where its last block is not full: of the query's own block only the tokens up to the query exist. With
+        `n_local = 0` the query's own block is selected by score like any other, and this is the count without it.
         """
         # A config is read before torch is imported.
         from nsa.geometry import n_compressed
 
         require_int("length", length, at_least=0)
-        return n_compressed(length, self.l, self.d) + min(self.n_sel * self.l_sel, length) + min(self.w, length)
+        n_blocks = -(-length // self.l_sel)
+        selected = min(self.n_sel, n_blocks) * self.l_sel
+        if self.n_local > 0 or self.n_sel >= n_blocks:
+            selected -= n_blocks * self.l_sel - length
+        return n_compressed(length, self.l, self.d) + selected + min(self.w, length)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what a checkpoint or a JSON file holds."""

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import nsa.attention
 from nsa import NSAAttention, NSAConfig, NSAStats, RopeScaling, ops, reference
 from nsa.config import BRANCHES
+from nsa.geometry import n_compressed
 
 FP64 = torch.float64
 SMALL = {
@@ -658,11 +659,47 @@ def test_selection_and_reads_are_counted_query_by_query(lengths: tuple[int, ...]
     counted = stats.selected_distance.tolist()
     assert counted == [distances[i] for i in range(len(counted))]
     assert sum(counted) == distances.total()
-    reads = []
-    for t in position:
-        blocks = sum(start + c.l <= t + 1 for start in range(0, t + 1, c.d))
-        reads.append(blocks + min(c.n_sel * c.l_sel, t + 1) + min(c.w, t + 1))
+    reads = [
+        read
+        for row in stats.indices.tolist()
+        for t, groups in zip(position, row, strict=True)
+        for read in keys_read(c, t, groups)
+    ]
     assert stats.reads_per_step == pytest.approx(sum(reads) / len(reads))
+
+
+def keys_read(c: NSAConfig, t: int, groups: list[list[int]]) -> list[int]:
+    """How many keys query `t` reads in each group, counted one by one from the indices of the selected blocks."""
+    compressed = [i for i in range(t + 1) if i * c.d + c.l - 1 <= t]
+    window = [i for i in range(t + 1) if i > t - c.w]
+    selected = [
+        {i for block in blocks if block >= 0 for i in range(block * c.l_sel, (block + 1) * c.l_sel) if i <= t}
+        for blocks in groups
+    ]
+    return [len(compressed) + len(tokens) + len(window) for tokens in selected]
+
+
+@given(st.data())
+def test_reads_per_step_is_what_the_last_query_reads(data: st.DataObject) -> None:
+    d = data.draw(st.integers(1, 3))
+    n_init, n_local = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+    knobs = {
+        "d": d,
+        "l": d * data.draw(st.integers(1, 3)),
+        "l_sel": d * data.draw(st.integers(1, 4)),
+        "n_sel": max(1, n_init + n_local) + data.draw(st.integers(0, 2)),
+        "w": data.draw(st.integers(1, 20)),
+    }
+    c = NSAConfig(dim=16, n_heads=4, n_kv_groups=2, d_k=4, d_v=4, n_init=n_init, n_local=n_local, **knobs)
+    length = data.draw(st.integers(1, 40))
+    _, stats = NSAAttention(c)(torch.randn(1, length, 16), return_stats=True)
+    read = max(keys_read(c, length - 1, stats.indices[0, -1].tolist()))
+    said = c.reads_per_step(length)
+    formula = n_compressed(length, c.l, c.d) + c.n_sel * c.l_sel + min(c.w, length)
+    assert read <= said <= formula
+    # Without local blocks the scores decide whether the query's own, partial block is one of the selected.
+    own_is_certain = n_local > 0 or c.n_sel * c.l_sel >= length
+    assert read == said or not own_is_certain
 
 
 def test_statistics_of_a_padded_batch_are_those_of_its_tokens() -> None:

@@ -479,7 +479,9 @@ def test_a_step_reads_the_compressed_the_selected_and_the_window(length: int) ->
     c = attn.config
     cache = attn.new_cache(2, 100)
     n_cmp = (length - c.l) // c.d + 1
-    expected = (n_cmp + c.n_sel * c.l_sel + min(c.w, length)) * c.n_kv_groups * (c.d_k + c.d_v) * 8
+    # The query's own block ends at the query.
+    selected = c.n_sel * c.l_sel - (-length % c.l_sel)
+    expected = (n_cmp + selected + min(c.w, length)) * c.n_kv_groups * (c.d_k + c.d_v) * 8
     assert cache.bytes_read_per_step(length) == 2 * expected
     attn(tokens(length, batch=2), cache=cache)
     assert cache.bytes_read_per_step() == 2 * expected

@@ -263,8 +263,10 @@ def keys_seen(model: LM, kind: str, t: int) -> list[object]:
     before = range(t + 1)
     if kind == "nsa":
         blocks = [("block", i) for i in range(t + 1) if i * 4 + 8 - 1 <= t]
-        # NSA reads whole blocks: four of eight tokens, or all there are.
-        chosen = [("selected", i) for i in range(min(4 * 8, t + 1))]
+        # Four blocks of eight tokens, or all there are; the query's own block ends at the query.
+        own = t // 8
+        selected = range(own + 1) if own < 4 else [0, 1, own - 1, own]
+        chosen = [("selected", i) for block in selected for i in range(block * 8, block * 8 + 8) if i <= t]
         return [*blocks, *chosen, *(("window", i) for i in before if i > t - 8)]
     if kind == "dense":
         return list(before)
