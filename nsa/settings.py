@@ -23,6 +23,21 @@ ROUTING = "nsa.backends.routing"
 FLASH = "nsa.backends.flash"
 TUNING = "nsa.backends.triton.tuning"
 
+# Exports of earlier runbooks for what is built in now: accepted, without effect.
+RETIRED = {
+    "NSA_PREFILL_BATCHED": "prefill is always batched",
+    "NSA_USE_SEL_PACK": "every backend has one path for the selected branch, for packed rows too",
+    "NSA_SEL_RANGES_V2": "selected blocks are passed as indices, and nothing converts them to ranges",
+}
+
+# Variables of torch and CUDA that change a run's speed or memory. They are reported, and not ours to set.
+TORCH_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -239,9 +254,22 @@ def read_file(path: Path | str) -> dict[str, Any]:
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every `NSA_*` name of the environment that is not a setting, and the setting it looks most like."""
+    """Every `NSA_*` name of the environment that is not a setting and never was one, and the setting nearest to it."""
     environ = os.environ if environ is None else environ
-    return {name: nearest(name, BY_ENV) for name in sorted(environ) if name.startswith("NSA_") and name not in BY_ENV}
+    names = [name for name in sorted(environ) if name.startswith("NSA_") and name not in BY_ENV | RETIRED]
+    return {name: nearest(name, BY_ENV) for name in names}
+
+
+def retired_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every name of RETIRED that the environment has, and why it is no longer needed."""
+    environ = os.environ if environ is None else environ
+    return {name: why for name, why in RETIRED.items() if name in environ}
+
+
+def torch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of TORCH_VARIABLES that are set, with their values."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in TORCH_VARIABLES if name in environ}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

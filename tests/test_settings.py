@@ -143,6 +143,23 @@ def test_a_misspelled_variable_is_a_warning_that_names_the_nearest(setting: sett
     assert settings.unknown_names({setting.env: "1"}) == {}
 
 
+@pytest.mark.parametrize("name", ["NSA_PREFILL_BATCHED", "NSA_USE_SEL_PACK", "NSA_SEL_RANGES_V2"])
+def test_an_export_that_is_no_longer_needed_is_accepted(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Settings.load(environ={name: "1"}) == Settings.load(environ={})
+    assert settings.unknown_names({name: "1"}) == {}
+    assert list(settings.retired_names({name: "1", "NSA_SEQ_LEN": "8"})) == [name]
+    # One that is nearly spelled so is still unknown.
+    assert list(settings.unknown_names({f"{name}X": "1"})) == [f"{name}X"]
+
+
+def test_variables_of_torch_are_reported_where_they_are_set() -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PATH": "/bin"}
+    assert settings.torch_variables(environ) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert settings.torch_variables({}) == {}
+
+
 def test_other_programs_variables_are_none_of_our_business() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
