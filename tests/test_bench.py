@@ -74,6 +74,24 @@ def test_the_command_measures_and_appends(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == asdict(row)
 
 
+@pytest.mark.parametrize(
+    ("words", "impl"),
+    [(("--attention", "sliding"), "sliding-sdpa"), (("--attention", "longformer", "--gc"), "longformer-sdpa-gc")],
+    ids=str,
+)
+def test_a_row_names_what_ran(words: tuple[str, ...], impl: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    assert bench.run(parse("--seq-len", "32", "--steps", "1", "--warmup", "1", "--out", str(path), *words)) == 0
+    assert [row.impl for row in read(path)] == [impl]
+
+
+def test_every_batch_size_has_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    shape = ["--seq-len", "32", "--batch-size", "1", "3", "--steps", "1", "--warmup", "1", "--out", str(path)]
+    assert bench.run(parse(*shape)) == 0
+    assert [(row.B, row.S) for row in read(path)] == [(1, 32), (3, 32)]
+
+
 def test_what_is_measured_trains() -> None:
     model = replace(PRESETS["tiny"], attention="dense", seq_len=32)
     runner = Runner(TrainBench(model=model, batch_size=2, steps=2, warmup=1, dtype="float32", device="cpu"))

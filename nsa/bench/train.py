@@ -2,6 +2,9 @@
 
 nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --steps 20
 nsa bench train --preset 125m --seq-len 2048 8192 32768 --tokens 65536 --attention nsa dense
+nsa bench train --preset 125m --batch-size 1 2 4 --attention nsa dense --out benchmarks/results/h200/train.csv
+
+`nsa plan` takes a row as measured where model, length, batch size, backend and mode are the run's.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Measurement:
                 f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}",
                 f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}",
                 f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model arithmetic",
-                f"served by: {calls or 'torch SDPA'}",
+                f"backends: {calls or 'torch SDPA'}",
             ]
         )
 
@@ -152,7 +155,8 @@ class Runner:
     def impl(self) -> str:
         """By what ran, not by what was asked for: under auto the ops may have had several backends."""
         served = sorted({backend for _, backend in router().counts.calls})
-        name = "dense-sdpa" if self.bench.model.attention == "dense" else "nsa-" + "+".join(served)
+        kind = self.bench.model.attention
+        name = f"{kind}-{'+'.join(served) or 'sdpa'}{'-gc' if self.bench.gc else ''}"
         return name + ("-graphs" if self.bench.cuda_graphs else "-compiled" if self.bench.compile else "")
 
     def peak_gib(self) -> float | None:
@@ -194,8 +198,8 @@ def run(args: argparse.Namespace) -> int:
         for attention in args.attention:
             model = replace(preset, attention=attention, seq_len=seq_len).with_backend(args.backend)
             default = args.tokens // seq_len if args.tokens is not None else 8 if on_gpu else 4
-            size = default if args.batch_size is None else args.batch_size
-            run_one(bench_of(args, model, size), args)
+            for size in args.batch_size or [default]:
+                run_one(bench_of(args, model, size), args)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nsa.commands.types import path
-from nsa.model.config import PRESETS
+from nsa.model.config import ATTENTION_KINDS, PRESETS
 
 NSA = ("nsa-triton", "nsa-sdpa")
 IMPLEMENTATIONS = (*NSA, "dense-fa2", "dense-cudnn")
@@ -36,11 +36,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense --steps 20"
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), help="(default: 125m on a GPU, else tiny)")
-    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa"])
-    parser.add_argument("--backend", default="auto", help="who computes NSA's branches; a named one never falls back")
+    parser.add_argument("--attention", nargs="+", choices=ATTENTION_KINDS, default=["nsa"])
+    parser.add_argument("--backend", default="auto", help="of NSA's branches; a named one never falls back")
     parser.add_argument("--seq-len", nargs="+", type=int, help="tokens in a sequence (default: the preset's)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch-size", type=int, help="(default: 8 on a GPU, else 4)")
+    size.add_argument("--batch-size", nargs="+", type=int, help="(default: 8 on a GPU, else 4)")
     size.add_argument("--tokens", type=int, help="tokens in a batch, whatever the length of its sequences")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
