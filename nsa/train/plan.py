@@ -3,10 +3,10 @@
 nsa plan --config 125m --gpu H200 --price 2.0
 nsa plan --config 1b --gpu H200 H100 A100 --gpus 8 --set parallel=fsdp
 
-Memory and arithmetic come from the model itself. The speed is what this repository has measured on that GPU with that
-backend, carried over by FLOPs where it was another length or a model of a like size; on a GPU without measurements, the
-part of its peak that was reached on another one. Where nothing near was measured it is an estimate from FLOPs alone.
-Which of them it was is said in the answer. What ranks say to each other is not in it.
+Memory and arithmetic come from the model itself. The speed is "measured" only where a row of `benchmarks/results` is of
+this model, length, batch, backend and mode on this GPU. Everything else is marked as an estimate: the nearest row
+scaled by FLOPs, the fraction of the peak that was reached on another GPU, or FLOPs alone; each plus the time that
+launching the kernels takes. Communication between ranks is not included.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from nsa import settings
 from nsa.bench.results import Row, read
 from nsa.config import require, require_positive_int, require_positive_number
 from nsa.model import LM, PRESETS, LMConfig
 from nsa.model.loss import ROWS
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
+from nsa.train.corpus import find_corpus
 from nsa.train.sight import PEAK_FLOPS
 from nsa.train.step import DTYPES
 
@@ -35,19 +38,23 @@ GIB = 2**30
 # What the makers state. The peaks are the trainer's own.
 MEMORY_GIB = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "RTX 4090": 24}
 
-# Where nothing near was measured: a part of the peak somewhat below the 0.25 that the 125M model reaches on the H200.
+# Where nothing near was measured: somewhat below the 0.25 of the peak that the 125M model reaches on the H200.
 ASSUMED_FRACTION = 0.2
+# The reference builds whole score matrices in fp32. It is for parity, and has not been measured as training.
+REFERENCE_FRACTION = 0.005
 
-# And no faster than kernels can follow each other: those of a layer, forward and backward, and the seconds from one to
-# the next. Without it a tiny model would look as busy as a large one.
+# Kernels of a layer, forward and backward, and the seconds that each takes however little it computes. Without them a
+# tiny model, or a short batch, would look as busy as a large one.
 LAYER_KERNELS = 60
 KERNEL_S = 5e-6
 
-# A rate is carried over to a model with up to so many times the arithmetic of the measured one, or so many times less.
+# A rate is scaled to a model with up to so many times the arithmetic of the measured one, or so many times less.
 NEAR = 4.0
 
 # What a run can do to go faster, as the names of measurements end, each on top of the one before.
 MODES = ("", "-compiled", "-graphs")
+# And how they mark activation checkpointing, before that.
+GC = "-gc"
 
 # The context, the libraries and what the allocator cannot use.
 RESERVED_GIB = 2.0
@@ -70,19 +77,27 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.loss
 
 
+Basis = Literal["measured", "scaled", "assumed", "estimated"]
+
+
 @dataclass(frozen=True)
 class Rate:
-    """Model arithmetic in FLOPs a second on one GPU, and where that number comes from."""
+    """Model arithmetic in FLOP/s on one GPU, and where that number comes from."""
 
     flops: float
     source: str
-    # Whether something was measured for it, if elsewhere.
-    measured: bool = True
+    basis: Basis
+    # Whether the recomputation of activation checkpointing is part of it.
+    gc: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One GPU's answer. Times are in seconds, `cost` in the price's currency."""
+    """One GPU's answer. Times are in seconds, `cost` in the price's currency.
+
+    `basis`: "measured" for a row of this run; "scaled" by FLOPs from another one on this GPU; "assumed" from a row of
+    another GPU; "estimated" from FLOPs alone. All but the first are estimates.
+    """
 
     gpu: str
     gpus: int
@@ -94,14 +109,23 @@ class Plan:
     step_s: float
     total_s: float
     cost: float | None
+    basis: Basis
     source: str
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = None, rows: Iterable[Row] = ()) -> Plan:
-    """`price`: of one GPU for an hour. `rows`: measurements of training steps."""
+def plan(
+    config: TrainConfig,
+    gpu: str,
+    *,
+    gpus: int = 1,
+    price: float | None = None,
+    rows: Iterable[Row] = (),
+    parity: bool = False,
+) -> Plan:
+    """`price`: of one GPU for an hour. `rows`: measurements of training steps. `parity`: NSA_FORCE_PARITY is on."""
     require_positive_int("gpus", gpus)
     if price is not None:
         require_positive_number("price", price)
@@ -114,13 +138,17 @@ def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = 
     memory = memory_of(model, config, gpus)
     # Several ranks turn graphs off, whatever the config says for one.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
-    rate = rate_of(name, config.model, list(rows), mode)
+    rate = rate_of(name, config, list(rows), mode, parity=parity)
     # A forward that is done again is work that does not count as the model's.
-    work = model.flops_per_token(config.model.seq_len) * (4 / 3 if config.gc else 1)
+    recomputed = config.gc and not rate.gc
+    work = model.flops_per_token(config.model.seq_len) * (4 / 3 if recomputed else 1)
+    batch = config.tokens_per_batch * work / rate.flops
+    told = f"{rate.basis}: {rate.source}"
+    if rate.basis != "measured":
+        batch += launch_s(config.model)
+        told = f"estimate: {rate.source}, plus {launch_s(config.model) * 1e3:.2g} ms of launches"
+    step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
-    step = tokens * work / (gpus * rate.flops)
-    if not rate.measured:
-        step = max(step, config.accum * config.model.n_layers * LAYER_KERNELS * KERNEL_S)
     total = step * config.steps
     return Plan(
         gpu=name,
@@ -133,8 +161,14 @@ def plan(config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = 
         step_s=step,
         total_s=total,
         cost=None if price is None else total / 3600 * price * gpus,
-        source=f"{rate.source}; times 3/4, which is arithmetic, for gc" if config.gc else rate.source,
+        basis=rate.basis,
+        source=f"{told}; a third more work for gc, by arithmetic" if recomputed else told,
     )
+
+
+def launch_s(config: LMConfig) -> float:
+    """Seconds that the kernels of one forward and backward take at the least."""
+    return config.n_layers * LAYER_KERNELS * KERNEL_S
 
 
 def known_gpu(name: str) -> str:
@@ -201,87 +235,115 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
 # Speed.
 
 
-def rate_of(gpu: str, config: LMConfig, rows: list[Row], mode: int) -> Rate:
-    """From the rows of this GPU, else from the best known part of the peak elsewhere, else from an assumed part.
+@dataclass(frozen=True)
+class Measured:
+    """A row of training, read as what ran: `nsa-triton-gc-graphs`."""
+
+    row: Row
+    model: LMConfig
+    backend: str
+    gc: bool
+    # The place of its suffix in MODES.
+    mode: int
+    tokens_per_s: float
+    peak_flops: float
+
+    @classmethod
+    def of(cls, row: Row, kind: str) -> Measured | None:
+        """None where the row says nothing about training with attention of this `kind`. Rows name no model, but those
+        of `nsa bench train` are of the presets, told by their heads."""
+        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
+        if row.op != "train" or row.tokens_per_s is None or peak is None or row.dtype == "float32":
+            return None
+        heads = (row.Hq, row.G, row.Dk, row.Dv)
+        preset = next((p for p in PRESETS.values() if head_shape(p) == heads), None)
+        if preset is None or not row.impl.startswith(f"{kind}-"):
+            return None
+        mode = max(place for place, name in enumerate(MODES) if row.impl.endswith(name))
+        backend = row.impl.removeprefix(f"{kind}-").removesuffix(MODES[mode])
+        model = LMConfig.from_dict({**preset.to_dict(), "attention": kind, "seq_len": row.S})
+        gc = backend.endswith(GC)
+        return cls(row, model, backend.removesuffix(GC), gc, mode, row.tokens_per_s, peak)
+
+    @property
+    def flops(self) -> float:
+        return flops_of(self.model, self.row.S) * self.tokens_per_s
+
+    def __str__(self) -> str:
+        row = self.row
+        peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+        rate = f"{self.tokens_per_s:,.0f} tokens/s on {row.gpu}, commit {row.commit}"
+        return f"{row.impl}, B {row.B}, S {row.S}, {rate}{peak}"
+
+
+def head_shape(config: LMConfig) -> tuple[int, int, int, int]:
+    return config.attn.n_heads, config.attn.n_kv_groups, config.attn.d_k, config.attn.d_v
+
+
+def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity: bool = False) -> Rate:
+    """From the rows of this GPU, else from the fraction of the peak reached on another one, else an assumed fraction.
 
     `mode`: the one of MODES that the run has.
     """
-    kind = "nsa" if "nsa" in config.kinds else "dense"
-    usable = [(row, model) for row in rows if (model := measured_model(row, kind)) is not None]
-    usable = [(row, model) for row, model in usable if peak_of(row) is not None]
-    if not usable:
-        return estimate(gpu, "nothing measured")
-    size = flops_of(config, config.seq_len)
-    near = [(row, m) for row, m in usable if 1 / NEAR <= size / flops_of(m, config.seq_len) <= NEAR]
+    model = config.model
+    kinds = sorted(set(model.kinds))
+    # Dense attention is torch's own, whatever computes NSA.
+    wanted = "auto" if kinds == ["dense"] else "reference" if parity else model.attn.backend
+    fraction = REFERENCE_FRACTION if wanted == "reference" else ASSUMED_FRACTION
+
+    def estimate(why: str) -> Rate:
+        told = f"from FLOPs alone, at most {fraction:.2g} of the peak; {why}"
+        told += "; the reference needs more memory than shown" if wanted == "reference" else ""
+        return Rate(fraction * PEAK_FLOPS[gpu], told, "estimated")
+
+    if len(kinds) > 1:
+        return estimate(f"no mixture of {' and '.join(kinds)} was measured")
+    found = [m for row in rows if (m := Measured.of(row, kinds[0])) is not None]
+    if not found:
+        return estimate(f"nothing measured with {kinds[0]} attention")
+    size = flops_of(model, model.seq_len)
+    near = [m for m in found if 1 / NEAR <= size / flops_of(m.model, model.seq_len) <= NEAR]
     if not near:
-        return estimate(
-            gpu, f"no model of a like size was measured, up to {NEAR:g} times the arithmetic or as much less"
-        )
-    wanted = config.attn.backend
-    # Dense attention is torch's own, whatever serves NSA.
-    if kind == "nsa" and wanted != "auto":
-        near = [(row, m) for row, m in near if backend_and_mode(row)[0] == wanted]
-    here = [(row, m) for row, m in near if gpu in row.gpu]
-    best = nearest_row(here or near, config.seq_len)
-    if best is not None:
-        # `auto` takes what is fastest, with graphs or without.
-        served = backend_and_mode(best[0])[0]
-        like = [(row, m) for row, m in here or near if backend_and_mode(row)[0] == served]
-        best = nearest_row([(row, m) for row, m in like if backend_and_mode(row)[1] <= mode], config.seq_len)
+        return estimate(f"no model of a like size was measured, up to {NEAR:g} times the arithmetic or as much less")
+    here = [m for m in near if gpu in m.row.gpu]
+    backend = fastest_backend(here or near, model.seq_len) if wanted == "auto" else wanted
+    usable = [m for m in here or near if m.backend == backend and m.mode <= mode and m.gc <= config.gc]
+    best = min(usable, key=lambda m: distance(m, config, mode), default=None)
     if best is None:
         how = ("uncompiled", "without CUDA graphs", "at all")[mode]
-        return estimate(gpu, f"no model of a like size was measured with backend {wanted} {how}")
-    row, model = best
-    assert row.tokens_per_s is not None
-    flops = flops_of(model, row.S) * row.tokens_per_s
-    said = f"{row.impl}, B {row.B}, S {row.S}, {row.tokens_per_s:,.0f} tokens/s on {row.gpu}, commit {row.commit}"
-    said += "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
-    same = model_without_length(model) == model_without_length(config) and config.seq_len == row.S
-    if here:
-        return Rate(flops, f"measured: {said}" if same else f"carried over by FLOPs from: {said}")
-    peak = peak_of(row)
-    assert peak is not None
-    part = flops / peak
-    return Rate(part * PEAK_FLOPS[gpu], f"assumed: {part:.1%} of the peak, as {said}")
+        return estimate(f"no model of a like size was measured with backend {wanted} {how}")
+    if not here:
+        reached = best.flops / best.peak_flops
+        return Rate(reached * PEAK_FLOPS[gpu], f"{reached:.1%} of the peak, as {best}", "assumed", best.gc)
+    if is_of_run(best, config, mode):
+        return Rate(best.flops, str(best), "measured", best.gc)
+    return Rate(best.flops, f"scaled by FLOPs from {best}", "scaled", best.gc)
 
 
-def estimate(gpu: str, why: str) -> Rate:
-    source = f"estimated from FLOPs alone: at most {ASSUMED_FRACTION:.0%} of the peak; {why}"
-    return Rate(ASSUMED_FRACTION * PEAK_FLOPS[gpu], source, measured=False)
+def is_of_run(measured: Measured, config: TrainConfig, mode: int) -> bool:
+    """Whether that was this very run, and not one like it."""
+    row = measured.row
+    return (
+        (row.S, row.B, row.dtype) == (config.model.seq_len, config.batch_size, config.dtype)
+        and (measured.mode, measured.gc, config.data.pack) == (mode, config.gc, False)
+        and model_without_length(measured.model) == model_without_length(config.model)
+    )
 
 
-def peak_of(row: Row) -> float | None:
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
+def fastest_backend(found: list[Measured], length: int) -> str:
+    """What `auto` comes to at the nearest length that was measured."""
+    return min(found, key=lambda m: (abs(math.log(m.row.S / length)), -m.tokens_per_s)).backend
 
 
-def backend_and_mode(row: Row) -> tuple[str, int]:
-    """`nsa-triton-graphs`: triton, and the place of "-graphs" in MODES."""
-    mode = max(place for place, name in enumerate(MODES) if row.impl.endswith(name))
-    return row.impl.removesuffix(MODES[mode]).partition("-")[2], mode
+def distance(measured: Measured, config: TrainConfig, mode: int) -> tuple[bool, float, int, float]:
+    """How far a row is from a run: in recomputation, in length and in tokens of a batch, in mode; then the fastest."""
+    row, c = measured.row, config
+    length, tokens = row.S / c.model.seq_len, row.B * row.S / c.tokens_per_batch
+    apart = abs(math.log(length)) + abs(math.log(tokens))
+    return measured.gc != c.gc, apart, mode - measured.mode, -measured.tokens_per_s
 
 
-def measured_model(row: Row, kind: str) -> LMConfig | None:
-    """The model of a row. Rows name none, but those of `nsa bench train` are of the presets, told by their heads."""
-    if row.op != "train" or row.tokens_per_s is None or not row.impl.startswith(f"{kind}-") or row.dtype == "float32":
-        return None
-    heads = (row.Hq, row.G, row.Dk, row.Dv)
-    for preset in PRESETS.values():
-        c = preset.attn
-        if (c.n_heads, c.n_kv_groups, c.d_k, c.d_v) == heads:
-            return LMConfig.from_dict({**preset.to_dict(), "attention": kind, "seq_len": row.S})
-    return None
-
-
-def nearest_row(found: list[tuple[Row, LMConfig]], length: int) -> tuple[Row, LMConfig] | None:
-    """The nearest length, and of its rows the fastest: what `auto`, compilation and graphs come to."""
-
-    def rank(entry: tuple[Row, LMConfig]) -> tuple[float, float]:
-        row = entry[0]
-        return abs(math.log(row.S / length)), -(row.tokens_per_s or 0.0)
-
-    return min(found, key=rank, default=None)
-
-
+@cache
 def flops_of(config: LMConfig, length: int) -> float:
     with torch.device("meta"):
         return LM(config).flops_per_token(length)
@@ -302,7 +364,8 @@ def measurements(folder: Path) -> list[Row]:
 # The table.
 
 
-def render(config: TrainConfig, plans: list[Plan]) -> str:
+def render(config: TrainConfig, plans: list[Plan], data: Iterable[str] = ()) -> str:
+    """`data`: lines about the data."""
     with torch.device("meta"):
         count = sum(LM(config.model).parameter_counts().values())
     first = plans[0]
@@ -312,6 +375,7 @@ def render(config: TrainConfig, plans: list[Plan]) -> str:
         f"{first.gpus} GPU{'s' if first.gpus > 1 else ''}, parallel {config.parallel}, gc {gc}, {config.dtype}",
         f"{config.steps:,} steps of {first.tokens_per_step:,} tokens: "
         f"{config.steps * first.tokens_per_step / 1e9:.3g}G tokens",
+        *data,
         "",
         "GiB on a GPU",
     ]
@@ -354,8 +418,17 @@ def run(args: argparse.Namespace) -> int:
     # As it would resolve on a machine with a GPU, and with the engine that so many of them need.
     assumed = {"device": "cuda", "parallel": "none" if args.gpus == 1 else "ddp"}
     config = load_config(args.config, assumed | parse_set(args.set))
-    rows = measurements(args.results or RESULTS)
-    plans = [plan(config, gpu, gpus=args.gpus, price=args.price, rows=rows) for gpu in args.gpu]
-    print(render(config, plans))
-    print(json.dumps([plan.to_dict() for plan in plans]))
+    rows, parity = measurements(args.results or RESULTS), settings.current().force_parity
+    plans = [plan(config, gpu, gpus=args.gpus, price=args.price, rows=rows, parity=parity) for gpu in args.gpu]
+    tokens = config.steps * plans[0].tokens_per_step
+    facts: dict[str, Any] = {"passes": None, "unused_vocabulary": None}
+    try:
+        corpus = find_corpus(config.data, seq_len=config.model.seq_len)
+        data = corpus.describe(tokens, config.model.vocab_size)
+        facts = {"passes": corpus.passes(tokens), "unused_vocabulary": config.model.vocab_size - corpus.vocab_size}
+    except (ValueError, OSError) as error:
+        # The machine that plans need not be the one that trains.
+        data = [f"data: not on this machine, so its passes are not known: {error}"]
+    print(render(config, plans, data))
+    print(json.dumps([plan.to_dict() | facts for plan in plans]))
     return 0
