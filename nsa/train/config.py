@@ -120,8 +120,9 @@ class TrainConfig:
     max_skips: int = 8
     # Seconds without a step before every thread's stack is written down.
     watchdog_s: float = 600.0
-    # A run that is slower stops after its first steps; 0: any speed will do.
-    min_tokens_per_s: float = 0.0
+    # A run that is slower stops after its first steps. None: a tenth of what `nsa plan` has for this GPU, where that
+    # rests on a measurement; 0: any speed will do.
+    min_tokens_per_s: float | None = None
     # What an hour of all machines costs, for the display; 0: not known.
     price_per_hour: float = 0.0
 
@@ -134,8 +135,9 @@ class TrainConfig:
             require_positive_number(name, getattr(self, name))
         for name in ("lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour"):
             value = getattr(self, name)
+            unsaid = name == "min_tokens_per_s" and value is None
             # False equals 0, but whoever says it does not mean a number.
-            if value is False or value != 0:
+            if not unsaid and (value is False or value != 0):
                 require_positive_number(name, value)
         for name in ("compile", "cuda_graphs", "gc"):
             require_bool(name, getattr(self, name))

@@ -35,6 +35,7 @@ from nsa.train.metrics import RunLog
 from nsa.train.progress import Progress, progress
 from nsa.train.report import write_report
 from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
+from nsa.train.speed import least_tokens_per_s
 from nsa.train.step import DTYPES, StepResult, TrainStep, autocast, learning_rate, shares
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
@@ -65,6 +66,7 @@ class Trainer:
         with self.open_data("valid") as loader:
             self.valid = list(islice(loader, c.eval_batches))
         self.flops_per_token = self.model.flops_per_token(c.model.seq_len)
+        self.min_tokens_per_s = least_tokens_per_s(c, ranks=self.ranks.size)
         module = parallelize(
             self.model,
             parallel=c.parallel,
@@ -180,7 +182,7 @@ class Trainer:
             ran, last = self.done - first, self.done == c.steps
             # A short run is judged at its end.
             judged = ran == warmup + SMOKE_STEPS or (last and warmup < ran < warmup + SMOKE_STEPS)
-            smoke = c.min_tokens_per_s > 0 and judged
+            smoke = self.min_tokens_per_s > 0 and judged
             looks = self.due(c.log_every) or last or ran == warmup
             stops = vote(signals.asked is not None or self.ranks.orphaned)
             if not (
@@ -369,13 +371,14 @@ class Trainer:
 
     def check_speed(self) -> None:
         """The smoke phase's verdict."""
-        least, rate = self.config.min_tokens_per_s, self.clock.mean_rate
+        least, rate = self.min_tokens_per_s, self.clock.mean_rate
         slow = rate is not None and rate < least
         if any_rank(slow, self.device):
             batch = self.to_device(self.valid[0])
             profile = branch_profile(self.update.module, batch, self.dtype)
             raise RunStopped(
-                f"{rate:,.0f} tokens/s in the first steps, and at least {least:,.0f} were asked for\n{profile}"
+                f"{rate:,.0f} tokens/s in the first steps, where at least {least:,.0f} are expected; "
+                f"--min-tokens-per-s 0 accepts any speed\n{profile}"
             )
 
     def evaluate(self) -> float:
