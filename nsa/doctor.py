@@ -12,11 +12,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
-import platform
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,54 +30,19 @@ from nsa import selftest, settings
 from nsa.backends import policy, triton
 from nsa.backends.flash.repro import repro_script
 from nsa.backends.preferences import gpu_family, gpu_name, preferences_path
-from nsa.backends.probe import nvidia_driver
 from nsa.backends.probe import report as probe_report
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
 from nsa.backends.triton import tuning
 from nsa.commands.doctor import SHAPE
+from nsa.machine import Gpu, Versions, debug_modes, find_gpus, find_versions, runtime
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import boot, preflight
-from nsa.train.config import TrainConfig, load_config, parse_set
+from nsa.train.config import TrainConfig, find_config, load_config, parse_set
+from nsa.train.yaml_file import read_yaml
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# What is known of the versions from one to another, both included.
-TRITON_NOTES = {
-    ((3, 4, 0), (3, 7, 0)): (
-        "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come "
-        "out wrong without an error. The kernels of this library avoid that form; other Triton kernels here may not. "
-        "3.7.1 is fixed."
-    ),
-    ((3, 5, 0), (3, 7, 1)): (
-        "ptxas 12.8, which Triton 3.5 to 3.7.1 bring, miscompiles, on Hopper, a lone loop of two dots whose first has "
-        "rows in registers from before the loop: results come out wrong without an error. The kernels of this library "
-        "avoid that form, and its tests read their machine code; other Triton kernels here may not."
-    ),
-    ((3, 4, 0), (3, 7, 1)): (
-        "Triton 3.4.0 to 3.7.1 miscompiles a reduction over several warps after some reshapes: parts are written over "
-        "each other, and results differ from run to run. The kernels of this library avoid that form, and its tests "
-        "read their layouts; other Triton kernels here may not. 3.8 is fixed."
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Versions:
-    nsa: str
-    python: str
-    torch: str
-    triton: str | None
-    triton_note: str | None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    capability: str
-    memory_gib: float
-    driver: str
 
 
 @dataclass(frozen=True)
@@ -107,6 +69,8 @@ class SettingState:
 class Report:
     versions: Versions
     gpus: tuple[Gpu, ...]
+    # Driver, libraries and switches of torch, as `machine.runtime` has them.
+    runtime: Mapping[str, Any]
     backends: tuple[BackendState, ...]
     # The file that the Triton kernels have their tiles from, or what is wrong with it.
     tiles: str
@@ -114,6 +78,10 @@ class Report:
     flash: Mapping[str, str]
     settings: tuple[SettingState, ...]
     unknown_names: Mapping[str, str]
+    # Exports of earlier runbooks that nothing needs any more, and why.
+    retired_names: Mapping[str, str]
+    # Debugging aids that slow a run down.
+    debug_modes: tuple[str, ...]
     counts: Mapping[str, Mapping[str, int]]
     forward: Explanation
     backward: Explanation
@@ -147,11 +115,14 @@ class Report:
             "probe_failures": list(self.probe_failures),
             "versions": asdict(self.versions),
             "gpus": [asdict(gpu) for gpu in self.gpus],
+            "runtime": dict(self.runtime),
             "backends": [asdict(backend) for backend in self.backends],
             "tiles": self.tiles,
             "flash": dict(self.flash),
             "settings": [asdict(state) for state in self.settings],
             "unknown_names": dict(self.unknown_names),
+            "retired_names": dict(self.retired_names),
+            "debug_modes": list(self.debug_modes),
             "counts": {kind: dict(counted) for kind, counted in self.counts.items()},
             "problem": str(self.forward.problem),
             "routes": {
@@ -179,58 +150,20 @@ def diagnose(
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
+        runtime=runtime(),
         backends=backend_states(router),
         tiles=tiles_origin(router.config),
         flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
+        retired_names=settings.retired_names(environ),
+        debug_modes=tuple(debug_modes(router.config)),
         counts=counts_so_far().as_dict(),
         forward=router.explain(replace(problem, backward=False)),
         backward=router.explain(replace(problem, backward=True)),
         # A backend is tested where its name would get it: what a setting switches off is not called.
         checks=tuple(self_test(list(router.backends.values()), problem, partial(router.reason_against, named=True))),
         probe_failures=tuple(probe_failures),
-    )
-
-
-def find_versions() -> Versions:
-    found = triton_version()
-    return Versions(
-        nsa=nsa.__version__,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        triton=found,
-        triton_note="\n".join(triton_notes(found)) or None,
-    )
-
-
-def triton_version() -> str | None:
-    """Without importing Triton; None where there is none."""
-    if not triton.installed():
-        return None
-    for distribution in ("triton", "pytorch-triton", "triton-windows"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
-def triton_notes(version: str | None) -> list[str]:
-    release = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
-    if release is None:
-        return []
-    found = tuple(map(int, release.groups()))
-    return [note for (first, last), note in TRITON_NOTES.items() if first <= found <= last]
-
-
-def find_gpus() -> tuple[Gpu, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    driver = nvidia_driver()
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(
-        Gpu(gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1), driver) for gpu in properties
     )
 
 
@@ -339,7 +272,7 @@ def render(report: Report) -> str:
 
 
 def render_versions(report: Report) -> str:
-    versions = report.versions
+    versions, libraries = report.versions, report.runtime
     rows = [("nsa", versions.nsa), ("python", versions.python), ("torch", versions.torch)]
     rows.append(("triton", versions.triton or "none"))
     if not report.gpus:
@@ -347,6 +280,14 @@ def render_versions(report: Report) -> str:
     for gpu in report.gpus:
         facts = f"capability {gpu.capability}, {gpu.memory_gib} GiB, driver {gpu.driver}"
         rows.append(("gpu", f"{gpu.name}, {facts}"))
+    tf32 = ", ".join(f"{where} {settings.shown(on)}" for where, on in libraries["tf32"].items())
+    variables = ", ".join(f"{name}={value}" for name, value in libraries["variables"].items())
+    rows += [
+        *((name, str(libraries[name] or "none")) for name in ("driver", "cuda", "cudnn")),
+        ("nvml", "yes" if libraries["nvml"] else "no: the training log has no gpu_util (pip install nvidia-ml-py)"),
+        ("tf32", tf32),
+        ("variables", variables or "none of torch's is set"),
+    ]
     return "\n".join([table(rows), *([versions.triton_note] if versions.triton_note else [])])
 
 
@@ -363,7 +304,8 @@ def render_settings(report: Report) -> str:
     unknown = [
         f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
     ]
-    return "\n".join([table(rows), *unknown])
+    retired = [f"{name} is no longer needed: {why}" for name, why in report.retired_names.items()]
+    return "\n".join([table(rows), *unknown, *retired, *(f"slow: {mode}" for mode in report.debug_modes)])
 
 
 def render_counts(counts: Mapping[str, Mapping[str, int]]) -> str:
@@ -489,12 +431,19 @@ def config_of(args: argparse.Namespace, config: Settings) -> TrainConfig:
     return load_config(args.config, given | parse_set(args.set), env=config)
 
 
-def verdict_on(config: TrainConfig, report: Report, router: Router) -> tuple[str, bool]:
-    """The last lines about a run to come, and whether it may start."""
-    wrong = [*preflight.problems(config, router), *map(sentence, report.failures), *report.obstacles]
-    if not wrong:
-        return "[OK] Environment validated", True
-    return to_mend(wrong), False
+def device_given(args: argparse.Namespace) -> bool:
+    """Whether the command line or the config names a device; else the best one here is taken."""
+    named = (args.device, parse_set(args.set).get("device"), read_yaml(find_config(args.config)).get("device"))
+    return any(device not in (None, "auto") for device in named)
+
+
+def check_run(
+    config: TrainConfig, report: Report, router: Router, *, device_given: bool
+) -> tuple[list[str], list[str]]:
+    """What keeps a run to come from starting, and what is worth knowing about it."""
+    notes: list[str] = []
+    found = preflight.problems(config, router, notes=notes, device_given=device_given)
+    return [*report.debug_modes, *found, *map(sentence, report.failures), *report.obstacles], notes
 
 
 def to_mend(wrong: list[str]) -> str:
@@ -528,10 +477,13 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
     report = diagnose(problem, router, probe_failures=probe_failures)
     print(render(report))
-    ready = report.healthy
+    ready, record = report.healthy, report.to_dict()
     if config is not None:
-        verdict, ready = verdict_on(config, report, router)
-        print(f"\n{verdict}")
+        problems, notes = check_run(config, report, router, device_given=device_given(args))
+        ready = not problems
+        record |= {"ready": ready, "problems": problems, "notes": notes}
+        print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run')}")
+        print(f"\n{to_mend(problems) if problems else '[OK] Environment validated'}")
     if args.json:
-        print(json.dumps(report.to_dict(), allow_nan=False))
+        print(json.dumps(record, allow_nan=False))
     return 0 if ready else 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import cli, doctor, selftest, settings
+from nsa import cli, doctor, machine, selftest, settings
 from nsa.backends import reference, sdpa
 from nsa.backends.preferences import Preference
 from nsa.backends.problem import OPS, Problem
@@ -500,30 +500,30 @@ def test_both_compressions_have_a_route_where_keys_and_values_differ(capsys: pyt
      ("of unknown version", 0), (None, 0)],
 )  # fmt: skip
 def test_the_triton_versions_that_miscompile_are_known(version: str | None, known: int) -> None:
-    assert len(doctor.triton_notes(version)) == known
+    assert len(machine.triton_notes(version)) == known
 
 
 def test_an_affected_triton_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "triton_version", lambda: "3.6.0")
-    assert "transposed accumulator" in (doctor.find_versions().triton_note or "")
-    assert "ptxas 12.8" in (doctor.find_versions().triton_note or "")
-    monkeypatch.setattr(doctor, "triton_version", lambda: None)
-    assert doctor.find_versions().triton_note is None
+    monkeypatch.setattr(machine, "triton_version", lambda: "3.6.0")
+    assert "transposed accumulator" in (machine.find_versions().triton_note or "")
+    assert "ptxas 12.8" in (machine.find_versions().triton_note or "")
+    monkeypatch.setattr(machine, "triton_version", lambda: None)
+    assert machine.find_versions().triton_note is None
 
 
 def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path) -> None:
     path = tmp_path / "version"
-    assert doctor.nvidia_driver(path) == "unknown"
+    assert machine.nvidia_driver(path) == "unknown"
     path.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12"
     )
-    assert doctor.nvidia_driver(path) == "570.133.20"
+    assert machine.nvidia_driver(path) == "570.133.20"
 
 
 def test_a_gpu_is_named_with_capability_and_driver(capsys: pytest.CaptureFixture[str]) -> None:
     report = doctor.diagnose(SHAPE, Router([sdpa, reference], Settings()), environ={})
-    report = replace(report, gpus=(doctor.Gpu("NVIDIA H200", "9.0", 139.8, "570.1"),), checks=())
-    assert "gpu     NVIDIA H200, capability 9.0, 139.8 GiB, driver 570.1" in doctor.render(report)
+    report = replace(report, gpus=(machine.Gpu("NVIDIA H200", "9.0", 139.8, "570.1"),), checks=())
+    assert "gpu        NVIDIA H200, capability 9.0, 139.8 GiB, driver 570.1" in doctor.render(report)
 
 
 def test_counters_of_this_process_are_shown(environment: Callable[..., None]) -> None:

@@ -142,7 +142,7 @@ LAYERS = (
     ("ops",),
     ("attention", "cache", "compression", "functional", "rope"),
     ("model",),
-    ("bench", "commands", "data", "evals", "generate", "inspect", "train"),
+    ("bench", "commands", "data", "evals", "generate", "inspect", "machine", "train"),
     ("cli", "doctor", "selftest"),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

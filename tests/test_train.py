@@ -151,6 +151,7 @@ def test_a_run_leaves_metrics_a_model_and_a_report(
     record = json.loads((out / "run.json").read_text())
     assert record["hash"] == config.hash
     assert record["environment"]["torch"] == torch.__version__
+    assert {"driver", "cuda", "cudnn", "nvml", "tf32", "variables"} <= set(record["environment"])
     assert boot.config_of(out) == config
 
     loaded = load_model(out)

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
         "  nsa doctor --setting force_parity=on --json | tail -1\n"
         "  nsa doctor --config 125m --set batch_size=16     whether this machine is ready for that run\n\n"
-        "The exit status is 0 only if every backend agrees with the reference, and under --probe every library passes."
+        "The exit status is 0 only if every backend agrees with the reference, under --probe every library passes,\n"
+        "and with --config this machine is ready for the run: it has the device that the run is meant for, no\n"
+        "debugging aid is on, and a step is not ten times slower than the plan."
     )
     shape = parser.add_argument_group("the shape to route (by default a 125M model's, or the config's)")
     for name, default in SHAPE.items():

@@ -89,7 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Runbooks of an older trainer have it.
     machine.add_argument("--ddp", nargs="?", const="1", choices=("0", "1"), help=argparse.SUPPRESS)
     guards = parser.add_argument_group("guards")
-    guards.add_argument("--min-tokens-per-s", type=float, metavar="N", help="stop, with a profile, if it is slower")
+    guards.add_argument(
+        "--min-tokens-per-s",
+        type=float,
+        metavar="N",
+        help="stop, with a profile, if it is slower; 0: never (default: a tenth of what `nsa plan` has for this GPU)",
+    )
     guards.add_argument(
         "--watchdog-s", type=float, metavar="N", help="seconds without a step before stacks are written"
     )

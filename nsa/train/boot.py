@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import nsa
-from nsa import settings
+from nsa import machine, settings
 from nsa.backends.problem import Problem
 from nsa.backends.routing import explain
 from nsa.config import require
@@ -126,6 +126,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "machine": platform.node(),
         "system": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **machine.runtime(),
         "settings": said,
     }
 
