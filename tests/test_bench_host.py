@@ -1,0 +1,38 @@
+"""`nsa bench host`: a row for attention and layer, NSA and dense, forward and both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsa import cli
+from nsa.bench import host
+from nsa.bench.results import read
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WARMUP", "CALLS", "REPETITIONS"):
+        monkeypatch.setattr(host, name, 1)
+
+
+def test_rows_of_every_kind(tmp_path: Path) -> None:
+    out = tmp_path / "host.csv"
+    flags = ["--heads", "4/2/16", "--lengths", "40", "--out", str(out), "--commit", "abc"]
+    assert cli.main(["bench", "host", *flags]) == 0
+    rows = read(out)
+    kinds = {(row.suite, row.op, row.impl, row.mode) for row in rows}
+    implementations = ("nsa-auto", "dense-sdpa")
+    assert kinds == {
+        ("host", op, impl, mode)
+        for op in ("attention", "layer")
+        for impl in implementations
+        for mode in ("fwd", "fwd+bwd")
+    }
+    assert all(row.p50_ms > 0 and row.S == 40 and row.Hq == 4 for row in rows)
+
+
+def test_a_length_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "host", "--lengths", "0"]) == 2
+    assert "--lengths" in capsys.readouterr().err
