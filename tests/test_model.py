@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa import NSAConfig
@@ -73,6 +74,52 @@ def test_chunked_loss_of_ignored_targets_is_zero() -> None:
     assert loss == 0
     assert x.grad is not None
     assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("target", [-1, -99, -101, 50, 63, 64, 2**40])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_target_outside_the_vocabulary_is_an_error(target: int, needs_grad: bool) -> None:
+    x, weight = torch.randn(3, 12, requires_grad=needs_grad), torch.randn(50, 12)
+    with pytest.raises(ValueError, match=rf"targets is \[{target}\]; accepted: -100, or 0 to 49"):
+        chunked_cross_entropy(x, weight, torch.tensor([1, target, -100]))
+
+
+@pytest.mark.parametrize("target", [-1, -101, 50, 63, 64, 2**40])
+def test_an_unchecked_target_outside_the_vocabulary_makes_loss_and_gradients_nan(target: int) -> None:
+    """Compiled code reads no values, as on a GPU."""
+    x, weight = torch.randn(3, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
+    compiled = torch.compile(chunked_cross_entropy, backend="eager", fullgraph=True)
+    loss = compiled(x, weight, torch.tensor([1, target, -100]))
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, (x, weight)))
+    with torch.no_grad():
+        assert compiled(x, weight, torch.tensor([1, target, -100])).isnan()
+
+
+def test_targets_of_another_shape_are_an_error() -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match=r"targets.shape is \(2, 6\); accepted: .*\(2, 7\)"):
+        chunked_cross_entropy(torch.randn(2, 7, 12), torch.randn(50, 12), torch.zeros(2, 6, dtype=torch.long))
+
+
+@pytest.mark.parametrize("first", ["x", "weight"])
+@pytest.mark.parametrize("second", ["x", "weight"])
+def test_second_derivatives_of_the_loss_are_an_error(first: str, second: str) -> None:
+    inputs = {"x": torch.randn(3, 12, requires_grad=True), "weight": torch.randn(50, 12, requires_grad=True)}
+    loss = chunked_cross_entropy(**inputs, targets=torch.tensor([1, 2, -100]))
+    (grad,) = torch.autograd.grad(loss, inputs[first], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum(), inputs[second])
+
+
+def test_a_hessian_vector_product_of_a_dense_model_is_an_error() -> None:
+    model = small_model("dense").double()
+    tokens, targets = repeating(1, 16, period=8)
+    parameters = list(model.parameters())
+    # The one kernel of torch's that can be differentiated twice.
+    with sdpa_kernel(SDPBackend.MATH):
+        grads = torch.autograd.grad(model(tokens, targets), parameters, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(sum((grad * torch.ones_like(grad)).sum() for grad in grads), parameters)
 
 
 @pytest.mark.parametrize("kind", KINDS)

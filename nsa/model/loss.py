@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.config import require
+
 IGNORE = -100
 
 # Rows whose logits are alive at once: enough to fill a GPU's matrix units, 0.4 GB of fp32 at a vocabulary of 50k.
@@ -24,24 +26,44 @@ ROWS = 2048
 ALIGNMENT = 64
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, rows: int = ROWS) -> Tensor:
-    """Mean cross-entropy of `x [..., D] @ weight[V, D].T` against `targets [...]`; targets of -100 do not count.
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, rows: int = ROWS, strict: bool = False
+) -> Tensor:
+    """Mean cross-entropy of `x @ weight.T` against `targets`. Products are taken in `x`'s dtype, softmax and sums in
+    fp32 or wider. Differentiable once.
 
-    Products are taken in `x`'s dtype, softmax and sums in fp32 or wider.
+    Args:
+        x: `[..., D]`.
+        weight: `[V, D]`.
+        targets: `[...]` int64, each in `[0, V)`, or -100 for a position that does not count.
+        rows: rows whose logits are held at once.
+        strict: check the values of targets on a GPU too, which waits for the device.
+
+    Returns:
+        A scalar. Where the values of `targets` are not checked (on a GPU without `strict`, and in compiled code), a
+        target outside the vocabulary makes the loss and every gradient NaN.
+
+    Raises:
+        ValueError: `targets` has another shape than `x` without its last dimension, or a value outside the vocabulary.
     """
-    x, targets = x.flatten(0, -2), targets.flatten()
+    shape = tuple(x.shape[:-1])
+    require(tuple(targets.shape) == shape, "targets.shape", tuple(targets.shape), f"that of x without D, {shape}")
+    x, targets, vocabulary = x.flatten(0, -2), targets.flatten(), weight.shape[0]
+    if (strict or targets.device.type == "cpu") and not torch.compiler.is_compiling():
+        wrong = targets[~is_valid(targets, vocabulary)]
+        require(wrong.numel() == 0, "targets", wrong[:1].tolist(), f"{IGNORE}, or 0 to {vocabulary - 1}")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return ChunkedCrossEntropy.apply(x, weight, targets, rows)
+        # Empty: they connect a second derivative to x and weight, and hold no memory until the backward.
+        links = x[:0].clone(), weight[:0].clone()
+        return ChunkedCrossEntropy.apply(x, weight, targets, rows, *links)
     table = aligned(weight, x.dtype)
-    total = sum(
-        row_losses(logp, t).sum() for _, t, logp in log_softmax_chunks(x, table, weight.shape[0], targets, rows)
-    )
-    return total / counted(targets)
+    total = sum(row_losses(logp, t).sum() for _, t, logp in log_softmax_chunks(x, table, vocabulary, targets, rows))
+    return total / counted(targets, vocabulary)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, *links: Tensor) -> Tensor:
         vocabulary = weight.shape[0]
         table = aligned(weight, x.dtype)
         grad_x = torch.empty_like(x)
@@ -51,21 +73,41 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             total = total + row_losses(logp, t).sum()
             # d loss / d logits = softmax - one_hot. Rows that do not count are masked in the products' narrow side.
             grad = logp.exp_()
-            grad.scatter_add_(1, t.clamp_min(0)[:, None], -torch.ones_like(grad[:, :1]))
+            grad.scatter_add_(1, as_index(t, grad), -torch.ones_like(grad[:, :1]))
             grad = grad.to(x.dtype)
             counts = (t != IGNORE)[:, None]
             grad_x[chunk] = (grad @ table) * counts
             grad_table += grad.T @ (x[chunk] * counts)
-        count = counted(targets)
-        ctx.save_for_backward(grad_x, grad_table[:vocabulary].to(weight.dtype), count)
+        count = counted(targets, vocabulary)
+        ctx.save_for_backward(grad_x, grad_table[:vocabulary].to(weight.dtype), count, *links)
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_x, grad_weight, count = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, count, *links = ctx.saved_tensors
         # Divided here, not in the forward: a softmax over many rows would underflow in fp16.
         scale = grad_loss / count
-        return grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype), None, None
+        grads = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
+        # With create_graph. `once_differentiable` would not do: it raises only where grad_loss requires grad, and
+        # leaves the second derivatives with respect to x and weight out everywhere else.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grads = DifferentiableOnce.apply(*grads, *links)
+        return *grads, None, None, None, None
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """Hands gradients on; to differentiate them with respect to the links is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_x: Tensor, grad_weight: Tensor, *links: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_x.view_as(grad_x), grad_weight.view_as(grad_weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "chunked_cross_entropy is differentiable once: its forward computes the gradient without autograd. For "
+            "second derivatives, apply torch.nn.functional.cross_entropy to the logits"
+        )
 
 
 def log_softmax_chunks(
@@ -80,8 +122,13 @@ def log_softmax_chunks(
 
 
 def row_losses(logp: Tensor, targets: Tensor) -> Tensor:
-    picked = logp.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
+    picked = logp.gather(1, as_index(targets, logp)).squeeze(1)
     return -picked.where(targets != IGNORE, 0.0)
+
+
+def as_index(targets: Tensor, logp: Tensor) -> Tensor:
+    """`[rows, 1]`, inside the table whatever the targets are: `counted` takes care of those that are not valid."""
+    return targets.clamp(0, logp.shape[1] - 1)[:, None]
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,8 +136,14 @@ def aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(weight.to(dtype), (0, 0, 0, -weight.shape[0] % ALIGNMENT))
 
 
-def counted(targets: Tensor) -> Tensor:
-    return (targets != IGNORE).sum().clamp_min(1)
+def is_valid(targets: Tensor, vocabulary: int) -> Tensor:
+    return (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
+
+
+def counted(targets: Tensor, vocabulary: int) -> Tensor:
+    """How many targets count, at least 1. NaN if any is invalid: the loss and every gradient are divided by it."""
+    count = (targets != IGNORE).sum().clamp_min(1)
+    return torch.where(is_valid(targets, vocabulary).all(), count, float("nan"))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

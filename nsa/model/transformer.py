@@ -78,7 +78,7 @@ class LM(nn.Module):
         x = self.hidden(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask, caches=caches)
         if targets is None:
             return self.logits(x)
-        return chunked_cross_entropy(x, self.head_weight, targets)
+        return chunked_cross_entropy(x, self.head_weight, targets, strict=self.config.attn.strict)
 
     def hidden(
         self,
