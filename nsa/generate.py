@@ -6,17 +6,21 @@ nsa generate --run runs/tiny-nsa --prompt "def main(" --max-new-tokens 200 --tem
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nsa.config import require, require_positive_int
-from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from nsa.config import require, require_int, require_positive_int
+from nsa.data.tokenizer import FILE, Tokenizer, check_vocabulary, load_tokenizer
 from nsa.model import LM, load_model
 
 RUNS = Path("runs")
+
+# Below it, logits over the temperature may overflow in fp32.
+MIN_TEMPERATURE = 1e-6
 
 
 @torch.inference_mode()
@@ -32,10 +36,15 @@ def generate(
     """The `[B, max_new_tokens]` tokens that follow `prompts`: a tensor `[B, S]`, or lists of any lengths.
 
     `temperature=0` takes the most likely token. `top_k` samples among that many. Nothing is read back on the way, so
-    a GPU never waits.
+    a GPU never waits. A row whose logits are not finite gets -1, which is no token, from there on.
     """
     require_positive_int("max_new_tokens", max_new_tokens)
-    require(temperature >= 0, "temperature", temperature, "0 for the most likely token, or a positive number")
+    require(
+        temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf,
+        "temperature",
+        temperature,
+        f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}",
+    )
     require(
         top_k is None or 1 <= top_k <= model.config.vocab_size,
         "top_k",
@@ -49,7 +58,7 @@ def generate(
     new = []
     for _ in range(max_new_tokens - 1):
         new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
-        x = model.hidden(new[-1], caches=caches)
+        x = model.hidden(new[-1].clamp_min(0), caches=caches)
     new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
     return torch.cat(new, dim=1)
 
@@ -70,14 +79,17 @@ def pad_left(prompts: Tensor | Sequence[Sequence[int]], device: torch.device) ->
 
 
 def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """`[B, V]` logits to `[B, 1]` tokens."""
+    """`[B, V]` logits to `[B, 1]` tokens; -1 for a row that is not finite."""
+    finite = logits.isfinite().all(dim=-1, keepdim=True)
+    # Sampling from NaN is an error that would end the process on a GPU.
+    logits = logits.where(finite, 0.0)
     if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
+        return logits.argmax(dim=-1, keepdim=True).where(finite, -1)
     if top_k is not None:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     probabilities = (logits.float() / temperature).softmax(dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)
+    return torch.multinomial(probabilities, 1, generator=generator).where(finite, -1)
 
 
 def usable_device(name: str) -> torch.device:
@@ -106,8 +118,10 @@ def tokenizer_of(run: Path) -> Tokenizer:
 
 def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    require_int("--seed", args.seed, at_least=0)
     folder = args.run or newest_run()
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
+    check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {folder}")
     prompts = args.prompt or ["def "]
     generator = torch.Generator(device).manual_seed(args.seed)
     new = generate(
@@ -118,6 +132,15 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         generator=generator,
     )
+    if bool((new < 0).any()):
+        raise ValueError(f"the model in {folder} gives logits that are not finite: {where_not_finite(model)}")
     for prompt, tokens in zip(prompts, new.tolist(), strict=True):
         print(prompt + tokenizer.decode(tokens))
     return 0
+
+
+def where_not_finite(model: LM) -> str:
+    names = [name for name, x in model.named_parameters() if not bool(x.isfinite().all())]
+    if not names:
+        return "its parameters are finite, what is computed from them overflows"
+    return f"{len(names)} of its parameters hold NaN or inf, the first is {names[0]}"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from corpora import TEXTS, needs_tokenizers
 from torch import Tensor
 
 from nsa import NSAConfig, cli, generate
+from nsa.data import train_bpe
 from nsa.generate import newest_run, pick
 from nsa.model import LM, LMConfig, save_model
 
@@ -74,6 +76,8 @@ def test_top_k_samples_among_the_most_likely() -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-320}, "temperature is 1e-320"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 65}, "top_k is 65"),
         ({"prompts": [[1], []]}, "prompts is"),
     ],
@@ -94,12 +98,56 @@ def test_the_command_continues_every_prompt(tmp_path: Path, capsys: pytest.Captu
     assert "\nimport" in printed
 
 
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_is_not_finite_gives_no_text_and_a_status(
+    value: float, temperature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model("nsa", vocab_size=256).float()
+    model.layers[1].mlp.outer.weight.data[3, 5] = value
+    save_model(model, tmp_path)
+    words = ["--run", str(tmp_path), "--device", "cpu", "--max-new-tokens", "4", "--temperature", temperature]
+    assert cli.main(["generate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(tmp_path) in err
+    assert "layers.1.mlp.outer.weight" in err
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
+    model = small_model("dense")
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = generate.generate(model, prompts, 6, temperature=0)
+    row = int(torch.tensor([t for t in range(64) if t not in {*prompts[0].tolist(), *expected[0].tolist()}])[0])
+    prompts[1, 0] = row
+    model.embedding.weight.data[row] = float("nan")
+    new = generate.generate(model, prompts, 6, temperature=0)
+    assert torch.equal(new[0], expected[0])
+    assert (new[1] == -1).all()
+
+
+@needs_tokenizers
+def test_a_tokenizer_larger_than_the_model_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(small_model("dense", vocab_size=256).float(), tmp_path)
+    tokenizer = train_bpe(TEXTS, 300)
+    tokenizer.save(tmp_path)
+    assert cli.main(["generate", "--device", "cpu", "--run", str(tmp_path)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert all(word in line for word in (str(tmp_path), "256", str(tokenizer.vocab_size)))
+
+
 def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
     wrong = [
         (["--run", str(tmp_path / "nowhere")], "a folder with model.json"),
         (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
         (["--device", "gpu"], "device is 'gpu'"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--seed", str(2**70)], f"--seed is {2**70}"),
     ]
     if not torch.cuda.is_available():
         wrong.append((["--device", "cuda"], "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here"))

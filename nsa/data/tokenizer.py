@@ -61,7 +61,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What is not UTF-8, or no byte at all (a vocabulary may be larger), shows as the replacement character."""
-        return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+        return bytes(token if 0 <= token <= 0xFF else 0xFF for token in tokens).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
         end = bytes([self.end])
@@ -157,11 +157,11 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
     return FileTokenizer(text, str(path))
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, name: str = "model.vocab_size") -> None:
     """A model needs a row for every token."""
     require(
         tokenizer.vocab_size <= vocab_size,
-        "model.vocab_size",
+        name,
         vocab_size,
         f"at least {tokenizer.vocab_size}, the vocabulary of the tokenizer {tokenizer.name}",
     )
