@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from nsa.data import DataConfig, Loader, open_loader
+from nsa import cli
+from nsa.data import DataConfig, Loader, open_loader, prepare
 
 needs_tokenizers = pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 
 TEXTS = [f"document {index:02}: " + "abcdefgh"[index % 8] * (5 + index) for index in range(45)]
+
+
+def command(*words: str) -> int:
+    """`nsa data WORDS`."""
+    return prepare.run(cli.parser_of("data").parse_args(words))
 
 
 def opened(config: DataConfig, split: str = "train", **values: Any) -> Loader:

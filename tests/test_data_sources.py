@@ -136,7 +136,7 @@ def test_one_document_serves_training_and_validation(tmp_path: Path) -> None:
         ("text", "missing", "data.path is '.*missing'; accepted: a file, a folder, or a pattern that files match"),
         ("text", ".", "data.path is '.*'; accepted: a folder with files that end in .txt, .md, .rst"),
         ("jsonl", ".", "a folder with files that end in .jsonl"),
-        ("shards", ".", r"a folder with train-\*.tokens, as `nsa data prepare` writes it"),
+        ("shards", ".", r"a folder with manifest.json and \*.tokens files, as `nsa data prepare` writes it"),
     ],
 )
 def test_a_path_without_data_is_named(source: str, path: str, message: str, tmp_path: Path) -> None:
@@ -191,8 +191,9 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"text": "cut', r"corpus.jsonl:31 is not a line of JSON: Unterminated string"),
-        ('{"body": "x"}', r"corpus.jsonl:31 has no text: data.text_key is 'text', the line has \['body'\]"),
-        ('{"text": 3}', r"corpus.jsonl:31 has no text"),
+        ('{"body": "x"}', r"corpus.jsonl:31 has no text: data.text_key is 'text', the line has {'body': 'str'}"),
+        ('{"text": 3}', r"corpus.jsonl:31 has no text: .* the line has {'text': 'int'}"),
+        ('{"text": ' + "[" * 100_000, r"corpus.jsonl:31 is not a line of JSON: .*recursion"),
         ("[1]", r"corpus.jsonl:31 has no text: .* the line has list"),
         ("\udcff", r"corpus.jsonl:31 is not a line of JSON"),
         (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 is not text that UTF-8 can hold: .*surrogates"),
@@ -219,7 +220,7 @@ def test_a_wrong_parquet_file_is_named(tmp_path: Path) -> None:
         opened(DataConfig(source="parquet", path=str(path), text_key="body"))
     with (
         opened(DataConfig(source="parquet", path=str(path), text_key="id")) as loader,
-        pytest.raises(ValueError, match=r"row group ., row 0: 'id' is a int"),
+        pytest.raises(ValueError, match=r"row group ., row 0 has no text: 'id' is a int"),
     ):
         next(loader)
     path.write_bytes(b"PAR1 and then nothing")
@@ -251,7 +252,7 @@ def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     parquet.write_table(arrow.table({"text": column}), path)
     with (
         opened(DataConfig(source="parquet", path=str(path))) as loader,
-        pytest.raises(ValueError, match=r"corpus.parquet, row group 0 cannot be read: "),
+        pytest.raises(ValueError, match=r"corpus.parquet, row group 0, row 0 is not UTF-8 text: "),
     ):
         next(loader)
 

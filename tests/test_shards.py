@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
-from corpora import TEXTS, jsonl_file, needs_tokenizers, opened, text_files
+from corpora import TEXTS, command, jsonl_file, needs_tokenizers, opened
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from nsa import cli
-from nsa.data import Batch, DataConfig, load_tokenizer, prepare, shards, train_bpe
+from nsa.data import Batch, DataConfig, load_tokenizer, shards, train_bpe
+from nsa.data.manifest import Manifest
 from nsa.data.shards import Shard
-
-
-def command(*words: str) -> int:
-    return prepare.run(cli.parser_of("data").parse_args(words))
 
 
 @pytest.fixture
@@ -28,13 +29,19 @@ def prepared(tmp_path: Path) -> Path:
     return out
 
 
+def contents(shard: Shard) -> tuple[list[int], list[int]]:
+    """Its tokens and offsets."""
+    header = shard.header
+    with shard.opened() as file:
+        return shard.tokens(file, 0, header.tokens).tolist(), shard.offsets(file, 0, header.documents + 1).tolist()
+
+
 def test_prepared_tokens_are_the_documents(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, list[str]] = {"train": [], "valid": []}
     for path in sorted(prepared.glob("*.tokens")):
         shard = Shard(path)
-        assert shard.tokens.dtype == torch.uint16
-        rows = shard.tokens.long().tolist()
-        borders = shard.offsets.tolist()
+        assert shard.header.width == 2
+        rows, borders = contents(shard)
         for begin, end in pairwise(borders):
             assert rows[end - 1] == 0
             found[path.name.split("-")[0]].append(bytes(rows[begin : end - 1]).decode())
@@ -46,21 +53,6 @@ def test_prepared_tokens_are_the_documents(prepared: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "train-00000.tokens" in printed
     assert "intact" in printed
-
-
-def test_prepare_says_what_it_made_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    command("prepare", "--source", "text", "--path", str(text_files(tmp_path / "in")), "--out", str(out))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("45 of 45 chunks, ")
-    assert "train: 42 documents" in lines[1]
-    assert "valid: 3 documents" in lines[2]
-    assert f"nsa train --set data.source=shards --set data.path={out}" in lines[3]
-    valid = json.loads(lines[-1])["valid"]["tokens"]
-    assert f"(model.vocab_size: at least 256, model.seq_len: at most {valid - 1})" in lines[3]
-    with opened(DataConfig(source="shards", path=str(out)), split="valid", seq_len=valid - 1) as loader:
-        next(loader)
-    assert json.loads(lines[-1])["valid"]["documents"] == 3
 
 
 def test_shards_are_read_shuffled_with_their_borders(prepared: Path) -> None:
@@ -152,7 +144,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     writer.publish()
     shard = Shard(tmp_path / "train-00000.tokens")
     shard.check_tokens()
-    assert shard.tokens.long().tolist() == [99_999, 0, 65_536]
+    assert contents(shard) == ([99_999, 0, 65_536], [0, 3])
     with pytest.raises(ValueError, match="token is 100000; accepted: below the vocabulary of 100000"):
         writer.add([torch.tensor([100_000], dtype=torch.int32)])
 
@@ -160,22 +152,231 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:40], "it has 40 bytes, its header alone would have 128"),
-        (lambda data: data[:-8], "bytes, its header says"),
-        (lambda data: data + b"x", "bytes, its header says"),
         (lambda data: b"PK\3\4" + data[4:], "it begins with"),
         (lambda data: data[:8] + b"\1" + data[9:], "it has version 1, this is for version 2"),
         (lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:], "its header does not match its CRC"),
         (lambda data: data[:44] + b"other" + data[49:], "its header does not match its CRC"),
         (lambda data: data[:-4] + bytes([data[-4] ^ 1]) + data[-3:], "its document offsets do not match their CRC"),
     ],
-    ids=["cut header", "cut", "longer", "another format", "version", "header", "tokenizer", "offsets"],
+    ids=["another format", "version", "header", "tokenizer", "offsets"],
 )
 def test_a_damaged_shard_is_refused_when_opened(damage: Any, message: str, prepared: Path) -> None:
     path = prepared / "train-00001.tokens"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"train-00001.tokens is no intact file of tokens: .*{message}"):
         opened(DataConfig(source="shards", path=str(prepared)))
+
+
+@pytest.mark.parametrize("size", [0, 40, -8, 1], ids=["empty", "cut header", "cut", "longer"])
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_shard_of_another_size_is_refused(size: int, split: str, prepared: Path) -> None:
+    path = prepared / f"{split}-00000.tokens"
+    os.truncate(path, size if size in (0, 40) else path.stat().st_size + size)
+    refused(prepared, rf"{path.name} has {path.stat().st_size} bytes")
+    with pytest.raises(ValueError, match=rf"{path.name} is no intact file of tokens: it has"):
+        Shard(path)
+
+
+def refused(folder: Path, message: str) -> None:
+    """By the check and by training, which opens both splits."""
+    with pytest.raises(ValueError, match=message):
+        command("check", str(folder))
+    with pytest.raises(ValueError, match=message), opened(DataConfig(source="shards", path=str(folder))):
+        opened(DataConfig(source="shards", path=str(folder)), split="valid")
+
+
+@pytest.mark.parametrize("pattern", ["train-00000*", "train-00002*", "valid-*", "train-*"])
+def test_a_missing_file_is_noticed(pattern: str, prepared: Path) -> None:
+    names = sorted(path.name for path in prepared.glob(pattern))
+    for name in names:
+        (prepared / name).unlink()
+    refused(prepared, f"{names[0]} is missing")
+
+
+def test_a_file_that_does_not_belong_is_noticed(prepared: Path) -> None:
+    shutil.copy(prepared / "train-00000.tokens", prepared / "train-00009.tokens")
+    refused(prepared, "train-00009.tokens is not listed")
+
+
+def test_files_that_changed_places_are_noticed(prepared: Path) -> None:
+    """Each is sound by itself, and may have the size of the other."""
+    first, second = prepared / "train-00000.tokens", prepared / "train-00001.tokens"
+    writer = shards.ShardWriter(prepared, "train", load_tokenizer("bytes"), 2**20)
+    header = Shard(first).header
+    tokens = torch.arange(header.tokens) % 7
+    starts = contents(Shard(first))[1]
+    writer.add([tokens[a:b] for a, b in pairwise(starts)])
+    writer.publish()
+    assert second.is_file()
+    assert Shard(first).header.file_bytes == header.file_bytes
+    refused(prepared, "train-00000.tokens is no intact file of tokens: its header is not the one that the manifest")
+
+
+def test_a_data_set_of_an_older_version_gets_a_manifest_on_request(prepared: Path) -> None:
+    path = prepared / "manifest.json"
+    written = json.loads(path.read_text())
+    path.unlink()
+    refused(prepared, "data.path is .*--write-manifest")
+    assert command("check", "--write-manifest", str(prepared)) == 0
+    assert json.loads(path.read_text()) == written
+    assert command("check", str(prepared)) == 0
+    with pytest.raises(ValueError, match=r"--write-manifest is .*shards'; accepted: a folder without manifest.json"):
+        command("check", "--write-manifest", str(prepared))
+
+
+@pytest.mark.parametrize(("missing", "number"), [("train-00001.tokens", 1), ("valid-00000.tokens", 0)])
+def test_no_manifest_is_written_of_files_with_a_gap(missing: str, number: int, prepared: Path) -> None:
+    for name in ("manifest.json", missing):
+        (prepared / name).unlink()
+    with pytest.raises(ValueError, match=rf"numbers of its {missing[:5]} files is .*; accepted: \[{number}\]"):
+        command("check", "--write-manifest", str(prepared))
+    assert not (prepared / "manifest.json").exists()
+
+
+ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON: .*recursion"),
+        ("1" * 10_000, "is not JSON"),
+        ("[]", r"it is \[\]"),
+        ("{}", "version is None"),
+        ({"version": 2}, "version is 2"),
+        ({"files": []}, r"files is \[\]"),
+        ({"files": {}}, "train files is"),
+        ({"files": {"train-00000.tokens": ENTRY}}, "valid files is"),
+        ({"files": {"../train-00000.tokens": ENTRY}}, "a file's name is '../train"),
+        ({"files": {"train-00000.tokens": 7}}, "files.'train-00000.tokens'. is 7"),
+        ({"files": {"train-00000.tokens": {**ENTRY, "bytes": "1"}}}, "bytes is '1'"),
+        ({"files": {"train-00000.tokens": {**ENTRY, "bytes": -1}}}, "bytes is -1"),
+        ({"files": {"train-00000.tokens": {**ENTRY, "bytes": 10**30}}}, "bytes is 1000"),
+        ({"files": {"train-00000.tokens": {**ENTRY, "bytes": True}}}, "bytes is True"),
+        ({"files": {"train-00000.tokens": {**ENTRY, "header_sha256": None}}}, "header_sha256 is None"),
+        ({"files": {"train-00000.tokens": {"more": 1, "bytes": 128}}}, "more"),
+    ],
+)
+def test_a_wrong_manifest_is_named_with_the_value(content: Any, message: str, prepared: Path) -> None:
+    text = content if isinstance(content, str) else json.dumps({"version": 1, **content})
+    (prepared / "manifest.json").write_text(text)
+    refused(prepared, f"manifest.json.*{message}")
+
+
+def test_a_manifest_that_is_too_large_is_not_read(prepared: Path) -> None:
+    os.truncate(prepared / "manifest.json", 10**12)
+    refused(prepared, "the size of .*manifest.json is 1000000000000")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+)
+
+
+@given(values=JSON, key=st.sampled_from(["version", "files", "train-00000.tokens", "bytes", "header_sha256"]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_value_in_a_manifest_is_more_than_an_error_that_names_it(values: Any, key: str, tmp_path: Path) -> None:
+    def replaced(part: Any) -> Any:
+        return {k: values if k == key else replaced(v) for k, v in part.items()} if isinstance(part, dict) else part
+
+    sound = {"version": 1, "files": {name: dict(ENTRY) for name in ("train-00000.tokens", "valid-00000.tokens")}}
+    (tmp_path / "manifest.json").write_text(json.dumps(replaced(sound)))
+    # Nothing else, whatever the value: where it happens to be valid, the files are missing.
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        Manifest.read(tmp_path).compare(tmp_path)
+
+
+# A shard that changes while a run reads it.
+
+
+def truncated_while_read(folder: Path) -> None:
+    for path in folder.glob("train-*.tokens"):
+        os.truncate(path, 0)
+
+
+def replaced_while_read(folder: Path) -> None:
+    for path in folder.glob("train-*.tokens"):
+        path.rename(path.with_suffix(".old"))
+        shutil.copy(path.with_suffix(".old"), path)
+
+
+def removed_while_read(folder: Path) -> None:
+    for path in folder.glob("train-*.tokens"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (truncated_while_read, ValueError, "it has 0 bytes, its header says"),
+        (replaced_while_read, ValueError, "it was replaced after it was opened"),
+        (removed_while_read, FileNotFoundError, "No such file"),
+    ],
+)
+def test_a_shard_that_changes_while_it_is_read_is_an_error_that_names_it(
+    change: Any, error: type[Exception], message: str, prepared: Path
+) -> None:
+    """A mapped file would end the process with SIGBUS, or go on with other tokens."""
+    with opened(DataConfig(source="shards", path=str(prepared))) as loader:
+        next(loader)
+        change(prepared)
+        with pytest.raises(error, match=rf"(?=.*train-0000\d\.tokens).*{message}"):
+            # More than were made ahead.
+            list(islice(loader, 30))
+
+
+def test_a_file_that_is_cut_between_two_reads_is_an_error(prepared: Path) -> None:
+    """The size was right a moment ago."""
+    shard = Shard(prepared / "train-00000.tokens")
+    with shard.opened() as file:
+        os.truncate(shard.path, 200)
+        with pytest.raises(ValueError, match=r"train-00000.tokens .* it was truncated while it was read"):
+            shard.tokens(file, 0, 100)
+
+
+# Headers and offsets that fit their checksums and still are wrong.
+
+
+def forged(path: Path, offsets: list[int] | None = None, **fields: Any) -> Path:
+    """The file with another header, or other offsets, and the checksums to go with them."""
+    header = Shard(path).header
+    data = bytearray(path.read_bytes())
+    if offsets is not None:
+        data[header.offsets_at :] = shards.raw(torch.tensor(offsets))
+        fields |= {"offsets_crc": crc32(data[header.offsets_at :]), "documents": len(offsets) - 1}
+    data[: shards.HEADER_BYTES] = header._replace(**fields).pack()
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokens": 2**63}, "its header says"),
+        ({"documents": 2**60}, "its header says"),
+        ({"width": 3}, "3 bytes per token"),
+        ({"vocab_size": 0}, "its vocabulary is 0"),
+        ({"vocab_size": 2**31}, "its vocabulary is 2,147,483,648"),
+        ({"tokenizer": b"\xff" * 32}, "its tokenizer is named"),
+        ({"offsets": [0, -5, 10]}, "do not ascend"),
+        ({"offsets": [0, 2**62]}, "do not ascend"),
+        ({"offsets": [3]}, "do not ascend"),
+        ({"offsets": [0, 9, 9]}, "do not ascend"),
+    ],
+)
+def test_a_forged_shard_is_refused(fields: dict[str, Any], message: str, prepared: Path) -> None:
+    path = forged(prepared / "train-00000.tokens", **fields)
+    with pytest.raises(ValueError, match=rf"train-00000.tokens is no intact file of tokens: .*{message}"):
+        Shard(path)
+
+
+def test_a_forged_token_is_found_by_the_check(prepared: Path) -> None:
+    path = prepared / "train-00000.tokens"
+    shard = Shard(forged(path, vocab_size=100))
+    with pytest.raises(ValueError, match=r"train-00000.tokens .* its token \d+, .* its vocabulary has 100"):
+        shard.check_tokens()
 
 
 def test_damaged_tokens_are_found_by_the_check(prepared: Path) -> None:
@@ -204,60 +405,3 @@ def test_a_token_that_no_vocabulary_has_is_named_where_it_is_read(prepared: Path
 def test_shards_that_are_too_short_are_refused(prepared: Path) -> None:
     with pytest.raises(ValueError, match=r"accepted: a file with at least seq_len \+ 1 = 4,097"):
         opened(DataConfig(source="shards", path=str(prepared)), seq_len=4096)
-
-
-def test_prepare_does_not_write_over_shards(prepared: Path, tmp_path: Path) -> None:
-    words = ("prepare", "--source", "jsonl", "--path", str(tmp_path / "corpus.jsonl"))
-    with pytest.raises(ValueError, match=r"out is '.*shards'; accepted: a folder without .tokens files"):
-        command(*words, "--out", str(prepared))
-
-
-def test_prepare_that_fails_leaves_no_part_of_a_corpus(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 30) + "broken\n")
-    out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"corpus.jsonl:1351 is not a line of JSON"):
-        command("prepare", "--source", "jsonl", "--path", str(path), "--shard-tokens", "500", "--out", str(out))
-    assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
-
-
-def test_prepare_of_nothing_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match="accepted: a corpus with at least one document that is not empty"):
-        command("prepare", "--path", str(tmp_path), "--out", str(tmp_path / "out"))
-    with pytest.raises(ValueError, match="source is 'synthetic'; accepted: a source of text"):
-        command("prepare", "--source", "synthetic", "--out", str(tmp_path / "out"))
-
-
-def test_prepare_stops_at_the_limit(tmp_path: Path) -> None:
-    words = ("prepare", "--path", str(text_files(tmp_path / "in")), "--out", str(tmp_path / "out"))
-    assert command(*words, "--limit-tokens", "200") == 0
-    total = sum(Shard(path).header.tokens for path in (tmp_path / "out").glob("*.tokens"))
-    assert 200 <= total < 300
-
-
-@pytest.mark.parametrize("limit", ["1", "200", "700"])
-def test_prepare_keeps_a_document_for_validation_whatever_the_limit(limit: str, tmp_path: Path) -> None:
-    words = ("prepare", "--path", str(text_files(tmp_path / "in")), "--out", str(tmp_path / "out"))
-    assert command(*words, "--limit-tokens", limit) == 0
-    documents = {split: Shard(tmp_path / "out" / f"{split}-00000.tokens").header.documents for split in prepare.SPLITS}
-    assert min(documents.values()) >= 1
-    total = sum(Shard(path).header.tokens for path in (tmp_path / "out").glob("*.tokens"))
-    assert total < int(limit) + 2 * max(map(len, TEXTS))
-
-
-def test_prepare_refuses_a_corpus_that_leaves_nothing_for_validation(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (tmp_path / "a.txt").write_text("too short")
-    with pytest.raises(
-        ValueError, match=r"the valid split of text .* is '0 tokens'; accepted: more or longer documents"
-    ):
-        command("prepare", "--path", str(tmp_path / "a.txt"), "--out", str(out))
-    assert not list(out.glob("*.tokens"))
-
-
-@pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"]])
-def test_help_shows_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command(*words)
-    assert "nsa data prepare --source text --path books/ --out data/books" in capsys.readouterr().out

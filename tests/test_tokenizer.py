@@ -83,7 +83,7 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     [
         (None, "accepted: 'bytes', a tokenizer.json, or a folder that holds one"),
         ("{", "a file with JSON"),
-        ("{}", "a tokenizer.json that can be read"),
+        ("{}", "one that can be read: Model missing"),
     ],
 )
 def test_a_wrong_tokenizer_file_is_named(content: str | None, message: str, tmp_path: Path) -> None:

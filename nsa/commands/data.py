@@ -11,6 +11,7 @@ EXAMPLES = """examples:
   nsa data prepare --source text --path books/ --out data/books
   nsa data prepare --source jsonl --path wiki.jsonl --train-bpe 16384 --out data/wiki
   nsa data prepare --source fineweb_edu --tokenizer tokenizer.json --limit-tokens 1000000000 --out data/fwe
+  nsa data prepare --source text --path 'src/**/*.py' --on-bad skip --out data/src
   nsa data check data/books
 """
 
@@ -22,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     make = commands.add_parser(
         "prepare",
-        help="tokenize a corpus into files that training maps into memory",
-        description="Tokenize a corpus into files that training maps into memory.",
+        help="tokenize a corpus into files that training reads",
+        description="Tokenize a corpus into files that training reads.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,11 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
     make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
     make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
+    make.add_argument(
+        "--on-bad",
+        choices=("stop", "skip"),
+        default="stop",
+        help="a document that is not UTF-8, or a line that is not JSON: stop, or leave it out and list it in "
+        "skipped.jsonl (default: %(default)s)",
+    )
     make.add_argument("--out", type=path, required=True, help="the folder to write")
     check = commands.add_parser(
-        "check", help="compare every token of a prepared folder, and its tokenizer, with what was written"
+        "check", help="compare the files of a prepared folder, every token and the tokenizer with what was written"
     )
     check.add_argument("folder", type=path)
+    check.add_argument(
+        "--write-manifest",
+        action="store_true",
+        help="for a folder that an older version wrote: list its files, as they are now, in manifest.json",
+    )
 
 
 def text_sources() -> list[str]:

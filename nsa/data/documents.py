@@ -11,14 +11,17 @@ import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple, Protocol
 
 from nsa.config import require
+from nsa.data.files import parse_json
 from nsa.data.shuffle import Permutation
 
 # One document in this many is kept for validation, so that no text is in both.
@@ -48,6 +51,15 @@ class Chunk(NamedTuple):
     bookmark: Any = None
 
 
+# Called with a document that cannot be read: where it is, what is wrong, and how many documents that concerns. If it
+# returns, they are left out.
+OnBad = Callable[[str, str, int], None]
+
+
+def stop(where: str, problem: str, documents: int) -> None:
+    raise ValueError(f"{where} {problem}")
+
+
 class Documents(Protocol):
     # For the boot line.
     name: str
@@ -72,8 +84,8 @@ class IndexedDocuments(ABC):
     name: str
     doing = "nothing yet"
 
-    def __init__(self, files: Sequence[Path], root: Path) -> None:
-        self.files = files
+    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad) -> None:
+        self.files, self.on_bad = files, on_bad
         self.bytes = sum(path.stat().st_size for path in files)
         marks = {str(path.relative_to(root)): fingerprint(path) for path in files}
         self.fingerprint = hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]
@@ -107,8 +119,10 @@ class IndexedDocuments(ABC):
 class TextFiles(IndexedDocuments):
     """A file is a document."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict") -> None:
-        super().__init__(files, root)
+    def __init__(
+        self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop
+    ) -> None:
+        super().__init__(files, root, on_bad)
         self.errors = errors
         self.name = f"{name} ({len(files):,} files, {self.bytes / 1e6:.1f} MB)"
 
@@ -124,17 +138,19 @@ class TextFiles(IndexedDocuments):
         return str(self.files[index])
 
     def read(self, index: int) -> Chunk:
+        path = self.files[index]
         try:
-            return Chunk([self.files[index].read_text(encoding="utf-8", errors=self.errors)], index)
+            return Chunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.files[index]} is not UTF-8 text: {error}") from error
+            self.on_bad(str(path), f"is not UTF-8 text: {error}", 1)
+            return Chunk([""], index)
 
 
 class JsonLines(IndexedDocuments):
     """A line is a document. The files are read once when opened, to know where the lines are."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str) -> None:
-        super().__init__(files, root)
+    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
+        super().__init__(files, root, on_bad)
         self.text_key = text_key
         # File, offset of its first line, number of that line in the file (from 1), lines, number of its first document.
         self.index: list[tuple[Path, int, int, int, int]] = []
@@ -180,21 +196,27 @@ class JsonLines(IndexedDocuments):
         if not line:
             return ""
         try:
-            values = json.loads(line)
+            return self.text(parse_json(line, "is not a line of JSON"))
         except ValueError as error:
-            raise ValueError(f"{where} is not a line of JSON: {error}") from error
+            self.on_bad(where, str(error), 1)
+            return ""
+
+    def text(self, values: Any) -> str:
         text = values.get(self.text_key) if isinstance(values, dict) else None
         if not isinstance(text, str):
-            found = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"{where} has no text: data.text_key is {self.text_key!r}, the line has {found}")
-        return encodable(text, where)
+            found = type(values).__name__
+            if isinstance(values, dict):
+                kinds = {key: type(value).__name__ for key, value in sorted(values.items())}
+                found = shorten(str(kinds), 300)
+            raise ValueError(f"has no text: data.text_key is {self.text_key!r}, the line has {found}")
+        return encodable(text)
 
 
 class Parquet(IndexedDocuments):
     """A row is a document, a row group is a chunk."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str) -> None:
-        super().__init__(files, root)
+    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
+        super().__init__(files, root, on_bad)
         self.text_key = text_key
         # File, row group, number of its first document, rows.
         self.index: list[tuple[Path, int, int, int]] = []
@@ -203,11 +225,16 @@ class Parquet(IndexedDocuments):
             self.add(path)
         self.name = f"parquet ({len(files):,} files, {self.total:,} rows, {self.bytes / 1e6:.1f} MB)"
 
-    def open(self, path: Path) -> Any:
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Any]:
         arrow = import_module("pyarrow")
         try:
-            return import_module("pyarrow.parquet").ParquetFile(path)
-        except arrow.ArrowInvalid as error:
+            with import_module("pyarrow.parquet").ParquetFile(path) as file:
+                yield file
+        except (arrow.ArrowException, OSError) as error:
+            # pyarrow makes OSErrors of its own, without a number and without the file's name.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             raise ValueError(f"{path} is not a parquet file: {error}") from error
 
     def add(self, path: Path) -> None:
@@ -216,6 +243,7 @@ class Parquet(IndexedDocuments):
             require(self.text_key in columns, "data.text_key", self.text_key, f"a column of {path}: {columns}")
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
+                require(rows >= 0, f"the number of rows of {path}, row group {group}", rows, "0 or more")
                 self.index.append((path, group, self.total, rows))
                 self.total += rows
 
@@ -232,18 +260,28 @@ class Parquet(IndexedDocuments):
         return f"{path}, row group {group}"
 
     def read(self, index: int) -> Chunk:
-        path, group, first, _ = self.index[index]
+        path, group, first, rows = self.index[index]
         arrow = import_module("pyarrow")
         with self.open(path) as file:
             try:
-                texts = file.read_row_group(group, columns=[self.text_key])[self.text_key].to_pylist()
-            # A page that does not unpack is an OSError, and text that is not UTF-8 is found only here.
-            except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}, row group {group} cannot be read: {error}") from error
-        for row, text in enumerate(texts):
-            if not (text is None or isinstance(text, str)):
-                raise ValueError(f"{path}, row group {group}, row {row}: {self.text_key!r} is a {type(text).__name__}")
-        return Chunk([text or "" for text in texts], first)
+                column = file.read_row_group(group, columns=[self.text_key])[self.text_key]
+            # A page that does not unpack is an OSError.
+            except (arrow.ArrowException, OSError) as error:
+                self.on_bad(self.where(index), f"cannot be read: {error}", rows)
+                return Chunk([""] * rows, first)
+        return Chunk([self.text(cell, f"{self.where(index)}, row {row}") for row, cell in enumerate(column)], first)
+
+    def text(self, cell: Any, where: str) -> str:
+        try:
+            text = cell.as_py()
+        # Text that is not UTF-8 is found only here.
+        except UnicodeDecodeError as error:
+            self.on_bad(where, f"is not UTF-8 text: {error}", 1)
+            return ""
+        if not (text is None or isinstance(text, str)):
+            self.on_bad(where, f"has no text: {self.text_key!r} is a {type(text).__name__}", 1)
+            return ""
+        return text or ""
 
 
 def fingerprint(path: Path) -> str:
@@ -257,12 +295,12 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def encodable(text: str, where: str) -> str:
+def encodable(text: str) -> str:
     """JSON can spell half a surrogate pair, which is no text: tokenizers would fail on it without saying where."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} is not text that UTF-8 can hold: {error}") from error
+        raise ValueError(f"is not text that UTF-8 can hold: {error}") from error
     return text
 
 
@@ -275,20 +313,20 @@ def standard_library(root: Path | None = None) -> TextFiles:
     return TextFiles(files, root, name="stdlib", errors="replace")
 
 
-def open_files(source: str, path: str, text_key: str) -> IndexedDocuments:
+def open_files(source: str, path: str, text_key: str, on_bad: OnBad = stop) -> IndexedDocuments:
     """The documents of the files that `path` names: a file, a folder, or a pattern."""
     files, root = find_files(path, SUFFIXES[source])
     if source == "text":
-        return TextFiles(files, root, name="text")
+        return TextFiles(files, root, name="text", on_bad=on_bad)
     if source == "jsonl":
-        return JsonLines(files, root, text_key=text_key)
+        return JsonLines(files, root, text_key=text_key, on_bad=on_bad)
     require(
         find_spec("pyarrow") is not None,
         "data.source",
         source,
         "another one, because the package `pyarrow` is not installed (pip install pyarrow)",
     )
-    return Parquet(files, root, text_key=text_key)
+    return Parquet(files, root, text_key=text_key, on_bad=on_bad)
 
 
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[list[Path], Path]:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nsa.config import require
-from nsa.data.documents import Chunk, encodable
+from nsa.data.documents import Chunk, OnBad, encodable, stop
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_SUBSET = "sample-10BT"
@@ -26,14 +26,14 @@ class HubDocuments:
     few = False
     doing = "nothing yet"
 
-    def __init__(self, dataset: str, subset: str | None, *, text_key: str) -> None:
+    def __init__(self, dataset: str, subset: str | None, *, text_key: str, on_bad: OnBad = stop) -> None:
         require(
             find_spec("datasets") is not None,
             "data.source",
             f"hf:{dataset}",
             "another one, because the package `datasets` is not installed (pip install datasets)",
         )
-        self.dataset, self.subset, self.text_key = dataset, subset, text_key
+        self.dataset, self.subset, self.text_key, self.on_bad = dataset, subset, text_key, on_bad
         self.name = f"hf:{dataset}" + (f" ({subset})" if subset else "")
         self.fingerprint = self.name
 
@@ -57,5 +57,12 @@ class HubDocuments:
     def text(self, row: dict[str, Any], number: int) -> str:
         require(self.text_key in row, "data.text_key", self.text_key, f"a column of {self.name}: {sorted(row)}")
         text = row[self.text_key]
-        require(text is None or isinstance(text, str), f"{self.text_key} in {self.name}", text, "text")
-        return encodable(text or "", f"document {number:,} of {self.name}")
+        where = f"document {number:,} of {self.name}"
+        if not (text is None or isinstance(text, str)):
+            self.on_bad(where, f"has no text: {self.text_key!r} is a {type(text).__name__}", 1)
+            return ""
+        try:
+            return encodable(text or "")
+        except ValueError as error:
+            self.on_bad(where, str(error), 1)
+            return ""

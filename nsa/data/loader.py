@@ -21,7 +21,7 @@ import torch
 
 from nsa.config import require, require_int, require_positive_int
 from nsa.data.config import HUB, IGNORED, Batch, DataConfig, Split
-from nsa.data.documents import Documents, open_files, standard_library
+from nsa.data.documents import Documents, OnBad, open_files, standard_library, stop
 from nsa.data.hub import FINEWEB_EDU, FINEWEB_EDU_SUBSET, HubDocuments
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
 from nsa.data.prefetch import Late, Prefetcher
@@ -312,12 +312,13 @@ def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> 
     )
 
 
-def open_documents(config: DataConfig) -> Documents:
+def open_documents(config: DataConfig, on_bad: OnBad = stop) -> Documents:
     if config.source == "stdlib":
         return standard_library()
     if config.source == "fineweb_edu":
-        return HubDocuments(FINEWEB_EDU, config.name or FINEWEB_EDU_SUBSET, text_key=config.text_key)
+        subset = config.name or FINEWEB_EDU_SUBSET
+        return HubDocuments(FINEWEB_EDU, subset, text_key=config.text_key, on_bad=on_bad)
     if config.source.startswith(HUB):
-        return HubDocuments(config.source.removeprefix(HUB), config.name, text_key=config.text_key)
+        return HubDocuments(config.source.removeprefix(HUB), config.name, text_key=config.text_key, on_bad=on_bad)
     assert config.path is not None
-    return open_files(config.source, config.path, config.text_key)
+    return open_files(config.source, config.path, config.text_key, on_bad)

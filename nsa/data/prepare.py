@@ -1,4 +1,4 @@
-"""Tokenize a corpus once: files of tokens that training maps into memory.
+"""Tokenize a corpus once, into files of tokens that training reads.
 
 nsa data prepare --source text --path books/ --out data/books
 nsa data check data/books
@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any, get_args
 
 from nsa.config import require, require_positive_int
 from nsa.data.config import DataConfig, Split
-from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments
+from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, stop
+from nsa.data.files import aside, locked
 from nsa.data.loader import open_documents
+from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
-from nsa.data.shards import SUFFIX, Shard, ShardWriter
-from nsa.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from nsa.data.shards import Shard, ShardWriter, open_shards
+from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer, train_bpe
 
 # Characters of the training documents that a BPE is trained on: more makes it no better.
 BPE_CHARACTERS = 100_000_000
@@ -32,6 +38,37 @@ LINE_EVERY = 10.0
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+# The documents that `--on-bad skip` left out, one JSON object per line.
+SKIPPED = "skipped.jsonl"
+
+# What `nsa train` without a config trains at.
+DEFAULT_SEQ_LEN = 512
+
+
+class Skipped:
+    """`on_bad` for `prepare`: leaves documents out and remembers them."""
+
+    def __init__(self) -> None:
+        # Where: what is wrong, and how many documents. A document that is read twice is one.
+        self.found: dict[str, tuple[str, int]] = {}
+
+    def __call__(self, where: str, problem: str, documents: int) -> None:
+        self.found[where] = problem, documents
+
+    def __len__(self) -> int:
+        return sum(documents for _, documents in self.found.values())
+
+    def __str__(self) -> str:
+        """For the end of a message."""
+        if not self.found:
+            return ""
+        where, (problem, _) = next(iter(self.found.items()))
+        return f" ({len(self):,} documents were skipped; the first: {where} {problem})"
+
+    def write(self, path: Path) -> None:
+        rows = [{"document": where, "problem": what, "documents": n} for where, (what, n) in self.found.items()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
 
 def prepare(
     config: DataConfig,
@@ -40,38 +77,81 @@ def prepare(
     bpe_vocab_size: int | None = None,
     shard_tokens: int = 2**27,
     limit_tokens: int | None = None,
+    on_bad: OnBad = stop,
 ) -> dict[Split, ShardWriter]:
-    """Write the documents of `config` into `out`, in one pass over them; a BPE of their own takes a part of another."""
+    """Write the documents of `config` into `out`, in one pass over them; a BPE of their own takes a part of another.
+
+    Args:
+        config: where the documents come from, and the tokenizer.
+        out: a folder without shards. After an error nothing is left in it but its lock.
+        bpe_vocab_size: train a BPE of so many tokens.
+        shard_tokens: tokens per file, about.
+        limit_tokens: stop after about so many.
+        on_bad: called with each document that cannot be read. By default that is an error.
+
+    Returns:
+        What was written, by split.
+
+    Raises:
+        ValueError: a wrong argument, a bad document, a split without tokens, or a folder that another process writes.
+    """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
-    require(not list(out.glob(f"*{SUFFIX}")), "out", str(out), f"a folder without {SUFFIX} files")
     require_positive_int("shard_tokens", shard_tokens)
-    documents = open_documents(config)
+    require_no_shards(out)
+    documents = open_documents(config, on_bad)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    if bpe_vocab_size is not None:
-        require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
-        print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
-        tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(out)
-    writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
-    try:
-        write(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
-        found = sum(writer.tokens for writer in writers.values())
-        require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
-        for split, writer in writers.items():
-            require(
-                writer.tokens > 0,
-                f"the {split} split of {documents.name}",
-                "0 tokens",
-                f"more or longer documents: one in {VALID_EVERY} is for validation, and of fewer than {VALID_EVERY} "
-                "the end of each",
-            )
-        for writer in writers.values():
-            writer.publish()
-    finally:
-        for writer in writers.values():
-            writer.discard()
+    with locked(out, "out"):
+        # Again: another process may have written some before it released the lock.
+        require_no_shards(out)
+        remove_leftovers(out)
+        if bpe_vocab_size is not None:
+            require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
+            print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
+            tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
+        there = load_tokenizer(out).name if (out / FILE).is_file() else None
+        require(there in (None, tokenizer.name), "out", str(out), f"a folder without a {FILE} of another tokenizer")
+        writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
+        try:
+            write(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
+            publish(out, documents, tokenizer, writers)
+        except BaseException:
+            for path in [out / MANIFEST] + [out / FILE] * (there is None):
+                path.unlink(missing_ok=True)
+            for writer in writers.values():
+                writer.discard()
+            raise
     return writers
+
+
+def require_no_shards(out: Path) -> None:
+    require(not any(out.glob(f"*{SUFFIX}")), "out", str(out), f"a folder without {SUFFIX} files")
+
+
+def remove_leftovers(out: Path) -> None:
+    """What a process that was killed had not finished."""
+    for split in SPLITS:
+        for path in out.glob(aside(Path(f"{split}-[0-9]*{SUFFIX}")).name):
+            path.unlink()
+
+
+def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict[Split, ShardWriter]) -> None:
+    found = sum(writer.tokens for writer in writers.values())
+    require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
+    for split, writer in writers.items():
+        writer.finish()
+        require(
+            writer.longest > 1,
+            f"the {split} split of {documents.name}",
+            f"{writer.tokens} tokens",
+            f"more or longer documents: one in {VALID_EVERY} is for validation, and of fewer than {VALID_EVERY} "
+            "the end of each",
+        )
+    tokenizer.save(out)
+    # Before the files get their names: a set of which some have theirs is then known to be incomplete.
+    files = {name: listed for writer in writers.values() for name, listed in writer.listed.items()}
+    Manifest(files).write(out)
+    for writer in writers.values():
+        writer.publish()
 
 
 def write(
@@ -153,10 +233,31 @@ def show_progress(total: int | None) -> Lines | Bar:
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_check(args.folder) if args.data_command == "check" else run_prepare(args)
+    if args.data_command == "check":
+        return run_check(args.folder, write_manifest=args.write_manifest)
+    with ending_on_signals():
+        return run_prepare(args)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise, so that unfinished files are removed. One that is ignored (nohup) stays so."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run_prepare(args: argparse.Namespace) -> int:
+    out: Path = args.out
     config = DataConfig(
         source=args.source,
         path=args.path,
@@ -167,34 +268,61 @@ def run_prepare(args: argparse.Namespace) -> int:
     )
     if args.limit_tokens is not None:
         require_positive_int("--limit-tokens", args.limit_tokens)
-    writers = prepare(
-        config,
-        args.out,
-        bpe_vocab_size=args.train_bpe,
-        shard_tokens=args.shard_tokens,
-        limit_tokens=args.limit_tokens,
-    )
+    skipped = Skipped()
+    try:
+        writers = prepare(
+            config,
+            out,
+            bpe_vocab_size=args.train_bpe,
+            shard_tokens=args.shard_tokens,
+            limit_tokens=args.limit_tokens,
+            on_bad=skipped if args.on_bad == "skip" else stop,
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}{skipped}") from error
     for split, writer in writers.items():
         print(f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, {len(writer.paths)} files")
+    if skipped:
+        skipped.write(out / SKIPPED)
+        print(f"skipped: {len(skipped):,} documents that could not be read, listed in {out / SKIPPED}")
     vocab_size = writers["train"].vocab_size
     # A window stays within its file, and needs one token more than it scores.
     longest = min(writer.longest for writer in writers.values()) - 1
-    print(
-        f"go on with: nsa train --set data.source=shards --set data.path={args.out} "
-        f"(model.vocab_size: at least {vocab_size}, model.seq_len: at most {longest})"
-    )
+    command = [
+        "nsa",
+        "train",
+        "--dataset",
+        "shards",
+        "--data-path",
+        str(out),
+        "--set",
+        f"model.vocab_size={vocab_size}",
+    ]
+    print(f"model.vocab_size: at least {vocab_size}, model.seq_len: at most {longest}")
+    print(f"go on with: {shlex.join([*command, '--seq-len', str(min(longest, DEFAULT_SEQ_LEN))])}")
     counts = {split: {"documents": w.documents, "tokens": w.tokens} for split, w in writers.items()}
-    print(json.dumps({"out": str(args.out), "vocab_size": vocab_size, **counts}))
+    print(json.dumps({"out": str(out), "vocab_size": vocab_size, **counts, "skipped": len(skipped)}))
     return 0
 
 
-def run_check(folder: Path) -> int:
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    require(bool(paths), "folder", str(folder), f"a folder with {SUFFIX} files")
+def run_check(folder: Path, *, write_manifest: bool) -> int:
+    require(folder.is_dir(), "folder", str(folder), "a folder that `nsa data prepare` wrote")
+    manifest = list_files(folder) if write_manifest else Manifest.read(folder)
+    manifest.compare(folder)
     tokenizer = load_tokenizer(folder)
-    for path in paths:
-        shard = Shard(path)
+    for shard in open_shards(folder, manifest.files):
         shard.check_tokenizer(tokenizer)
         shard.check_tokens()
-        print(f"{path.name}: {shard.header.documents:,} documents, {shard.header.tokens:,} tokens, intact")
+        print(f"{shard.path.name}: {shard.header.documents:,} documents, {shard.header.tokens:,} tokens, intact")
+    if write_manifest:
+        manifest.write(folder)
+    print(f"{folder}: all {len(manifest.files):,} files of {MANIFEST} are there and intact")
     return 0
+
+
+def list_files(folder: Path) -> Manifest:
+    """A manifest of the files that are there."""
+    require(not (folder / MANIFEST).exists(), "--write-manifest", str(folder), f"a folder without {MANIFEST}")
+    manifest = Manifest({path.name: Shard(path).header.listed for path in sorted(folder.glob(f"*{SUFFIX}"))})
+    manifest.check_names(folder)
+    return manifest

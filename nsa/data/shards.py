@@ -1,6 +1,7 @@
-"""Tokens in files that are mapped into memory: what `nsa data prepare` writes, and the pools made of them.
+"""Tokens in files: what `nsa data prepare` writes, and the pools made of them.
 
-A folder holds `train-00000.tokens`, `valid-00000.tokens`, ... and the tokenizer. A file is, all little-endian:
+A folder holds `train-00000.tokens`, `valid-00000.tokens`, ..., the tokenizer, and the manifest that lists them. A file
+is, all little-endian:
 
     128 bytes   magic, version, bytes per token, vocabulary, CRC-32 of the tokens and of the offsets, number of tokens
                 and of documents, name of the tokenizer (which has its hash), CRC-32 of all that
@@ -9,6 +10,8 @@ A folder holds `train-00000.tokens`, `valid-00000.tokens`, ... and the tokenizer
 
 Opening a file checks everything but the tokens, which takes no time; `check_tokens` reads those too. A window that is
 read is only checked for tokens that no vocabulary has: a model would fail on those far from here.
+
+Files are read, not mapped into memory: a mapped file that is truncated later ends the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import ctypes
 import hashlib
 import os
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +34,8 @@ from torch import Tensor
 
 from nsa.config import require
 from nsa.data.config import Split
+from nsa.data.files import aside
+from nsa.data.manifest import SUFFIX, Listed, Manifest
 from nsa.data.pools import Pool, Window
 from nsa.data.shuffle import Permutation
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
@@ -39,11 +46,10 @@ VERSION = 2
 FIELDS = struct.Struct("<8s5I2Q32s")
 SEAL = struct.Struct("<I")
 HEADER_BYTES = 128
-SUFFIX = ".tokens"
 DTYPES = {2: torch.uint16, 4: torch.uint32}
 
-# Read at once when tokens are checked.
-BLOCK = 2**24
+# Tokens or offsets that are read at once when all are checked.
+BLOCK = 2**22
 
 
 class Header(NamedTuple):
@@ -67,6 +73,11 @@ class Header(NamedTuple):
         return (fields + SEAL.pack(crc32(fields))).ljust(HEADER_BYTES, b"\0")
 
     @property
+    def listed(self) -> Listed:
+        """As the manifest names it."""
+        return Listed(self.file_bytes, hashlib.sha256(self.pack()).hexdigest())
+
+    @property
     def offsets_at(self) -> int:
         return HEADER_BYTES + -(-self.tokens * self.width // 8) * 8
 
@@ -76,38 +87,83 @@ class Header(NamedTuple):
 
 
 class Shard:
-    """One file, checked and mapped."""
+    """One file, checked when it is opened, and held to be the same file at every read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header = read_header(path)
-        memory = torch.from_file(str(path), size=self.header.file_bytes, dtype=torch.uint8)
-        end = HEADER_BYTES + self.header.tokens * self.header.width
-        self.tokens = memory[HEADER_BYTES:end].view(DTYPES[self.header.width])
-        self.offsets = memory[self.header.offsets_at :].view(torch.int64)
+        with path.open("rb") as file:
+            self.header = read_header(file, path)
+            status = os.fstat(file.fileno())
+            self.inode = status.st_dev, status.st_ino
+            self.check_offsets(file)
+
+    @contextmanager
+    def opened(self) -> Iterator[BufferedReader]:
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            check_size(self.path, status.st_size, self.header)
+            damaged((status.st_dev, status.st_ino) == self.inode, self.path, "it was replaced after it was opened")
+            yield file
+
+    def read(self, file: BufferedReader, at: int, dtype: torch.dtype, count: int) -> Tensor:
+        """`count` numbers from byte `at` on."""
+        buffer = bytearray(count * dtype.itemsize)
+        file.seek(at)
+        damaged(file.readinto(buffer) == len(buffer), self.path, "it was truncated while it was read")
+        return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+    def offsets(self, file: BufferedReader, first: int, last: int) -> Tensor:
+        return self.read(file, self.header.offsets_at + 8 * first, torch.int64, last - first)
+
+    def tokens(self, file: BufferedReader, begin: int, end: int) -> Tensor:
+        """int64, each below the vocabulary."""
+        width, vocab_size = self.header.width, self.header.vocab_size
+        tokens = self.read(file, HEADER_BYTES + begin * width, DTYPES[width], end - begin).to(torch.int64)
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            first = int((tokens >= vocab_size).nonzero()[0])
+            damaged(
+                False,
+                self.path,
+                f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}, is "
+                f"{tokens[first]}, and its vocabulary has {vocab_size:,}",
+            )
+        return tokens
+
+    def window(self, begin: int, end: int) -> Window:
+        with self.opened() as file:
+            tokens = self.tokens(file, begin, end)
+            # The offsets stay on disk: those of a trillion tokens would fill the memory of a machine.
+            first, last = (
+                bisect_left(range(self.header.documents), place, key=lambda i: int(self.offsets(file, i, i + 1)))
+                for place in (begin, end)
+            )
+            return Window(tokens, self.offsets(file, first, last) - begin)
+
+    def check_offsets(self, file: BufferedReader) -> None:
+        found, last, ascending = 0, -1, True
+        for first in range(0, self.header.documents + 1, BLOCK):
+            block = self.offsets(file, first, min(first + BLOCK, self.header.documents + 1))
+            found = crc32(raw(block), found)
+            ascending &= last < int(block[0]) and bool((block.diff() > 0).all()) and (first > 0 or int(block[0]) == 0)
+            last = int(block[-1])
+        damaged(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
         damaged(
-            crc32(raw(self.offsets)) == self.header.offsets_crc, path, "its document offsets do not match their CRC"
+            ascending and last == self.header.tokens,
+            self.path,
+            f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens",
         )
 
     def check_tokens(self) -> None:
         """Read every token: does what was written still stand there?"""
         found = 0
-        for block in self.tokens.split(BLOCK):
-            found = crc32(raw(block), found)
+        with self.opened() as file:
+            for begin in range(0, self.header.tokens, BLOCK):
+                tokens = self.tokens(file, begin, min(begin + BLOCK, self.header.tokens))
+                found = crc32(raw(tokens.to(DTYPES[self.header.width])), found)
         damaged(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
-    def read(self, begin: int, end: int) -> Tensor:
-        """int64."""
-        tokens = self.tokens[begin:end].to(torch.int64)
-        if int(tokens.max()) >= self.header.vocab_size:
-            first = int((tokens >= self.header.vocab_size).nonzero()[0])
-            damaged(
-                False,
-                self.path,
-                f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * self.header.width:,}, is "
-                f"{tokens[first]}, and its vocabulary has {self.header.vocab_size:,}",
-            )
-        return tokens
+    def check_listed(self, listed: Listed) -> None:
+        damaged(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Another one would give its words to these tokens, and nothing would fail."""
@@ -119,9 +175,8 @@ class Shard:
         )
 
 
-def read_header(path: Path) -> Header:
-    with path.open("rb") as file:
-        start = file.read(HEADER_BYTES)
+def read_header(file: BufferedReader, path: Path) -> Header:
+    start = file.read(HEADER_BYTES)
     damaged(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
     header = Header(*FIELDS.unpack_from(start))
     damaged(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
@@ -130,9 +185,15 @@ def read_header(path: Path) -> Header:
     (seal,) = SEAL.unpack_from(start, FIELDS.size)
     damaged(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
     damaged(header.width in DTYPES, path, f"it has {header.width} bytes per token")
-    found = path.stat().st_size
-    damaged(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
+    damaged(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
+    damaged(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
+    # Before anything is allocated for what the header promises.
+    check_size(path, os.fstat(file.fileno()).st_size, header)
     return header
+
+
+def check_size(path: Path, found: int, header: Header) -> None:
+    damaged(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
 
 
 def damaged(sound: bool, path: Path, what: str) -> None:
@@ -152,8 +213,9 @@ class ShardWriter:
         self.width = 2 if self.vocab_size <= 2**16 else 4
         # Of all files, the one that is being written included.
         self.paths: list[Path] = []
-        # `longest`: tokens of the file with the most.
-        self.tokens = self.documents = self.longest = 0
+        # Of those that are complete.
+        self.headers: list[Header] = []
+        self.tokens = self.documents = 0
         # Of the file that is being written.
         self.file: Any = None
         self.offsets: list[int] = []
@@ -186,7 +248,6 @@ class ShardWriter:
             return
         offsets = raw(torch.tensor(self.offsets))
         count = self.offsets[-1]
-        self.longest = max(self.longest, count)
         header = Header(
             magic=MAGIC,
             version=VERSION,
@@ -205,6 +266,16 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         self.file.close()
         self.file = None
+        self.headers.append(header)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the file with the most."""
+        return max((header.tokens for header in self.headers), default=0)
+
+    @property
+    def listed(self) -> dict[str, Listed]:
+        return {path.name: header.listed for path, header in zip(self.paths, self.headers, strict=True)}
 
     def publish(self) -> None:
         """Everything is there: the files get their names."""
@@ -213,15 +284,14 @@ class ShardWriter:
             aside(path).rename(path)
 
     def discard(self) -> None:
-        """Leave nothing of what was not published."""
+        """Remove every file of this writer."""
         if self.file is not None:
-            self.file.close()
+            # On a full disk, closing fails as writing did.
+            with suppress(OSError):
+                self.file.close()
         for path in self.paths:
             aside(path).unlink(missing_ok=True)
-
-
-def aside(path: Path) -> Path:
-    return path.with_suffix(".part")
+            path.unlink(missing_ok=True)
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -246,15 +316,16 @@ class ShardPool(Pool):
         shard = self.shards[at]
         begin = (number - (self.ends[at - 1] if at else 0)) * self.seq_len
         end = begin + self.seq_len + 1
-        first, last = torch.searchsorted(shard.offsets[:-1], torch.tensor([begin, end])).tolist()
-        return Window(shard.read(begin, end), shard.offsets[first:last] - begin)
+        return shard.window(begin, end)
 
 
 class ShardPools:
     """Every rank reads only the windows that are its own."""
 
     def __init__(self, folder: Path, *, tokenizer: str | None, split: Split, seq_len: int, seed: int) -> None:
-        self.shards = [Shard(path) for path in find_shards(folder, split)]
+        manifest = Manifest.read(folder)
+        manifest.compare(folder)
+        self.shards = open_shards(folder, manifest.of(split))
         self.tokenizer = own_tokenizer(folder, tokenizer, self.shards)
         self.seq_len, self.seed = seq_len, seed
         self.doing = f"reading {folder}"
@@ -279,10 +350,11 @@ class ShardPools:
         return ShardPool(self.shards, self.seq_len, self.seed, epoch)
 
 
-def find_shards(folder: Path, split: Split) -> list[Path]:
-    paths = sorted(folder.glob(f"{split}-*{SUFFIX}"))
-    require(bool(paths), "data.path", str(folder), f"a folder with {split}-*{SUFFIX}, as `nsa data prepare` writes it")
-    return paths
+def open_shards(folder: Path, files: dict[str, Listed]) -> list[Shard]:
+    shards = [Shard(folder / name) for name in files]
+    for shard, listed in zip(shards, files.values(), strict=True):
+        shard.check_listed(listed)
+    return shards
 
 
 def own_tokenizer(folder: Path, asked: str | None, shards: Sequence[Shard]) -> Tokenizer:

@@ -8,20 +8,27 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nsa.config import require, require_int
+from nsa.data.files import parse_json, read_text
 
 log = logging.getLogger("nsa")
 
 FILE = "tokenizer.json"
+
+# Several times the largest that are in use.
+MAX_BYTES = 2**28
+MAX_VOCABULARY = 2**24
 
 # What tokenizers call the token that ends a document, the most common names first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
@@ -94,13 +101,9 @@ class FileTokenizer:
             origin,
             "'bytes' where the package `tokenizers` is not installed (pip install tokenizers)",
         )
-        try:
+        self.origin = origin
+        with self.naming_errors("be read"):
             self.inner: Any = import_module("tokenizers").Tokenizer.from_str(text)
-        # The package raises bare Exceptions, with the position in the file.
-        except Exception as error:
-            raise ValueError(
-                f"tokenizer is {origin!r}; accepted: a tokenizer.json that can be read: {error}"
-            ) from error
         # A text that spells a special token is text: it must not end the document it is in.
         self.inner.encode_special_tokens = True
         # Lengths are the loader's business.
@@ -111,13 +114,34 @@ class FileTokenizer:
         require(bool(vocabulary), "tokenizer", origin, "a tokenizer with a vocabulary")
         # Not the number of entries: there may be holes.
         self.vocab_size = max(vocabulary.values()) + 1
+        require(
+            self.vocab_size <= MAX_VOCABULARY,
+            f"the largest token of the tokenizer {origin}",
+            self.vocab_size - 1,
+            f"one below {MAX_VOCABULARY:,}",
+        )
         self.name = f"{self.inner.model.__class__.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         ends = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
         require(bool(ends), "tokenizer", origin, f"one with a token that ends a document: {', '.join(END_TOKENS)}")
         self.end: int = ends[0]
 
+    @contextmanager
+    def naming_errors(self, what: str) -> Iterator[None]:
+        """The package raises bare Exceptions, and panics that are no Exceptions at all."""
+        try:
+            yield
+        except BaseException as error:
+            # Anything else, such as a signal, is not the package's.
+            own = (TypeError, ValueError, OverflowError)
+            if not (isinstance(error, own) or type(error) is Exception or type(error).__name__ == "PanicException"):
+                raise
+            raise ValueError(
+                f"tokenizer is {self.origin!r}; accepted: one that can {what}: {shorten(str(error), 300)}"
+            ) from error
+
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=False).ids
+        with self.naming_errors("encode this text"):
+            return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The vocabulary of a model may be larger: what is no token shows as the replacement character."""
@@ -127,32 +151,35 @@ class FileTokenizer:
             if 0 <= token < self.vocab_size:
                 run.append(token)
                 continue
-            parts += [self.inner.decode(run, skip_special_tokens=False), "\N{REPLACEMENT CHARACTER}"]
+            with self.naming_errors("decode its tokens"):
+                parts += [self.inner.decode(run, skip_special_tokens=False), "\N{REPLACEMENT CHARACTER}"]
             run = []
         return "".join(parts[:-1])
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
-        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self.naming_errors("encode these documents"):
+            encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [torch.tensor([*encoding.ids, self.end], dtype=torch.int32) for encoding in encodings]
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(self.text)
+        (folder / FILE).write_text(self.text, encoding="utf-8")
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
     """`"bytes"`, a `tokenizer.json`, or a folder that holds one."""
     if folder_or_name == ByteTokenizer.name:
         return ByteTokenizer()
-    path = Path(folder_or_name)
+    path = Path(folder_or_name).expanduser()
     path = path / FILE if path.is_dir() else path
     require(path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {FILE}, or a folder that holds one")
-    try:
-        text = path.read_text()
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"tokenizer is {str(path)!r}; accepted: a file with JSON: {error}") from error
+    text = read_text(path, MAX_BYTES)
+    values = parse_json(text, f"tokenizer is {str(path)!r}; accepted: a file with JSON")
     if isinstance(values, dict) and values.get("type") == ByteTokenizer.name:
+        size = values.get("vocab_size", ByteTokenizer.vocab_size)
+        require(
+            size == ByteTokenizer.vocab_size, f"vocab_size in {path}", size, f"{ByteTokenizer.vocab_size} for bytes"
+        )
         return ByteTokenizer()
     return FileTokenizer(text, str(path))
 

@@ -1,0 +1,120 @@
+"""`manifest.json`: what belongs to a prepared data set, so that a missing file is noticed.
+
+    {"version": 1, "files": {"train-00000.tokens": {"bytes": 4096, "header_sha256": "..."}, ...}}
+
+A shard's header holds the CRC-32 of its tokens and of its offsets, and the name of its tokenizer, which has a hash of
+`tokenizer.json`. So the hash of the header identifies all of them, and opening a data set takes no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from nsa.config import require
+from nsa.data.config import Split
+from nsa.data.files import aside, parse_json, read_text
+
+MANIFEST = "manifest.json"
+VERSION = 1
+SUFFIX = ".tokens"
+
+# Room for 500,000 files.
+MAX_BYTES = 2**26
+
+FILE_NAME = re.compile(rf"({'|'.join(get_args(Split))})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Listed(NamedTuple):
+    bytes: int
+    header_sha256: str
+
+
+class Manifest(NamedTuple):
+    files: dict[str, Listed]
+
+    def of(self, split: Split) -> dict[str, Listed]:
+        return {name: listed for name, listed in self.files.items() if name.startswith(f"{split}-")}
+
+    def write(self, folder: Path) -> None:
+        files = {name: listed._asdict() for name, listed in self.files.items()}
+        path = folder / MANIFEST
+        try:
+            with aside(path).open("w", encoding="utf-8") as file:
+                json.dump({"version": VERSION, "files": files}, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside(path).rename(path)
+        finally:
+            aside(path).unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a data set.
+
+        Raises:
+            ValueError: it is missing, or not what `write` writes.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            old = any(folder.glob(f"*{SUFFIX}"))
+            hint = f"; if all files of an older data set are there, `nsa data check --write-manifest {folder}` adds it"
+            accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
+            require(False, "data.path", str(folder), accepted + hint * old)
+        values = parse_json(read_text(path, MAX_BYTES), f"{path} is not JSON")
+        check(path, "it", values, isinstance(values, dict), "an object")
+        check(path, "version", values.get("version"), values.get("version") == VERSION, str(VERSION))
+        files = values.get("files")
+        check(path, "files", files, isinstance(files, dict), "an object")
+        manifest = cls({name: listed(path, name, files[name]) for name in sorted(files)})
+        manifest.check_names(path)
+        return manifest
+
+    def check_names(self, path: Path) -> None:
+        """Every split is there, and its files are numbered from 0 without a gap."""
+        for name in self.files:
+            known = FILE_NAME.fullmatch(name) is not None
+            check(path, "a file's name", name, known, f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like")
+        for split in get_args(Split):
+            numbers = [int(name.removeprefix(f"{split}-").removesuffix(SUFFIX)) for name in self.of(split)]
+            missing = sorted(set(range(len(numbers) or 1)) - set(numbers))
+            check(path, f"the numbers of its {split} files", numbers, not missing, f"{missing[:1]} among them")
+
+    def compare(self, folder: Path) -> None:
+        """The files of `folder` are those listed, each with its size.
+
+        Raises:
+            ValueError: a file is missing, has another size, or is not listed.
+        """
+        found = {path.name: path.stat().st_size for path in folder.glob(f"*{SUFFIX}")}
+        sizes = {name: file.bytes for name, file in self.files.items()}
+        problems = [
+            *(f"{name} is missing" for name in sizes if name not in found),
+            *(f"{n} has {found[n]:,} bytes, not {sizes[n]:,}" for n in sizes if found.get(n, sizes[n]) != sizes[n]),
+            *(f"{name} is not listed" for name in found if name not in sizes),
+        ]
+        if problems:
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError(f"{folder} is not what its {MANIFEST} lists: {'; '.join(problems[:3])}{more}")
+
+
+def listed(path: Path, name: str, values: Any) -> Listed:
+    where = f"files[{name[:60]!r}]"
+    keys = list(Listed._fields)
+    check(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
+    size, sha256 = values["bytes"], values["header_sha256"]
+    whole = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63
+    check(path, f"{where}.bytes", size, whole, "a size in bytes")
+    text = isinstance(sha256, str) and SHA256.fullmatch(sha256) is not None
+    check(path, f"{where}.header_sha256", sha256, text, "64 hexadecimal digits")
+    return Listed(size, sha256)
+
+
+def check(path: Path, name: str, value: object, sound: bool, accepted: str) -> None:
+    if not sound:
+        raise ValueError(f"{path}: {name} is {repr(value)[:100]}; accepted: {accepted}")
