@@ -23,7 +23,6 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +49,9 @@ DTYPES = {2: torch.uint16, 4: torch.uint32}
 
 # Tokens or offsets that are read at once when all are checked.
 BLOCK = 2**22
+
+# Documents between two offsets that are kept in memory; divides BLOCK.
+STRIDE = 256
 
 
 class Header(NamedTuple):
@@ -91,31 +93,32 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        # Every STRIDE-th offset. All of them stay on disk: those of a trillion tokens would fill a machine's memory.
+        self.coarse: list[int] = []
+        with open_file(path) as file:
             self.header = read_header(file, path)
-            status = os.fstat(file.fileno())
-            self.inode = status.st_dev, status.st_ino
+            self.inode = inode(os.fstat(file))
             self.check_offsets(file)
 
     @contextmanager
-    def opened(self) -> Iterator[BufferedReader]:
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
+    def opened(self) -> Iterator[int]:
+        """Its file descriptor."""
+        with open_file(self.path) as file:
+            status = os.fstat(file)
             check_size(self.path, status.st_size, self.header)
-            damaged((status.st_dev, status.st_ino) == self.inode, self.path, "it was replaced after it was opened")
+            damaged(inode(status) == self.inode, self.path, "it was replaced after it was opened")
             yield file
 
-    def read(self, file: BufferedReader, at: int, dtype: torch.dtype, count: int) -> Tensor:
+    def read(self, file: int, at: int, dtype: torch.dtype, count: int) -> Tensor:
         """`count` numbers from byte `at` on."""
-        buffer = bytearray(count * dtype.itemsize)
-        file.seek(at)
-        damaged(file.readinto(buffer) == len(buffer), self.path, "it was truncated while it was read")
-        return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        data = bytearray(os.pread(file, count * dtype.itemsize, at))
+        damaged(len(data) == count * dtype.itemsize, self.path, "it was truncated while it was read")
+        return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
-    def offsets(self, file: BufferedReader, first: int, last: int) -> Tensor:
+    def offsets(self, file: int, first: int, last: int) -> Tensor:
         return self.read(file, self.header.offsets_at + 8 * first, torch.int64, last - first)
 
-    def tokens(self, file: BufferedReader, begin: int, end: int) -> Tensor:
+    def tokens(self, file: int, begin: int, end: int) -> Tensor:
         """int64, each below the vocabulary."""
         width, vocab_size = self.header.width, self.header.vocab_size
         tokens = self.read(file, HEADER_BYTES + begin * width, DTYPES[width], end - begin).to(torch.int64)
@@ -130,22 +133,21 @@ class Shard:
         return tokens
 
     def window(self, begin: int, end: int) -> Window:
+        first = max(0, bisect_left(self.coarse, begin) - 1) * STRIDE
+        last = min(bisect_left(self.coarse, end) * STRIDE, self.header.documents)
         with self.opened() as file:
-            tokens = self.tokens(file, begin, end)
-            # The offsets stay on disk: those of a trillion tokens would fill the memory of a machine.
-            first, last = (
-                bisect_left(range(self.header.documents), place, key=lambda i: int(self.offsets(file, i, i + 1)))
-                for place in (begin, end)
-            )
-            return Window(tokens, self.offsets(file, first, last) - begin)
+            tokens, offsets = self.tokens(file, begin, end), self.offsets(file, first, last)
+        first, last = torch.searchsorted(offsets, torch.tensor([begin, end])).tolist()
+        return Window(tokens, offsets[first:last] - begin)
 
-    def check_offsets(self, file: BufferedReader) -> None:
+    def check_offsets(self, file: int) -> None:
         found, last, ascending = 0, -1, True
         for first in range(0, self.header.documents + 1, BLOCK):
             block = self.offsets(file, first, min(first + BLOCK, self.header.documents + 1))
             found = crc32(raw(block), found)
             ascending &= last < int(block[0]) and bool((block.diff() > 0).all()) and (first > 0 or int(block[0]) == 0)
             last = int(block[-1])
+            self.coarse += block[::STRIDE].tolist()
         damaged(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
         damaged(
             ascending and last == self.header.tokens,
@@ -175,8 +177,21 @@ class Shard:
         )
 
 
-def read_header(file: BufferedReader, path: Path) -> Header:
-    start = file.read(HEADER_BYTES)
+@contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def read_header(file: int, path: Path) -> Header:
+    start = os.pread(file, HEADER_BYTES, 0)
     damaged(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
     header = Header(*FIELDS.unpack_from(start))
     damaged(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
@@ -188,7 +203,7 @@ def read_header(file: BufferedReader, path: Path) -> Header:
     damaged(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
     damaged(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
     # Before anything is allocated for what the header promises.
-    check_size(path, os.fstat(file.fileno()).st_size, header)
+    check_size(path, os.fstat(file).st_size, header)
     return header
 
 
