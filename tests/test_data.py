@@ -8,13 +8,15 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
-from data_standins import Memory, memory_loader
+from data_standins import Memory, Numbers, memory_loader
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.data import Batch, DataConfig, Loader, open_loader
+from nsa.data.pools import TextPools
 from nsa.data.shuffle import Permutation, mix
 
+PLACE = {"epoch": 0, "chunk": 0, "document": 0, "token": 0, "bookmark": None}
 LENGTHS = st.lists(st.integers(1, 30), min_size=10, max_size=30)
 
 
@@ -251,7 +253,15 @@ def test_validation_batches_are_the_same_every_time_from_the_first_state() -> No
         ({"tokenizer": "BPE-1"}, "tokenizer of the data is 'bytes'; accepted: 'BPE-1'"),
         ({"fingerprint": "x"}, "fingerprint of the data is '.*'; accepted: 'x'"),
         ({"used": -1}, "used in the data's state is -1"),
+        ({"used": 10**30}, "used in the data's state is 1000"),
         ({"extra": 1}, "the keys of the data's state"),
+        ({7: 1}, "the keys of the data's state"),
+        ({"pool": []}, r"pool in the data's state is \[\]"),
+        ({"pool": "x"}, "pool in the data's state is 'x'"),
+        ({"pool": {"epoch": 0}}, "pool in the data's state is {'epoch': 0}"),
+        ({"pool": {**PLACE, "more": 1}}, "pool in the data's state is"),
+        ({"pool": {**PLACE, "chunk": -1}}, "pool.chunk in the data's state is -1"),
+        ({"pool": {**PLACE, "token": "0"}}, "pool.token in the data's state is '0'"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, object], message: str) -> None:
@@ -259,6 +269,20 @@ def test_a_state_of_other_data_is_refused(change: dict[str, object], message: st
         with pytest.raises(ValueError, match=message):
             loader.load_state_dict({**loader.state_dict(), **change})
         assert next(loader).tokens.shape == (1, 64)
+
+
+class SmallVocabulary(Numbers):
+    """Smaller than the numbers that it makes."""
+
+    vocab_size = 270
+
+
+def test_a_token_beyond_the_vocabulary_is_found_where_it_is_made() -> None:
+    pools = TextPools(
+        Memory([11] * 25), SmallVocabulary(), split="train", seq_len=4, seed=0, doc_batch=2, shuffle_tokens=16
+    )
+    with pytest.raises(ValueError, match=r"a token of the tokenizer numbers is 27\d; accepted: one below 270"):
+        list(islice(pools.pools(None), 200))
 
 
 # Packing.

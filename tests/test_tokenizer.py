@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corpora import TEXTS, jsonl_file, needs_tokenizers, opened
@@ -92,6 +95,94 @@ def test_a_wrong_tokenizer_file_is_named(content: str | None, message: str, tmp_
         path.write_text(content)
     with pytest.raises(ValueError, match=rf"tokenizer is '.*tokenizer.json'; .*{message}"):
         load_tokenizer(path)
+
+
+def word_level(**changes: Any) -> str:
+    """A tokenizer.json of three words."""
+    model = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "</s>": 2}, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": {**model, **changes.pop("model", {})}, **changes})
+
+
+@needs_tokenizers
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "a file with JSON: .*recursion"),
+        ("1" * 10_000, "a file with JSON"),
+        ("\x00", "a file with JSON"),
+        ("null", "one that can be read"),
+        ("[]", "one that can be read"),
+        ('"bytes"', "one that can be read"),
+        ('{"type": ["bytes"]}', "one that can be read"),
+        (word_level(model={"type": 7}), "one that can be read"),
+        (word_level(model={"vocab": {"a": "b"}}), "one that can be read"),
+        (word_level(model={"vocab": {"a": -1}}), "one that can be read"),
+        (word_level(model={"vocab": {"a": 2**32}}), "one that can be read"),
+        (word_level(model={"vocab": {}}), "a tokenizer with a vocabulary"),
+        (word_level(added_tokens={"id": 1}), "one that can be read"),
+        (word_level(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}), "one that can be read"),
+        # The package panics.
+        (word_level(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "one that can be read"),
+    ],
+)
+def test_a_crafted_tokenizer_is_an_error_that_names_it(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"tokenizer is '.*tokenizer.json'; accepted: .*{message}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_file_that_is_no_text_or_too_large_is_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=r"tokenizer.json is not UTF-8 text: .* position 7"):
+        load_tokenizer(path)
+    os.truncate(path, 10**12)
+    with pytest.raises(ValueError, match=r"the size of .*tokenizer.json is 1000000000000; accepted: at most"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("size", [512, 0, "256", None, [256]])
+def test_bytes_have_256_tokens(size: object, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bytes", "vocab_size": size}))
+    with pytest.raises(ValueError, match=r"vocab_size in .*tokenizer.json is .*; accepted: 256"):
+        load_tokenizer(tmp_path)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("token", [2**24, 2**32 - 1])
+def test_a_token_beyond_any_vocabulary_is_refused(token: int, tmp_path: Path) -> None:
+    """A model would need a row for each, and 32 bits hold only half of them."""
+    (tmp_path / "tokenizer.json").write_text(word_level(model={"vocab": {"[UNK]": 0, "a": token, "</s>": 2}}))
+    with pytest.raises(ValueError, match=rf"tokenizer .*tokenizer.json is {token}; accepted: one below 16,777,216"):
+        load_tokenizer(tmp_path)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_tokenizer_that_fails_on_a_text_is_named(prefetch: bool, tmp_path: Path) -> None:
+    """The package raises a bare Exception where a word is unknown and there is no word for that."""
+    (tmp_path / "tokenizer.json").write_text(word_level(model={"vocab": {"a": 1, "</s>": 2}}))
+    tokenizer = load_tokenizer(tmp_path)
+    message = r"tokenizer is '.*tokenizer.json'; accepted: .*Missing \[UNK\] token"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode("unknown")
+    config = DataConfig(
+        source="jsonl", path=str(jsonl_file(tmp_path / "a.jsonl")), tokenizer=str(tmp_path), prefetch=prefetch
+    )
+    with opened(config) as loader, pytest.raises(ValueError, match=message):
+        next(loader)
+
+
+@needs_tokenizers
+def test_a_signal_that_raises_within_the_package_is_not_taken_for_its_error() -> None:
+    tokenizer = train_bpe(TEXTS, 300)
+
+    class Stop(Exception):
+        pass
+
+    for error in (Stop, KeyboardInterrupt, SystemExit, MemoryError):
+        with pytest.raises(error), tokenizer.naming_errors("do anything"):
+            raise error
 
 
 @needs_tokenizers

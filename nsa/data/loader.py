@@ -179,7 +179,7 @@ class Loader:
         # One that was written without the last had none.
         state = {"stand_ins": 0, **state}
         known = {*self.identity, "pool", "used", "stand_ins"}
-        require(set(state) == known, "the keys of the data's state", sorted(state), f"{sorted(known)}")
+        require(set(state) == known, "the keys of the data's state", sorted(state, key=str), f"{sorted(known)}")
         for name, value in self.identity.items():
             did = "was shuffled" if name in ("seed", "shuffle_tokens") else "was read"
             require(
@@ -190,6 +190,7 @@ class Loader:
             )
         for name in ("used", "stand_ins"):
             require_int(f"{name} in the data's state", state[name], at_least=0)
+        check_mark(state["pool"], self.pools.mark_keys)
         self.close()
         self.stand_ins = state["stand_ins"]
         self.position = Position(state["pool"], state["used"])
@@ -214,6 +215,17 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_mark(mark: object, keys: tuple[str, ...]) -> None:
+    """None, or the counts that `keys` name; a stream has a bookmark of its own beside them."""
+    if mark is None:
+        return
+    known = isinstance(mark, dict) and set(keys) <= set(mark) <= {*keys, "bookmark"}
+    require(known, "pool in the data's state", mark, f"None, or {list(keys)}")
+    assert isinstance(mark, dict)
+    for name in keys:
+        require_int(f"pool.{name} in the data's state", mark[name], at_least=0)
 
 
 def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[Batch, Position]]:

@@ -52,6 +52,9 @@ class Pools(Protocol):
     @property
     def doing(self) -> str: ...
 
+    # The keys of a pool's mark that are counts.
+    mark_keys: tuple[str, ...]
+
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
         """Without end, from `mark` on; None: from the beginning. No pool is empty."""
         ...
@@ -77,6 +80,7 @@ class Mark(NamedTuple):
     chunk: int = 0
     document: int = 0
     token: int = 0
+    # What the source itself needs, beside the counts.
     bookmark: Any = None
 
 
@@ -91,6 +95,8 @@ class TextPools:
     Every rank reads and tokenizes all of it and uses its share of the windows. So all ranks agree on the position
     without asking each other. For many GPUs, `nsa data prepare` does this work once.
     """
+
+    mark_keys = ("epoch", "chunk", "document", "token")
 
     def __init__(
         self,
@@ -172,6 +178,9 @@ class TextPools:
     def encode(self, waiting: list[tuple[Mark, str]]) -> Iterator[Encoded]:
         if waiting:
             rows = self.tokenizer.encode_documents([text for _, text in waiting])
+            # A target beyond the vocabulary would be found only by the loss.
+            top, vocab_size = max(int(tokens.max()) for tokens in rows), self.tokenizer.vocab_size
+            require(top < vocab_size, f"a token of the tokenizer {self.tokenizer.name}", top, f"one below {vocab_size}")
             for (mark, _), tokens in zip(waiting, rows, strict=True):
                 yield Encoded(mark, tokens[mark.token :])
 
@@ -205,6 +214,7 @@ class SyntheticPools:
     """Random phrases, each said twice: the second half of a window can be learned, the first cannot."""
 
     doing = "making random tokens"
+    mark_keys = ("number",)
 
     def __init__(self, tokenizer: Tokenizer, *, split: Split, seq_len: int, seed: int) -> None:
         self.tokenizer, self.seq_len = tokenizer, seq_len

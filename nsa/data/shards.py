@@ -337,6 +337,8 @@ class ShardPool(Pool):
 class ShardPools:
     """Every rank reads only the windows that are its own."""
 
+    mark_keys = ("epoch",)
+
     def __init__(self, folder: Path, *, tokenizer: str | None, split: Split, seq_len: int, seed: int) -> None:
         manifest = Manifest.read(folder)
         manifest.compare(folder)
