@@ -123,6 +123,9 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
     check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {folder}")
     prompts = args.prompt or ["def "]
+    for prompt in prompts:
+        text = prompt != "" and prompt == prompt.encode(errors="replace").decode()
+        require(text, "--prompt", prompt, "UTF-8 text of at least one character")
     generator = torch.Generator(device).manual_seed(args.seed)
     new = generate(
         model,

@@ -54,6 +54,23 @@ def test_prepare_does_not_write_over_another_tokenizer(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train-bpe", "256"], "--train-bpe is 256; accepted: an integer of at least 257"),
+        (["--train-bpe", str(10**9)], "--train-bpe is 1000000000; accepted: at most"),
+        (["--train-bpe", "300", "--tokenizer", "bytes"], "tokenizer is 'bytes'; accepted: none"),
+        (["--limit-tokens", "0"], "--limit-tokens is 0"),
+        (["--shard-tokens", "-1"], "shard_tokens is -1"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_is_written(words: list[str], message: str, tmp_path: Path) -> None:
+    path = text_files(tmp_path / "in")
+    with pytest.raises(ValueError, match=message):
+        command("prepare", "--path", str(path), *words, "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 # The command that it prints.
 
 
@@ -214,6 +231,7 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     _, error = child.communicate(timeout=60)
     assert child.returncode == 2
     assert error.count("\n") == 1
+    assert "train-00000.tokens" in error
     assert left_in(tmp_path / "out") == []
 
 

@@ -142,11 +142,14 @@ def test_a_tokenizer_larger_than_the_model_is_one_line_and_status_2(
 
 def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
+    save_model(small_model("dense", vocab_size=256).float(), tmp_path / "run")
     wrong = [
         (["--run", str(tmp_path / "nowhere")], "a folder with model.json"),
         (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--seed", "-1"], "--seed is -1"),
+        (["--run", str(tmp_path / "run"), "--prompt", ""], "--prompt is ''"),
+        (["--run", str(tmp_path / "run"), "--prompt", "a\udcff"], r"--prompt is 'a\udcff'"),
         (["--seed", str(2**70)], f"--seed is {2**70}"),
     ]
     if not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -334,6 +335,17 @@ def test_a_file_that_is_cut_between_two_reads_is_an_error(prepared: Path) -> Non
         os.truncate(shard.path, 200)
         with pytest.raises(ValueError, match=r"train-00000.tokens .* it was truncated while it was read"):
             shard.tokens(file, 0, 100)
+
+
+def test_a_read_that_fails_names_the_file(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(prepared / "train-00000.tokens")
+
+    def pread(file: int, count: int, at: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(OSError, match=r"Input/output error: '.*train-00000.tokens'"):
+        shard.window(0, 10)
 
 
 # Headers and offsets that fit their checksums and still are wrong.

@@ -21,7 +21,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple, Protocol
 
 from nsa.config import require
-from nsa.data.files import parse_json
+from nsa.data.files import naming_file, parse_json
 from nsa.data.shuffle import Permutation
 
 # One document in this many is kept for validation, so that no text is in both.
@@ -140,7 +140,8 @@ class TextFiles(IndexedDocuments):
     def read(self, index: int) -> Chunk:
         path = self.files[index]
         try:
-            return Chunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
+            with naming_file(path):
+                return Chunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
         except UnicodeDecodeError as error:
             self.on_bad(str(path), f"is not UTF-8 text: {error}", 1)
             return Chunk([""], index)
@@ -161,7 +162,7 @@ class JsonLines(IndexedDocuments):
 
     def add(self, path: Path) -> None:
         offset, begin, count, number = 0, 0, 0, 1
-        with path.open("rb") as file:
+        with naming_file(path), path.open("rb") as file:
             for line in file:
                 offset += len(line)
                 count += 1
@@ -186,7 +187,7 @@ class JsonLines(IndexedDocuments):
 
     def read(self, index: int) -> Chunk:
         path, offset, number, count, first = self.index[index]
-        with path.open("rb") as file:
+        with naming_file(path), path.open("rb") as file:
             file.seek(offset)
             lines = [file.readline() for _ in range(count)]
         return Chunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
@@ -286,7 +287,7 @@ class Parquet(IndexedDocuments):
 
 def fingerprint(path: Path) -> str:
     """Of the size and both ends. Not of the time it was written, so that a copy is the same corpus."""
-    with path.open("rb") as file:
+    with naming_file(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest = hashlib.sha256(str(size).encode())
         for begin in (0, max(0, size - ENDS)):

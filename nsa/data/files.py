@@ -38,6 +38,17 @@ def parse_json(text: str | bytes, problem: str) -> Any:
         raise ValueError(f"{problem}: {error}") from error
 
 
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """A read or write that fails (full disk, I/O error) says why, not where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def aside(path: Path) -> Path:
     """Where a file is written until it is complete."""
     return path.with_name(path.name + ".part")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import aside, parse_json, read_text
+from nsa.data.files import aside, naming_file, parse_json, read_text
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -44,7 +44,7 @@ class Manifest(NamedTuple):
         files = {name: listed._asdict() for name, listed in self.files.items()}
         path = folder / MANIFEST
         try:
-            with aside(path).open("w", encoding="utf-8") as file:
+            with naming_file(path), aside(path).open("w", encoding="utf-8") as file:
                 json.dump({"version": VERSION, "files": files}, file, indent=1)
                 file.write("\n")
                 file.flush()

@@ -28,7 +28,7 @@ from nsa.data.loader import open_documents
 from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
 from nsa.data.shards import Shard, ShardWriter, open_shards
-from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer, train_bpe
+from nsa.data.tokenizer import FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
 
 # Characters of the training documents that a BPE is trained on: more makes it no better.
 BPE_CHARACTERS = 100_000_000
@@ -97,6 +97,11 @@ def prepare(
     """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
     require_positive_int("shard_tokens", shard_tokens)
+    if limit_tokens is not None:
+        require_positive_int("limit_tokens", limit_tokens)
+    if bpe_vocab_size is not None:
+        require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
+        check_bpe_vocabulary("bpe_vocab_size", bpe_vocab_size)
     require_no_shards(out)
     documents = open_documents(config, on_bad)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
@@ -105,7 +110,6 @@ def prepare(
         require_no_shards(out)
         remove_leftovers(out)
         if bpe_vocab_size is not None:
-            require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
             print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
             tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
         there = load_tokenizer(out).name if (out / FILE).is_file() else None
@@ -268,6 +272,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     )
     if args.limit_tokens is not None:
         require_positive_int("--limit-tokens", args.limit_tokens)
+    if args.train_bpe is not None:
+        check_bpe_vocabulary("--train-bpe", args.train_bpe)
     skipped = Skipped()
     try:
         writers = prepare(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import aside
+from nsa.data.files import aside, naming_file
 from nsa.data.manifest import SUFFIX, Listed, Manifest
 from nsa.data.pools import Pool, Window
 from nsa.data.shuffle import Permutation
@@ -181,7 +181,8 @@ class Shard:
 def open_file(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield file
+        with naming_file(path):
+            yield file
     finally:
         os.close(file)
 
@@ -243,7 +244,8 @@ class ShardWriter:
             top = int(document.max())
             require(top < self.vocab_size, "token", top, f"below the vocabulary of {self.vocab_size}")
             data = raw(document.to(DTYPES[self.width]))
-            self.file.write(data)
+            with naming_file(self.paths[-1]):
+                self.file.write(data)
             self.crc = crc32(data, self.crc)
             self.offsets.append(self.offsets[-1] + len(document))
             self.tokens += len(document)
@@ -274,12 +276,13 @@ class ShardWriter:
             documents=len(self.offsets) - 1,
             tokenizer=self.tokenizer_name,
         )
-        self.file.write(bytes(header.offsets_at - HEADER_BYTES - count * self.width) + offsets)
-        self.file.seek(0)
-        self.file.write(header.pack())
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with naming_file(self.paths[-1]):
+            self.file.write(bytes(header.offsets_at - HEADER_BYTES - count * self.width) + offsets)
+            self.file.seek(0)
+            self.file.write(header.pack())
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
         self.file = None
         self.headers.append(header)
 

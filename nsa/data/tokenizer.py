@@ -194,9 +194,15 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, name: str = "mode
     )
 
 
+def check_bpe_vocabulary(name: str, vocab_size: int) -> None:
+    """Every byte, and the end of a document."""
+    require_int(name, vocab_size, at_least=257)
+    require(vocab_size <= MAX_VOCABULARY, name, vocab_size, f"at most {MAX_VOCABULARY:,}")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """A byte-level BPE of your own text: every text can be encoded, whatever the training text held."""
-    require_int("vocab_size", vocab_size, at_least=257)
+    check_bpe_vocabulary("vocab_size", vocab_size)
     require(find_spec("tokenizers") is not None, "tokenizer", "bpe", "'bytes' without `pip install tokenizers`")
     package = import_module("tokenizers")
     tokenizer = package.Tokenizer(package.models.BPE())
