@@ -96,7 +96,7 @@ class TextPools:
     without asking each other. For many GPUs, `nsa data prepare` does this work once.
     """
 
-    mark_keys = ("epoch", "chunk", "document", "token")
+    mark_keys: tuple[str, ...] = ("epoch", "chunk", "document", "token")
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class SyntheticPools:
     """Random phrases, each said twice: the second half of a window can be learned, the first cannot."""
 
     doing = "making random tokens"
-    mark_keys = ("number",)
+    mark_keys: tuple[str, ...] = ("number",)
 
     def __init__(self, tokenizer: Tokenizer, *, split: Split, seq_len: int, seed: int) -> None:
         self.tokenizer, self.seq_len = tokenizer, seq_len

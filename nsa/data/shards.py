@@ -340,7 +340,7 @@ class ShardPool(Pool):
 class ShardPools:
     """Every rank reads only the windows that are its own."""
 
-    mark_keys = ("epoch",)
+    mark_keys: tuple[str, ...] = ("epoch",)
 
     def __init__(self, folder: Path, *, tokenizer: str | None, split: Split, seq_len: int, seed: int) -> None:
         manifest = Manifest.read(folder)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa.model import chunked_cross_entropy
 from nsa.settings import Settings
 from nsa.train import Trainer, load_config
 from nsa.train.clock import wait_asleep
@@ -47,6 +48,23 @@ def test_no_step_waits_for_the_device(changes: dict[str, Any], tmp_path: Path) -
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.loader.close()
+
+
+@pytest.mark.parametrize("target", [-1, 50, 63, 2**40])
+def test_a_target_outside_the_vocabulary_is_loud_without_a_wait(target: int) -> None:
+    x, weight = (torch.randn(n, 16, device="cuda", requires_grad=True) for n in (3, 50))
+    targets = torch.tensor([1, target, -100], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = chunked_cross_entropy(x, weight, targets)
+        grads = torch.autograd.grad(loss, (x, weight))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in grads)
+    with pytest.raises(ValueError, match=rf"targets is \[{target}\]"):
+        chunked_cross_entropy(x, weight, targets, strict=True)
 
 
 def test_a_process_that_waits_for_the_device_leaves_the_processor_alone() -> None:
