@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,11 +32,13 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """The `[B, max_new_tokens]` tokens that follow `prompts`: a tensor `[B, S]`, or lists of any lengths.
 
-    `temperature=0` takes the most likely token. `top_k` samples among that many. Nothing is read back on the way, so
-    a GPU never waits. A row whose logits are not finite gets -1, which is no token, from there on.
+    `temperature=0` takes the most likely token. `top_k` samples among that many. `stop` is called after each token, and
+    once it is true the tokens so far are returned. Nothing is read back on the way, so a GPU never waits. A row whose
+    logits are not finite gets -1, which is no token, from there on.
     """
     require_positive_int("max_new_tokens", max_new_tokens)
     require(
@@ -55,11 +57,10 @@ def generate(
     caches = model.new_cache(len(tokens), tokens.shape[1] + max_new_tokens)
     # With the padding on the left every prompt ends in the last column.
     x = model.hidden(tokens, attention_mask=mask, caches=caches)[:, -1:]
-    new = []
-    for _ in range(max_new_tokens - 1):
-        new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
+    new = [pick(model.logits(x)[:, -1], temperature, top_k, generator)]
+    while len(new) < max_new_tokens and not stop():
         x = model.hidden(new[-1].clamp_min(0), caches=caches)
-    new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
+        new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
     return torch.cat(new, dim=1)
 
 

@@ -53,6 +53,20 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other(kind: str) -> No
         assert torch.equal(row[None], greedy_without_cache(model, torch.tensor([prompt]), 12))
 
 
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_generation_can_be_stopped_after_any_token(length: int) -> None:
+    model = small_model("nsa")
+    prompt = torch.randint(64, (2, 5))
+    calls: list[bool] = []
+
+    def stop() -> bool:
+        calls.append(True)
+        return len(calls) == length
+
+    whole = generate.generate(model, prompt, 12, temperature=0)
+    assert torch.equal(generate.generate(model, prompt, 12, temperature=0, stop=stop), whole[:, :length])
+
+
 def test_sampling_repeats_with_its_seed() -> None:
     model = small_model("dense")
     prompt = torch.randint(64, (2, 5))
