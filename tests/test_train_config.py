@@ -362,3 +362,7 @@ def test_what_no_run_can_have_is_named(key: str, value: Any) -> None:
 def test_the_doctor_names_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--config", "tiny", "--set", "device=cuda"]) == 1
     assert "device is 'cuda'; accepted: 'cpu'" in capsys.readouterr().out
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own() -> None:
+    assert len({load_config("tiny", env=PLAIN).out for _ in range(20)}) == 20

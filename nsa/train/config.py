@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -281,7 +282,8 @@ def run_folder(values: Mapping[str, Any], path: Path) -> Path:
         return user_path("out", values["out"], "the path of a folder")
     name = path.parent.name if path.name == FILE else path.stem
     kind = values["model"].attention
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    # The last part tells runs of the same second apart.
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     return RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
 
 
