@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -138,7 +139,11 @@ def test_a_run_leaves_metrics_a_model_and_a_report(
     assert [record["step"] for record in lines_of(out, "sample")] == [3, 6]
     assert [record["step"] for record in lines_of(out, "gates")] == ([3, 6] if kind == "nsa" else [])
     speed = lines_of(out, "speed")
-    assert {"step", "tokens_per_s", "data_wait", "cpu_cores", "cost"} == set(speed[-1])
+    assert {"step", "tokens_per_s", "step_s", "data_wait", "cpu_cores", "cost"} == set(speed[-1])
+    assert speed[-1]["tokens_per_s"] * speed[-1]["step_s"] == pytest.approx(trainer.tokens_per_step, rel=1e-3)
+    assert all("ms/step" in line for line in printed[2:])
+    # What still takes time after the last step, with its sizes.
+    assert re.search(r"validation \(2 batches\).*sample \(8 tokens\)", printed[-1])
     assert summary.tokens_per_s is not None
     assert summary.tokens_per_s > 0
     assert summary.fallbacks == {}

@@ -102,7 +102,18 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_state(tmp_path: Path)
     again.loader.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and the tests with it."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_saves_and_the_next_start_goes_on_as_if_nothing_had_been(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,14 +144,6 @@ def test_a_signal_before_the_first_step_is_heard_too(
     assert cli.main(["train", "--config", config_file(tmp_path, small_run(tmp_path / "run"))]) == 0
     assert "[stop] asked to before the first step: nothing was done" in capsys.readouterr().out
     assert [signal.getsignal(number) for number in Signals.NUMBERS] == handlers
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell starts what it puts in the background with SIGINT ignored, and the tests with it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -15,8 +15,9 @@ class Clock:
         # Seconds of the run before this process.
         self.earlier = 0.0
         self.began = (0.0, 0.0, 0.0)
-        # Tokens a second, and the parts of that time that the data and the processor took; None: not known yet.
+        # Tokens per second, seconds per step, and the parts of that time that data and processor took; None: not known.
         self.rate: float | None = None
+        self.step_s = 0.0
         self.data_wait = 0.0
         self.cpu_cores = 0.0
         # Tokens and seconds of the steps that count for the run's speed.
@@ -25,11 +26,12 @@ class Clock:
     def begin(self, waited: float) -> None:
         self.began = (time.perf_counter(), time.process_time(), waited)
 
-    def end(self, tokens: int, waited: float, *, timed: bool) -> None:
+    def end(self, steps: int, tokens: int, waited: float, *, timed: bool) -> None:
         now = (time.perf_counter(), time.process_time(), waited)
         seconds, cpu, wait = (end - begin for end, begin in zip(now, self.began, strict=True))
         if timed:
-            self.rate, self.data_wait, self.cpu_cores = tokens / seconds, wait / seconds, cpu / seconds
+            self.rate, self.step_s = tokens / seconds, seconds / steps
+            self.data_wait, self.cpu_cores = wait / seconds, cpu / seconds
             self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
 
     @property

@@ -6,7 +6,6 @@ import errno
 import faulthandler
 import fcntl
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.config import require
 from nsa.data import Batch
+from nsa.train.progress import say
 from nsa.train.step import autocast
 from nsa.train.storage import read_tensors, write_tensors
 
@@ -39,36 +39,45 @@ class Asked(Exception):
 
 
 class Signals:
-    """SIGTERM and SIGINT ask the run to stop after its step; a second one ends the process as usual.
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask the run to stop after its step; a second SIGTERM or SIGINT kills it.
 
-    Within `waiting()` the first one ends the wait: nothing else would, if what is waited for never comes. Under a
-    launcher, which passes on what its ranks may have been sent too, one that follows within `echo_s` is the same one.
+    A closed terminal sends SIGHUP more than once, and a scheduler follows its warning with SIGTERM: neither SIGHUP nor
+    SIGUSR1 ends the process, or counts as the first of two. SIGHUP stays ignored where it is, as under nohup.
+
+    Within `waiting()` the first signal ends the wait: nothing else would, if what is waited for never comes. Under a
+    launcher, which forwards what its ranks may have been sent too, one within `echo_s` of the first is the same one.
     """
 
-    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+    ENDING = (signal.SIGTERM, signal.SIGINT)
+    NUMBERS = (*ENDING, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, *, echo_s: float = 0.0) -> None:
         self.echo_s = echo_s
         self.asked: str | None = None
-        self.since = 0.0
+        # When the first SIGTERM or SIGINT came.
+        self.since: float | None = None
         self.before: dict[int, Any] = {}
         self.raises = False
 
     def __enter__(self) -> Signals:
         # Python lets only the main thread have handlers; elsewhere whoever started the thread has them.
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.note) for number in self.NUMBERS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+            self.before = {number: signal.signal(number, self.note) for number in self.NUMBERS if number not in ignored}
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None:
-            if time.monotonic() - self.since >= self.echo_s:
+        now = time.monotonic()
+        if number in self.ENDING:
+            if self.since is not None and now - self.since >= self.echo_s:
                 self.restore()
                 signal.raise_signal(number)
-            return
-        self.asked, self.since = signal.Signals(number).name, time.monotonic()
-        if self.raises:
-            raise Asked
+                return
+            self.since = self.since or now
+        if self.asked is None:
+            self.asked = signal.Signals(number).name
+            if self.raises:
+                raise Asked
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -117,14 +126,15 @@ class Skips:
         self.total = 0
         self.in_a_row = 0
 
-    def note(self, step: int, skipped: bool, batches: Sequence[Batch]) -> str | None:
-        """Where the step's batches are kept, in words, if it was skipped."""
+    def note(self, skipped: bool) -> None:
+        """Count the next step."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if not skipped:
-            return None
-        self.total += 1
+        self.total += skipped
+
+    def keep(self, step: int, batches: Sequence[Batch]) -> str:
+        """Write the batches of the skipped `step`, counted from 0; where they are, in words."""
         rank = f".rank_{self.rank}" if self.rank else ""
-        path = self.folder / f"step_{step}{rank}.safetensors"
+        path = self.folder / f"step_{step + 1}{rank}.safetensors"
         try:
             return f"its batch is in {save_batches(path, batches)}"
         except OSError as error:
@@ -159,10 +169,11 @@ def load_batches(path: Path) -> list[Batch]:
 
 
 class Watchdog:
-    """A thread that writes down where every other one is when no step has come for `seconds`.
+    """A thread that writes the stack of every other thread to `path` when no step has come for `seconds`.
 
     `describe` tells what the run was doing; `rescue` saves what can be saved and tells that. The run itself is left
-    alone: it may only be slow, and it is looked at again after twice the time.
+    alone: it may only be slow, and it is looked at again after twice the time. A thread that has died is replaced at
+    the next `beat`, which is reported.
     """
 
     def __init__(self, path: Path, seconds: float, *, describe: Callable[[], str], rescue: Callable[[], str]) -> None:
@@ -171,24 +182,41 @@ class Watchdog:
         self.describe = describe
         self.rescue = rescue
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.watch, name="nsa-watchdog", daemon=True)
-        self.beat()
+        self.thread: threading.Thread | None = None
+        self.reset()
 
-    def beat(self) -> None:
-        """All is well."""
+    def reset(self) -> None:
         self.last = time.monotonic()
         self.patience = self.seconds
 
+    def beat(self) -> None:
+        """A step is done."""
+        self.reset()
+        if self.thread is not None and not self.thread.is_alive() and not self.ended.is_set():
+            self.say("its thread has died; starting another one")
+            self.start()
+
     def __enter__(self) -> Watchdog:
-        self.thread.start()
+        self.start()
         return self
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.watch, name="nsa-watchdog", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            # The machine has no threads left. The run does not depend on this one.
+            self.say(f"the run goes on without it: {error}")
+            self.thread = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
-        # A thread that is awake while the interpreter ends takes the process down. One that barks is not waited for.
-        self.thread.join(1.0)
+        if self.thread is not None:
+            # A thread that is awake while the interpreter ends takes the process down. One that reports is not waited
+            # for.
+            self.thread.join(1.0)
 
     def watch(self) -> None:
         while not self.ended.wait(self.seconds / 10):
@@ -198,11 +226,11 @@ class Watchdog:
                 self.bark(idle)
 
     def bark(self, idle: float) -> None:
-        silence, doing = f"no step for {idle:.0f} s", self.describe()
+        silence, doing = f"no step for {idle:.0f} s", answer("describe", self.describe)
         # Nothing that cannot be written may keep the rescue from being tried.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
+            with self.path.open("a", errors="backslashreplace") as file:
                 file.write(f"{silence}\n{doing}\n\n")
                 # It writes past Python's buffer.
                 file.flush()
@@ -212,15 +240,21 @@ class Watchdog:
         except OSError as error:
             self.say(f"{silence}; {self.path} cannot be written: {error}\n{doing}")
             faulthandler.dump_traceback(STDERR, all_threads=True)
-        saved = self.rescue()
+        saved = answer("rescue", self.rescue)
         self.say(saved)
-        with suppress(OSError), self.path.open("a") as file:
+        with suppress(OSError), self.path.open("a", errors="backslashreplace") as file:
             file.write(f"{saved}\n\n")
 
     def say(self, text: str) -> None:
-        # It may lead to a file on the same full disk.
-        with suppress(OSError):
-            print(f"[watchdog] {text}", file=sys.stderr, flush=True)
+        say(f"[watchdog] {text}", error=True)
+
+
+def answer(name: str, question: Callable[[], str]) -> str:
+    """The answer, or the error in its place: the watchdog asks while another thread changes what it asks about."""
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001
+        return f"{name} failed: {error!r}"
 
 
 # Names of what torch's own attention shows in a profile.

@@ -6,18 +6,15 @@ written down, and stopped if it has to be.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import threading
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nsa.backends.routing import counts_so_far
 from nsa.config import require
@@ -27,16 +24,19 @@ from nsa.generate import generate
 from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
 from nsa.train.checkpoint import Checkpoints, export, put_together, rng_state, set_rng_state
-from nsa.train.clock import Clock, wait_asleep
+from nsa.train.clock import Clock
 from nsa.train.config import TrainConfig
-from nsa.train.distributed import Ranks, Vote, any_rank, from_all, mean_over_ranks, parallelize
+from nsa.train.distributed import Ranks, Vote, any_rank, parallelize
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
-from nsa.train.progress import Progress, progress
+from nsa.train.pending import PendingSteps
+from nsa.train.progress import Progress, open_closed_descriptors, progress, say
 from nsa.train.report import write_report
-from nsa.train.sight import attention_stats, fallbacks, machine_numbers, peak_flops
+from nsa.train.sight import GpuNumbers, attention_stats, fallbacks, peak_flops
 from nsa.train.speed import least_tokens_per_s
-from nsa.train.step import DTYPES, StepResult, TrainStep, autocast, learning_rate, shares
+from nsa.train.step import DTYPES, StepResult, TrainStep, learning_rate, to_device
+from nsa.train.summary import Summary, duration
+from nsa.train.validation import fingerprint, mean_loss
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10
@@ -50,6 +50,7 @@ class Trainer:
     """`train()` runs it all; `step()` is one update."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        open_closed_descriptors()
         self.config = c = config
         self.ranks = ranks or Ranks(torch.device(c.device))
         self.device = self.ranks.device
@@ -102,11 +103,15 @@ class Trainer:
         self.validated: tuple[int, float] | None = None
         # Held while parameters change or are copied, so that the watchdog never saves half a step.
         self.changing = threading.Lock()
-        # Steps that were computed and not looked at yet, with the batches that they were computed from.
-        self.waiting: list[tuple[int, StepResult, list[Batch]]] = []
+        self.pending = PendingSteps(self.device, self.skips.keep)
         # The batches of the newest step.
         self.fetched: list[Batch] = []
         self.clock = Clock()
+        self.signals = listen(self.ranks)
+        self.vote = Vote()
+        # The error that ends the run, once what was done before it is saved.
+        self.failure: Exception | None = None
+        self.gpu = GpuNumbers(self.device, self.say)
 
     def open_data(self, split: Split) -> Loader:
         c = self.config
@@ -130,10 +135,11 @@ class Trainer:
     def train(self, signals: Signals | None = None) -> Summary | None:
         """None where a signal ended it before its last step. `signals`: those of a caller that already listens."""
         c = self.config
-        listening = listen(self.ranks) if signals is None else nullcontext(signals)
+        self.signals = self.signals if signals is None else signals
+        listening = self.signals if signals is None else nullcontext()
         watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            with listening as signals, only_writer(c.out) if self.ranks.first else nullcontext(), watchdog:
+            with listening, only_writer(c.out) if self.ranks.first else nullcontext(), watchdog:
                 with self.changing:
                     self.resume()
                 watchdog.beat()
@@ -141,23 +147,14 @@ class Trainer:
                     self.write_down()
                 if self.ranks.first:
                     self.log = RunLog(c.out, resume=self.began > 0)
-                if self.loss_start is None or self.began == 0:
-                    self.loss_start = self.evaluate()
-                if self.began == 0 and c.save_every and self.is_good():
-                    # A run that cannot save should not find out hours later, and has something to go back to.
-                    self.save()
-                self.shown = progress(c.steps) if self.ranks.first else None
-                watchdog.beat()
-                self.run_steps(signals, watchdog)
-                kept = self.keep_what_is_done() if self.done < c.steps else ""
-                self.close_progress()
-                watchdog.beat()
-                if self.done < c.steps:
-                    asked = signals.asked or ("the launcher is gone" if self.ranks.orphaned else "another rank")
-                    self.say(f"[stop] {asked}: {kept}")
-                    self.say(f"go on with: nsa train --resume {c.out}")
-                    return None
-                return self.finish()
+                try:
+                    return self.run(watchdog)
+                except Exception as error:
+                    self.save_before(error)
+                    if type(error) is Exception:
+                        # Tokenizers raise it for text they cannot take: nobody needs to see the code that passed it on.
+                        raise RunStopped(f"{error!r} after step {self.done}") from error
+                    raise
         finally:
             self.close_progress()
             self.loader.close()
@@ -165,26 +162,47 @@ class Trainer:
             if self.log is not None:
                 self.log.close()
 
-    def run_steps(self, signals: Signals, watchdog: Watchdog) -> None:
+    def run(self, watchdog: Watchdog) -> Summary | None:
+        c = self.config
+        with suppress(Asked):
+            self.run_steps(watchdog)
+            if self.done == c.steps:
+                self.close_progress()
+                watchdog.beat()
+                return self.finish()
+        kept = self.keep_what_is_done()
+        self.close_progress()
+        asked = self.signals.asked or ("the launcher is gone" if self.ranks.orphaned else "another rank")
+        self.say(f"[stop] {asked}: {kept}")
+        self.say(f"go on with: nsa train --resume {c.out}")
+        return None
+
+    def run_steps(self, watchdog: Watchdog) -> None:
         """Until the last step, or until a signal asks to stop."""
         c = self.config
+        if self.loss_start is None or self.began == 0:
+            self.loss_start = self.evaluate()
+        elif self.done < c.steps and self.due(c.eval_every) and self.checkpoints.loss(self.done) is None:
+            # It was cut short by the signal that ended the last start.
+            self.evaluate()
+        if self.began == 0 and c.save_every and self.is_good():
+            # A run that cannot save should not find out hours later, and has something to go back to.
+            self.save()
+        self.shown = progress(c.steps) if self.ranks.first else None
+        watchdog.beat()
         first = self.done
         # The first step compiles; graphs are recorded in the two after it.
         warmup = 3 if c.cuda_graphs else 1
         self.clock.begin(self.loader.waited)
-        vote = Vote()
         while self.done < c.steps:
-            batches = self.fetch(signals)
-            if batches is None:
-                return
-            self.advance(batches)
+            self.advance(self.fetch())
             watchdog.beat()
             ran, last = self.done - first, self.done == c.steps
             # A short run is judged at its end.
             judged = ran == warmup + SMOKE_STEPS or (last and warmup < ran < warmup + SMOKE_STEPS)
             smoke = self.min_tokens_per_s > 0 and judged
             looks = self.due(c.log_every) or last or ran == warmup
-            stops = vote(signals.asked is not None or self.ranks.orphaned)
+            stops = self.stops()
             if not (
                 looks
                 or smoke
@@ -192,12 +210,7 @@ class Trainer:
                 or any(map(self.due, (c.eval_every, c.sample_every, c.stats_every, c.save_every)))
             ):
                 continue
-            try:
-                self.look(timed=ran > warmup)
-            except OSError as error:
-                # What cannot be written down costs the run, not what it has learned.
-                self.say(f"[stop] {error}: {self.rescue()}")
-                raise
+            self.look(timed=ran > warmup)
             lost = self.checkpoints.look()
             if lost is not None:
                 self.say(f"[save] {lost}: {self.save_if_good()}")
@@ -211,6 +224,10 @@ class Trainer:
                     return
             watchdog.beat()
             self.clock.begin(self.loader.waited)
+
+    def stops(self) -> bool:
+        """Whether a rank was asked to stop; the same on every rank."""
+        return self.vote(self.signals.asked is not None or self.ranks.orphaned)
 
     def due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -230,51 +247,64 @@ class Trainer:
             # Of a model in parts every rank gives its own.
             model = put_together(self.model) if c.parallel == "fsdp" else self.model
             if model is not None and self.ranks.first:
-                self.write_sample(self.sample(model.to(self.device)))
+                text = self.sample(model.to(self.device))
+                # One that was cut short is not what this step would have written.
+                if self.signals.asked is None:
+                    self.write_sample(text)
         if saves and good:
             self.save()
 
-    def fetch(self, signals: Signals | None = None) -> list[Batch] | None:
-        """The batches of a step; None where a signal came while they did not."""
+    def fetch(self) -> list[Batch]:
+        """The batches of a step; raises `Asked` where a signal came before they did."""
         try:
-            with nullcontext() if signals is None or self.ranks.size > 1 else signals.waiting():
+            with nullcontext() if self.ranks.size > 1 else self.signals.waiting():
                 self.fetched = list(islice(self.loader, self.config.accum))
         except Asked:
-            return None
-        except (OSError, RuntimeError, ValueError):
+            raise
+        except Exception as error:
             # The data is lost, the run need not be. All ranks read the same, so they lose it at the same step.
-            if self.ranks.all_come(MEET_S):
-                self.say(f"[stop] no data: {self.keep_what_is_done()}")
+            self.save_before(error, "no data")
             raise
         return self.fetched
 
+    def save_before(self, error: Exception, reason: str = "") -> None:
+        """Save what is done before `error` ends the run, and print where it is."""
+        if self.done == self.began or error is self.failure or isinstance(error, RunStopped):
+            return
+        self.failure = error
+        if self.update.begun != self.done - self.began:
+            kept = "no checkpoint: the step under way has changed part of the state"
+        elif not self.ranks.all_come(MEET_S):
+            kept = "no checkpoint: the other ranks would have to take part"
+        else:
+            try:
+                kept = self.keep_what_is_done()
+            except (OSError, RuntimeError, ValueError):
+                # The metrics or the forward, which may be what failed, are not needed for a checkpoint.
+                kept = self.rescue()
+        self.close_progress()
+        self.say(f"[stop] {reason or ' '.join(str(error).split()) or type(error).__name__}: {kept}")
+
     def keep_what_is_done(self) -> str:
-        if self.waiting:
+        if self.pending:
             self.look(timed=False)
         return self.save_if_good()
 
     def advance(self, batches: list[Batch]) -> None:
         with self.changing:
-            self.waiting.append((self.done, self.step(self.done, batches), batches))
+            result = self.step(self.done, batches)
             self.done += 1
             self.position = self.loader.state_dict()
+        self.pending.add(self.done - 1, result, batches)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        return self.update([self.to_device(batch) for batch in batches], self.lr(step))
+        return self.update([to_device(batch, self.device) for batch in batches], self.lr(step))
 
     def lr(self, step: int) -> float:
         c = self.config
         return learning_rate(
             step, c.steps, peak=c.lr, warmup=c.warmup, floor=c.lr_floor, schedule=c.schedule, decay=c.decay
         )
-
-    def to_device(self, batch: Batch) -> Batch:
-        # Only from pinned memory can a copy go on behind the host's back.
-        def move(x: Tensor) -> Tensor:
-            return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
-
-        cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
-        return Batch(move(batch.tokens), move(batch.targets), cu_seqlens)
 
     # Looking: the only times that the device is waited for.
 
@@ -283,19 +313,18 @@ class Trainer:
 
         What a process does to warm up is not `timed`.
         """
-        wait_asleep(self.device)
-        values = torch.stack([torch.stack(result) for _, result, _ in self.waiting]).tolist()
-        self.clock.end(len(self.waiting) * self.tokens_per_step, self.loader.waited, timed=timed)
+        outcomes = self.pending.wait()
+        steps = len(outcomes)
+        self.clock.end(steps, steps * self.tokens_per_step, self.loader.waited, timed=timed)
         too_many: tuple[int, int] | None = None
-        for (step, _, batches), (loss, grad_norm, skipped) in zip(self.waiting, values, strict=True):
+        for step, loss, grad_norm, kept in outcomes:
             record = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": self.lr(step)}
-            self.write("step", **record, **({"skipped": True} if skipped else {}))
-            kept = self.skips.note(step + 1, bool(skipped), batches)
+            self.write("step", **record, **({} if kept is None else {"skipped": True}))
+            self.skips.note(kept is not None)
             if kept is not None:
                 self.say(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}")
             if self.skips.too_many:
                 too_many = (self.skips.in_a_row, step + 1)
-        self.waiting.clear()
         self.write_down()
         self.show(loss, grad_norm)
         if too_many is not None:
@@ -311,7 +340,8 @@ class Trainer:
         such a state is nothing to go on from, nor to sample from."""
         if self.validated is not None and self.validated[0] == self.done:
             return math.isfinite(self.validated[1])
-        return math.isfinite(self.validation_loss())
+        # One batch tells, and a run that was asked to stop has no time for more.
+        return math.isfinite(mean_loss(self.model, self.valid[:1], self.dtype).item())
 
     def save_if_good(self) -> str:
         """Where the run can be gone on from now, in words."""
@@ -334,24 +364,27 @@ class Trainer:
     def show(self, loss: float, grad_norm: float) -> None:
         """One look for the screen, the metrics and whoever watches from outside."""
         c, clock = self.config, self.clock
-        speed: dict[str, Any] = machine_numbers(self.device)
+        speed = self.gpu.numbers()
         text = f"loss {loss:.3f}  lr {self.lr(self.done - 1):.2e}"
         if clock.rate is not None:
             peak = peak_flops(self.device)
             speed["tokens_per_s"] = round(clock.rate, 1)
+            speed["step_s"] = round(clock.step_s, 6)
             speed["data_wait"] = round(clock.data_wait, 4)
             speed["cpu_cores"] = round(clock.cpu_cores, 2)
-            text += f"  {clock.rate:,.0f} tokens/s"
+            text += f"  {clock.rate:,.0f} tokens/s  {clock.step_s * 1e3:,.0f} ms/step"
             if peak is not None:
                 speed["mfu"] = round(clock.rate * self.flops_per_token / (peak * self.ranks.size), 4)
                 text += f"  MFU {speed['mfu']:.1%}"
-            left = (c.steps - self.done) * self.tokens_per_step / clock.rate
-            text += f"  ETA {duration(left)}"
+            if self.done < c.steps:
+                text += f"  ETA {duration((c.steps - self.done) * clock.step_s)}"
         if c.price_per_hour:
             speed["cost"] = round(clock.total / 3600 * c.price_per_hour, 2)
             text += f"  cost {speed['cost']:.2f}"
         if self.skips.total:
             text += f"  skipped {self.skips.total}"
+        if self.done == c.steps:
+            text += f"  then {self.what_is_left}"
         if speed:
             self.write("speed", step=self.done, **speed)
         failed = fallbacks()
@@ -374,7 +407,7 @@ class Trainer:
         least, rate = self.min_tokens_per_s, self.clock.mean_rate
         slow = rate is not None and rate < least
         if any_rank(slow, self.device):
-            batch = self.to_device(self.valid[0])
+            batch = to_device(self.valid[0], self.device)
             profile = branch_profile(self.update.module, batch, self.dtype)
             raise RunStopped(
                 f"{rate:,.0f} tokens/s in the first steps, where at least {least:,.0f} are expected; "
@@ -382,21 +415,21 @@ class Trainer:
             )
 
     def evaluate(self) -> float:
-        loss = self.validation_loss()
+        """Raises `Asked` where the run is to stop: a validation may take minutes."""
+
+        def until_stopped() -> Iterator[Batch]:
+            for batch in self.valid:
+                if self.stops():
+                    raise Asked
+                yield batch
+
+        loss = mean_loss(self.model, until_stopped(), self.dtype).item()
         self.validated = (self.done, loss)
         self.write("eval", step=self.done, loss=loss)
         return loss
 
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """The mean loss over the tokens of the same few validation batches every time."""
-        batches = [self.to_device(batch) for batch in self.valid]
-        with autocast(self.device, self.dtype):
-            losses = [self.model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) for batch in batches]
-        return mean_over_ranks((torch.stack(losses) * shares(batches)).sum()).item()
-
     def write_stats(self) -> None:
-        found = attention_stats(self.model, self.to_device(self.valid[0]), self.dtype)
+        found = attention_stats(self.model, to_device(self.valid[0], self.device), self.dtype)
         if found is not None:
             gates, distances = found
             self.write("gates", step=self.done, **gates)
@@ -406,7 +439,14 @@ class Trainer:
         c, tokenizer = self.config, self.loader.tokenizer
         generator = torch.Generator(self.device).manual_seed(c.seed)
         prompt = tokenizer.encode(c.sample_prompt)
-        new = generate(model, [prompt], c.sample_tokens, temperature=0.8, generator=generator)
+        new = generate(
+            model,
+            [prompt],
+            c.sample_tokens,
+            temperature=0.8,
+            generator=generator,
+            stop=lambda: self.signals.asked is not None,
+        )
         return c.sample_prompt + tokenizer.decode(new[0].tolist())
 
     def write_sample(self, text: str) -> str:
@@ -489,7 +529,7 @@ class Trainer:
         ]
         return "\n".join(
             [
-                f"steps done: {self.done}, not looked at yet: {len(self.waiting)}",
+                f"steps done: {self.done}, not looked at yet: {len(self.pending)}",
                 f"data: {self.loader}",
                 f"last batches: {shapes}",
                 f"routes: {backends(self.config)}",
@@ -497,8 +537,15 @@ class Trainer:
             ]
         )
 
+    @property
+    def what_is_left(self) -> str:
+        """Which may take longer than the steps did."""
+        return f"validation ({len(self.valid)} batches), export, sample ({self.config.sample_tokens} tokens)"
+
     def finish(self) -> Summary:
         c = self.config
+        if self.done == self.began:
+            self.say(f"[end] no step is left: {self.what_is_left}")
         loss_end = self.evaluate()
         kept = self.save_if_good()
         if not math.isfinite(loss_end):
@@ -532,7 +579,7 @@ class Trainer:
 
     def say(self, text: str) -> None:
         if self.ranks.first:
-            print(text, flush=True)
+            say(text)
 
     def close_progress(self) -> None:
         if self.shown is not None:
@@ -540,59 +587,5 @@ class Trainer:
             self.shown = None
 
 
-def fingerprint(batches: list[Batch], seq_len: int) -> str:
-    """Of all ranks' batches together: the same where the same sequences are scored, whoever has which."""
-
-    def digest(value: object) -> str:
-        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-    rows = [torch.stack([batch.tokens, batch.targets], dim=-1).view(-1, seq_len, 2) for batch in batches]
-    own = [digest(sequence.tolist()) for row in rows for sequence in row]
-    return digest(sorted(from_all(own)))[:16]
-
-
 def listen(ranks: Ranks) -> Signals:
     return Signals(echo_s=ECHO_S if ranks.size > 1 else 0.0)
-
-
-@dataclass
-class Summary:
-    """What a run comes to."""
-
-    loss_start: float
-    loss_end: float
-    # None for a run of one step, which is not timed.
-    tokens_per_s: float | None
-    skipped: int
-    # Batches of noise that stood in for data that did not come.
-    stand_ins: int
-    # How often each backend was called for each op, by "op/backend"; a graph's replays are not calls.
-    served: dict[str, int]
-    fallbacks: dict[str, int]
-    sample: str
-    checkpoint: Path
-    report: Path | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "checkpoint": str(self.checkpoint), "report": str(self.report)}
-
-    def __str__(self) -> str:
-        failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
-        served = ", ".join(f"{who} {times:,}" for who, times in self.served.items())
-        rate = self.tokens_per_s
-        return "\n".join(
-            [
-                f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
-                "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
-                f"served by: {served or 'torch alone'}",
-                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}",
-                f"sample:\n{self.sample}",
-                f"saved {self.checkpoint}",
-                f"report {self.report}",
-            ]
-        )
-
-
-def duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -5,7 +5,7 @@ one drops it and goes on. Lines that `nsa.train.report` knows how to draw (it dr
 
     step       step, loss, grad_norm, lr
     eval       step, loss
-    speed      step, tokens_per_s, data_wait (part of the time), mfu, gpu_util, memory_gib
+    speed      step, tokens_per_s, step_s (seconds per step), data_wait (part of the time), mfu, gpu_util, memory_gib
     gates      step, mean, entropy: one {"cmp": .., "sel": .., "win": ..} a layer, None for a layer without
     distances  step, counts: how many of the selected blocks lie 0, 1, 2, ... blocks back
     fallbacks  step, counts: {reason: how often}

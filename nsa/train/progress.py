@@ -1,11 +1,61 @@
-"""How a run shows where it is: lines of text, or a bar where rich is installed and someone is watching."""
+"""What a run shows on the terminal: lines of text, or a progress bar where rich is installed and stdout is a terminal.
+
+Output that cannot be written (a closed terminal, a broken pipe, a full disk behind a redirection) never ends a run.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, TextIO
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print one message to stdout, or to stderr with `error`."""
+    stream = sys.stderr if error else sys.stdout
+    # Python has no stream where the descriptor was closed at start.
+    if stream is None:
+        return
+    with lossy(stream):
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+@contextmanager
+def lossy(stream: TextIO) -> Iterator[None]:
+    """Drop what cannot be written in here. A stream whose reader is gone for good is pointed at the null device, so
+    that what is left in its buffer does not fail again when the interpreter exits."""
+    try:
+        yield
+    except OSError as failure:
+        if failure.errno in (errno.EPIPE, errno.EIO):
+            with suppress(OSError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), stream.fileno())
+    except ValueError:
+        # How Python refuses a stream that was closed, and an encoding a character.
+        pass
+
+
+def open_closed_descriptors() -> None:
+    """Give 0, 1 and 2 to the null device where they are closed.
+
+    They would otherwise go to the next files opened, and whatever native code prints would be written into a
+    checkpoint or the metrics.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor, which is this one.
+            os.open(os.devnull, os.O_RDWR)
 
 
 class Progress(Protocol):
@@ -19,7 +69,7 @@ class Lines:
         self.steps = steps
 
     def show(self, step: int, text: str) -> None:
-        print(f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
+        say(f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}")
 
     def close(self) -> None:
         """Nothing to put away."""
@@ -28,21 +78,30 @@ class Lines:
 class Bar:
     def __init__(self, steps: int) -> None:
         rich = import_module("rich.progress")
+        # Drawn by `show` alone: a thread that redraws it could not report that the terminal is gone.
         self.bar = rich.Progress(
             rich.MofNCompleteColumn(),
             rich.BarColumn(),
             rich.TimeRemainingColumn(),
             rich.TextColumn("{task.description}"),
+            auto_refresh=False,
         )
         self.task = self.bar.add_task("", total=steps)
-        self.bar.start()
+        with lossy(sys.stdout):
+            self.bar.start()
 
     def show(self, step: int, text: str) -> None:
-        self.bar.update(self.task, completed=step, description=text)
+        with lossy(sys.stdout):
+            self.bar.update(self.task, completed=step, description=text, refresh=True)
 
     def close(self) -> None:
-        self.bar.stop()
+        with lossy(sys.stdout):
+            self.bar.stop()
 
 
 def progress(steps: int) -> Progress:
-    return Bar(steps) if find_spec("rich") is not None and sys.stdout.isatty() else Lines(steps)
+    return Bar(steps) if find_spec("rich") is not None and is_terminal(sys.stdout) else Lines(steps)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()

@@ -105,6 +105,7 @@ TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_s": "Tokens a second",
+    "step_s": "Seconds per step",
     "data_wait": "Waiting for data, part of the time",
     "mfu": "Model FLOPs, part of the peak",
     "gpu_util": "GPU utilisation",

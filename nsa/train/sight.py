@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
@@ -79,14 +79,39 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
-def machine_numbers(device: torch.device) -> dict[str, float]:
-    """What the GPU holds and how busy it was; nothing of this waits for it."""
-    if device.type != "cuda":
-        return {}
-    numbers = {"memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}
-    if find_spec("pynvml") is not None:
-        numbers["gpu_util"] = torch.cuda.utilization(device) / 100
-    return numbers
+class GpuNumbers:
+    """What the GPU holds and how busy it is, for the log's "speed"; `say` hears once why a number is missing."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self.device = device
+        self.say = say
+        self.told = False
+
+    def numbers(self) -> dict[str, Any]:
+        """Nothing on a CPU. Does not wait for the GPU."""
+        if self.device.type != "cuda":
+            return {}
+        found = {"memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
+        busy = gpu_util(self.device)
+        if isinstance(busy, float):
+            return found | {"gpu_util": busy}
+        if not self.told:
+            self.say(f"[log] no gpu_util: {busy}")
+        self.told = True
+        return found
+
+
+def gpu_util(device: torch.device) -> float | str:
+    """The part of the last second in which the GPU was busy, or why that is not known."""
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return "nvidia-ml-py is not installed (pip install 'nsa[gpu]')"
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (RuntimeError, nvml.NVMLError) as error:
+        # A driver of another version, or a GPU in parts, which does not count this.
+        return str(error)
 
 
 def fallbacks() -> dict[str, int]:

@@ -68,6 +68,8 @@ class TrainStep:
         self.optimizer: Any = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
         # fp16 has too few exponents for gradients; the others need no scale, and the scaler then does nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        # Updates begun: an error between this and the end of a step leaves parameters that belong to neither step.
+        self.begun = 0
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One update from the gradient of the mean loss over all tokens of `batches`, which lie on the device."""
@@ -100,6 +102,7 @@ class TrainStep:
         # The fused update reads this flag on the device and then leaves everything as it is, step count included. The
         # scaler's own `step` would look at the gradients alone.
         self.optimizer.found_inf = skipped
+        self.begun += 1
         self.optimizer.step()
         self.scaler.update()
         return StepResult(loss, grad_norm, skipped)
@@ -110,6 +113,14 @@ def shares(batches: Sequence[Batch]) -> Tensor:
     unequal numbers of tokens to score. The mean over the ranks of what each sums up with these is that mean."""
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).float()
     return counts / mean_over_ranks(counts.sum()).clamp_min(1)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    # Only from pinned memory can a copy go on behind the host's back.
+    def move(x: Tensor) -> Tensor:
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+    return Batch(move(batch.tokens), move(batch.targets), None if batch.cu_seqlens is None else move(batch.cu_seqlens))
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -38,15 +38,19 @@ def test_graphs_change_no_result(accum: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{"compile": False}, {}, {"accum": 2}, {"data.pack": True}])
 def test_no_step_waits_for_the_device(changes: dict[str, Any], tmp_path: Path) -> None:
     run = trainer(tmp_path, **changes)
-    for step in range(4):
-        run.step(step, run.fetch())
+    for _ in range(4):
+        run.advance(run.fetch())
     batches = run.fetch()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run.step(4, batches)
+        run.advance(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    run.pending.poll()
+    assert not run.pending.running, "batches of finished steps are held"
+    assert [outcome.step for outcome in run.pending.wait()] == [0, 1, 2, 3, 4]
     run.loader.close()
 
 
