@@ -299,3 +299,9 @@ def triton_interpreted() -> bool:
 def current() -> Settings:
     """The settings of this process, read from the environment the first time anyone asks."""
     return Settings.load()
+
+
+def first_on_machine() -> bool:
+    """Whether this process is the first that torchrun started on this machine, or was not started by it; known before
+    torch is imported."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"

@@ -76,6 +76,35 @@ def test_packed_documents_count_by_their_tokens_whoever_has_them(tmp_path: Path)
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
 
 
+def test_ranks_warn_once_at_the_start_and_by_name_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config_file(tmp_path, small_run(tmp_path / "run", warmup=4, steps=6))
+    # Logged by the config, warned of by the settings, and logged and warned of in the run.
+    (tmp_path / "trains.py").write_text(
+        "import logging, warnings\n"
+        "from nsa import cli\n"
+        "from nsa.train import Trainer\n"
+        "step = Trainer.step\n"
+        "def warns(trainer, number, batches):\n"
+        "    logging.getLogger('nsa').warning('step %d is slow', number)\n"
+        "    warnings.warn('old code')\n"
+        "    return step(trainer, number, batches)\n"
+        "Trainer.step = warns\n"
+        "raise SystemExit(cli.main())\n"
+    )
+    monkeypatch.setenv("NSA_SEQ_LENGHT", "32")
+    words = ["train", "--config", file, "--out", str(tmp_path / "run"), "--parallel", "ddp", "--steps", "3"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "trains.py"), *words], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warmup 4 -> 2") == 1
+    assert done.stderr.count("UserWarning: NSA_SEQ_LENGHT") == 1
+    assert done.stderr.count("UserWarning: old code") == 1
+    assert done.stderr.count("step 2 is slow") == 2
+    assert done.stderr.count("rank 1: step 2 is slow") == 1
+
+
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"

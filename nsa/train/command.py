@@ -16,13 +16,15 @@ from nsa import settings
 from nsa.commands.train import KEYS, OTHERS
 from nsa.config import require
 from nsa.train.config import TrainConfig, load_config, moved, parse_set
+from nsa.train.rank_log import one_voice
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.ddp is not None:
+    if args.ddp is not None and settings.first_on_machine():
         note = "is no longer needed: under torchrun ddp is the default, and --parallel chooses another"
         print(f"nsa train: --ddp {args.ddp} {note}", file=sys.stderr)
-    config = config_from(args, settings.current())
+    with one_voice():
+        config = config_from(args, settings.current())
     # Only now: what is wrong with flags and config was reported without waiting for torch.
     if args.diff is not None:
         from nsa.train.boot import describe_difference

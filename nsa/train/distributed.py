@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.config import require
 from nsa.generate import usable_device
 from nsa.model import LM
+from nsa.train.rank_log import named_log
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid(), dist.new_group(backend="gloo"))
+        with named_log(dist.get_rank()):
+            yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid(), dist.new_group(backend="gloo"))
         # No rank leaves while another still writes for all.
         dist.barrier()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,8 @@ from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, from_first, ranks
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Watchdog
 from nsa.train.loop import Trainer, listen
+from nsa.train.progress import say
+from nsa.train.rank_log import one_voice
 
 # How gloo and NCCL say that a process at the other end has ended.
 LOST = ("closed by peer", "Connection reset", "remote process exited", "Broken pipe")
@@ -30,16 +31,16 @@ def launch(config: TrainConfig) -> int:
             config = replace(config, out=Path(from_first(str(config.out))))
             with listen(own) as signals, telling_of_lost_ranks(own, config.out):
                 # Nothing is done yet that would have to be kept.
-                with signals.waiting(), starting(config):
+                with signals.waiting(), starting(config), one_voice():
                     trainer = Trainer(config, own)
                 summary = trainer.train(signals)
             if summary is not None and own.first:
-                print(summary)
-                print(f'go on with: nsa generate --run {config.out} --prompt "import "')
+                say(str(summary))
+                say(f'go on with: nsa generate --run {config.out} --prompt "import "')
     except Asked:
-        print("[stop] asked to before the first step: nothing was done")
+        say("[stop] asked to before the first step: nothing was done")
     except RunStopped as stopped:
-        print(f"nsa train: stopped: {stopped}", file=sys.stderr)
+        say(f"nsa train: stopped: {stopped}", error=True)
         return 1
     return 0
 
@@ -62,10 +63,9 @@ def telling_of_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
     except RuntimeError as error:
         if own.size == 1 or not any(word in str(error) for word in LOST):
             raise
-        print(
+        say(
             f"nsa train: another rank is gone; its own words, if it had any, are above. Go on with the same command "
             f"and --out {out}",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
         raise SystemExit(1) from error
