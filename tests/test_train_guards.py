@@ -22,7 +22,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import TrainConfig, Trainer, command, loop
+from nsa.train import TrainConfig, Trainer, launch, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.metrics import RunLog
 from nsa.train.step import StepResult
@@ -449,7 +449,7 @@ def test_the_watchdog_watches_the_data_being_opened(
 
     barked = tmp_path / "run" / "watchdog.txt"
 
-    monkeypatch.setattr(command, "Trainer", slowly)
+    monkeypatch.setattr(launch, "Trainer", slowly)
     file = config_file(tmp_path, small_run(tmp_path / "run", watchdog_s=0.3))
     assert cli.main(["train", "--config", file, "--out", str(tmp_path / "run")]) == 1
     assert "the run has not begun" in barked.read_text()
@@ -461,7 +461,7 @@ def test_nobody_alone_blames_another_rank(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(config: TrainConfig, ranks: object) -> None:
         raise RuntimeError("the source said: Connection reset")
 
-    monkeypatch.setattr(command, "Trainer", fail)
+    monkeypatch.setattr(launch, "Trainer", fail)
     file = config_file(tmp_path, small_run(tmp_path / "run"))
     with pytest.raises(RuntimeError, match="the source said"):
         cli.main(["train", "--config", file, "--out", str(tmp_path / "run")])
@@ -544,7 +544,7 @@ def test_a_run_that_is_too_slow_stops_with_its_profile(tmp_path: Path, monkeypat
     config = small_run(tmp_path / "slow", kind="nsa", steps=8, min_tokens_per_s=1e9)
     with pytest.raises(RunStopped, match="at least 1,000,000,000") as stopped:
         Trainer(config).train()
-    for op in ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention", "combine"):
+    for op in ("compressed", "select_blocks", "selected", "sliding", "combine"):
         assert op in str(stopped.value)
     assert len(lines_of(tmp_path / "slow", "step")) == 4
     fast = Trainer(small_run(tmp_path / "fast", kind="nsa", steps=5, min_tokens_per_s=0.001))
