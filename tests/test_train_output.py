@@ -107,6 +107,13 @@ def test_a_closed_terminal(ignoring: bool, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step_{steps_done(tmp_path)}").is_dir()
 
 
+def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
+    """What native code prints would end up in it."""
+    code = "from nsa.train.progress import open_closed_descriptors as o; o(); assert open('/dev/null').fileno() > 2"
+    line = f'exec {sys.executable} -c "{code}" 0<&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", line], check=False).returncode == 0
+
+
 class Broken(io.StringIO):
     """A terminal that is gone."""
 

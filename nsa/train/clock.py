@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -33,6 +34,20 @@ class Clock:
             self.rate, self.step_s = tokens / seconds, seconds / steps
             self.data_wait, self.cpu_cores = wait / seconds, cpu / seconds
             self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
+
+    def numbers(self, at_peak: float | None, price_per_hour: float) -> dict[str, Any]:
+        """For the log's "speed". `at_peak`: seconds per token at the GPUs' peak."""
+        found: dict[str, Any] = {}
+        if self.rate is not None:
+            found["tokens_per_s"] = round(self.rate, 1)
+            found["step_s"] = round(self.step_s, 6)
+            found["data_wait"] = round(self.data_wait, 4)
+            found["cpu_cores"] = round(self.cpu_cores, 2)
+            if at_peak is not None:
+                found["mfu"] = round(self.rate * at_peak, 4)
+        if price_per_hour:
+            found["cost"] = round(self.total / 3600 * price_per_hour, 2)
+        return found
 
     @property
     def total(self) -> float:

@@ -30,12 +30,12 @@ from nsa.train.distributed import Ranks, Vote, any_rank, parallelize
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
 from nsa.train.pending import PendingSteps
-from nsa.train.progress import Progress, open_closed_descriptors, progress, say
+from nsa.train.progress import Progress, log_line, open_closed_descriptors, progress, say
 from nsa.train.report import write_report
 from nsa.train.sight import GpuNumbers, attention_stats, fallbacks, peak_flops
 from nsa.train.speed import least_tokens_per_s
 from nsa.train.step import DTYPES, StepResult, TrainStep, learning_rate, to_device
-from nsa.train.summary import Summary, duration
+from nsa.train.summary import Summary
 from nsa.train.validation import fingerprint, mean_loss
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
@@ -363,28 +363,10 @@ class Trainer:
 
     def show(self, loss: float, grad_norm: float) -> None:
         """One look for the screen, the metrics and whoever watches from outside."""
-        c, clock = self.config, self.clock
-        speed = self.gpu.numbers()
-        text = f"loss {loss:.3f}  lr {self.lr(self.done - 1):.2e}"
-        if clock.rate is not None:
-            peak = peak_flops(self.device)
-            speed["tokens_per_s"] = round(clock.rate, 1)
-            speed["step_s"] = round(clock.step_s, 6)
-            speed["data_wait"] = round(clock.data_wait, 4)
-            speed["cpu_cores"] = round(clock.cpu_cores, 2)
-            text += f"  {clock.rate:,.0f} tokens/s  {clock.step_s * 1e3:,.0f} ms/step"
-            if peak is not None:
-                speed["mfu"] = round(clock.rate * self.flops_per_token / (peak * self.ranks.size), 4)
-                text += f"  MFU {speed['mfu']:.1%}"
-            if self.done < c.steps:
-                text += f"  ETA {duration((c.steps - self.done) * clock.step_s)}"
-        if c.price_per_hour:
-            speed["cost"] = round(clock.total / 3600 * c.price_per_hour, 2)
-            text += f"  cost {speed['cost']:.2f}"
-        if self.skips.total:
-            text += f"  skipped {self.skips.total}"
-        if self.done == c.steps:
-            text += f"  then {self.what_is_left}"
+        c = self.config
+        peak = peak_flops(self.device)
+        at_peak = None if peak is None else self.flops_per_token / (peak * self.ranks.size)
+        speed = self.gpu.numbers() | self.clock.numbers(at_peak, c.price_per_hour)
         if speed:
             self.write("speed", step=self.done, **speed)
         failed = fallbacks()
@@ -400,7 +382,8 @@ class Trainer:
             }
             self.log.heartbeat(self.done, **beat, **speed)
         if self.shown is not None:
-            self.shown.show(self.done, text)
+            text = log_line(loss, self.lr(self.done - 1), speed, c.steps - self.done, self.skips.total)
+            self.shown.show(self.done, text if self.done < c.steps else f"{text}  then {self.what_is_left}")
 
     def check_speed(self) -> None:
         """The smoke phase's verdict."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -103,5 +103,30 @@ def progress(steps: int) -> Progress:
     return Bar(steps) if find_spec("rich") is not None and is_terminal(sys.stdout) else Lines(steps)
 
 
-def is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and not stream.closed and stream.isatty()
+def is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        # None, a stand-in that only writes, or a stream that was closed.
+        return False
+
+
+def log_line(loss: float, lr: float, speed: Mapping[str, float], steps_left: int, skipped: int) -> str:
+    """What is shown of a log step; `speed` as it is logged, of which everything may be missing."""
+    parts = [f"loss {loss:.3f}", f"lr {lr:.2e}"]
+    if "tokens_per_s" in speed:
+        parts += [f"{speed['tokens_per_s']:,.0f} tokens/s", f"{speed['step_s'] * 1e3:,.0f} ms/step"]
+    if "mfu" in speed:
+        parts.append(f"MFU {speed['mfu']:.1%}")
+    if "step_s" in speed and steps_left:
+        parts.append(f"ETA {duration(steps_left * speed['step_s'])}")
+    if "cost" in speed:
+        parts.append(f"cost {speed['cost']:.2f}")
+    if skipped:
+        parts.append(f"skipped {skipped}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -43,8 +43,3 @@ class Summary:
                 f"report {self.report}",
             ]
         )
-
-
-def duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
