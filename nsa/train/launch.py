@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nsa.train.capacity import check_capacity
 from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, from_first, ranks
 from nsa.train.guards import WATCHDOG, Asked, RunStopped, Watchdog
@@ -29,6 +30,7 @@ def launch(config: TrainConfig) -> int:
         with ranks(config.device, config.parallel) as own:
             # A name with the time in it may differ from rank to rank.
             config = replace(config, out=Path(from_first(str(config.out))))
+            check_capacity(config, own.size)
             with listen(own) as signals, telling_of_lost_ranks(own, config.out):
                 # Nothing is done yet that would have to be kept.
                 with signals.waiting(), starting(config), one_voice():

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ import torch
 from nsa import settings
 from nsa.bench.results import Row, read
 from nsa.config import require, require_positive_int, require_positive_number
-from nsa.model import LM, PRESETS, LMConfig
+from nsa.model import LM, PRESETS, AttentionKind, LMConfig
 from nsa.model.loss import ROWS
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
@@ -55,6 +56,9 @@ NEAR = 4.0
 MODES = ("", "-compiled", "-graphs")
 # And how they mark activation checkpointing, before that.
 GC = "-gc"
+
+# Times a GPU's memory: what needs more is a mistake, not a plan.
+ABSURD = 1000
 
 # The context, the libraries and what the allocator cannot use.
 RESERVED_GIB = 2.0
@@ -133,9 +137,14 @@ def plan(
     require(
         config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16': whose peaks and rates are known"
     )
+    # Before the model is built, which takes long where its layers are beyond counting.
+    memory = estimate_memory(config, gpus)
+    gib = memory.total / GIB
+    require(
+        gib <= ABSURD * MEMORY_GIB[name], "the memory of this run", f"{gib:,.0f} GiB", f"within {ABSURD} times a GPU's"
+    )
     with torch.device("meta"):
         model = LM(config.model)
-    memory = memory_of(model, config, gpus)
     # Several ranks turn graphs off, whatever the config says for one.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
     rate = rate_of(name, config, list(rows), mode, parity=parity)
@@ -202,6 +211,35 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
         optimizer=held * 8,
         activations=tokens * saved,
         loss=float(rows + table + tokens * c.attn.dim * width),
+    )
+
+
+def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
+    """`memory_of`, but in no time for any number of layers: every layer of a kind adds the same.
+
+    Raises:
+        ValueError: where a single tensor has more elements than 64 bits can count.
+    """
+    c = config.model
+    layers = {c.attention: c.n_layers} if isinstance(c.attention, str) else Counter(c.attention)
+
+    def parts(kind: AttentionKind, n_layers: int) -> dict[str, float]:
+        model = replace(c.with_backend("auto"), n_layers=n_layers, attention=kind)
+        try:
+            with torch.device("meta"):
+                return asdict(memory_of(LM(model), replace(config, model=model), gpus))
+        except (RuntimeError, TypeError, OverflowError) as error:
+            sizes = f"vocab_size = {c.vocab_size}, hidden = {c.hidden}, attn.dim = {c.attn.dim}"
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"the sizes of the model are too large for a tensor ({sizes}): {reason}") from None
+
+    ones, twos = ({kind: parts(kind, n) for kind in layers} for n in (1, 2))
+    return Memory(
+        **{
+            name: max(2 * ones[kind][name] - twos[kind][name] for kind in layers)
+            + sum(n * (twos[kind][name] - ones[kind][name]) for kind, n in layers.items())
+            for name in next(iter(ones.values()))
+        }
     )
 
 

@@ -20,6 +20,7 @@ from nsa.data.config import Split
 from nsa.generate import usable_device
 from nsa.model import LM
 from nsa.train.boot import check_folder, problem_of
+from nsa.train.capacity import check_capacity
 from nsa.train.config import TrainConfig
 from nsa.train.speed import compared, cpu_step_s, expected, long_time
 from nsa.train.step import DTYPES, TrainStep
@@ -50,10 +51,17 @@ def problems(
     """
     absent = missing_device(config)
     notes = [] if notes is None else notes
+    unknown = [
+        f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()
+    ]
+    too_large = None if absent else too_large_for_memory(config)
+    if too_large:
+        # Everything below builds the model, or takes time in proportion to it.
+        return [*unknown, too_large]
     # Skip route checks when the device is missing, and the step where no backend would run it.
     routes = [] if absent else list(route_problems(config, router))
     return [
-        *(f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()),
+        *unknown,
         *([absent] if absent else device_problems(config, notes, device_given, runs=not routes)),
         *routes,
         *folder_problems(config),
@@ -65,6 +73,14 @@ def missing_device(config: TrainConfig) -> str | None:
     """Why nothing can run on the config's device, if so: to be asked before anything is put there."""
     try:
         usable_device(config.device)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def too_large_for_memory(config: TrainConfig) -> str | None:
+    try:
+        check_capacity(config)
     except ValueError as error:
         return str(error)
     return None
