@@ -166,12 +166,13 @@ def require(condition: bool, name: str, value: object, accepted: str) -> None:
 
 
 def shortened(value: object) -> str:
-    """`repr(value)`, but one line whatever its size: a value out of a file may hold itself a million times."""
+    """`repr(value)`, but never long: a value out of a file may hold itself a million times."""
     try:
-        return SHORT.repr(value)
+        text = SHORT.repr(value)
     except ValueError:
         # Python refuses to spell an integer of more than some thousand digits.
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 1000 else f"{text[:1000]} ..."
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:

@@ -439,19 +439,25 @@ def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str,
     """With a dotted key such as `model.attn.w` in its place among the nested ones."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
-        require(isinstance(key, str), f"the key {prefix}{key} in {where}", key, "text, in quotes if need be")
-        value = unfolded(value, where, f"{prefix}{key}.") if isinstance(value, dict) else value
-        present = lookup(result, key)
-        both = isinstance(present, dict) and isinstance(value, dict) and not set(present) & set(value)
-        require(present is None or both, f"{prefix}{key} in {where}", "given twice, dotted and nested", "each key once")
-        put(result, key, value)
+        name = f"{prefix}{key}"
+        require(isinstance(key, str), f"the key {name} in {where}", key, "text, in quotes if need be")
+        value = unfolded(value, where, f"{name}.") if isinstance(value, dict) else value
+        head, *parts = key.split(".")
+        for part in reversed(parts):
+            value = {part: value}
+        merge(result, head, value, f"{name} in {where}")
     return result
 
 
-def lookup(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
+def merge(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Add a value that is not there yet."""
+    if key not in tree:
+        tree[key] = value
+        return
+    both = isinstance(tree[key], dict) and isinstance(value, dict)
+    require(both, where, "given twice, dotted and nested", "each key once")
+    for inner, x in value.items():
+        merge(tree[key], inner, x, where)
 
 
 def check_key(name: str) -> None:
