@@ -246,11 +246,11 @@ def read_file(path: Path | str) -> dict[str, Any]:
         given = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"settings file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"settings file {path} is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"settings file {path} holds a {type(given).__name__}; accepted: an object of name: value")
-    return given
+    return checked(given, f"settings file {path}")
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:

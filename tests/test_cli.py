@@ -286,3 +286,56 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     args = cli.parser_of("train").parse_args(["--out", "~/a", "--resume", "~/b", "--diff", "~/c"])
     assert [args.out, args.resume, args.diff] == [tmp_path / name for name in "abc"]
     assert cli.parser_of("generate").parse_args(["--run", "~/a"]).run == tmp_path / "a"
+
+
+# Every message names the argument or the file, and the value.
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("train --resume nowhere", "nowhere"),
+        ("train --resume file.txt", "file.txt"),
+        ("train --diff nowhere", "nowhere"),
+        ("train --config file.txt", "file.txt"),
+        ("train --config binary.yaml", "binary.yaml"),
+        ("train --config empty.yaml", "empty.yaml"),
+        ("train --config partial.yaml", "partial.yaml"),
+        ("train --dataset text", "data.path"),
+        ("train --backend nope", "model.attn.backend is 'nope'"),
+        ("train --attention nsa,nope", "model.attention"),
+        ("train --device tpu", "device is 'tpu'"),
+        ("train --warmup 9999", "warmup is 9999"),
+        ("train --set model.attn.rope_scaling.factor=0.5", "model.attn.rope_scaling.factor is 0.5"),
+        ("train --set data.on_stall=zzz", "data.on_stall is 'zzz'"),
+        ("plan --results nowhere", "nowhere"),
+        ("plan --set dtype=float32", "dtype is 'float32'"),
+        ("doctor --settings-file list.json", "list.json"),
+        ("doctor --settings-file deep.json", "deep.json"),
+        ("doctor --settings-file unknown.json", "unknown.json"),
+        ("doctor --settings-file wrong.json", "wrong.json"),
+        ("bench train --device zz", "device is 'zz'"),
+        ("generate --run nowhere", "nowhere"),
+    ],
+)
+def test_a_message_names_the_argument_and_the_value(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "file.txt": b"x",
+        "binary.yaml": b"\xff",
+        "empty.yaml": b"",
+        "partial.yaml": b"steps: 3",
+        "list.json": b"[1]",
+        "deep.json": b"[" * 100_000,
+        "unknown.json": b'{"zzz": 1}',
+        "wrong.json": b'{"seq_len": "x"}',
+    }.items():
+        (tmp_path / name).write_bytes(text)
+    try:
+        status: object = cli.main(words.split())
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]

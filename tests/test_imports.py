@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -117,6 +118,54 @@ def test_the_names_that_others_rely_on_are_there() -> None:
     for name in ("NSAConfig", "NSAAttention", "NSACache", "nsa_attention", "explain", "Problem", "ops", "reference"):
         assert hasattr(nsa, name), name
         assert name in nsa.__all__
+
+
+@pytest.mark.parametrize("package", ["nsa", "nsa.data", "nsa.model", "nsa.train"])
+def test_a_package_imports_what_it_exports_on_first_use(package: str) -> None:
+    code = f"""
+import sys, importlib
+package = importlib.import_module({package!r})
+assert "torch" not in sys.modules
+assert set(package.__all__) <= set(dir(package))
+for name in package.__all__:
+    assert getattr(package, name) is getattr(package, name)
+try:
+    package.nothing_of_this_name
+except AttributeError as error:
+    print(error)
+"""
+    assert run_python(code) == f"module {package!r} has no attribute 'nothing_of_this_name'"
+
+
+@pytest.mark.parametrize("package", ["nsa", "nsa.data", "nsa.model", "nsa.train"])
+def test_type_checkers_and_users_see_the_same_names(package: str) -> None:
+    """What `__init__` imports for type checkers is what it exports, from the same modules."""
+    tree = ast.parse((PACKAGE.parent.joinpath(*package.split(".")) / "__init__.py").read_text())
+    (checking,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in checking.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    found = importlib.import_module(package)
+    assert sorted(seen) == sorted(found.__all__)
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(str(module)), name) is getattr(found, name)
+
+
+def test_submodules_are_attributes_as_ever() -> None:
+    code = "import nsa; print(nsa.config.require.__name__, nsa.ops.__name__, nsa.attention.NSAStats is nsa.NSAStats)"
+    assert run_python(code) == "require nsa.ops True"
+
+
+def test_a_compiled_function_may_be_the_first_to_use_a_name() -> None:
+    code = """
+import torch, nsa
+def f(o, gates):
+    return nsa.ops.combine(o, o, o, gates, backend="reference")
+o, gates = torch.randn(1, 4, 2, 8), torch.rand(1, 4, 2, 3)
+compiled = torch.compile(f, backend="eager", fullgraph=True)
+torch.testing.assert_close(compiled(o, gates), f(o, gates))
+print("same")
+"""
+    assert run_python(code) == "same"
 
 
 def test_import_takes_little_longer_than_torch_does() -> None:

@@ -196,7 +196,7 @@ def test_what_excludes_each_other_is_refused() -> None:
     [
         ("model: [", "is not YAML"),
         ("- 1", "list"),
-        ("steps: 3", r"\['batch_size', 'lr', 'model'\] too"),
+        ("steps: 3", r"lacks \['batch_size', 'lr', 'model'\]"),
         ("{steps: 3, batch_size: 1, lr: 1, model: {vocab_size: 3}}", "model.attn"),
         ("!!python/object/apply:os.system ['false']", "is not YAML"),
     ],
@@ -351,7 +351,14 @@ def test_rounded_gradients_stay_behind_with_ddp_and_the_gpus(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("device", "mps"), ("device", "meta"), ("out", 5), ("out", None), ("cuda_graphs", True)]
+    ("key", "value"),
+    [
+        *(("device", name) for name in ("mps", "meta", "cpu:3", "cuda:x")),
+        ("out", 5),
+        ("out", None),
+        ("out", ""),
+        ("cuda_graphs", True),
+    ],
 )
 def test_what_no_run_can_have_is_named(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key} is "):

@@ -21,6 +21,7 @@ from nsa.backends.routing import router
 from nsa.bench.results import Row, append, environment, quantiles
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
+from nsa.generate import usable_device
 from nsa.model import LM, LMConfig
 from nsa.train.step import TrainStep
 
@@ -190,6 +191,8 @@ def elapsed_ms(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -
 
 def run(args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
+    if args.device is not None:
+        usable_device(args.device)
     preset = LMConfig.preset(args.preset or ("125m" if on_gpu else "tiny"))
     for seq_len in args.seq_len or [preset.seq_len]:
         require_positive_int("--seq-len", seq_len)

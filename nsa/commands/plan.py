@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import add_config_arguments, path
+from nsa.commands.types import add_config_arguments, folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +20,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", nargs="+", default=["H200"], help="such as H200 or A100, or several (default: H200)")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (default: %(default)s)")
     parser.add_argument("--price", type=float, help="of one GPU for an hour (default: no cost is shown)")
-    parser.add_argument("--results", type=path, help="the folder of measurements (default: this checkout's)")
+    parser.add_argument("--results", type=folder, help="the folder of measurements (default: this checkout's)")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nsa.config import require
 from nsa.train.config import check_key, find_config, parse_set, unfolded, user_path
 from nsa.train.yaml_file import read_yaml
 
@@ -29,6 +30,13 @@ def reported(check: Callable[[str], T]) -> Callable[[str], T]:
 def path(text: str) -> Path:
     """A path with the home folder for `~`; an empty one is an error, not the current folder."""
     return user_path("path", text, "a path that is not empty")
+
+
+@reported
+def folder(text: str) -> Path:
+    found = path(text)
+    require(found.is_dir(), "path", text, "a folder that exists")
+    return found
 
 
 @reported

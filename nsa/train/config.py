@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -144,7 +145,12 @@ class TrainConfig:
             require_bool(name, getattr(self, name))
         hints = get_type_hints(type(self))
         for name in ("schedule", "dtype", "parallel", "grad_compression"):
-            require(getattr(self, name) in get_args(hints[name]), name, getattr(self, name), f"{get_args(hints[name])}")
+            require(
+                getattr(self, name) in get_args(hints[name]),
+                name,
+                getattr(self, name),
+                f"one of {get_args(hints[name])}",
+            )
         require(self.lr_floor <= 1, "lr_floor", self.lr_floor, "a part of lr, 0 to 1")
         require(self.warmup < self.steps, "warmup", self.warmup, f"less than steps = {self.steps}")
         if self.schedule == "wsd":
@@ -159,7 +165,7 @@ class TrainConfig:
             "a text of at least one character",
         )
         require(
-            self.device.partition(":")[0] in ("cpu", "cuda"),
+            re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is not None,
             "device",
             self.device,
             "'cpu', 'cuda' or 'cuda:0'",
@@ -239,10 +245,12 @@ def load_config(
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
         return TrainConfig(**on_this_machine(values))
     except ValueError as error:
-        raise ValueError(f"{error}{origin(str(error), path, environment, said)}") from None
+        raise ValueError(f"{error}{origin(str(error), path, tree, environment, said)}") from None
 
 
-def origin(message: str, path: Path, environment: Mapping[str, Any], said: Mapping[str, Any]) -> str:
+def origin(
+    message: str, path: Path, tree: Mapping[str, Any], environment: Mapping[str, Any], said: Mapping[str, Any]
+) -> str:
     """Where the value of an error comes from, whose first word is the key; nothing where it was just typed."""
     key = message.partition(" ")[0].strip("'")
     if any(f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.") for given in said):
@@ -250,7 +258,7 @@ def origin(message: str, path: Path, environment: Mapping[str, Any], said: Mappi
     setting = next((name for name, known in {**ENVIRONMENT, "no_gc": "gc"}.items() if known == key), None)
     if key in environment and setting is not None:
         return f" (from {settings.BY_NAME[setting].env})"
-    return f" (in {path})"
+    return f" (in {path})" if any(f"{known}.".startswith(f"{key}.") for known, _ in flat(tree)) else ""
 
 
 def built(values: dict[str, Any]) -> dict[str, Any]:
@@ -473,7 +481,8 @@ def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") 
         check_key(f"{prefix}{key}")
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - FOUND_OUT)
-    require(not missing, f"the keys of {where}", sorted(tree), f"{missing} too")
+    if missing:
+        raise ValueError(f"{where} lacks {missing}; accepted: a config with every key that has no default")
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -37,8 +37,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     tree = parse_yaml(text, str(path))
-    require(tree is not None, str(path), "empty", "keys and values")
-    require(isinstance(tree, dict), str(path), f"a {type(tree).__name__}", "keys and values")
+    if not isinstance(tree, dict):
+        holds = "nothing" if tree is None else f"a {type(tree).__name__}"
+        raise ValueError(f"{path} holds {holds}; accepted: keys and values")
     return tree
 
 
