@@ -30,6 +30,7 @@ def lazy_attributes(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        module = sys.modules[package]
+        return sorted({*vars(module), *module.__all__})
 
     return get, list_names

@@ -233,7 +233,7 @@ def part(name: str) -> str:
 
 def test_the_import_finder_sees_what_is_there() -> None:
     assert "nsa.reference" in own_imports(PACKAGE / "backends" / "reference.py")
-    assert "nsa.backends.routing" in own_imports(PACKAGE / "ops" / "library.py")
+    assert "nsa.backends.routing" in own_imports(PACKAGE / "ops" / "registry.py")
     assert "torch" in imports_of(PACKAGE / "geometry.py")
 
 
