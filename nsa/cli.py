@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import nsa
 
@@ -58,7 +58,10 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a flag that does not exist with the one that is meant."""
+    """Refuses a flag that does not exist with the one that is meant, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -86,7 +89,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS)) + 2
     commands = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nsa",
         description=f"Native sparse attention.\n\ncommands:\n{commands}",
         epilog="examples:\n  nsa doctor\n  nsa train --config tiny --steps 50\n  nsa generate --prompt 'import '\n\n"
@@ -119,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here and not at exit, where an error could no longer be caught.
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except SystemExit as stopped:
+        # After help, or an error in the flags.
+        return stopped.code if isinstance(stopped.code, int) else 2
     except OSError as error:
         # What was printed cannot be written: `nsa doctor | head -1`, or a full disk.
         discard_output()

@@ -94,11 +94,9 @@ def test_any_text_is_read_or_refused_by_name(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["steps=[", "steps={a: 1, a: 2}", "=3", "steps", "steps=" + "[" * 5000])
 def test_a_bad_assignment_is_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["train", "--device", "cpu", "--set", text])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "error: " in last
-    assert len(last) < 2000
+    assert cli.main(["train", "--device", "cpu", "--set", text]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 2000
 
 
 def test_an_integer_too_long_to_spell_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
