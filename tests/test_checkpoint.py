@@ -24,11 +24,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa import NSAConfig
+from nsa import NSAConfig, files
 from nsa.model import LM, LMConfig, load_model
+from nsa.tensor_file import Written, read_tensors, write_tensors
 from nsa.train import storage
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state, state_of
-from nsa.train.storage import Damaged, Index, read_tensors, write_tensors
+from nsa.train.index import Damaged, Index
 
 VOCABULARY = 64
 
@@ -272,10 +273,29 @@ def test_the_same_step_may_be_damaged_twice(tmp_path: Path, trained: Pair) -> No
     assert {"damaged_step_3", "damaged_step_3_2", "step_3"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_file_that_looks_like_a_leftover_is_removed(tmp_path: Path, trained: Pair) -> None:
-    (tmp_path / "x.tmp").touch()
-    Checkpoints(tmp_path).save(1, *trained, {}, wait=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1"]
+def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path: Path, trained: Pair) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    folder = tmp_path / "checkpoints"
+    for name in ("step_1.tmp", "step_2.removed.tmp", "mine.tmp"):
+        (folder / name).mkdir(parents=True)
+    (folder / "step_3.tmp").symlink_to(elsewhere)
+    (folder / "notes.tmp").touch()
+    Checkpoints(folder).save(1, *trained, {}, wait=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.tmp", "notes.tmp", "step_1"]
+    assert (elsewhere / "kept").exists()
+
+
+def test_a_checkpoint_that_is_a_link_loses_the_link_alone(tmp_path: Path, trained: Pair) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, *trained, {}, wait=True)
+    (folder / "step_1").rename(tmp_path / "step_1")
+    (folder / "step_1").symlink_to(tmp_path / "step_1")
+    checkpoints.save(2, *trained, {}, wait=True)
+    assert checkpoints.steps() == [2]
+    Index.read(tmp_path / "step_1").check(tmp_path / "step_1", ["rank_00000.safetensors"])
 
 
 def test_no_intact_one_left_is_an_error_not_a_new_start(tmp_path: Path, trained: Pair) -> None:
@@ -300,7 +320,7 @@ def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage, "sync", full)
+    monkeypatch.setattr(files, "sync", full)
 
 
 def test_a_disk_that_is_full_for_a_moment_costs_one_checkpoint(
@@ -334,7 +354,7 @@ def test_an_index_of_another_version_is_no_traceback(tmp_path: Path, trained: Pa
         del body[without]
         text = json.dumps(body)
         path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
-    with pytest.warns(RuntimeWarning, match="step_2 is damaged .*none of this version"):
+    with pytest.warns(RuntimeWarning, match="step_2 is damaged .*not of this version"):
         assert Checkpoints(tmp_path).load(*make()) == (1, {})
 
 
@@ -352,7 +372,7 @@ def test_a_full_disk_is_raised_by_the_next_call_and_costs_nothing(
             "close": checkpoints.close,
             "load": lambda: checkpoints.load(*make()),
         }
-        with pytest.raises(OSError, match=r"step 2 in .* failed: .*No space left on device; older checkpoints are as"):
+        with pytest.raises(OSError, match=r"step 2 in .* failed: .*No space left on device.*; older"):
             calls[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"], "what was half written gives its space back"
     # Said once; the next save is a new try.
@@ -414,12 +434,10 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
 
 
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("x")
     (tmp_path / "step_1").mkdir()
-    written = storage.Written(1, "00")
-    Index(1, None, "", [{}], {"../secret": written}, {}).write(tmp_path / "step_1" / "index.json")
-    with pytest.raises(Damaged, match="is missing"):
-        Index.read(tmp_path / "step_1").check(tmp_path / "step_1", ["../secret"])
+    Index(1, None, "", [{}], {"../secret": Written(1, "0" * 64)}, {}).write(tmp_path / "step_1" / "index.json")
+    with pytest.raises(Damaged, match=r"\.\./secret"):
+        Index.read(tmp_path / "step_1")
 
 
 class Words:
@@ -458,7 +476,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """The worker has saved step 1, trained, and hangs with half of step 2 on the disk."""
     process = start("hang", str(tmp_path))
     deadline = time.monotonic() + 60
-    while not (tmp_path / "step_2.tmp" / "rank_00000.safetensors").exists():
+    while not (tmp_path / "step_2.tmp" / "rank_00000.safetensors.tmp").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -508,7 +526,7 @@ def worker_hang(folder: Path) -> None:
     train(*run)
     checkpoints.save(1, *run, {"step": 1}, wait=True)
     train(*run)
-    storage.sync = lambda descriptor: time.sleep(600)
+    files.sync = lambda descriptor: time.sleep(600)
     checkpoints.save(2, *run, {"step": 2}, wait=True)
 
 

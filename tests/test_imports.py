@@ -186,7 +186,7 @@ print(time.perf_counter() - begin)
 # Who imports whom. Lower layers know nothing of higher ones.
 
 LAYERS = (
-    ("config", "geometry", "lazy", "origin", "settings", "reference"),
+    ("config", "files", "geometry", "lazy", "origin", "settings", "reference", "tensor_file"),
     ("backends",),
     ("ops",),
     ("attention", "cache", "compression", "functional", "rope"),

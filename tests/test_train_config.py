@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from nsa.train.config import (
     load_config,
     moved,
     put,
-    replace_text,
     write_yaml,
 )
 
@@ -243,23 +241,6 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         again = load_config(config_file(tmp_path, config), {"out": str(tmp_path)}, env=PLAIN)
         assert again == config
         assert again.hash == config.hash
-
-
-def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def full(self: Path, text: str) -> None:
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*file"):
-        replace_text(path, "new")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-    assert path.read_text() == "old"
 
 
 def test_the_hash_is_of_what_runs_not_of_where() -> None:

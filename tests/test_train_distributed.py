@@ -18,7 +18,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa.data import DataConfig
 from nsa.train import Trainer
 from nsa.train.distributed import any_rank, from_all, from_first, mean_over_ranks
-from nsa.train.storage import Index
+from nsa.train.index import Index
 
 
 def command(folder: Path, out: Path, *words: str) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from nsa.backends.preferences import Preference, gpu_family, load_preferences
 from nsa.bench.results import Row
+from nsa.files import make_folder, replace_text
 
 # How the suite of a row of several documents ends.
 PACKED = "-packed"
@@ -109,9 +110,9 @@ def write_thresholds(path: Path, found: Sequence[Preference], rows: Sequence[Row
     kept = [old for old in load_preferences(path) if subject(old) not in measured]
     origin = {"by": "nsa bench flash", "rows": len(rows), "date": max(row.date for row in rows)}
     origin["commit"] = ", ".join(sorted({row.commit for row in rows if row.commit})) or "unknown"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     lines = ",\n".join(f"  {json.dumps(as_json(preference))}" for preference in (*found, *kept))
-    path.write_text(f'{{\n "measured": {json.dumps(origin)},\n "preferences": [\n{lines}\n ]\n}}\n')
+    replace_text(path, f'{{\n "measured": {json.dumps(origin)},\n "preferences": [\n{lines}\n ]\n}}\n')
 
 
 def as_json(preference: Preference) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nsa.config import require, require_int
 from nsa.data.files import parse_json, read_text
+from nsa.files import make_folder, replace_text
 
 log = logging.getLogger("nsa")
 
@@ -87,8 +88,8 @@ class ByteTokenizer:
         return text.replace("\0", "")
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps({"type": self.name, "vocab_size": self.vocab_size}) + "\n")
+        make_folder(folder)
+        replace_text(folder / FILE, json.dumps({"type": self.name, "vocab_size": self.vocab_size}) + "\n")
 
 
 class FileTokenizer:
@@ -162,8 +163,8 @@ class FileTokenizer:
         return [torch.tensor([*encoding.ids, self.end], dtype=torch.int32) for encoding in encodings]
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(self.text, encoding="utf-8")
+        make_folder(folder)
+        replace_text(folder / FILE, self.text)
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:

@@ -1,6 +1,7 @@
-"""A model in a folder: `model.json` says what it is, `model.safetensors` (or `model.pt`) holds its parameters.
+"""A model in a folder: `model.json` says what it is, `model.safetensors` holds its parameters.
 
-safetensors where it is installed, else torch's own format, read with `weights_only=True`: neither can run code.
+`model.pt`, which earlier versions wrote where safetensors was not installed, is read with `weights_only=True`: neither
+format can run code.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
@@ -18,38 +17,39 @@ import torch
 from torch import Tensor
 
 from nsa.config import require
+from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model.config import LMConfig
 from nsa.model.transformer import LM
+from nsa.tensor_file import read_tensors, write_tensors
 
 CONFIG, SAFE, PLAIN = "model.json", "model.safetensors", "model.pt"
+MAX_CONFIG_BYTES = 2**20
 
 
 def save_model(model: LM, folder: Path) -> Path:
-    """Write the model into `folder` and return the file with its parameters."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
-    state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
-    if find_spec("safetensors") is None:
-        path, stale = folder / PLAIN, folder / SAFE
-        torch.save(state, path)
-    else:
-        path, stale = folder / SAFE, folder / PLAIN
-        import_module("safetensors.torch").save_file(state, path)
-    # One folder, one model: the other format of an earlier save would be read in its place.
-    stale.unlink(missing_ok=True)
+    """Write the model into `folder`, durably, and return the file with its parameters."""
+    make_folder(folder)
+    path = folder / SAFE
+    write_tensors(path, {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()})
+    replace_text(folder / CONFIG, json.dumps(model.config.to_dict(), indent=2) + "\n")
     return path
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
-    """The model of `folder`, ready to generate. Who computes it is decided here: it was trained on another machine."""
+    """The model of `folder`, ready to generate. Who computes it is decided here: it was trained on another machine.
+
+    Raises:
+        ValueError: A file is missing, damaged, or does not fit the other; the message names it.
+    """
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
     with naming(folder / CONFIG):
-        config = LMConfig.from_dict(json.loads((folder / CONFIG).read_text()))
-    with torch.device("meta"):
-        model = LM(config.with_backend(backend))
+        config = LMConfig.from_dict(parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES)))
     path = parameters_file(folder)
-    with naming(path):
-        parameters = read_parameters(path)
+    parameters = read_parameters(path)
+    # Every layer has parameters: a number of layers that the file does not have is refused before they are built.
+    require(config.n_layers <= len(parameters), f"n_layers in {folder / CONFIG}", config.n_layers, f"what {path} holds")
+    with naming(folder / CONFIG), torch.device("meta"):
+        model = LM(config.with_backend(backend))
     try:
         model.load_state_dict(parameters, assign=True)
     except RuntimeError as error:
@@ -66,12 +66,15 @@ def parameters_file(folder: Path) -> Path:
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:
-    if path.name == PLAIN:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    try:
-        return import_module("safetensors.torch").load_file(path)
-    except import_module("safetensors").SafetensorError as error:
-        raise ValueError(str(error)) from error
+    if path.name == SAFE:
+        return read_tensors(path)
+    with naming(path):
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = isinstance(found, dict) and all(
+            isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items()
+        )
+        require(tensors, "its content", type(found).__name__, "a dictionary of tensors by name")
+    return found
 
 
 @contextmanager
@@ -79,5 +82,5 @@ def naming(path: Path) -> Iterator[None]:
     """Whatever a reader makes of a file that was cut or changed, the message says which one it is."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, EOFError, UnpicklingError) as error:
         raise ValueError(f"{path} is damaged: {shorten(str(error), 300)}") from error

@@ -17,13 +17,18 @@ from nsa import machine, settings
 from nsa.backends.problem import Problem
 from nsa.backends.routing import explain
 from nsa.config import require
+from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
 from nsa.origin import commit, installed
-from nsa.train.config import FILE, TrainConfig, diff, load_config, replace_text, write_yaml
+from nsa.train.config import FILE, TrainConfig, diff, load_config, write_yaml
 from nsa.train.distributed import Ranks
 from nsa.train.step import DTYPES
 
 RUN = "run.json"
+# A start adds about a kilobyte.
+MAX_RUN_BYTES = 2**26
+# What the export writes into the run's folder.
+EXPORT = ("model.json", "model.safetensors", "tokenizer.json")
 
 
 def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
@@ -95,7 +100,7 @@ def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
 def write_down(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str, Any] | None = None) -> None:
     """The resolved config, its hash, the environment and the commit, in the run's folder; `before`: the record of the
     start that this one goes on from, which has those before it."""
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_folder(config.out)
     write_yaml(config.out / FILE, config)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
     if before is not None:
@@ -106,8 +111,12 @@ def write_down(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str
 
 def record_of(run: Path) -> dict[str, Any]:
     """What was written down at the run's last start; nothing where there is no such file."""
+    if not (run / RUN).is_file():
+        return {}
     try:
-        found: dict[str, Any] = json.loads((run / RUN).read_text()) if (run / RUN).is_file() else {}
+        found = parse_json(read_limited(run / RUN, MAX_RUN_BYTES))
+        for name, kind in (("environment", dict), ("before", list)):
+            require(isinstance(found.get(name, kind()), kind), name, type(found.get(name)).__name__, kind.__name__)
     except ValueError as error:
         raise ValueError(f"{run / RUN} is damaged: {error}") from error
     return found
@@ -137,8 +146,11 @@ def config_of(run: Path) -> TrainConfig:
 
 
 def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """How `config` differs from the run that its folder holds, if it holds one; another model is an error."""
+    """How `config` differs from the run that its folder holds, if it holds one; another model is an error, and so is a
+    model that no run wrote: the export would replace it."""
     if not (config.out / FILE).is_file():
+        foreign = [name for name in EXPORT if (config.out / name).exists()]
+        require(not foreign, "out", str(config.out), f"another folder: this one holds {', '.join(foreign)} of no run")
         return {}
     changed = diff(config_of(config.out), config)
     model = [key for key in changed if key.startswith("model.") and key != "model.attn.backend"]

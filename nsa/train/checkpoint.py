@@ -15,10 +15,9 @@ import base64
 import json
 import math
 import random
-import re
-import shutil
 import warnings
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -32,17 +31,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from nsa.config import require, require_bool, require_int, require_positive_int
+from nsa.files import TEMPORARY
 from nsa.model import LM, save_model
 from nsa.train.distributed import any_rank
-from nsa.train.storage import ASIDE, Damaged, Index, Reader, Writer, recover, remove
+from nsa.train.index import Damaged, Index
+from nsa.train.storage import STEP, Reader, Writer, discard, recover, remove
 
 T = TypeVar("T")
 
-STEP = re.compile(r"step_(\d+)")
-
 
 class Checkpoints:
-    """The folder `step_N` for each of the `keep` newest steps and, with `keep_best`, for the one of the lowest loss.
+    """The folder `step_N` for each of the `keep` newest good steps and, with `keep_best`, for that of the lowest loss.
+
+    One that was not saved as good is kept only while it is the newest: it never costs a good one.
 
     An error of a save in the background is returned by `look`, said by the next `save`, which then waits for its own,
     and raised by any other call. It never costs an older checkpoint: those are removed only once the new one has its
@@ -64,7 +65,8 @@ class Checkpoints:
         self.pending: tuple[int, Future[Any]] | None = None
         self.current: int | None = None
         self.rejected: list[int] = []
-        self.losses: dict[int, float | None] = {}
+        # By step: whether it is good, and its loss where that can be compared; None: the index cannot be read.
+        self.known: dict[int, tuple[bool, float | None] | None] = {}
         # torch finds it remarkable that there is one process; here that is the usual case.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -76,11 +78,13 @@ class Checkpoints:
         extra: dict[str, Any],
         *,
         loss: float | None = None,
+        good: bool = True,
         wait: bool = False,
     ) -> None:
         """Copy the state to the CPU, return, and write it in the background; with `wait`, return when it is written.
 
-        `extra` is each rank's own. A save that is still being written is waited for first.
+        `extra` is each rank's own. `good`: loss, gradients and parameters are finite. A save that is still being
+        written is waited for first.
         """
         require_int("step", step, at_least=0)
         lost = self.settle()
@@ -93,7 +97,7 @@ class Checkpoints:
         if step == self.current and loss is None:
             return
         said = plain_json("extra", extra)
-        writer = Writer(self.path(step), step, loss, self.judge, said, lambda: self.prune(step))
+        writer = Writer(self.path(step), step, loss, self.judge, good, said, lambda: self.prune(step))
         if self.rank == 0:
             self.set_aside()
         answer = dcp.async_save(state_of(model, optimizer), storage_writer=writer, process_group=self.group)
@@ -135,7 +139,7 @@ class Checkpoints:
         if lost is not None:
             raise lost
 
-    def settle(self) -> OSError | RuntimeError | None:
+    def settle(self) -> OSError | RuntimeError | ValueError | None:
         """Until what is being written has its name; its error, if it does not get it."""
         if self.pending is None:
             return None
@@ -145,12 +149,13 @@ class Checkpoints:
             future.result()
         except CheckpointException as error:
             if self.rank == 0:
-                shutil.rmtree(self.path(step).with_name(self.path(step).name + ASIDE), ignore_errors=True)
+                with suppress(OSError):
+                    discard(self.path(step).with_name(self.path(step).name + TEMPORARY))
             return plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error)
         self.current = step
         return None
 
-    def look(self) -> OSError | RuntimeError | None:
+    def look(self) -> OSError | RuntimeError | ValueError | None:
         """The error of a save that has failed meanwhile; one that is being written is left to it."""
         if self.pending is None or any_rank(not self.pending[1].done(), torch.device("cpu")):
             return None
@@ -164,9 +169,13 @@ class Checkpoints:
         """The newest step that has its name on the disk."""
         return max(self.steps(), default=None)
 
+    def last_good(self) -> int | None:
+        """The newest step that was saved with finite loss, gradients and parameters."""
+        return max((step for step in self.steps() if self.is_good(step)), default=None)
+
     def best(self) -> int | None:
-        """The step with the lowest loss, of those that were saved with one."""
-        losses = {step: self.loss(step) for step in self.steps()}
+        """The good step with the lowest loss, of those that were saved with one."""
+        losses = {step: self.loss(step) for step in self.steps() if self.is_good(step)}
         finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
         return min(finite, key=lambda step: (finite[step], -step), default=None)
 
@@ -180,13 +189,21 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def loss(self, step: int) -> float | None:
-        if step not in self.losses:
+        found = self.lookup(step)
+        return found[1] if found else None
+
+    def is_good(self, step: int) -> bool:
+        found = self.lookup(step)
+        return found is not None and found[0]
+
+    def lookup(self, step: int) -> tuple[bool, float | None] | None:
+        if step not in self.known:
             try:
                 index = Index.read(self.path(step))
-                self.losses[step] = index.loss if index.judge == self.judge else None
+                self.known[step] = (index.good, index.loss if index.judge == self.judge else None)
             except Damaged:
-                self.losses[step] = None
-        return self.losses[step]
+                self.known[step] = None
+        return self.known[step]
 
     @property
     def ranks(self) -> int:
@@ -239,12 +256,16 @@ class Checkpoints:
         self.rejected.clear()
 
     def prune(self, saved: int) -> None:
-        """Runs on rank 0, in the thread that wrote `saved`, which therefore stays whatever its number."""
-        self.losses.pop(saved, None)
+        """Runs on rank 0, in the thread that wrote `saved`, which therefore stays whatever its number.
+
+        One whose index cannot be read is left alone: nobody knows what it is.
+        """
+        self.known.pop(saved, None)
         steps = self.steps()
-        kept = {*steps[-self.keep :], saved, self.best() if self.keep_best else None}
+        good = [step for step in steps if self.is_good(step)]
+        kept = {*good[-self.keep :], saved, self.best() if self.keep_best else None}
         for step in steps:
-            if step not in kept:
+            if step not in kept and self.lookup(step) is not None:
                 remove(self.path(step))
 
     def from_rank_0(self, value: T) -> T:
@@ -283,14 +304,17 @@ def plain_json(name: str, value: object) -> str:
         ) from error
 
 
-def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError:
+def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError | ValueError:
     """torch wraps what each rank ran into; the reader wants the sentence."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     said = "; ".join(
         f"rank {rank}: {failure}" if len(failures) > 1 else f"{failure}" for rank, failure in failures.items()
     )
-    disk = all(isinstance(failure, OSError) for failure in failures.values())
-    return OSError(f"{what}: {said}; older checkpoints are as they were") if disk else RuntimeError(f"{what}: {said}")
+    if all(isinstance(failure, OSError) for failure in failures.values()):
+        return OSError(f"{what}: {said}; older checkpoints are as they were")
+    if all(isinstance(failure, ValueError) for failure in failures.values()):
+        return ValueError(f"{what}: {said}")
+    return RuntimeError(f"{what}: {said}")
 
 
 # The state of the random number generators, as text that JSON holds.
@@ -306,12 +330,19 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """A run that goes on elsewhere keeps what that machine has: a GPU's state is no use to a CPU."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(from_text(state["torch"]))
-    if "cuda" in state and torch.device(device).type == "cuda":
-        torch.cuda.set_rng_state(from_text(state["cuda"]), device)
+    """A run that goes on elsewhere keeps what that machine has: a GPU's state is no use to a CPU.
+
+    Raises:
+        ValueError: `state` is not what `rng_state` returned.
+    """
+    try:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(from_text(state["torch"]))
+        if "cuda" in state and torch.device(device).type == "cuda":
+            torch.cuda.set_rng_state(from_text(state["cuda"]), device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"the random state cannot be restored: {error!r}") from error
 
 
 def to_text(x: Tensor) -> str:
@@ -326,7 +357,7 @@ def from_text(text: str) -> Tensor:
 
 
 class HasSave(Protocol):
-    """All that is asked of a tokenizer here."""
+    """All that is asked of a tokenizer here: to write its file durably."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -347,24 +378,11 @@ def put_together(model: nn.Module) -> LM | None:
 def export(model: nn.Module, folder: Path, tokenizer: HasSave | None) -> Path:
     """Write the whole model with its configuration and tokenizer for `nsa.model.load_model`; the parameters' file.
 
-    Every rank calls it, rank 0 writes. Each file is written aside and renamed: until then an earlier one stays whole.
+    Every rank calls it, rank 0 writes. Each file is replaced durably; files of other names are not touched.
     """
     whole = put_together(model)
-    aside = folder / f"export{ASIDE}"
-    if whole is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-        name = save_model(whole, aside).name
-        if tokenizer is not None:
-            tokenizer.save(aside)
-        for path in sorted(aside.iterdir()):
-            # The safetensors library writes for its own user alone.
-            shutil.copymode(aside / "model.json", path)
-        for path in sorted(aside.iterdir()):
-            path.replace(folder / path.name)
-        aside.rmdir()
-        # One folder, one model: what an earlier export wrote in the other format would be read in its place.
-        for path in folder.glob("model.*"):
-            if path.name not in (name, "model.json"):
-                path.unlink()
-        return folder / name
-    return folder
+    if whole is None:
+        return folder
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    return save_model(whole, folder)

@@ -35,6 +35,7 @@ from nsa.config import (
     shortened,
 )
 from nsa.data.config import DataConfig
+from nsa.files import replace_text
 from nsa.model.config import LMConfig
 from nsa.origin import configs_folder
 from nsa.train.keys import keys_of, replacement
@@ -399,18 +400,6 @@ def write_yaml(path: Path, config: TrainConfig) -> None:
     values = {name: value for name, value in config.to_dict().items() if name != "out"}
     # A tuple is Python's, and safe_load would not know it: JSON has lists alone.
     replace_text(path, yaml().safe_dump(json.loads(json.dumps(values)), sort_keys=False))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Written aside and renamed: a disk that is full, or a kill, leaves the old file whole."""
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        aside.write_text(text)
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        # A full disk names no file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def parse_set(texts: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import fcntl
+import os
 import signal
 import threading
 import time
@@ -20,9 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.config import require
 from nsa.data import Batch
+from nsa.files import make_folder
+from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train.progress import say
 from nsa.train.step import autocast
-from nsa.train.storage import read_tensors, write_tensors
 
 # The descriptor, which is there whatever Python's own stderr was replaced by.
 STDERR = 2
@@ -99,11 +101,15 @@ class Signals:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
     """Two processes in one folder would remove each other's checkpoints. The lock goes with its process, however that
-    ends; a file system without locks has none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    ends; a file system without locks has none.
+
+    Yields a function that tells whether the folder is still the one that was locked: not deleted, moved or replaced.
+    """
+    make_folder(folder)
+    path = folder / LOCK
+    with path.open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -113,7 +119,15 @@ def only_writer(folder: Path) -> Iterator[None]:
                 str(folder),
                 "a folder that no other process trains in, and one does at this moment",
             )
-        yield
+
+        def in_place() -> bool:
+            # Not by opening the file again: closing it would release the lock.
+            try:
+                return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+        yield in_place
 
 
 class Skips:

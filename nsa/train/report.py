@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from nsa.config import BRANCHES, require
+from nsa.files import replace_text
 from nsa.train.metrics import HEARTBEAT, METRICS, read_lines
 
 REPORT = "report.html"
@@ -40,9 +41,7 @@ def write_report(run: Path) -> Path:
     found = [name for name in (METRICS, HEARTBEAT) if (run / name).exists()]
     require(bool(found), "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
     path = run / REPORT
-    aside = path.with_name(REPORT + ".tmp")
-    aside.write_text(page(run), encoding="utf-8")
-    aside.replace(path)
+    replace_text(path, page(run))
     return path
 
 

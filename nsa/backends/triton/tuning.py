@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import torch
 
 from nsa import settings
+from nsa.files import make_folder, replace_text
 
 PACKAGED = Path(__file__).with_name("tuned.json")
 
@@ -249,10 +250,8 @@ def parse_family(path: Path, name: str) -> Gpu:
 
 def write(path: Path, content: Tuned) -> None:
     """Replaces the file at once: who reads meanwhile finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(rendered(nested(content)) + "\n")
-    unfinished.replace(path)
+    make_folder(path.parent)
+    replace_text(path, rendered(nested(content)) + "\n")
 
 
 def nested(content: Tuned) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Tensors in a file of the safetensors format: 8 bytes with the header's length, the header in JSON, the data.
+
+Written here rather than by the safetensors library, so that the checksum is computed on the way to the disk without a
+second copy in memory, the file is durable, and neither checkpoints nor exports need more than torch. Any reader of the
+format reads these files. Nothing in a header is believed before it is checked against the size of the file: a mapped
+file that is shorter than its header says would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from nsa.files import parse_json, replacing
+
+# The names that the format has for torch's dtypes.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The limit of the safetensors library.
+MAX_HEADER_BYTES = 100_000_000
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it went to the disk."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file; `begin` and `end` count from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> Written:
+    """Write contiguous CPU tensors durably; the size and checksum of the file."""
+    # Wide elements first: each tensor then begins at a multiple of its element's size, as a view of the file needs.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {}
+    end = 0
+    for key, x in ordered:
+        begin, end = end, end + x.numel() * x.element_size()
+        header[key] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    total = 0
+    parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *(raw(x) for _, x in ordered)]
+    with replacing(path) as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            total += len(part)
+    return Written(total, digest.hexdigest())
+
+
+def raw(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied; `Tensor.numpy` would need NumPy and knows no bfloat16."""
+    assert x.is_contiguous()
+    size = x.numel() * x.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def read_header(file: IO[bytes]) -> dict[str, Entry]:
+    """Every tensor of an open file by its name.
+
+    Raises:
+        ValueError: The header is malformed, or promises what the file does not hold.
+    """
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"{size:,} bytes, too short for a header of {length:,}, or the header has over 100 MB")
+    entries = {}
+    for key, value in parse_json(file.read(length)).items():
+        if key != METADATA:
+            entries[key] = parse_entry(key, value, start=8 + length, size=size)
+    return entries
+
+
+def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
+    name = f"tensor {key[:80]!r}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise ValueError(f"{name} lacks dtype, shape or data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {str(dtype)[:40]!r}; accepted: {', '.join(DTYPES)}")
+    if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has a shape or data_offsets that are not integers from 0 to 2**63 - 1")
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != expected or start + end > size:
+        raise ValueError(
+            f"{name} of shape {str(shape)[:80]} takes {expected} bytes, its data_offsets are {offsets}, "
+            f"and the file has {size - start:,} bytes of data"
+        )
+    return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
+
+
+def is_sizes(value: Any) -> bool:
+    """Whether it is a list of sizes or offsets that torch can hold."""
+    return isinstance(value, list) and len(value) <= 64 and all(type(x) is int and 0 <= x < 2**63 for x in value)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, as views of the mapped file: only what is used is read.
+
+    Raises:
+        ValueError: The file is not what it says it is; the message names `path`.
+    """
+    try:
+        with path.open("rb") as file:
+            entries = read_header(file)
+            # Copy on write: torch asks for memory that may be written, and nobody writes it.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {key: view(mapped, entry) for key, entry in entries.items()}
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def view(mapped: mmap.mmap, entry: Entry) -> Tensor:
+    count = math.prod(entry.shape)
+    if count == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    if entry.begin % entry.dtype.itemsize:
+        # Files of other writers need not be aligned.
+        x = torch.frombuffer(bytearray(mapped[entry.begin : entry.end]), dtype=entry.dtype)
+    else:
+        x = torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.begin)
+    return x.view(entry.shape)
