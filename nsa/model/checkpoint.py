@@ -43,15 +43,20 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
     """
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
     with naming(folder / CONFIG):
-        config = LMConfig.from_dict(parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES)))
+        values = parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
     path = parameters_file(folder)
     parameters = read_parameters(path)
-    # Every layer has parameters: a number of layers that the file does not have is refused before they are built.
-    require(config.n_layers <= len(parameters), f"n_layers in {folder / CONFIG}", config.n_layers, f"what {path} holds")
     with naming(folder / CONFIG), torch.device("meta"):
-        model = LM(config.with_backend(backend))
+        # Every layer has parameters. Refused before anything is built for so many.
+        n_layers, most = values.get("n_layers"), len(parameters)
+        require(
+            not isinstance(n_layers, int) or n_layers <= most, "n_layers", n_layers, f"at most {most} for {path.name}"
+        )
+        model = LM(LMConfig.from_dict(values).with_backend(backend))
     try:
-        model.load_state_dict(parameters, assign=True)
+        # Copies: pages of a mapped file that somebody truncates later end the process with SIGBUS.
+        owned = {name: x.to(device, copy=True) for name, x in parameters.items()}
+        model.load_state_dict(owned, assign=True)
     except RuntimeError as error:
         # torch lists every tensor that does not fit, each on a line of its own.
         raise ValueError(f"{path} does not fit {CONFIG}: {shorten(str(error), 300)}") from error

@@ -15,7 +15,9 @@ import base64
 import json
 import math
 import random
+import reprlib
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -34,8 +36,9 @@ from nsa.config import require, require_bool, require_int, require_positive_int
 from nsa.files import TEMPORARY
 from nsa.model import LM, save_model
 from nsa.train.distributed import any_rank
-from nsa.train.index import Damaged, Index
-from nsa.train.storage import STEP, Reader, Writer, discard, recover, remove
+from nsa.train.index import INDEX, Damaged, Index
+from nsa.train.run_folder import saved_steps
+from nsa.train.storage import Reader, Writer, discard, recover, remove
 
 T = TypeVar("T")
 
@@ -65,8 +68,8 @@ class Checkpoints:
         self.pending: tuple[int, Future[Any]] | None = None
         self.current: int | None = None
         self.rejected: list[int] = []
-        # By step: whether it is good, and its loss where that can be compared; None: the index cannot be read.
-        self.known: dict[int, tuple[bool, float | None] | None] = {}
+        # By step: whether it is good, and its loss where that can be compared.
+        self.known: dict[int, tuple[bool, float | None]] = {}
         # torch finds it remarkable that there is one process; here that is the usual case.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -93,8 +96,8 @@ class Checkpoints:
             wait = True
             if self.rank == 0:
                 warnings.warn(f"{lost}; trying again with step {step}", RuntimeWarning, stacklevel=2)
-        # A signal often comes where a checkpoint was just read or written: it is the same state.
-        if step == self.current and loss is None:
+        # A signal often comes where a checkpoint was just read or written: it is the same state, if it is still there.
+        if step == self.current and loss is None and self.from_rank_0(self.path(step).is_dir()):
             return
         said = plain_json("extra", extra)
         writer = Writer(self.path(step), step, loss, self.judge, good, said, lambda: self.prune(step))
@@ -173,6 +176,18 @@ class Checkpoints:
         """The newest step that was saved with finite loss, gradients and parameters."""
         return max((step for step in self.steps() if self.is_good(step)), default=None)
 
+    def describe(self, step: int, *, saved: bool, good: bool) -> str:
+        """What became of `step`, and which one is the last good one if it is not."""
+        if good:
+            return f"step {step} is saved in {self.folder}"
+        # One that is being written counts.
+        self.wait()
+        last = self.last_good()
+        kept = "no good state was saved before" if last is None else f"the last good state is that of step {last}"
+        if saved:
+            return f"step {step} is saved in {self.folder}, but its loss or gradients are not finite: {kept}"
+        return f"step {step} is not saved, its parameters give no finite loss any more: {kept}"
+
     def best(self) -> int | None:
         """The good step with the lowest loss, of those that were saved with one."""
         losses = {step: self.loss(step) for step in self.steps() if self.is_good(step)}
@@ -180,10 +195,7 @@ class Checkpoints:
         return min(finite, key=lambda step: (finite[step], -step), default=None)
 
     def steps(self) -> list[int]:
-        if not self.folder.exists():
-            return []
-        names = (STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in names if match)
+        return saved_steps(self.folder)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -197,12 +209,13 @@ class Checkpoints:
         return found is not None and found[0]
 
     def lookup(self, step: int) -> tuple[bool, float | None] | None:
+        """None: the index cannot be read."""
         if step not in self.known:
             try:
                 index = Index.read(self.path(step))
-                self.known[step] = (index.good, index.loss if index.judge == self.judge else None)
             except Damaged:
-                self.known[step] = None
+                return None
+            self.known[step] = (index.good, index.loss if index.judge == self.judge else None)
         return self.known[step]
 
     @property
@@ -351,6 +364,37 @@ def to_text(x: Tensor) -> str:
 
 def from_text(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def check_state(extra: dict[str, Any], folder: Path) -> None:
+    """`ValueError` unless `extra`, as read from `folder`, holds all that a run saves besides tensors."""
+
+    def is_number(value: Any) -> bool:
+        return type(value) is float or is_count(abs(value) if type(value) is int else None)
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
+
+    def is_scaler(value: Any) -> bool:
+        expected = torch.amp.GradScaler("cpu").state_dict().keys()
+        return value == {} or (
+            isinstance(value, dict) and value.keys() == expected and all(map(is_number, value.values()))
+        )
+
+    valid: dict[str, Callable[[Any], bool]] = {
+        "data": lambda value: isinstance(value, dict),
+        "rng": lambda value: isinstance(value, dict),
+        "scaler": is_scaler,
+        "ranks": is_count,
+        "skipped": is_count,
+        "seconds": is_number,
+        "loss_start": lambda value: value is None or is_number(value),
+        # Earlier versions did not save it.
+        "tokens_per_step": lambda value: value is None or is_count(value),
+    }
+    for name, holds in valid.items():
+        if not holds(extra.get(name)):
+            raise ValueError(f"{folder / INDEX} is damaged: {name} cannot be {reprlib.repr(extra.get(name))}")
 
 
 # What others load.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,13 +33,7 @@ from torch.futures import Future
 from nsa.files import TEMPORARY, make_folder, sync_folder
 from nsa.tensor_file import DTYPES, NAMES, Written, read_tensors, write_tensors
 from nsa.train.index import INDEX, Chunk, Index, Stored
-
-# A folder whose name ends so is no checkpoint: it is being written, being replaced, or being removed.
-REPLACED = ".replaced" + TEMPORARY
-REMOVED = ".removed" + TEMPORARY
-
-STEP = re.compile(r"step_(0|[1-9][0-9]*)")
-LEFTOVER = re.compile(rf"{STEP.pattern}(\.replaced|\.removed)?{re.escape(TEMPORARY)}")
+from nsa.train.run_folder import LEFTOVER, REMOVED, REPLACED
 
 
 @dataclass
