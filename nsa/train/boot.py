@@ -20,8 +20,9 @@ from nsa.config import require
 from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
 from nsa.origin import commit, installed
-from nsa.train.config import FILE, TrainConfig, diff, load_config, write_yaml
-from nsa.train.distributed import Ranks
+from nsa.train.config import FILE, TrainConfig, diff, flat, load_config, write_yaml
+from nsa.train.distributed import Ranks, require_same
+from nsa.train.run_folder import CHECKPOINTS
 from nsa.train.step import DTYPES
 
 RUN = "run.json"
@@ -155,12 +156,21 @@ def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     changed = diff(config_of(config.out), config)
     model = [key for key in changed if key.startswith("model.") and key != "model.attn.backend"]
     require(
-        not model or not (config.out / "checkpoints").is_dir(),
+        not model or not (config.out / CHECKPOINTS).is_dir(),
         "out",
         str(config.out),
         f"another folder: this one holds the run of a model with another {', '.join(model)}",
     )
     return changed
+
+
+def check_ranks(config: TrainConfig, data: dict[str, Any] | None = None) -> None:
+    """`ValueError` unless all ranks have the same config and, once it is open, the same data.
+
+    Paths may differ, as machines do: a copy elsewhere is the same corpus, which `data` tells.
+    """
+    own = {key: value for key, value in flat(config.to_dict()) if key not in ("out", "data.path")}
+    require_same(own if data is None else {f"{key} of the data": value for key, value in data.items()})
 
 
 def describe_difference(run: Path, config: TrainConfig) -> str:

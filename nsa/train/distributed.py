@@ -7,11 +7,13 @@ torchrun --nproc-per-node 8 -m nsa.cli train --config 1b --parallel fsdp      # 
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,6 +153,24 @@ def from_all(values: list[str]) -> list[str]:
         found = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, values)
     return [value for part in found for value in part]
+
+
+def require_same(values: dict[str, Any]) -> None:
+    """`ValueError` on every rank unless all ranks call this with the same values, plain JSON by name."""
+    found = [json.loads(text) for text in from_all([json.dumps(values)])]
+    for rank, other in enumerate(found):
+        for name in (*found[0], *other):
+            first, own = found[0].get(name), other.get(name)
+            require(
+                first == own, f"{name} on rank {rank}", own, f"{first!r}, as on rank 0: the ranks of a run train alike"
+            )
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether every element on every rank is finite; waits for all, and for the device."""
+    parts = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    finite = torch.stack([part.isfinite().all() for part in parts]).all()
+    return not any_rank(not finite.item(), device)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
