@@ -222,12 +222,14 @@ def test_a_name_is_a_config_and_a_path_is_a_folder(tmp_path: Path, monkeypatch: 
     write_yaml(run / "config.yaml", small_run(run))
     assert config_from(parse("--config", "tiny"), PLAIN).steps == 180
     assert config_from(parse("--config", "./tiny"), PLAIN).steps == 6
+    (run / "checkpoints" / "step_0").mkdir(parents=True)
     assert config_from(parse("--resume", "tiny"), PLAIN).steps == 6
     assert load_config(run, env=PLAIN).steps == 6
 
 
 def test_a_run_goes_on_as_it_was_configured_whatever_the_environment_says(tmp_path: Path) -> None:
     write_yaml(tmp_path / "config.yaml", small_run(tmp_path))
+    (tmp_path / "checkpoints" / "step_0").mkdir(parents=True)
     other = Settings.load(environ={"NSA_BATCH_SIZE": "4", "NSA_SEQ_LEN": "64"})
     assert config_from(parse("--resume", str(tmp_path)), other).batch_size == 2
     assert config_from(parse("--resume", str(tmp_path), "--batch-size", "3"), other).batch_size == 3

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from training import config_file, lines_of, losses, small_run
 
 from nsa.data import DataConfig
 from nsa.train import Trainer
-from nsa.train.distributed import any_rank, from_all, from_first, mean_over_ranks
+from nsa.train.distributed import all_finite, any_rank, from_all, from_first, mean_over_ranks, require_same
 from nsa.train.index import Index
 
 
@@ -199,6 +200,55 @@ def test_a_rank_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert not any(map(running, ranks))
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--lr", "0.5"], "lr on rank 1 is 0.5"),
+        (["--batch-size", "2"], "batch_size on rank 1 is 2"),
+        # The same flags, and another corpus behind them.
+        (["--data-path", "other.txt"], "fingerprint of the data on rank 1"),
+    ],
+)
+def test_ranks_that_would_train_differently_are_told_so_before_they_do(
+    words: list[str], key: str, tmp_path: Path
+) -> None:
+    for name in ("one.txt", "other.txt"):
+        (tmp_path / name).write_text(f"some words of {name}\n" * 400)
+    out = tmp_path / "run"
+    data = DataConfig(source="text", path=str(tmp_path / "one.txt"), prefetch=False)
+    file = config_file(tmp_path, small_run(out, batch_size=1, data=data))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    command = [sys.executable, "-m", "nsa.cli", "train", "--config", file, "--out", str(out), "--parallel", "ddp"]
+    # As torchrun would start them, one on each of two machines.
+    ranks = [
+        subprocess.Popen(
+            [*command, *(words if rank else [])],
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "TORCHELASTIC_RUN_ID": "test",
+            },
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 2, said
+        assert key in said
+        assert "as on rank 0" in said
+    assert not out.exists()
+
+
 def test_mixed_precision_shards_learn_what_autocast_does(tmp_path: Path) -> None:
     alone = run_alone(tmp_path / "alone", dtype="bfloat16", accum=2, steps=3)
     words = ["--parallel", "fsdp", "--dtype", "bfloat16", "--accum", "2", "--steps", "3", "--gc"]
@@ -213,3 +263,6 @@ def test_alone_there_is_nobody_to_ask() -> None:
     assert not any_rank(False, x.device)
     assert from_first("here") == "here"
     assert from_all(["here"]) == ["here"]
+    require_same({"lr": 0.1})
+    assert all_finite([x], x.device)
+    assert not all_finite([x, x * float("nan")], x.device)

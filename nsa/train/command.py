@@ -17,6 +17,7 @@ from nsa.commands.train import KEYS, OTHERS
 from nsa.config import require
 from nsa.train.config import TrainConfig, load_config, moved, parse_set
 from nsa.train.rank_log import one_voice
+from nsa.train.run_folder import require_checkpoint
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,5 +48,6 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
     require(
         "out" not in given, "--out", str(given.get("out")), "nothing with --resume, which goes on in the run's folder"
     )
+    require_checkpoint(args.resume)
     # As it was configured: what the environment says now was part of that, or is not meant.
     return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=settings.Settings())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
@@ -22,16 +22,17 @@ from nsa.data import Batch, Loader, open_loader
 from nsa.data.config import Split
 from nsa.generate import generate
 from nsa.model import LM, load_model
-from nsa.train.boot import backends, boot_line, check_folder, record_of, write_down
-from nsa.train.checkpoint import Checkpoints, export, put_together, rng_state, set_rng_state
+from nsa.train.boot import backends, boot_line, check_folder, check_ranks, record_of, write_down
+from nsa.train.checkpoint import Checkpoints, check_state, export, put_together, rng_state, set_rng_state
 from nsa.train.clock import Clock
 from nsa.train.config import TrainConfig
-from nsa.train.distributed import Ranks, Vote, any_rank, parallelize
-from nsa.train.guards import WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
+from nsa.train.distributed import Ranks, Vote, all_finite, any_rank, parallelize
+from nsa.train.guards import LOCK, WATCHDOG, Asked, RunStopped, Signals, Skips, Watchdog, branch_profile, only_writer
 from nsa.train.metrics import RunLog
 from nsa.train.pending import PendingSteps
 from nsa.train.progress import Progress, log_line, open_closed_descriptors, progress, say
 from nsa.train.report import write_report
+from nsa.train.run_folder import CHECKPOINTS
 from nsa.train.sight import GpuNumbers, attention_stats, fallbacks, peak_flops
 from nsa.train.speed import least_tokens_per_s
 from nsa.train.step import DTYPES, StepResult, TrainStep, learning_rate, to_device
@@ -55,8 +56,10 @@ class Trainer:
         self.ranks = ranks or Ranks(torch.device(c.device))
         self.device = self.ranks.device
         self.dtype = DTYPES[c.dtype]
+        check_ranks(c)
         self.changed = check_folder(c)
         self.loader = self.open_data("train")
+        check_ranks(c, self.loader.state_dict())
         torch.manual_seed(c.seed)
         self.model = LM(c.model).to(self.device)
         self.model.recompute = c.gc
@@ -85,10 +88,10 @@ class Trainer:
             weight_decay=c.weight_decay,
             grad_clip=c.grad_clip,
         )
-        self.checkpoints = Checkpoints(
-            c.out / "checkpoints", keep=c.keep, judge=fingerprint(self.valid, c.model.seq_len)
-        )
+        self.checkpoints = Checkpoints(c.out / CHECKPOINTS, keep=c.keep, judge=fingerprint(self.valid, c.model.seq_len))
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
+        # Whether the run's folder is still the one that it locked.
+        self.in_place: Callable[[], bool] = lambda: True
         self.log: RunLog | None = None
         self.written = False
         self.shown: Progress | None = None
@@ -139,7 +142,8 @@ class Trainer:
         listening = self.signals if signals is None else nullcontext()
         watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            with listening, only_writer(c.out) if self.ranks.first else nullcontext(), watchdog:
+            lock = only_writer(c.out) if self.ranks.first else nullcontext(self.in_place)
+            with listening, lock as self.in_place, watchdog:
                 with self.changing:
                     self.resume()
                 watchdog.beat()
@@ -185,9 +189,9 @@ class Trainer:
         elif self.done < c.steps and self.due(c.eval_every) and self.checkpoints.loss(self.done) is None:
             # It was cut short by the signal that ended the last start.
             self.evaluate()
-        if self.began == 0 and c.save_every and self.is_good():
+        if self.began == 0 and c.save_every:
             # A run that cannot save should not find out hours later, and has something to go back to.
-            self.save()
+            self.save_if_finite(wait=False)
         self.shown = progress(c.steps) if self.ranks.first else None
         watchdog.beat()
         first = self.done
@@ -213,7 +217,7 @@ class Trainer:
             self.look(timed=ran > warmup)
             lost = self.checkpoints.look()
             if lost is not None:
-                self.say(f"[save] {lost}: {self.save_if_good()}")
+                self.say(f"[save] {lost}: {self.save_if_finite()}")
             if smoke:
                 self.check_speed()
             if self.due(c.stats_every):
@@ -240,8 +244,7 @@ class Trainer:
             # Without a loss a checkpoint could not be the best one.
             self.evaluate()
         # Every rank takes part in this.
-        good = (saves or samples) and self.is_good()
-        if samples and not good:
+        if samples and not self.is_good():
             self.say(f"[sample] none at step {self.done}: the parameters give no finite loss")
         elif samples:
             # Of a model in parts every rank gives its own.
@@ -251,8 +254,8 @@ class Trainer:
                 # One that was cut short is not what this step would have written.
                 if self.signals.asked is None:
                     self.write_sample(text)
-        if saves and good:
-            self.save()
+        if saves:
+            self.save_if_finite(wait=False)
 
     def fetch(self) -> list[Batch]:
         """The batches of a step; raises `Asked` where a signal came before they did."""
@@ -288,7 +291,7 @@ class Trainer:
     def keep_what_is_done(self) -> str:
         if self.pending:
             self.look(timed=False)
-        return self.save_if_good()
+        return self.save_if_finite()
 
     def advance(self, batches: list[Batch]) -> None:
         with self.changing:
@@ -313,6 +316,7 @@ class Trainer:
 
         What a process does to warm up is not `timed`.
         """
+        self.check_in_place()
         outcomes = self.pending.wait()
         steps = len(outcomes)
         self.clock.end(steps, steps * self.tokens_per_step, self.loader.waited, timed=timed)
@@ -332,7 +336,7 @@ class Trainer:
             in_a_row, last = too_many
             raise RunStopped(
                 f"the loss or the gradients of {in_a_row} steps in a row were not finite, up to step {last}: "
-                f"{self.save_if_good()}; {self.skips.folder} has their batches. A lower --lr may help"
+                f"{self.save_if_finite()}; {self.skips.folder} has their batches. A lower --lr may help"
             )
 
     def is_good(self) -> bool:
@@ -343,16 +347,33 @@ class Trainer:
         # One batch tells, and a run that was asked to stop has no time for more.
         return math.isfinite(mean_loss(self.model, self.valid[:1], self.dtype).item())
 
-    def save_if_good(self) -> str:
-        """Where the run can be gone on from now, in words."""
-        if self.is_good():
-            self.save(wait=True)
-            return f"step {self.done} is saved in {self.checkpoints.folder}"
-        # One that is being written counts.
-        self.checkpoints.wait()
-        kept = self.checkpoints.latest()
-        last = "no checkpoint was saved before that" if kept is None else f"the last good state is that of step {kept}"
-        return f"step {self.done} is not saved, its parameters give no finite loss any more: {last}"
+    def save_if_finite(self, *, wait: bool = True) -> str:
+        """Save, unless the parameters are not finite; where the run can be resumed from, in words.
+
+        A state whose loss or gradients are not finite may recover, so it is saved, but not in place of a good one.
+        """
+        finite = all_finite(self.model.parameters(), self.device)
+        good = finite and self.skips.in_a_row == 0 and self.is_good()
+        if finite:
+            with self.changing:
+                self.save(wait=wait, good=good)
+        text = self.checkpoints.describe(self.done, saved=finite, good=good)
+        if not good and not wait:
+            self.say(f"[save] {text}")
+        return text
+
+    def check_in_place(self) -> None:
+        """Stop the run, with what is done saved, if its folder was deleted, moved or replaced."""
+        if not any_rank(not self.in_place(), self.device):
+            return
+        out = self.config.out
+        what = f"{out} was deleted, moved or replaced during the run"
+        if any_rank(self.ranks.first and (out / LOCK).exists(), self.device):
+            raise RunStopped(f"{what}, and another run uses it: step {self.done} is not saved")
+        self.written = False
+        self.write_down()
+        kept = self.save_if_finite()
+        raise RunStopped(f"{what}; created again, without metrics: {kept}. Go on with: nsa train --resume {out}")
 
     def write_down(self) -> None:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
@@ -409,6 +430,10 @@ class Trainer:
         loss = mean_loss(self.model, until_stopped(), self.dtype).item()
         self.validated = (self.done, loss)
         self.write("eval", step=self.done, loss=loss)
+        if not math.isfinite(loss):
+            self.say(
+                f"[eval] step {self.done}: the validation loss is {loss}; good checkpoints are kept until it recovers"
+            )
         return loss
 
     def write_stats(self) -> None:
@@ -438,11 +463,8 @@ class Trainer:
 
     # Keeping.
 
-    def save(self, *, wait: bool = False) -> None:
-        with self.changing:
-            self.save_unlocked(wait=wait)
-
-    def save_unlocked(self, *, wait: bool) -> None:
+    def save(self, *, wait: bool, good: bool) -> None:
+        """Called with `changing` held."""
         validated = self.validated[1] if self.validated and self.validated[0] == self.done else None
         extra = {
             "data": self.position,
@@ -454,7 +476,7 @@ class Trainer:
             "loss_start": self.loss_start if math.isfinite(self.loss_start or 0.0) else None,
             "seconds": self.clock.total,
         }
-        self.checkpoints.save(self.done, self.model, self.update.optimizer, extra, loss=validated, wait=wait)
+        self.checkpoints.save(self.done, self.model, self.update.optimizer, extra, loss=validated, good=good, wait=wait)
 
     def resume(self) -> int:
         """Go on from the newest intact checkpoint of the run's folder; the step it is of, 0 if there is none."""
@@ -463,6 +485,7 @@ class Trainer:
         if found is None:
             return 0
         self.done, extra = found
+        check_state(extra, self.checkpoints.path(self.done))
         self.began = self.done
         # Read now: a file that is damaged must not end a run that has gone on.
         self.last_start = record_of(c.out)
@@ -498,7 +521,7 @@ class Trainer:
             # A forward may be what hangs, so no loss is asked for.
             if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
                 return "no checkpoint: the parameters are not finite"
-            self.save_unlocked(wait=True)
+            self.save(wait=True, good=self.skips.in_a_row == 0)
         except (OSError, RuntimeError, ValueError) as error:
             return f"no checkpoint: {error}"
         finally:
@@ -530,7 +553,7 @@ class Trainer:
         if self.done == self.began:
             self.say(f"[end] no step is left: {self.what_is_left}")
         loss_end = self.evaluate()
-        kept = self.save_if_good()
+        kept = self.save_if_finite()
         if not math.isfinite(loss_end):
             raise RunStopped(f"all steps are done, and nothing is exported: {kept}. A lower --lr may help")
         checkpoint = export(self.model, c.out, self.loader.tokenizer)

@@ -29,9 +29,9 @@ def saved_steps(folder: Path) -> list[int]:
 def require_checkpoint(run: Path) -> None:
     """`ValueError` unless `run` has a checkpoint to resume from: without one, a start would empty its metrics."""
     folder = run / CHECKPOINTS
-    found = saved_steps(folder) or list(folder.glob(f"step_*{REPLACED}"))
+    found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
     require(
-        bool(found),
+        found,
         "--resume",
         str(run),
         f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "

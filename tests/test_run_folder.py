@@ -1,0 +1,238 @@
+"""A run's folder: nothing in it is lost, whoever moves it, and nothing of others is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import config_file, lines_of, losses, small_run
+
+from nsa import cli
+from nsa.data import Batch
+from nsa.model import load_model
+from nsa.train import Trainer
+from nsa.train.boot import record_of
+from nsa.train.guards import RunStopped
+from nsa.train.step import StepResult
+
+Change = Callable[[Trainer], None]
+
+
+def changed_before(config: Any, changes: dict[int, Change]) -> Trainer:
+    """A run in which `changes[step]` happens before that step."""
+
+    class Changed(Trainer):
+        def step(self, step: int, batches: list[Batch]) -> StepResult:
+            if step in changes:
+                self.checkpoints.wait()
+                changes[step](self)
+            return super().step(step, batches)
+
+    return Changed(config)
+
+
+# Resuming without a checkpoint.
+
+
+@pytest.mark.parametrize("left", ["no folder", "an empty one", "half a checkpoint", "a file"])
+def test_resume_without_a_checkpoint_is_an_error_and_empties_nothing(
+    left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    Trainer(small_run(run)).train()
+    shutil.rmtree(run / "checkpoints")
+    if left == "a file":
+        (run / "checkpoints").write_text("")
+    elif left != "no folder":
+        (run / "checkpoints" / ("step_3.tmp" if left == "half a checkpoint" else "")).mkdir(parents=True)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert cli.main(["train", "--resume", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"--resume is {str(run)!r}" in error
+    assert f"--out {run}" in error, "what to do"
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_resume_finds_a_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(small_run(run)).train()
+    (run / "checkpoints" / "step_6").rename(run / "checkpoints" / "step_6.replaced.tmp")
+    assert cli.main(["train", "--resume", str(run), "--steps", "7"]) == 0
+    assert list(losses(run)) == list(range(1, 8))
+
+
+# The folder changes during the run.
+
+
+def test_a_folder_that_is_deleted_stops_the_run_and_costs_no_step(tmp_path: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    config = small_run(run, log_every=1, save_every=2)
+    trainer = changed_before(config, {4: lambda trainer: shutil.rmtree(run)})
+    with pytest.raises(RunStopped, match="step 5 is saved"):
+        trainer.train()
+    assert record_of(run)["hash"] == config.hash
+    assert cli.main(["train", "--resume", str(run)]) == 0
+    Trainer(small_run(whole)).train()
+    assert losses(run) == {6: losses(whole)[6]}
+
+
+def test_a_folder_that_is_moved_keeps_what_it_has(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    trainer = changed_before(small_run(run, log_every=1, save_every=2), {4: lambda trainer: run.rename(moved)})
+    with pytest.raises(RunStopped, match="step 5 is saved"):
+        trainer.train()
+    assert list(losses(moved)) == [1, 2, 3, 4]
+    assert Trainer(small_run(moved)).resume() == 4
+    assert Trainer(small_run(run)).resume() == 5
+
+
+def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def take(trainer: Trainer) -> None:
+        shutil.rmtree(run)
+        run.mkdir()
+        (run / ".lock").touch()
+        (run / "config.yaml").write_text("theirs")
+
+    with pytest.raises(RunStopped, match="step 5 is not saved"):
+        changed_before(small_run(run, log_every=1), {4: take}).train()
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml"]
+    assert (run / "config.yaml").read_text() == "theirs"
+
+
+def test_a_folder_deleted_after_the_last_save_is_noticed_by_a_signal(tmp_path: Path) -> None:
+    """The step is saved already, where nobody can find it."""
+    trainer = Trainer(small_run(tmp_path / "run", save_every=1))
+    trainer.advance(trainer.fetch())
+    trainer.save_if_finite()
+    shutil.rmtree(tmp_path / "run")
+    trainer.save_if_finite()
+    assert trainer.checkpoints.latest() == 1
+    trainer.loader.close()
+
+
+# Good checkpoints.
+
+
+def without_gradients(trainer: Trainer) -> None:
+    """From now on the loss is finite and its gradients are not."""
+    trainer.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+
+
+def test_steps_without_finite_gradients_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=20, save_every=1, log_every=1, keep=2, max_skips=6)
+    trainer = changed_before(config, {3: without_gradients})
+    with pytest.raises(RunStopped, match=r"step 9 is saved.*the last good state is that of step 3"):
+        trainer.train()
+    checkpoints = trainer.checkpoints
+    assert checkpoints.last_good() == 3
+    assert {2, 3} <= set(checkpoints.steps()), "as many as are kept"
+    assert checkpoints.latest() == 9, "what is newest may recover"
+    assert checkpoints.best() in (0, 1, 2, 3)
+    # Nothing was learned in between, and nothing is lost.
+    assert torch.equal(*(state(tmp_path, step) for step in (3, 9)))
+
+
+def state(run: Path, step: int) -> torch.Tensor:
+    trainer = Trainer(small_run(run))
+    trainer.checkpoints.steps = lambda: [step]  # type: ignore[method-assign]
+    trainer.checkpoints.load(trainer.model, trainer.update.optimizer)
+    trainer.loader.close()
+    return trainer.model.norm.weight.detach().clone()
+
+
+def test_one_step_without_finite_gradients_is_forgotten(tmp_path: Path) -> None:
+    def once(trainer: Trainer) -> None:
+        handle = trainer.model.norm.weight.register_hook(lambda grad: (handle.remove(), grad * float("nan"))[1])
+
+    trainer = changed_before(small_run(tmp_path, save_every=1, log_every=1, keep=2), {3: once})
+    assert trainer.train() is not None
+    assert trainer.skips.total == 1
+    assert 4 not in trainer.checkpoints.steps()
+    assert trainer.checkpoints.last_good() == 6
+
+
+def test_a_validation_that_turns_nan_is_reported_at_once_and_the_run_goes_on_saving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: dict[int, str] = {}
+
+    def spoil_validation(trainer: Trainer) -> None:
+        def hook(module: Any, args: Any, y: torch.Tensor) -> torch.Tensor:
+            return y if torch.is_grad_enabled() else y * float("nan")
+
+        trainer.model.norm.register_forward_hook(hook)
+
+    config = small_run(tmp_path, steps=10, save_every=2, log_every=1, keep=2)
+    changes: dict[int, Change] = {4: spoil_validation}
+    changes[6] = lambda trainer: said.update({6: capsys.readouterr().out})
+    changes[9] = lambda trainer: said.update({9: str(trainer.checkpoints.steps())})
+    with pytest.raises(RunStopped, match=r"nothing is exported: step 10 is saved.*good state is that of step 4"):
+        changed_before(config, changes).train()
+    assert "[eval] step 6: the validation loss is nan" in said[6]
+    assert "[save] step 6 is saved" in said[6]
+    assert said[9] == "[2, 4, 8]", "the good ones, and the newest"
+    assert [line["step"] for line in lines_of(tmp_path, "eval") if line["loss"] == "nan"] == [6, 8, 10]
+    assert Trainer(config).resume() == 10
+
+
+# The export.
+
+
+def test_the_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    mine = ("model.py", "model.onnx", "model.gguf", "model.pt", "model.safetensors.bak", "export.txt")
+
+    def put(trainer: Trainer) -> None:
+        for name in mine:
+            (run / name).write_text(name)
+        (run / "model.d").mkdir()
+        elsewhere.mkdir()
+        (elsewhere / "theirs").write_text("theirs")
+        (run / "export.tmp").symlink_to(elsewhere)
+
+    trainer = changed_before(small_run(run), {2: put})
+    assert trainer.train() is not None
+    assert {name: (run / name).read_text() for name in mine} == {name: name for name in mine}
+    assert (run / "model.d").is_dir()
+    assert [path.name for path in elsewhere.iterdir()] == ["theirs"]
+    assert torch.equal(load_model(run).norm.weight, trainer.model.norm.weight)
+    # And once more: these are its own.
+    assert Trainer(small_run(run, steps=7)).train() is not None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer.json"])
+def test_a_folder_with_a_model_of_no_run_is_refused_before_training(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "theirs"
+    out.mkdir()
+    (out / name).write_text("theirs")
+    assert cli.main(["train", "--config", config_file(tmp_path, small_run(out)), "--out", str(out)]) == 2
+    assert name in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("content", ["[]", "1", "", "[" * 100_000, '{"before": 1}', '{"environment": []}'])
+def test_a_run_record_of_any_content_is_refused_in_one_line(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(small_run(tmp_path)).train()
+    (tmp_path / "run.json").write_text(content)
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", str(tmp_path), "--steps", "7"]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "run.json") in error
+    assert error.count("\n") == 1
+
+
+def test_the_record_of_a_start_is_json(tmp_path: Path) -> None:
+    Trainer(small_run(tmp_path)).train()
+    assert json.loads((tmp_path / "run.json").read_text()) == record_of(tmp_path)
