@@ -38,6 +38,7 @@ from nsa.train.speed import least_tokens_per_s
 from nsa.train.step import DTYPES, StepResult, TrainStep, learning_rate, to_device
 from nsa.train.summary import Summary
 from nsa.train.validation import fingerprint, mean_loss
+from nsa.train.warmup import warm_up
 
 # Steps that are timed before `min_tokens_per_s` is held against them.
 SMOKE_STEPS = 10
@@ -184,6 +185,8 @@ class Trainer:
     def run_steps(self, watchdog: Watchdog) -> None:
         """Until the last step, or until a signal asks to stop."""
         c = self.config
+        warm_up(c, self.valid[0], self.device, self.dtype, self.say)
+        watchdog.beat()
         if self.loss_start is None or self.began == 0:
             self.loss_start = self.evaluate()
         elif self.done < c.steps and self.due(c.eval_every) and self.checkpoints.loss(self.done) is None:

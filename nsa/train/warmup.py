@@ -1,7 +1,12 @@
-"""Compile the attention kernels of a run in parallel, before its first step needs them one after the other."""
+"""What a run compiles before its first step, and what it says meanwhile.
+
+Kernels that were never launched on a machine take Triton a minute and more, one after the other. They are compiled in
+parallel, and what takes long is announced before it begins.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +16,11 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import router
 from nsa.data import Batch
 from nsa.model.config import LMConfig
+from nsa.train.config import TrainConfig
+from nsa.train.step import to_device
+
+# Kernels between two lines of progress.
+REPORT_EVERY = 12
 
 # Told after each kernel: its name, how many are done, how many there are.
 Progress = Callable[[str, int, int], None]
@@ -38,3 +48,20 @@ def compile_kernels(
     x = torch.zeros(batch_size, length, config.attn.dim, device=device, dtype=dtype)
     count: int = compile_ahead(lambda: layer(x, cu_seqlens=batch.cu_seqlens).sum().backward(), progress)
     return count
+
+
+def warm_up(
+    config: TrainConfig, batch: Batch, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+) -> None:
+    """Compile the kernels of a run on batches like `batch`, and announce what torch compiles after them."""
+    if device.type != "cuda":
+        return
+    begin = time.perf_counter()
+
+    def report(kernel: str, done: int, total: int) -> None:
+        if done == total or done % REPORT_EVERY == 0:
+            say(f"[compile] {done} of {total} attention kernels, {time.perf_counter() - begin:.1f} s: {kernel}")
+
+    compile_kernels(config.model, to_device(batch, device), device, dtype, report)
+    if config.compile or config.cuda_graphs:
+        say("[compile] the training step, by torch.compile: up to a minute on a new machine, before the first step")
