@@ -404,6 +404,17 @@ def check_branch_values(
         check_indices_values(x, branch.select_block, k.shape[1], sequences.cu_seqlens, strict)
 
 
+def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool) -> None:
+    """The values of what the whole attention is given; `branches` of `nsa.sequences.attention_branches`."""
+    _, k_cmp, _, k_sel, _, k_win, _, gates = inputs
+    check_branch_values(branches.compressed, k_cmp, "k_cmp", [], strict)
+    check_branch_values(branches.selected, k_sel, "k_sel", [], strict)
+    check_branch_values(branches.sliding, k_win, "k_win", [], strict, start="window_start")
+    check_gates_values(gates, strict)
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    check_finite(strict, **dict(zip(names, inputs, strict=True)))
+
+
 def check_indices_values(
     indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, strict: bool
 ) -> None:

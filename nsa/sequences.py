@@ -240,6 +240,42 @@ class Pooling:
         return compressed_of_tokens(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
 
 
+class AttentionBranches(NamedTuple):
+    """Every branch of one attention, and the selection of blocks between them."""
+
+    compressed: Compressed
+    selection: Selection
+    selected: Selected
+    sliding: Sliding
+
+
+def attention_branches(
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    q_start: Tensor | None,
+    window_start: Tensor | None,
+    block: int,
+    stride: int,
+    select_block: int,
+    n_select: int,
+    n_init: int,
+    n_local: int,
+    window: int,
+    scale: float,
+) -> AttentionBranches:
+    """Of the queries `q [B,S,Hq,Dk]`, with the arguments of `nsa.ops.attention`."""
+    sequences = in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
+    if window_start is not q_start:
+        # A cache hands out fewer sliding keys than it has selected ones: the queries start elsewhere in them.
+        in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, window_start)
+    return AttentionBranches(
+        Compressed(sequences, block, stride, scale),
+        Selection(sequences, block, stride, select_block, n_select, n_init, n_local, scale),
+        Selected(sequences, select_block, scale),
+        Sliding(in_window, window, scale),
+    )
+
+
 class Saved(NamedTuple):
     """What a branch's forward pass leaves for its backward pass."""
 

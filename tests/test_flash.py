@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NSAConfig, nsa_attention, reference
-from nsa.backends import sdpa
+from nsa.backends import sdpa, stages
 from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call, value_violations
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash import libraries as libraries_module
@@ -40,7 +40,6 @@ from nsa.backends.flash.libraries import (
 from nsa.backends.preferences import Preference
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Router
-from nsa.ops import registry
 from nsa.sequences import Saved, Upstream
 from nsa.settings import Settings
 
@@ -136,7 +135,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
     )  # fmt: skip
 
     def gradients(router: Router) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(registry, "router", lambda: router)
+        monkeypatch.setattr(stages, "router", lambda: router)
         leaves = [x.clone().requires_grad_() for x in tensors]
         o = nsa_attention(*leaves, config=config, cu_seqlens=case.cu_seqlens)
         return torch.autograd.grad(o, leaves, torch.ones_like(o))

@@ -25,7 +25,7 @@ from flash_standin import (
 )
 from probing import INSISTS, PROBLEM, SOME, SUBJECT, backend_of, probe_quickly, sliding
 
-from nsa.backends import sdpa
+from nsa.backends import sdpa, stages
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.cases import CODE, SOURCES, digest
 from nsa.backends.flash.libraries import Library
@@ -35,14 +35,13 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Fault, Router
 from nsa.data import Batch
 from nsa.model import LM, PRESETS
-from nsa.ops import registry
 from nsa.settings import Settings
 from nsa.train.step import TrainStep
 
 
 def losses_of(router: Router, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The trainer's own step on a tiny model, twice."""
-    monkeypatch.setattr(registry, "router", lambda: router)
+    monkeypatch.setattr(stages, "router", lambda: router)
     torch.manual_seed(0)
     step = TrainStep(LM(replace(PRESETS["tiny"], seq_len=64)), dtype=torch.float32, compile=False)
     tokens = torch.randint(0, 60, (2, 65), generator=torch.Generator().manual_seed(0))

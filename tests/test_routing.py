@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from nsa import NSAAttention, NSAConfig, ops
-from nsa.backends import reference, routing, sdpa
+from nsa.backends import reference, routing, sdpa, stages
 from nsa.backends.preferences import Preference, gpu_family, load_preferences
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, Broken, CallRefused, Fault, Router
-from nsa.ops import registry
 from nsa.settings import Settings
 
 PROBLEM = Problem(
@@ -522,7 +521,7 @@ def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None
 @pytest.mark.parametrize("packed", [False, True])
 def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Router([sdpa], Settings())
-    monkeypatch.setattr(registry, "router", lambda: router)
+    monkeypatch.setattr(stages, "router", lambda: router)
     leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
     # A packed row has a slot for every stride, a plain one exactly its blocks.
     length, n_cmp = 100, 6 if packed else 5

@@ -176,7 +176,7 @@ class Router:
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
         # What the ops have looked up, by whatever they know of a call: single stages, and the plans of whole calls.
-        self.stages: dict[tuple[Any, ...], Stage] = {}
+        self.stages: dict[tuple[Any, ...], Any] = {}
         self.plans: dict[tuple[Any, ...], Any] = {}
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
@@ -217,12 +217,11 @@ class Router:
         return found
 
     @staticmethod
-    def remember(memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
+    def remember(memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
         """Keep what an op looked up; bounded, as routes are."""
         if len(memory) >= MAX_ROUTES:
             memory.clear()
         memory[key] = value
-        return value
 
     def decide(self, problem: Problem, backend: str) -> Route:
         if backend != "auto" and backend not in self.backends and backend not in self.absent:
@@ -424,52 +423,6 @@ class Router:
             if before.chosen != routes[op].chosen:
                 routes[f"{op} (forward)"] = before
         return Explanation(problem, routes)
-
-
-class Stage:
-    """One function of the backend that runs a problem, resolved once; a call goes straight to it.
-
-    It takes the router's way instead where there is more to do than to call: a backend that failed, a call to be
-    logged or profiled.
-    """
-
-    __slots__ = ("backend", "compute", "device", "function", "name", "problem", "router", "strict")
-
-    def __init__(self, router: Router, problem: Problem, function: str, backend: str, strict: bool) -> None:
-        self.router = router
-        self.problem = problem
-        self.function = function
-        self.backend = backend
-        self.strict = strict
-        self.device = problem.device
-        self.resolve()
-
-    def resolve(self) -> None:
-        route = self.router.route(self.problem, self.backend)
-        self.name = route.chosen
-        self.compute: Callable[..., Any] | None = None
-        if route.chosen is not None and not route.failed and not self.router.logs_calls:
-            self.compute = getattr(self.router.backends[route.chosen], self.function)
-
-    def __call__(self, *args: Any) -> Any:
-        compute = self.compute
-        if compute is None or torch.autograd._profiler_enabled():
-            with torch.profiler.record_function(f"nsa::{self.function}"):
-                return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
-        try:
-            if torch.is_autocast_enabled(self.device):
-                # The caller's autocast would round the fp32 sums of a backend that is written in torch.
-                with torch.autocast(self.device, enabled=False):
-                    result = compute(*args)
-            else:
-                result = compute(*args)
-        except BackendFailure as failure:
-            call = (self.problem, self.function, self.backend, self.strict, args, {})
-            result = self.router.after_failure(failure, str(self.name), *call)
-            self.resolve()
-            return result
-        self.router.counts.add_call(self.problem.op, str(self.name))
-        return result
 
 
 def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:

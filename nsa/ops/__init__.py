@@ -72,8 +72,8 @@ def attention(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start)
     integers = (block, stride, select_block, n_select, n_init, n_local, window)
     checks.check_attention(*tensors, *integers, scale, backend, strict)
-    outputs = ATTENTION(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
-    return outputs[0], outputs[1]
+    o, indices, *_ = ATTENTION.entry(q)(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
+    return o, indices
 
 
 def compress_mean(
@@ -91,8 +91,7 @@ def compress_mean(
     blocks lie one after the other, and the slots after them are zero.
     """
     checks.check_compress_mean(x, cu_seqlens, block, stride, backend, strict)
-    mean: Tensor = COMPRESS_MEAN(x, cu_seqlens, block, stride, backend, strict)
-    return mean
+    return COMPRESS_MEAN.forward(x, cu_seqlens, block, stride, backend, strict)
 
 
 def gather_blocks(
@@ -110,8 +109,7 @@ def gather_blocks(
     `N` is as in `compress_mean`; slots of a varlen batch that hold no block are zero here too.
     """
     checks.check_gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
-    blocks: Tensor = GATHER_BLOCKS(x, position, cu_seqlens, block, stride, backend, strict)
-    return blocks
+    return GATHER_BLOCKS.forward(x, position, cu_seqlens, block, stride, backend, strict)
 
 
 def compressed_attention(
@@ -134,8 +132,7 @@ def compressed_attention(
     """
     checks.check_compressed_attention(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
-    o, lse = COMPRESSED.forward(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
-    return o, lse
+    return COMPRESSED.forward(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
 
 
 def select_blocks(
@@ -162,8 +159,7 @@ def select_blocks(
     integers = (block, stride, select_block, n_select, n_init, n_local)
     checks.check_select_blocks(q, k_cmp, lse, cu_seqlens, q_start, *integers, scale, backend, strict)
     tensors = (q.detach(), k_cmp.detach(), lse.detach(), cu_seqlens, q_start)
-    indices: Tensor = SELECT_BLOCKS(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
-    return indices
+    return SELECT_BLOCKS(*tensors, *integers, scale or q.shape[-1] ** -0.5, backend, strict)
 
 
 def selected_attention(
@@ -182,8 +178,7 @@ def selected_attention(
     """Attention over the tokens of the selected blocks up to each query: `(o [B,S,Hq,Dv], lse)`."""
     checks.check_selected_attention(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
-    o, lse = SELECTED.forward(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
-    return o, lse
+    return SELECTED.forward(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
 
 
 def sliding_attention(
@@ -201,8 +196,7 @@ def sliding_attention(
     """Attention over the `window` tokens that end at each query: `(o [B,S,Hq,Dv], lse)`."""
     checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
-    o, lse = SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
-    return o, lse
+    return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
 
 
 def combine(
@@ -210,5 +204,4 @@ def combine(
 ) -> Tensor:
     """The gated sum `[B,S,Hq,Dv]`; `gates [B,S,Hq,3]` in the order compressed, selected, sliding."""
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
-    o: Tensor = COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)
-    return o
+    return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

@@ -1,4 +1,4 @@
-"""The whole attention as one op and one backward op: selection, the three branches and the gate.
+"""The whole attention as one op and one backward op: selection, the three branches and the gated sum.
 
 Together, because their gradients share `do` and `dq`: autograd would hold three copies of either.
 """
@@ -7,85 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nsa import checks
-from nsa.backends.routing import Stage
-from nsa.ops import registry
-from nsa.ops.branches import combine_shape
-from nsa.ops.registry import ROUTING, Op, empty_gradients, empty_output, shape_of, stage
-from nsa.sequences import Compressed, Saved, Selected, Selection, Sequences, Sliding, Upstream
+from nsa.backends.stages import plan_of
+from nsa.ops.registry import Op, arguments, empty_indices, empty_output, fake_gradients
+from nsa.sequences import Saved, Upstream
 
-TENSORS = "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates"
-OUTPUTS = "Tensor o_cmp, Tensor lse_cmp, Tensor o_sel, Tensor lse_sel, Tensor o_win, Tensor lse_win"
-PLACES = "Tensor? cu_seqlens, Tensor? q_start, Tensor? window_start"
-INTEGERS = "int block, int stride, int select_block, int n_select, int n_init, int n_local, int window"
-REST = f"{PLACES}, {INTEGERS}, float scale, {ROUTING}"
-N_INPUTS, N_PLACES, N_REST = 8, 3, 13
-
-
-class Plan:
-    """Who computes each stage of one problem, forward or backward; of fixed-length sequences also what each branch
-    sees, which then follows from shapes alone."""
-
-    def __init__(
-        self, inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
-    ) -> None:
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
-        *_, backend, strict = rest
-        kind = {"packed": places[0] is not None, "cached": places[1] is not None}
-        way = "backward" if backward else "forward"
-
-        def find(op: str, function: str, shape: tuple[int, ...], **flags: bool) -> Stage:
-            return stage(op, function, shape, q, backend, strict, backward=backward, **flags)
-
-        self.compressed = find("compressed", f"compressed_{way}", shape_of(q, k_cmp, v_cmp), **kind)
-        self.selected = find("selected", f"selected_{way}", shape_of(q, k_sel, v_sel), **kind)
-        self.sliding = find("sliding", f"sliding_{way}", shape_of(q, k_win, v_win), **kind)
-        rows = (*q.shape[:3], v_cmp.shape[3])
-        self.combine = find("combine", "gates_backward" if backward else "combine_forward", combine_shape(rows))
-        if not backward:
-            self.select = find("scores", "select_blocks", shape_of(q, k_cmp, k_cmp), **kind)
-        self.branches = None if any(x is not None for x in places) else branches_of(q, places, rest)
-
-
-def branches_of(
-    q: Tensor, places: tuple[Tensor | None, ...], rest: tuple[Any, ...]
-) -> tuple[Compressed, Selection, Selected, Sliding]:
-    cu_seqlens, q_start, window_start = places
-    block, stride, select_block, n_select, n_init, n_local, window, scale, _, _ = rest
-    # A cache hands out fewer sliding keys than it has selected ones: the queries start elsewhere in them.
-    sequences = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
-    in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, window_start)
-    return (
-        Compressed(sequences, block, stride, scale),
-        Selection(sequences, block, stride, select_block, n_select, n_init, n_local, scale),
-        Selected(sequences, select_block, scale),
-        Sliding(in_window if window_start is not q_start else sequences, window, scale),
-    )
-
-
-def plan_of(
-    inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
-) -> tuple[Plan, tuple[Compressed, Selection, Selected, Sliding]]:
-    """Made once for each problem: a repeated call costs a look-up."""
-    q, k_cmp, v_cmp, k_sel, _, k_win, _, _ = inputs
-    kind = (backward, places[0] is None, places[1] is None)
-    key = (q.shape, k_cmp.shape, v_cmp.shape[3], k_sel.shape[1], k_win.shape[1], q.dtype, q.device, kind, rest)
-    plans = registry.router().plans
-    plan = plans.get(key)
-    if plan is None:
-        plan = registry.router().remember(plans, key, Plan(inputs, places, rest, backward=backward))
-    return plan, plan.branches or branches_of(q, places, rest)
+INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
+OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
+PLACES = "cu_seqlens q_start window_start"
+REST = (PLACES, "block stride select_block n_select n_init n_local window", "scale")
+N_INPUTS, N_PLACES = 8, 3
 
 
 def run_forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, places, rest = args[:N_INPUTS], args[N_INPUTS : N_INPUTS + N_PLACES], args[N_INPUTS + N_PLACES :]
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-    plan, (compressed, selection, selected, sliding) = plan_of(inputs, places, rest, backward=False)
+    plan, branches = plan_of(inputs, places, rest, backward=False)
+    compressed, selection, selected, sliding = branches
     if checks.can_read_values(q, rest[-1]):
-        check_values(inputs, places, compressed, sliding, rest[-1])
+        checks.check_attention_values(inputs, branches, rest[-1])
     o_cmp, lse_cmp = plan.compressed(q, k_cmp, v_cmp, compressed)
     indices = plan.select(q, k_cmp, lse_cmp, selection)
     o_sel, lse_sel = plan.selected(q, k_sel, v_sel, indices, selected)
@@ -94,27 +36,9 @@ def run_forward(*args: Any) -> tuple[Tensor, ...]:
     return o.contiguous(), indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
-def check_values(
-    inputs: tuple[Tensor, ...],
-    places: tuple[Tensor | None, ...],
-    compressed: Compressed,
-    sliding: Sliding,
-    strict: bool,
-) -> None:
-    q, k_cmp, _, k_sel, _, k_win, _, gates = inputs
-    checks.check_branch_values(compressed, k_cmp, "k_cmp", [], strict)
-    checks.check_branch_values(sliding, k_win, "k_win", [], strict, start="window_start")
-    checks.check_q_start_values(places[1], q.shape[1], k_sel.shape[1], "k_sel", strict)
-    checks.check_gates_values(gates, strict)
-    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-    checks.check_finite(strict, **dict(zip(names, inputs, strict=True)))
-
-
 def fake_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    n_select = rest[11]
-    indices = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_select, dtype=torch.int32)
-    (o, _), *branches = (empty_output(q, v_cmp) for _ in range(4))
-    return o, indices, *(x for pair in branches for x in pair)
+    (o, _), *branches = (empty_output(q, k_cmp, v_cmp) for _ in range(4))
+    return o, empty_indices(q, k_cmp, rest[11]), *(x for pair in branches for x in pair)
 
 
 def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -138,33 +62,15 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, products.to(gates.dtype).contiguous()
 
 
-ATTENTION = Op(
-    "attention",
-    f"{TENSORS}, {REST}",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    run_forward,
-    fake_forward,
-)
-ATTENTION_BACKWARD = Op(
+ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", arguments(INPUTS, *REST), run_forward, fake_forward, outputs=8)
+ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op(
     "attention_backward",
-    f"Tensor do, {TENSORS}, Tensor indices, {OUTPUTS}, {REST}",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    arguments(f"do {INPUTS} {OUTPUTS}", *REST),
     run_backward,
-    lambda do, *inputs: empty_gradients(*inputs[:N_INPUTS]),
+    fake_gradients(1, N_INPUTS),
+    outputs=8,
 )
-
-
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    places, ctx.rest = inputs[N_INPUTS : N_INPUTS + N_PLACES], inputs[N_INPUTS + N_PLACES :]
-    ctx.save_for_backward(*inputs[:N_INPUTS], *output[1:], *places)
-    # Only `o` is a result; the others are here for the backward pass, and for whoever looks at the selection.
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def gradients(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if do is None:
-        return (None,) * (N_INPUTS + N_REST)
-    return (*ATTENTION_BACKWARD(do.contiguous(), *ctx.saved_tensors, *ctx.rest), *[None] * N_REST)
-
-
-ATTENTION.differentiate(save, gradients)
+# Only `o` is a result; the other outputs are there for the backward pass, and for whoever looks at the selection.
+ATTENTION.differentiate(
+    ATTENTION_BACKWARD, lambda inputs, outputs: (*inputs[:N_INPUTS], *outputs[1:], *inputs[N_INPUTS:])
+)

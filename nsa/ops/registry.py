@@ -1,39 +1,51 @@
 """How an op is registered with torch: schema, body, fake and autograd.
 
-By `torch.library.Library` itself: the wrappers of `custom_op` and `register_autograd` cost 0.3 ms of host time a call.
-An op's body runs with real tensors, below autograd. Forward and backward are ops of their own, so that a compiled graph
-holds both and nothing else of ours.
+By `torch.library.Library` itself: the wrappers of `custom_op` and `register_autograd` cost 0.3 ms of host time per
+call. An op's body runs with real tensors, below autograd. Forward and backward are ops of their own, so that a compiled
+graph holds both and nothing else of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from nsa.backends.problem import Problem
-from nsa.backends.routing import Stage, router
-
 LIBRARY = torch.library.Library("nsa", "DEF")
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
-# What every op takes after its tensors and hyperparameters.
-ROUTING = "str backend, bool strict"
+R = TypeVar("R")
 
 
-class Op:
-    """One op of ours. Called as a Python function it takes the short way in plain eager mode: to its body, or to its
+def arguments(tensors: str, optional: str = "", integers: str = "", floats: str = "") -> str:
+    """Names, separated by spaces, as arguments in torch's schema language. Every op ends in `backend` and `strict`."""
+    kinds = {
+        "Tensor": tensors,
+        "Tensor?": optional,
+        "int": integers,
+        "float": floats,
+        "str": "backend",
+        "bool": "strict",
+    }
+    return ", ".join(f"{kind} {name}" for kind, names in kinds.items() for name in names.split())
+
+
+class Op(Generic[R]):
+    """One op of ours, `nsa::name`. Called from Python in plain eager mode it goes straight to its body, or to its
     autograd function, without crossing torch's dispatcher. Whatever watches or transforms ops (compilation, dispatch
     modes, tensor subclasses, the profiler) sees `nsa::name`.
     """
 
-    def __init__(self, name: str, arguments: str, returns: str, body: Callable[..., Any], fake: Callable[..., Any]):
-        LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    def __init__(
+        self, name: str, schema: str, body: Callable[..., R], fake: Callable[..., R], *, outputs: int = 1
+    ) -> None:
+        returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+        LIBRARY.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nsa::{name}", fake, lib=LIBRARY)
         self.name = name
@@ -41,21 +53,28 @@ class Op:
         self.overload = getattr(torch.ops.nsa, name).default
         self.function: type[torch.autograd.Function] | None = None
 
-    def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or not is_plain(args[0]):
-            return self.overload(*args)
+    def entry(self, x: Any) -> Callable[..., R]:
+        """What to call, for a first argument `x`."""
+        if torch.compiler.is_compiling() or not is_plain(x):
+            return self.overload
         if self.function is not None and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
-            return self.function.apply(*args)
-        return self.body(*args)
+            return self.function.apply
+        return self.body
+
+    def __call__(self, *args: Any) -> R:
+        return self.entry(args[0])(*args)
 
     def differentiate(
-        self, save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Sequence[Tensor | None]]
+        self, backward: Op[Any], keep: Callable[[tuple[Any, ...], Any], tuple[Any, ...]], *, results: int = 1
     ) -> None:
-        """Let `backward(ctx, *grads)` be the gradient; `save(ctx, inputs, output)` keeps what it needs.
+        """Let `backward` compute the gradients of the first inputs from those of the first `results` outputs.
 
+        `keep(inputs, output)` returns the arguments that `backward` takes after these gradients: tensors, then others.
         Gradients of gradients and forward-mode derivatives raise: there are no formulas for them.
         """
         op = self
+        n_inputs = len(self.overload._schema.arguments)
+        n_saved = sum("Tensor" in str(x.type) for x in backward.overload._schema.arguments) - results
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
@@ -65,7 +84,11 @@ class Op:
                 else:
                     with torch._C._AutoDispatchBelowAutograd():
                         output = op.overload(*inputs)
-                save(ctx, inputs, output)
+                kept = keep(inputs, output)
+                ctx.save_for_backward(*kept[:n_saved])
+                ctx.rest = kept[n_saved:]
+                if isinstance(output, tuple):
+                    ctx.mark_non_differentiable(*output[results:])
                 # A gradient that does not come stays None: zeros would be computed with.
                 ctx.set_materialize_grads(False)
                 return output
@@ -73,7 +96,13 @@ class Op:
             @staticmethod
             @once_differentiable  # type: ignore[untyped-decorator]
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
-                return backward(ctx, *grads)
+                given = [x if x is None else x.contiguous() for x in grads[:results]]
+                if all(x is None for x in given):
+                    return (None,) * n_inputs
+                # Saved tensors are read once: activation checkpointing recomputes them, and refuses to a second time.
+                found = backward(*given, *ctx.saved_tensors, *ctx.rest)
+                found = (found,) if isinstance(found, Tensor) else found
+                return (*found, *[None] * (n_inputs - len(found)))
 
         Differentiable.__name__ = Differentiable.__qualname__ = self.name
         LIBRARY.impl(self.name, Differentiable.apply, "Autograd")
@@ -90,51 +119,16 @@ def is_plain(x: Any) -> bool:
     )
 
 
-def stage(
-    op: str,
-    function: str,
-    shape: tuple[int, ...],
-    like: Tensor,
-    backend: str,
-    strict: bool,
-    *,
-    backward: bool = False,
-    packed: bool = False,
-    cached: bool = False,
-) -> Stage:
-    """The function of the backend that runs `op` on a `shape` of `(batch, queries, keys, heads, groups, d_k, d_v)`.
-
-    Found once for each problem: a repeated call costs a look-up.
-    """
-    stages = router().stages
-    key = (op, function, shape, like.dtype, like.device, backend, strict, backward, packed, cached)
-    found = stages.get(key)
-    if found is None:
-        names = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
-        problem = Problem(
-            op=op,
-            dtype=like.dtype,
-            device=like.device.type,
-            backward=backward,
-            packed=packed,
-            cached=cached,
-            **dict(zip(names, shape, strict=True)),
-        )
-        found = router().remember(stages, key, Stage(router(), problem, function, backend, strict))
-    return found
-
-
-def shape_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """As `stage` takes it, of `q [B,S,Hq,Dk]`, `k [B,N,G,Dk]` and `v [B,N,G,Dv]`."""
-    batch, n_queries, n_heads, d_k = q.shape
-    return batch, n_queries, k.shape[1], n_heads, k.shape[2], d_k, v.shape[3]
-
-
-def empty_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of `(o, lse)`."""
+def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """A branch's `(o, lse)`."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs)
+def empty_indices(q: Tensor, k: Tensor, n_select: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_select, dtype=torch.int32)
+
+
+def fake_gradients(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The fake of a backward op: gradients of `count` of its arguments, from `first` on."""
+    return lambda *args: tuple(x.new_empty(x.shape) for x in args[first : first + count])

@@ -1,0 +1,136 @@
+"""From an op to the functions of the backends that run it: found once for each problem, then a look-up and a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.backends.problem import Problem
+from nsa.backends.routing import BackendFailure, Router, router
+from nsa.sequences import AttentionBranches, attention_branches
+
+
+class Stage:
+    """One function of the backend that runs a problem, resolved once; a call goes straight to it.
+
+    It takes the router's way instead where there is more to do than to call: a backend that failed, a call to be
+    logged or profiled.
+    """
+
+    __slots__ = ("backend", "compute", "device", "function", "name", "problem", "router", "strict")
+
+    def __init__(self, router: Router, problem: Problem, function: str, backend: str, strict: bool) -> None:
+        self.router = router
+        self.problem = problem
+        self.function = function
+        self.backend = backend
+        self.strict = strict
+        self.device = problem.device
+        self.resolve()
+
+    def resolve(self) -> None:
+        route = self.router.route(self.problem, self.backend)
+        self.name = route.chosen
+        self.compute: Callable[..., Any] | None = None
+        if route.chosen is not None and not route.failed and not self.router.logs_calls:
+            self.compute = getattr(self.router.backends[route.chosen], self.function)
+
+    def __call__(self, *args: Any) -> Any:
+        compute = self.compute
+        if compute is None or torch.autograd._profiler_enabled():
+            with torch.profiler.record_function(f"nsa::{self.function}"):
+                return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
+        try:
+            if torch.is_autocast_enabled(self.device):
+                # The caller's autocast would round the fp32 sums of a backend that is written in torch.
+                with torch.autocast(self.device, enabled=False):
+                    result = compute(*args)
+            else:
+                result = compute(*args)
+        except BackendFailure as failure:
+            call = (self.problem, self.function, self.backend, self.strict, args, {})
+            result = self.router.after_failure(failure, str(self.name), *call)
+            self.resolve()
+            return result
+        self.router.counts.add_call(self.problem.op, str(self.name))
+        return result
+
+
+def stage(
+    op: str, function: str, shape: tuple[int, ...], like: Tensor, backend: str, strict: bool, **flags: bool
+) -> Stage:
+    """The function of the backend that runs `op` on a `shape` of `(batch, queries, keys, heads, groups, d_k, d_v)`.
+
+    `like` has the dtype and the device of the problem; `flags` say whether it is `backward`, `packed`, `cached`.
+    """
+    stages = router().stages
+    key = (op, function, shape, like.dtype, like.device, backend, strict, *flags.items())
+    found: Stage | None = stages.get(key)
+    if found is None:
+        names = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
+        sizes = dict(zip(names, shape, strict=True))
+        problem = Problem(op=op, dtype=like.dtype, device=like.device.type, **sizes, **flags)
+        found = Stage(router(), problem, function, backend, strict)
+        router().remember(stages, key, found)
+    return found
+
+
+def attention_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """The shape of a problem with `q [B,S,Hq,Dk]`, `k [B,N,G,Dk]` and `v [B,N,G,Dv]`."""
+    batch, n_queries, n_heads, d_k = q.shape
+    return batch, n_queries, k.shape[1], n_heads, k.shape[2], d_k, v.shape[3]
+
+
+def combine_shape(q: Tensor, d_v: int) -> tuple[int, ...]:
+    """The gated sum has no keys: every head is a group of its own, one row per query."""
+    batch, length, heads, _ = q.shape
+    return batch, length, length, heads, heads, d_v, d_v
+
+
+def compress_shape(x: Tensor, length: int, width: int) -> tuple[int, ...]:
+    """Tokens without queries."""
+    return x.shape[0], length, length, x.shape[2], x.shape[2], width, width
+
+
+class Plan:
+    """What runs each stage of one attention, forward or backward; for fixed-length sequences also what each branch
+    sees, which then follows from shapes alone."""
+
+    def __init__(
+        self, inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
+    ) -> None:
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
+        *_, backend, strict = rest
+        kind = {"backward": backward, "packed": places[0] is not None, "cached": places[1] is not None}
+        way = "backward" if backward else "forward"
+
+        def find(op: str, function: str, shape: tuple[int, ...], **flags: bool) -> Stage:
+            return stage(op, function, shape, q, backend, strict, **flags)
+
+        self.compressed = find("compressed", f"compressed_{way}", attention_shape(q, k_cmp, v_cmp), **kind)
+        self.selected = find("selected", f"selected_{way}", attention_shape(q, k_sel, v_sel), **kind)
+        self.sliding = find("sliding", f"sliding_{way}", attention_shape(q, k_win, v_win), **kind)
+        combine = "gates_backward" if backward else "combine_forward"
+        self.combine = find("combine", combine, combine_shape(q, v_cmp.shape[3]), backward=backward)
+        if not backward:
+            self.select = find("scores", "select_blocks", attention_shape(q, k_cmp, k_cmp), **kind)
+        fixed = all(x is None for x in places)
+        self.branches = attention_branches(q, *places, *rest[:-2]) if fixed else None
+
+
+def plan_of(
+    inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
+) -> tuple[Plan, AttentionBranches]:
+    """The plan of an attention of `inputs` (`q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates`), `places`
+    (`cu_seqlens, q_start, window_start`) and the `rest` of the arguments of `nsa::attention`; and its branches."""
+    q, k_cmp, v_cmp, k_sel, _, k_win, _, _ = inputs
+    kind = (backward, places[0] is None, places[1] is None, places[2] is None)
+    key = (q.shape, k_cmp.shape, v_cmp.shape[3], k_sel.shape[1], k_win.shape[1], q.dtype, q.device, kind, rest)
+    plan: Plan | None = router().plans.get(key)
+    if plan is None:
+        plan = Plan(inputs, places, rest, backward=backward)
+        router().remember(router().plans, key, plan)
+    return plan, plan.branches or attention_branches(q, *places, *rest[:-2])
