@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa import ops
 from nsa.cache import NSACache, Pair
 from nsa.checks import (
     FLOAT_NAMES,
@@ -23,7 +24,7 @@ from nsa.checks import (
 )
 from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
-from nsa.functional import attend
+from nsa.functional import attention_kwargs
 from nsa.geometry import compressed_starts, n_compressed_of, query_positions
 from nsa.rope import Angles, Rope
 
@@ -89,23 +90,19 @@ class NSAAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, NSAStats]:
         """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
         `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
+        if cache is not None and torch.is_grad_enabled():
+            # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
+            with torch.no_grad():
+                return self.forward(
+                    x,
+                    cu_seqlens=cu_seqlens,
+                    attention_mask=attention_mask,
+                    cache=cache,
+                    position_offset=position_offset,
+                    return_stats=return_stats,
+                )
         self.check(x, cu_seqlens, attention_mask, cache, position_offset)
         require_bool("return_stats", return_stats)
-        if cache is None:
-            return self.compute(x, cu_seqlens, attention_mask, None, position_offset, return_stats)
-        # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
-        with torch.no_grad():
-            return self.compute(x, cu_seqlens, attention_mask, cache, position_offset, return_stats)
-
-    def compute(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None,
-        attention_mask: Tensor | None,
-        cache: NSACache | None,
-        position_offset: int | Tensor,
-        return_stats: bool,
-    ) -> Tensor | tuple[Tensor, NSAStats]:
         order, counts = None, None
         if attention_mask is not None:
             order, counts = real_tokens_first(attention_mask)
@@ -117,11 +114,14 @@ class NSAAttention(nn.Module):
         start = None if cache is None else cache.lengths
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
-        # Before a cache moves on.
-        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device) if return_stats else None
+        if return_stats and start is not None:
+            # The cache moves on.
+            start = start.clone()
         if cache is None:
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
-            o, indices = attend(q, k_cmp, v_cmp, *selected, *window, gates, config=self.config, cu_seqlens=cu_seqlens)
+            o, indices = ops.attention(
+                q, k_cmp, v_cmp, *selected, *window, gates, cu_seqlens=cu_seqlens, **attention_kwargs(self.config)
+            )
         else:
             past = cache.stage(
                 raw=raw,
@@ -131,15 +131,15 @@ class NSAAttention(nn.Module):
                 counts=counts,
             )
             try:
-                o, indices = attend(
+                o, indices = ops.attention(
                     past.asked(q),
                     *past.compressed,
                     *past.selected,
                     *past.window,
                     past.asked(gates),
-                    config=self.config,
                     q_start=past.q_start,
                     window_start=past.window_start,
+                    **attention_kwargs(self.config),
                 )
             except Exception:
                 cache.discard()
@@ -151,9 +151,7 @@ class NSAAttention(nn.Module):
         if attention_mask is not None and order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
             y = y.masked_fill(~attention_mask[..., None], 0.0)
-        if positions is None:
-            return y
-        return y, NSAStats(self.config, gates.detach(), indices, positions, counts)
+        return (y, NSAStats(self.config, gates.detach(), indices, cu_seqlens, start, counts)) if return_stats else y
 
     def check(
         self,
@@ -301,8 +299,15 @@ class NSAStats:
     config: NSAConfig
     gates: Tensor  # [B, S, Hq, 3]
     indices: Tensor  # [B, S, G, n_sel]
-    positions: Tensor  # [B or 1, S]
+    cu_seqlens: Tensor | None = None  # of a varlen batch
+    start: Tensor | None = None  # [B] position of each row's first query in a cache
     counts: Tensor | None = None  # [B] real tokens, the first ones of each row; None: all
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """`[B or 1, S]`: each query's position in its sequence."""
+        batch, length = self.gates.shape[:2]
+        return query_positions(batch, length, self.cu_seqlens, self.start, self.gates.device)
 
     @cached_property
     def real(self) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from nsa import ops
@@ -38,41 +40,24 @@ def nsa_attention(
         ValueError: an argument is wrong; the message names it.
     """
     check_config(config, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    o, _ = attend(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, config=config, cu_seqlens=cu_seqlens)
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    o, _ = ops.attention(*tensors, cu_seqlens=cu_seqlens, **attention_kwargs(config))
     return o
 
 
-def attend(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    q_start: Tensor | None = None,
-    window_start: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`nsa.ops.attention` with the hyperparameters of `config`: `(o, indices)`."""
-    return ops.attention(
-        *(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
-        block=config.l,
-        stride=config.d,
-        select_block=config.l_sel,
-        n_select=config.n_sel,
-        n_init=config.n_init,
-        n_local=config.n_local,
-        window=config.w,
-        cu_seqlens=cu_seqlens,
-        q_start=q_start,
-        window_start=window_start,
-        backend=config.backend,
-        strict=config.strict,
-    )
+def attention_kwargs(config: NSAConfig) -> dict[str, Any]:
+    """The hyperparameters of `nsa.ops.attention` that `config` holds."""
+    return {
+        "block": config.l,
+        "stride": config.d,
+        "select_block": config.l_sel,
+        "n_select": config.n_sel,
+        "n_init": config.n_init,
+        "n_local": config.n_local,
+        "window": config.w,
+        "backend": config.backend,
+        "strict": config.strict,
+    }
 
 
 @once_per_layout
