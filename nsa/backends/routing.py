@@ -50,7 +50,8 @@ class Backend(Protocol):
 
     It may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine; and
     `explicit_only(problem) -> str | None`: why `auto` must not pick it for a problem that it supports. A module with
-    `configure(settings)` is not the backend itself: what that returns is.
+    `configure(settings)` is not the backend itself: what that returns is. A function may have `resolve()`, for what to
+    call in its place, and what that raises, besides a `BackendFailure`, where the backend cannot run.
     """
 
     name: str
@@ -301,7 +302,7 @@ class Router:
 
     def after_failure(
         self,
-        failure: BackendFailure,
+        failure: Exception,
         name: str,
         problem: Problem,
         function: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Stage:
     logged or profiled.
     """
 
-    __slots__ = ("backend", "compute", "device", "function", "name", "problem", "router", "strict")
+    __slots__ = ("backend", "compute", "device", "failures", "function", "name", "problem", "router", "strict")
 
     def __init__(self, router: Router, problem: Problem, function: str, backend: str, strict: bool) -> None:
         self.router = router
@@ -35,8 +36,17 @@ class Stage:
         route = self.router.route(self.problem, self.backend)
         self.name = route.chosen
         self.compute: Callable[..., Any] | None = None
-        if route.chosen is not None and not route.failed and not self.router.logs_calls:
-            self.compute = getattr(self.router.backends[route.chosen], self.function)
+        self.failures: tuple[type[Exception], ...] = (BackendFailure,)
+        if route.chosen is None or route.failed or self.router.logs_calls:
+            return
+        compute = getattr(self.router.backends[route.chosen], self.function)
+        if hasattr(compute, "resolve"):
+            # Straight to a function that is loaded when it is first needed. Where it cannot be, the router finds out.
+            with suppress(BackendFailure):
+                self.compute, failures = compute.resolve()
+                self.failures += failures
+        else:
+            self.compute = compute
 
     def __call__(self, *args: Any) -> Any:
         compute = self.compute
@@ -50,7 +60,7 @@ class Stage:
                     result = compute(*args)
             else:
                 result = compute(*args)
-        except BackendFailure as failure:
+        except self.failures as failure:
             call = (self.problem, self.function, self.backend, self.strict, args, {})
             result = self.router.after_failure(failure, str(self.name), *call)
             self.resolve()

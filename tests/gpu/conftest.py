@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def selected_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[str]]:
+def selected_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], list[str]]]:
     """`selected_by("block")`: from here on the Triton selected forward goes by that method, whatever the length.
 
     The list that it returns grows by the method that each forward really went by.
     """
+    from nsa.backends import routing
     from nsa.backends.triton import selected
 
     intact, plan, taken = selected.selected_forward, selected.plan_forward, []
@@ -43,6 +44,12 @@ def selected_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[
 
     def choose(method: str | None) -> list[str]:
         monkeypatch.setattr(selected, "selected_forward", partial(intact, method=method))
+        forget_resolved()
         return taken
 
-    return choose
+    def forget_resolved() -> None:
+        routing.router().stages.clear()
+        routing.router().plans.clear()
+
+    yield choose
+    forget_resolved()

@@ -102,18 +102,24 @@ def load(module: str) -> tuple[ModuleType, tuple[type[Exception], ...]]:
         raise BackendFailure(f"triton cannot be imported: {error}") from error
 
 
-def launcher(module: str, function: str) -> Callable[..., Any]:
-    """The launcher of that name; what a GPU cannot take at run time becomes a reason for the next backend."""
+class Launcher:
+    """A launcher by name. What a GPU cannot take at run time becomes a reason for the next backend."""
 
-    def launch(*args: Any, **kwargs: Any) -> Any:
-        loaded, failures = load(module)
+    def __init__(self, module: str, function: str) -> None:
+        self.module = module
+        self.function = function
+
+    def resolve(self) -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+        """The launcher itself, and what it raises where a GPU cannot take a kernel."""
+        loaded, failures = load(self.module)
+        return getattr(loaded, self.function), failures
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        launch, failures = self.resolve()
         try:
-            return getattr(loaded, function)(*args, **kwargs)
+            return launch(*args, **kwargs)
         except failures as error:
-            raise BackendFailure(f"{function}: {error}") from error
-
-    launch.__name__ = launch.__qualname__ = function
-    return launch
+            raise BackendFailure(f"{self.function}: {error}") from error
 
 
 def compile_ahead(computation: Callable[[], Any], progress: Callable[[str, int, int], None] | None = None) -> int:
@@ -124,12 +130,12 @@ def compile_ahead(computation: Callable[[], Any], progress: Callable[[str, int, 
 
 
 def backward_launcher(module: str, function: str) -> Callable[..., Any]:
-    """As `launcher`, of a branch's backward pass.
+    """As `Launcher`, of a branch's backward pass.
 
     The kernels fold a gate into their probabilities, whose products with it can be smaller than fp16 goes; there it is
     multiplied into the gradient instead, which a loss scale keeps large.
     """
-    run = launcher(module, function)
+    run = Launcher(module, function)
 
     def launch(upstream: Upstream, *args: Any, **kwargs: Any) -> Any:
         do, dlse, gate, _, into = upstream
@@ -142,17 +148,17 @@ def backward_launcher(module: str, function: str) -> Callable[..., Any]:
     return launch
 
 
-compress_mean_forward = launcher("compress", "compress_mean_forward")
-compress_mean_backward = launcher("compress", "compress_mean_backward")
-gather_blocks_forward = launcher("compress", "gather_blocks_forward")
-gather_blocks_backward = launcher("compress", "gather_blocks_backward")
-compressed_forward = launcher("compressed", "compressed_forward")
+compress_mean_forward = Launcher("compress", "compress_mean_forward")
+compress_mean_backward = Launcher("compress", "compress_mean_backward")
+gather_blocks_forward = Launcher("compress", "gather_blocks_forward")
+gather_blocks_backward = Launcher("compress", "gather_blocks_backward")
+compressed_forward = Launcher("compressed", "compressed_forward")
 compressed_backward = backward_launcher("compressed", "compressed_backward")
-select_blocks = launcher("selection", "select_blocks")
-selected_forward = launcher("selected", "selected_forward")
+select_blocks = Launcher("selection", "select_blocks")
+selected_forward = Launcher("selected", "selected_forward")
 selected_backward = backward_launcher("selected", "selected_backward")
-sliding_forward = launcher("sliding", "sliding_forward")
+sliding_forward = Launcher("sliding", "sliding_forward")
 sliding_backward = backward_launcher("sliding", "sliding_backward")
-combine_forward = launcher("combine", "combine_forward")
-combine_backward = launcher("combine", "combine_backward")
-gates_backward = launcher("combine", "gates_backward")
+combine_forward = Launcher("combine", "combine_forward")
+combine_backward = Launcher("combine", "combine_backward")
+gates_backward = Launcher("combine", "gates_backward")

@@ -6,15 +6,10 @@ from torch import Tensor
 
 from nsa.backends.triton.ranged_backward import ranged_backward
 from nsa.backends.triton.ranged_forward import ranged_forward
-from nsa.backends.triton.tiles import BackwardTile, Tile
+from nsa.backends.triton.tiles import BackwardTile
 from nsa.sequences import Compressed, Saved, Upstream
 
-
-def compressed_forward(
-    q: Tensor, k: Tensor, v: Tensor, branch: Compressed, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` and `lse [B,S,Hq]` over the compressed keys `k`, `v [B,N,G,D]`."""
-    return ranged_forward(q, k, v, branch.ranges(k.shape[1]), branch.scale, tile)
+compressed_forward = ranged_forward
 
 
 def compressed_backward(

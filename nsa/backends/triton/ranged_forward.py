@@ -42,7 +42,7 @@ from nsa.backends.triton.tiles import (
     pick_forward,
     row_contiguous,
 )
-from nsa.sequences import Ranges
+from nsa.sequences import Compressed, Sliding
 
 
 @triton.jit
@@ -224,12 +224,13 @@ plan = lru_cache(maxsize=MAX_PLANS)(Plan)
 
 
 def ranged_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float, tile: Tile | None = None
+    q: Tensor, k: Tensor, v: Tensor, branch: Compressed | Sliding, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32."""
+    """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32, over the branch's keys `k`, `v [B,N,G,D]`."""
     q = row_contiguous(q)
+    ranges = branch.ranges(k.shape[1])
     visibility = Visibility.of(ranges)
-    planned = plan(layout(q), layout(k), layout(v), visibility, scale, tile)
+    planned = plan(layout(q), layout(k), layout(v), visibility, branch.scale, tile)
     o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
     if visibility.packed:

@@ -6,15 +6,10 @@ from torch import Tensor
 
 from nsa.backends.triton.ranged_backward import ranged_backward
 from nsa.backends.triton.ranged_forward import ranged_forward
-from nsa.backends.triton.tiles import BackwardTile, Tile
+from nsa.backends.triton.tiles import BackwardTile
 from nsa.sequences import Saved, Sliding, Upstream
 
-
-def sliding_forward(
-    q: Tensor, k: Tensor, v: Tensor, branch: Sliding, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """`o [B,S,Hq,Dv]` and `lse [B,S,Hq]` over `k`, `v [B,S,G,D]`."""
-    return ranged_forward(q, k, v, branch.ranges(k.shape[1]), branch.scale, tile)
+sliding_forward = ranged_forward
 
 
 def sliding_backward(
