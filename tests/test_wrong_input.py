@@ -40,13 +40,10 @@ def good_arguments(op: str) -> dict[str, Any]:
         return {"q": q, **keys, "indices": indices, "select_block": 8}
     if op == "sliding_attention":
         return {"q": q, **keys, "window": 5}
-    if op == "mixture":
-        indices = torch.tensor([0, 2, -1], dtype=torch.int32).expand(B, S, G, 3).contiguous()
+    if op == "attention":
         own = {f"{name}_{branch}": x for branch in ("sel", "win") for name, x in keys.items()}
-        branches = tuple((torch.randn(B, S, HEADS, DV), torch.full((B, S, HEADS), 3.0)) for _ in range(3))
-        knobs = {"block": BLOCK, "stride": STRIDE, "select_block": 8, "window": 5}
-        gates = torch.rand(B, S, HEADS, 3)
-        return {"q": q, **compressed, **own, "gates": gates, "branches": branches, "indices": indices, **knobs}
+        hyperparameters = {"block": BLOCK, "stride": STRIDE, **SELECTION, "window": 5}
+        return {"q": q, **compressed, **own, "gates": torch.rand(B, S, HEADS, 3), **hyperparameters}
     o = {name: torch.randn(B, S, HEADS, DV) for name in ("o_cmp", "o_sel", "o_win")}
     return {**o, "gates": torch.rand(B, S, HEADS, 3)}
 
@@ -67,8 +64,9 @@ PACKED_OPS = (
     "select_blocks",
     "selected_attention",
     "sliding_attention",
+    "attention",
 )
-OPS = (*PACKED_OPS, "combine", "mixture")
+OPS = (*PACKED_OPS, "combine")
 
 
 def test_every_op_is_spoiled_below() -> None:
@@ -136,7 +134,7 @@ def choice(*blocks: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 MEAN, GATHER = "compress_mean", "gather_blocks"
-WINDOW, SELECTED, COMPRESSED, CHOICE, MIXTURE = (
+WINDOW, SELECTED, COMPRESSED, CHOICE, COMBINE = (
     "sliding_attention",
     "selected_attention",
     "compressed_attention",
@@ -147,39 +145,49 @@ WINDOW, SELECTED, COMPRESSED, CHOICE, MIXTURE = (
 WRONG_CALLS = [
     # Who serves it, and how strictly.
     Wrong("backend is None", WINDOW, "backend", put(backend=None)),
-    Wrong("strict is text", MIXTURE, "strict", put(strict="a")),
-    Wrong("a gate below 0", "mixture", "gates", put(gates=lambda x: x - 0.5)),
-    Wrong("no branches", "mixture", "branches", put(branches=None)),
-    Wrong("two branches", "mixture", "branches", put(branches=lambda x: x[:2])),
-    Wrong("keys of another width", "mixture", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
+    Wrong("strict is text", COMBINE, "strict", put(strict="a")),
+    Wrong("a gate below 0", "attention", "gates", put(gates=lambda x: x - 0.5)),
+    Wrong("a gate too few", "attention", "gates.shape", put(gates=lambda x: x[..., :2].contiguous())),
+    Wrong("gates of another dtype", "attention", "gates.dtype", put(gates=Tensor.double)),
+    Wrong("keys of another width", "attention", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
+    Wrong("values of another width", "attention", "v_sel.shape[3]", put(v_sel=lambda x: x[..., :2].contiguous())),
     Wrong(
-        "a normaliser in half precision",
-        "mixture",
-        "lse_win.dtype",
-        put(branches=lambda x: (*x[:2], (x[2][0], x[2][1].half()))),
+        "keys of fewer groups",
+        "attention",
+        "k_win.shape[2]",
+        put(k_win=lambda x: x[:, :, :1].contiguous(), v_win=lambda x: x[:, :, :1].contiguous()),
     ),
     Wrong(
-        "too few tokens to choose from",
-        "mixture",
+        "too few tokens to select from",
+        "attention",
         "k_sel.shape[1]",
         put(k_sel=lambda x: x[:, :7], v_sel=lambda x: x[:, :7]),
     ),
     Wrong(
         "too few tokens in the window",
-        "mixture",
+        "attention",
         "k_win.shape[1]",
         put(k_win=lambda x: x[:, :3], v_win=lambda x: x[:, :3]),
     ),
     Wrong(
         "too few compressed blocks",
-        "mixture",
+        "attention",
         "k_cmp.shape[1]",
         put(k_cmp=lambda x: x[:, :2], v_cmp=lambda x: x[:, :2]),
     ),
-    Wrong("a block that is not there", "mixture", "indices", put(indices=lambda x: x.fill_(1000))),
-    Wrong("a block before the first", "mixture", "indices", put(indices=lambda x: x.fill_(-7))),
-    Wrong("window is 0", "mixture", "window", put(window=0)),
-    Wrong("indices of 64 bits", "mixture", "indices.dtype", put(indices=Tensor.long)),
+    Wrong("window is 0", "attention", "window", put(window=0)),
+    Wrong("more forced blocks than selected ones", "attention", "n_select", put(n_local=3)),
+    Wrong("a stride that does not divide the block", "attention", "block", put(stride=3)),
+    Wrong("a scale of 0", "attention", "scale", put(scale=0.0)),
+    Wrong("an unknown backend", "attention", "backend", put(backend="cudnn")),
+    Wrong("q_start past the compressed blocks", "attention", "q_start", put(q_start=ints(0, 4))),
+    Wrong("q_start past the selected keys", "attention", "q_start", put(q_start=ints(0, 1))),
+    Wrong("window_start past the sliding keys", "attention", "window_start", put(window_start=ints(0, 1))),
+    Wrong("window_start is negative", "attention", "window_start", put(window_start=ints(-1, 0))),
+    Wrong("window_start is int64", "attention", "window_start.dtype", put(window_start=ints(0, 0, dtype=torch.int64))),
+    Wrong("cu_seqlens ends late", "attention", "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
+    Wrong("q_start with cu_seqlens", "attention", "q_start", put(q_start=ints(0)), packed=True),
+    Wrong("strict, a NaN in v_win", "attention", "v_win", put(v_win=with_value(math.nan), strict=True)),
     Wrong("window past 64 bits", WINDOW, "window", put(window=2**70)),
     # What a tensor is.
     Wrong("q is a list", WINDOW, "q", put(q=[[1.0]])),
@@ -195,10 +203,10 @@ WRONG_CALLS = [
     Wrong("v_cmp on another device", COMPRESSED, "v_cmp.device", put(v_cmp=on_meta)),
     Wrong("indices on another device", SELECTED, "indices.device", put(indices=on_meta)),
     Wrong("lse on another device", CHOICE, "lse.device", put(lse=on_meta)),
-    Wrong("gates on another device", MIXTURE, "gates.device", put(gates=on_meta)),
+    Wrong("gates on another device", COMBINE, "gates.device", put(gates=on_meta)),
     Wrong("q not contiguous in its width", WINDOW, "q.stride()", put(q=strided)),
     Wrong("v not contiguous in its width", SELECTED, "v.stride()", put(v=strided)),
-    Wrong("gates not contiguous in their last dimension", MIXTURE, "gates.stride()", put(gates=strided)),
+    Wrong("gates not contiguous in their last dimension", COMBINE, "gates.stride()", put(gates=strided)),
     # Shapes that do not go together.
     Wrong("no query", WINDOW, "q.shape", put(q=lambda x: x[:, :0])),
     Wrong("no batch", WINDOW, "q.shape", put(q=lambda x: x[:0])),
@@ -221,11 +229,11 @@ WRONG_CALLS = [
     Wrong("lse of another shape", CHOICE, "lse.shape", put(lse=lambda x: x[:, 1:])),
     Wrong("lse in half precision", CHOICE, "lse.dtype", put(lse=Tensor.half)),
     Wrong("lse in double precision for fp32 queries", CHOICE, "lse.dtype", put(lse=Tensor.double)),
-    Wrong("o_sel of another shape", MIXTURE, "o_sel.shape", put(o_sel=lambda x: x[..., :2])),
-    Wrong("o_win of another dtype", MIXTURE, "o_win.dtype", put(o_win=Tensor.double)),
-    Wrong("two gates", MIXTURE, "gates.shape", put(gates=lambda x: x[..., :2])),
-    Wrong("gates of fewer heads", MIXTURE, "gates.shape", put(gates=lambda x: x[:, :, :1])),
-    Wrong("gates of another dtype", MIXTURE, "gates.dtype", put(gates=Tensor.double)),
+    Wrong("o_sel of another shape", COMBINE, "o_sel.shape", put(o_sel=lambda x: x[..., :2])),
+    Wrong("o_win of another dtype", COMBINE, "o_win.dtype", put(o_win=Tensor.double)),
+    Wrong("two gates", COMBINE, "gates.shape", put(gates=lambda x: x[..., :2])),
+    Wrong("gates of fewer heads", COMBINE, "gates.shape", put(gates=lambda x: x[:, :, :1])),
+    Wrong("gates of another dtype", COMBINE, "gates.dtype", put(gates=Tensor.double)),
     # Compression.
     Wrong("x is None", MEAN, "x", put(x=None)),
     Wrong("x has three dimensions", MEAN, "x.shape", put(x=lambda x: x[0])),
@@ -329,15 +337,15 @@ WRONG_CALLS = [
     Wrong("a scale in words", WINDOW, "scale", put(scale="large")),
     Wrong("an unknown backend", WINDOW, "backend", put(backend="cudnn")),
     Wrong("an unknown backend", CHOICE, "backend", put(backend="SDPA")),
-    Wrong("an unknown backend", MIXTURE, "backend", put(backend="")),
+    Wrong("an unknown backend", COMBINE, "backend", put(backend="")),
     # Values that strict looks at.
     Wrong("strict, a NaN in q", WINDOW, "q", put(q=with_value(math.nan), strict=True)),
     Wrong("strict, an infinity in k", SELECTED, "k", put(k=with_value(math.inf), strict=True)),
     Wrong("strict, a NaN in v", WINDOW, "v", put(v=with_value(math.nan), strict=True)),
     Wrong("strict, a NaN in v_cmp", COMPRESSED, "v_cmp", put(v_cmp=with_value(math.nan), strict=True)),
     Wrong("strict, an infinity in k_cmp", CHOICE, "k_cmp", put(k_cmp=with_value(-math.inf), strict=True)),
-    Wrong("strict, a NaN in gates", MIXTURE, "gates", put(gates=with_value(math.nan), strict=True)),
-    Wrong("strict, a NaN in o_win", MIXTURE, "o_win", put(o_win=with_value(math.nan), strict=True)),
+    Wrong("strict, a NaN in gates", COMBINE, "gates", put(gates=with_value(math.nan), strict=True)),
+    Wrong("strict, a NaN in o_win", COMBINE, "o_win", put(o_win=with_value(math.nan), strict=True)),
 ]
 
 
@@ -453,7 +461,7 @@ def test_a_wrong_tensor_of_the_whole_is_named(wrong: str, spoil: str) -> None:
     tensors = {name: torch.zeros(shape) for name, shape in WHOLE.items()}
     nsa_attention(**tensors, config=config)
     # Of dtype and length it is the others that do not fit q.
-    named = "k_(cmp|sel)" if wrong == "q" and spoil in ("another dtype", "a token less") else wrong
+    named = "(k_cmp|k_sel|gates)" if wrong == "q" and spoil in ("another dtype", "a token less") else wrong
     if spoil == "a token less" and wrong.startswith("k_"):
         named = wrong.replace("k", "v", 1)
     with pytest.raises(ValueError, match=rf"^{named}.*accepted"):
