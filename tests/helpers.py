@@ -92,10 +92,19 @@ class Branches(NamedTuple):
     pooling: Pooling
 
 
-def branches(case: Case, device: torch.device | str = "cpu", scale: float | None = None) -> Branches:
-    """The branches of a case; its documents, if any, as offsets on `device`."""
+def branches(
+    case: Case,
+    device: torch.device | str = "cpu",
+    scale: float | None = None,
+    *,
+    q_start: Tensor | None = None,
+    batch: int | None = None,
+    length: int | None = None,
+) -> Branches:
+    """The branches of a case, its tensors on `device`; `batch` and `length` of the queries, if not the case's."""
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(device)
-    sequences = Sequences(case.batch, case.length, torch.device(device), cu_seqlens)
+    rows = (case.batch if batch is None else batch, case.length if length is None else length)
+    sequences = Sequences(*rows, torch.device(device), cu_seqlens, q_start)
     scale = case.d_k**-0.5 if scale is None else scale
     return Branches(
         Compressed(sequences, **case.compression, scale=scale),
@@ -222,27 +231,6 @@ def attend(
     if branch == "selected":
         return module.selected_attention(q, k, v, inputs.indices, select_block=case.select_block, **options)
     return module.sliding_attention(q, k, v, window=case.window, **options)
-
-
-def branch_of(
-    branch: str, case: Case, *, device: str = "cpu", q_start: Tensor | None = None, batch: int = 0, length: int = 0
-) -> Any:
-    """A branch as backends take it; `batch` and `length` of the queries, where they are not the case's."""
-    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(device)
-    rows = (batch or case.batch, length or case.length)
-    sequences = Sequences(*rows, torch.device(device), cu_seqlens, q_start)
-    scale = case.d_k**-0.5
-    if branch == "compressed":
-        return Compressed(sequences, **case.compression, scale=scale)
-    if branch == "selection":
-        return Selection(sequences, **case.selection, scale=scale)
-    if branch == "pooling":
-        return Pooling(sequences, **case.compression)
-    return (
-        Selected(sequences, case.select_block, scale)
-        if branch == "selected"
-        else Sliding(sequences, case.window, scale)
-    )
 
 
 def output_gradients(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

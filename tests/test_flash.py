@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from flash_standin import CPU_CONTRACT, StandIn
-from helpers import Case, Inputs, branch_of, cases, random_inputs
+from helpers import Case, Inputs, branches, cases, random_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -63,7 +63,7 @@ def gradients_for(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def by_backend(backend: FlashBackend, branch: str, inputs: Inputs, case: Case, *, with_lse: bool) -> dict[str, Tensor]:
     q, k, v = inputs.of(branch)
-    seen = branch_of(branch, case)
+    seen = getattr(branches(case), branch)
     o, lse = getattr(backend, f"{branch}_forward")(q, k, v, seen)
     do, dlse = gradients_for(o, lse)
     backward = getattr(backend, f"{branch}_backward")
@@ -179,7 +179,7 @@ def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: i
     k, v = (torch.cat([x, torch.full_like(x[:, :room], torch.nan)], dim=1)[:, : x.shape[1]] for x in (k, v))
     library = StandIn()
     forward = getattr(backend_of(library), f"{branch}_forward")
-    o, lse = forward(q, k, v, branch_of(branch, case, q_start=q_start, length=queries))
+    o, lse = forward(q, k, v, getattr(branches(case, q_start=q_start, length=queries), branch))
     exact = getattr(reference, f"{branch}_attention")(
         q.double(), k.double(), v.double(), **knobs(branch, case, q_start=q_start)
     )
@@ -221,7 +221,7 @@ CAPACITY = 4096
 def decode(branch: str, library: StandIn, q: Tensor, k: Tensor, v: Tensor, config: Settings | None = None) -> Tensor:
     case = Case(length=CAPACITY, window=CAPACITY, d_k=q.shape[-1])
     q_start = torch.arange(100, 100 + q.shape[0]).int()
-    seen = branch_of(branch, case, q_start=q_start, batch=q.shape[0], length=q.shape[1])
+    seen = getattr(branches(case, q_start=q_start, batch=q.shape[0], length=q.shape[1]), branch)
     o, _ = getattr(backend_of(library, config), f"{branch}_forward")(q, k, v, seen)
     return o
 
@@ -268,7 +268,7 @@ def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branc
     config = Settings.load(environ={"NSA_USE_FA2": "1"})
     router = Router([backend_of(library, config), sdpa], config)
     starts = torch.tensor([30, 31]).int()
-    seen = branch_of(branch, Case(length=40, d_k=8, window=40), q_start=starts, batch=2, length=1)
+    seen = getattr(branches(Case(length=40, d_k=8, window=40), q_start=starts, batch=2, length=1), branch)
     problem = replace(PROBLEM, op=branch, batch=2, n_queries=1, n_keys=40, n_heads=2, n_groups=1, d_k=8, d_v=8)
     for keys in (k, v, k):
         router.run(replace(problem, cached=True), f"{branch}_forward", torch.randn(2, 1, 2, 8), keys, v, seen)
@@ -283,7 +283,7 @@ def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> N
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("sliding")
     last = torch.tensor([12], dtype=torch.int32)
-    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, branch_of("sliding", case, q_start=last, length=1))
+    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, branches(case, q_start=last, length=1).sliding)
     call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
     for causal in (True, False):
         torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
@@ -312,7 +312,7 @@ def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32, block=32, stride=16, documents=documents)
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("compressed")
-    seen = branch_of("compressed", case)
+    seen = branches(case).compressed
     backend = backend_of(Silent())
     o = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:3])
@@ -330,10 +330,10 @@ def test_the_sliding_branch_allocates_nothing_but_the_normaliser() -> None:
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
     with CountBytes() as forward:
-        backend_of(Silent()).sliding_forward(q, k, v, branch_of("sliding", case))
+        backend_of(Silent()).sliding_forward(q, k, v, branches(case).sliding)
     o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     with CountBytes() as backward:
-        backend_of(Silent()).sliding_backward(Upstream(o), Saved(q, k, v, o, lse), branch_of("sliding", case))
+        backend_of(Silent()).sliding_backward(Upstream(o), Saved(q, k, v, o, lse), branches(case).sliding)
     # The library's own and the one in the layout of nsa.
     assert forward.total <= 2 * lse.numel() * lse.element_size()
     assert backward.total <= 2 * lse.numel() * lse.element_size()
@@ -355,7 +355,7 @@ def test_mixed_dtypes_are_refused_and_never_cast(branch: str, other: str, asked:
         tensors = [Upstream(given["do"]), Saved(*tensors, given["o"], torch.zeros(q.shape[:3]))]
     sentence = f"{other} is torch.float32 and q torch.bfloat16: pass one dtype"
     with pytest.raises(BackendFailure, match=sentence):
-        getattr(backend, f"{branch}_{direction}")(*tensors, branch_of(branch, case))
+        getattr(backend, f"{branch}_{direction}")(*tensors, getattr(branches(case), branch))
     assert not library.calls
 
 
@@ -364,8 +364,8 @@ def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] 
     case = Case(length=9, groups=2, heads=2, d_k=8, d_v=8, documents=documents, window=2**32 + 5)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
     library = StandIn()
-    found = backend_of(library).sliding_forward(q, k, v, branch_of("sliding", case))
-    exact = backend_of(StandIn()).sliding_forward(q, k, v, branch_of("sliding", replace(case, window=9)))
+    found = backend_of(library).sliding_forward(q, k, v, branches(case).sliding)
+    exact = backend_of(StandIn()).sliding_forward(q, k, v, branches(replace(case, window=9)).sliding)
     assert library.calls[0].window_size == (8, 0)
     assert torch.equal(found[0], exact[0])
 
@@ -393,7 +393,7 @@ def test_every_step_of_a_branch_keeps_the_contract_by_value_too(
     library = StandIn()
     for start in (0, 9, 36):
         q_start = torch.arange(start, start + rows).clamp_max(40 - queries).int()
-        seen = branch_of(branch, case, q_start=q_start, batch=rows, length=queries)
+        seen = getattr(branches(case, q_start=q_start, batch=rows, length=queries), branch)
         getattr(backend_of(library), f"{branch}_forward")(q, cache, cache, seen)
     assert len(library.calls) == 3
     for call in library.calls:
@@ -406,8 +406,8 @@ def test_a_misaligned_input_is_copied_before_the_call() -> None:
     q, k, v = inputs.of("sliding")
     odd = torch.empty(1, 12, 1, 9)[..., 1:].copy_(k)
     library = StandIn()
-    o, _ = backend_of(library).sliding_forward(q, odd, v, branch_of("sliding", case))
-    assert torch.equal(o, backend_of(StandIn()).sliding_forward(q, k, v, branch_of("sliding", case))[0])
+    o, _ = backend_of(library).sliding_forward(q, odd, v, branches(case).sliding)
+    assert torch.equal(o, backend_of(StandIn()).sliding_forward(q, k, v, branches(case).sliding)[0])
     assert library.calls[0].k.is_contiguous()
 
 
@@ -460,7 +460,7 @@ def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
     q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
     library = StandIn()
     with pytest.raises(BackendFailure, match="stand-in: 320000 heads do not fit a launch grid"):
-        backend_of(library).compressed_forward(q, k, k, branch_of("compressed", case))
+        backend_of(library).compressed_forward(q, k, k, branches(case).compressed)
     assert not library.calls
 
 
@@ -474,7 +474,7 @@ def test_running_out_of_memory_is_not_hidden_and_a_refusal_is_a_reason() -> None
             raise self.error
 
     x = torch.zeros(1, 4, 1, 8)
-    seen = branch_of("sliding", Case(length=4))
+    seen = branches(Case(length=4)).sliding
     with pytest.raises(torch.OutOfMemoryError):
         backend_of(Failing(torch.OutOfMemoryError("full"))).sliding_forward(x, x, x, seen)
     for error in (RuntimeError("no kernel image"), TypeError("unexpected keyword"), ImportError("undefined symbol")):
@@ -500,7 +500,7 @@ def test_results_of_another_shape_or_dtype_are_a_failure(direction: str, change:
 
     setattr(Changed, direction, lambda self, call: change(*getattr(StandIn, direction)(self, call)))
     x = torch.zeros(1, 4, 1, 8)
-    seen = branch_of("sliding", Case(length=4))
+    seen = branches(Case(length=4)).sliding
     given = (x, x, x)
     if direction == "backward":
         o, lse = backend_of(StandIn()).sliding_forward(*given, seen)
@@ -536,7 +536,7 @@ def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, s
     backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
     case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
     q, k, v = random_inputs(case, torch.float32).of(branch)
-    seen = branch_of(branch, case)
+    seen = getattr(branches(case), branch)
     o, lse = getattr(backend, f"{branch}_forward")(q, k, v, seen)
     do, dlse = gradients_for(o, lse)
     # Rows that see nothing have no normaliser to pull at.
@@ -566,7 +566,7 @@ def test_small_gradients_of_a_cast_are_the_reference_s() -> None:
     case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("sliding")
-    seen = branch_of("sliding", case)
+    seen = branches(case).sliding
     o, lse = backend.sliding_forward(q, k, v, seen)
     do, _ = gradients_for(o, lse)
     found = backend.sliding_backward(Upstream(do * 1e-8), Saved(q, k, v, o, lse), seen)
