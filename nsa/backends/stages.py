@@ -61,7 +61,7 @@ class Stage:
             else:
                 result = compute(*args)
         except self.failures as failure:
-            call = (self.problem, self.function, self.backend, self.strict, args, {})
+            call: tuple[Any, ...] = (self.problem, self.function, self.backend, self.strict, args, {})
             result = self.router.after_failure(failure, str(self.name), *call)
             self.resolve()
             return result
@@ -81,7 +81,7 @@ def stage(
     found: Stage | None = stages.get(key)
     if found is None:
         names = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
-        sizes = dict(zip(names, shape, strict=True))
+        sizes: dict[str, Any] = dict(zip(names, shape, strict=True))
         problem = Problem(op=op, dtype=like.dtype, device=like.device.type, **sizes, **flags)
         found = Stage(router(), problem, function, backend, strict)
         router().remember(stages, key, found)
@@ -110,7 +110,7 @@ class Plan:
     sees, which then follows from shapes alone."""
 
     def __init__(
-        self, inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
+        self, inputs: tuple[Tensor, ...], places: tuple[Any, ...], rest: tuple[Any, ...], *, backward: bool
     ) -> None:
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
         *_, backend, strict = rest
@@ -132,7 +132,7 @@ class Plan:
 
 
 def plan_of(
-    inputs: tuple[Tensor, ...], places: tuple[Tensor | None, ...], rest: tuple[Any, ...], *, backward: bool
+    inputs: tuple[Tensor, ...], places: tuple[Any, ...], rest: tuple[Any, ...], *, backward: bool
 ) -> tuple[Plan, AttentionBranches]:
     """The plan of an attention of `inputs` (`q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates`), `places`
     (`cu_seqlens, q_start, window_start`) and the `rest` of the arguments of `nsa::attention`; and its branches."""

@@ -94,7 +94,7 @@ class Op(Generic[R]):
                 return output
 
             @staticmethod
-            @once_differentiable  # type: ignore[untyped-decorator]
+            @once_differentiable
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 given = [x if x is None else x.contiguous() for x in grads[:results]]
                 if all(x is None for x in given):

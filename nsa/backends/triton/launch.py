@@ -105,7 +105,7 @@ class Launch:
         runner(*values)
 
 
-def runner_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+def runner_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Launches a compiled kernel on the current stream of the device that it was loaded on, as Triton's JIT does, but
     without its launch hooks."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata

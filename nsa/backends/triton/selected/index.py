@@ -386,7 +386,7 @@ class Segments(NamedTuple):
     high: Tensor  # [items]
     last_segment: Tensor  # [items] one past the number of the item's last segment
     item: Tensor  # [segments] whose each segment is; `n_items` where unused
-    order: Tensor | None  # [segments] which segment each CTA takes; None: its own number
+    order: Tensor | None = None  # [segments] which segment each CTA takes; None: its own number
 
 
 class IndexPlan:
@@ -481,8 +481,7 @@ class IndexPlan:
                 for i, chunk in enumerate(self.chunks):
                     order = views[7 + i * n][: chunk.n_segments]
                     order.copy_(order.argsort(stable=True))
-            return [Segments(pair, *views[i : i + n]) for i in range(3, len(views), n)]
-        return [Segments(pair, *views[i : i + n], None) for i in range(3, len(views), n)]
+        return [Segments(pair, *views[i : i + n]) for i in range(3, len(views), n)]
 
 
 def index_plans(
