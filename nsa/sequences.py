@@ -142,14 +142,12 @@ class Blocks:
         return first, position, end
 
 
-@dataclass(eq=False)
-class Compressed:
-    """Every query sees the compressed blocks of its document that are complete."""
+class OverBlocks:
+    """What looks at the compressed blocks that are complete at each query."""
 
     sequences: Sequences
     block: int
     stride: int
-    scale: float
 
     def ranges(self, n_keys: int) -> Ranges:
         return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
@@ -157,6 +155,16 @@ class Compressed:
     def capacity(self, n_keys: int) -> int:
         """Tokens of which `n_keys` blocks are all."""
         return n_keys * self.stride + self.block - 1
+
+
+@dataclass(eq=False)
+class Compressed(OverBlocks):
+    """Every query sees the compressed blocks of its document that are complete."""
+
+    sequences: Sequences
+    block: int
+    stride: int
+    scale: float
 
 
 @dataclass(eq=False)
@@ -191,7 +199,7 @@ class Selected:
 
 
 @dataclass(eq=False)
-class Selection:
+class Selection(OverBlocks):
     """Which blocks every query selects, by the probabilities of the compressed branch."""
 
     sequences: Sequences
@@ -202,13 +210,6 @@ class Selection:
     n_init: int
     n_local: int
     scale: float
-
-    def ranges(self, n_keys: int) -> Ranges:
-        return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
-
-    def capacity(self, n_keys: int) -> int:
-        """Tokens of which `n_keys` blocks are all."""
-        return n_keys * self.stride + self.block - 1
 
 
 @dataclass(eq=False)
