@@ -162,9 +162,21 @@ def diagnose(
         forward=router.explain(replace(problem, backward=False)),
         backward=router.explain(replace(problem, backward=True)),
         # A backend is tested where its name would get it: what a setting switches off is not called.
-        checks=tuple(self_test(list(router.backends.values()), problem, partial(router.reason_against, named=True))),
+        checks=tuple(
+            self_test(
+                list(router.backends.values()), problem, partial(router.reason_against, named=True), show_compilation
+            )
+        ),
         probe_failures=tuple(probe_failures),
     )
+
+
+def show_compilation(kernel: str, done: int, total: int) -> None:
+    """A line that counts, where somebody watches; else one at the end."""
+    watched = sys.stderr is not None and sys.stderr.isatty()
+    if watched or done == total:
+        end = "\n" if done == total or not watched else "\r"
+        print(f"compiled {done} of {total} kernels: {kernel:<32}", file=sys.stderr, end=end, flush=True)
 
 
 def backend_states(router: Router) -> tuple[BackendState, ...]:
@@ -474,7 +486,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         told, probe_failures = probe(router, problem, attn, args.repro)
         print(f"probe\n{indent(told)}\n")
     if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
-        print("the first self-test on a machine compiles the kernels, which takes a minute or two ...", file=sys.stderr)
+        print("the first self-test on a machine compiles the kernels, which takes half a minute ...", file=sys.stderr)
     report = diagnose(problem, router, probe_failures=probe_failures)
     print(render(report))
     ready, record = report.healthy, report.to_dict()
