@@ -18,6 +18,7 @@ from nsa.backends.routing import build_router
 from nsa.bench.results import Row, append
 from nsa.data import DataConfig, load_tokenizer, train_bpe
 from nsa.data.documents import standard_library
+from nsa.data.prepare import list_files
 from nsa.data.shards import ShardWriter
 from nsa.model import LM, LMConfig
 from nsa.settings import Settings
@@ -258,7 +259,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert [(entry["gpu"], entry["fits"]) for entry in plans] == [("H200", True), ("RTX 4090", False)]
     assert {entry["unused_vocabulary"] for entry in plans} == {50_001}
     assert plans[0]["passes"] == pytest.approx(1000 * 131_072 / standard_library().bytes)
-    assert planning.run(parse("--config", "tiny", "--gpus", "2", "--results", str(tmp_path / "none"))) == 0
+    empty = tmp_path / "none"
+    empty.mkdir()
+    assert planning.run(parse("--config", "tiny", "--gpus", "2", "--results", str(empty))) == 0
     assert "nothing measured" in capsys.readouterr().out
 
 
@@ -288,10 +291,12 @@ def test_passes_are_counted_in_tokens_of_the_run_s_own_tokenizer(tmp_path: Path)
 
 def test_shards_know_their_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
-    writer = ShardWriter(tmp_path, "train", tokenizer, 100)
-    writer.add(tokenizer.encode_documents(["x" * 30] * 20))
-    writer.publish()
+    for split in ("train", "valid"):
+        writer = ShardWriter(tmp_path, split, tokenizer, 100)
+        writer.add(tokenizer.encode_documents(["x" * 30] * 20))
+        writer.publish()
     tokenizer.save(tmp_path)
+    list_files(tmp_path).write(tmp_path)
     corpus = find_corpus(DataConfig(source="shards", path=str(tmp_path)), seq_len=8)
     assert corpus.tokens == 20 * 31
     assert corpus.passes(20 * 31 * 3.5) == 3.5
