@@ -8,8 +8,8 @@ import torch
 from helpers import BRANCHES, ROUNDINGS, TOLERANCE_FACTOR, Case, finite, largest_difference, random_inputs
 from torch import Tensor
 
-from nsa import NSAConfig, reference
-from nsa.functional import attend
+from nsa import NSAConfig, ops, reference
+from nsa.functional import attention_kwargs
 
 
 def assert_close_to_fp64(
@@ -54,7 +54,7 @@ def whole_results(
 
     def ours() -> tuple[dict[str, Tensor], Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        o, indices = attend(*leaves, config=config, cu_seqlens=cu_seqlens)
+        o, indices = ops.attention(*leaves, cu_seqlens=cu_seqlens, **attention_kwargs(config))
         return gradients(o, leaves), indices
 
     def expected(indices: Tensor, to: torch.dtype) -> dict[str, Tensor]:

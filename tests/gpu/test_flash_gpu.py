@@ -20,11 +20,10 @@ from helpers import Case, random_inputs
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, ops, settings
-from nsa.backends import routing
+from nsa.backends import routing, stages
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.preferences import Preference, gpu_family, gpu_name
 from nsa.backends.problem import Problem
-from nsa.ops import library as op_library
 
 LIBRARIES = [x for x in find_libraries()[0] if x.contract.library == "torch" or settings.current().test_fa2]
 PAPER = {"block": 32, "stride": 16, "window": 512}
@@ -176,7 +175,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_triton_s(
         for op in ("compressed", "sliding")
     ]
     router = routing.Router(routing.find_backends(config)[0], config, lines)
-    monkeypatch.setattr(op_library, "router", lambda: router)
+    monkeypatch.setattr(stages, "router", lambda: router)
     gates = torch.rand(1, case.length, case.n_heads, 3, device="cuda")
     gates[:, ::5] = 0.0
     got, _, exact, plain = whole_results(case, torch.bfloat16, "auto", gates)

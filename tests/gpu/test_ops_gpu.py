@@ -10,6 +10,8 @@ import torch
 from helpers import BRANCHES, COMPRESSIONS, Case, assert_same_bits
 from op_arguments import (
     NAMES,
+    attention_arguments,
+    attention_backward_arguments,
     branch_arguments,
     branch_backward_arguments,
     choice_arguments,
@@ -17,13 +19,12 @@ from op_arguments import (
     compression_backward_arguments,
     head_major,
     mixture_arguments,
-    whole_arguments,
+    op_of,
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, NSAConfig
-from nsa.ops import library, whole
 
 KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "window": 50}
 CASES = {
@@ -34,11 +35,6 @@ CASES = {
 
 def with_gradient(arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.requires_grad_() for x in arguments)
-
-
-def whole_backward_arguments(case: Case) -> tuple[Any, ...]:
-    arguments = [x.detach() if isinstance(x, Tensor) else x for x in whole_arguments(case, "sdpa")]
-    return (torch.randn_like(arguments[8]), *arguments)
 
 
 # Made on the CPU, where sdpa gives what a backward op needs of the forward; `on_gpu` names the backend anew.
@@ -56,13 +52,9 @@ ARGUMENTS: dict[str, Callable[[Case], tuple[Any, ...]]] = {
     },
     "combine": lambda case: (*with_gradient(mixture_arguments(case.d_v)), "sdpa", False),
     "combine_backward": lambda case: (torch.randn(2, 5, 6, case.d_v), *mixture_arguments(case.d_v), "sdpa", False),
-    "mixture": lambda case: whole_arguments(case, "sdpa"),
-    "mixture_backward": whole_backward_arguments,
+    "attention": lambda case: attention_arguments(case, "sdpa"),
+    "attention_backward": lambda case: attention_backward_arguments(case, "sdpa"),
 }
-
-
-def op_of(name: str) -> Any:
-    return getattr(whole if name.startswith("mixture") else library, name)
 
 
 def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
