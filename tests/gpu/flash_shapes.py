@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROUNDINGS, TOLERANCE_FACTOR, Case, finite, largest_difference, random_inputs
+from helpers import ROUNDINGS, TOLERANCE_FACTOR, Case, branches, finite, largest_difference, random_inputs
 from torch import Tensor
 
 from nsa import reference
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.libraries import Library, find_libraries
+from nsa.sequences import Compressed, Saved, Sliding, Upstream
 from nsa.settings import Settings
 
 # Both sides of the kernels' tiles, and the smallest there are.
@@ -103,15 +104,27 @@ def gradients_for(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return do, dlse
 
 
+def seen_by(branch: str, case: Case, q: Tensor, q_start: Tensor | None = None) -> Compressed | Sliding:
+    """The branch as backends take it."""
+    return getattr(branches(case, "cuda", q_start=q_start, batch=q.shape[0], length=q.shape[1]), branch)
+
+
 def by_backend(
-    backend: FlashBackend, branch: str, qkv: tuple[Tensor, ...], *, with_lse: bool, **options: Any
+    backend: FlashBackend,
+    branch: str,
+    qkv: tuple[Tensor, ...],
+    case: Case,
+    q_start: Tensor | None = None,
+    *,
+    with_lse: bool,
 ) -> dict[str, Tensor]:
-    o, lse = getattr(backend, f"{branch}_forward")(*qkv, **options)
-    if options["q_start"] is not None:
+    seen = seen_by(branch, case, qkv[0], q_start)
+    o, lse = getattr(backend, f"{branch}_forward")(*qkv, seen)
+    if q_start is not None:
         return {"o": o, "lse": lse}
     do, dlse = gradients_for(o, lse)
     backward = getattr(backend, f"{branch}_backward")
-    dq, dk, dv = backward(do, dlse if with_lse else None, *qkv, o, lse, **options)
+    dq, dk, dv = backward(Upstream(do, dlse if with_lse else None), Saved(*qkv, o, lse), seen)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -164,7 +177,7 @@ def check(
         starts = [(case.length - queries) * b // max(case.batch - 1, 1) for b in range(case.batch)]
         q_start = torch.tensor(starts, dtype=torch.int32, device="cuda")
     options = knobs(branch, case, q_start=q_start)
-    found = by_backend(backend, branch, (q, k, v), with_lse=with_lse, **options)
+    found = by_backend(backend, branch, (q, k, v), case, q_start, with_lse=with_lse)
     exact = by_reference(branch, (q.double(), k.double(), v.double()), with_lse=with_lse, **options)
     plain = by_reference(branch, (q, k, v), with_lse=with_lse, **options)
     return too_far(found, exact, plain, case)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from against_fp64 import assert_close_to_fp64, whole_results
-from flash_shapes import backend_of, by_backend, check, knobs, run
+from flash_shapes import backend_of, by_backend, check, run, seen_by
 from helpers import Case, random_inputs
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from nsa.backends import routing, stages
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.preferences import Preference, gpu_family, gpu_name
 from nsa.backends.problem import Problem
+from nsa.sequences import Saved, Upstream
 
 LIBRARIES = [x for x in find_libraries()[0] if x.contract.library == "torch" or settings.current().test_fa2]
 PAPER = {"block": 32, "stride": 16, "window": 512}
@@ -93,11 +94,12 @@ def waiting_is_an_error() -> Iterator[None]:
 def test_no_call_waits_for_the_device(library, branch: str, name: str) -> None:
     case, backend = CASES[name], backend_of(library)
     qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
-    options = knobs(branch, case)
-    o, lse = getattr(backend, f"{branch}_forward")(*qkv, **options)
+    # One for each call: what the first one computes of the documents is kept.
+    first, seen = (seen_by(branch, case, qkv[0]) for _ in "12")
+    o, lse = getattr(backend, f"{branch}_forward")(*qkv, first)
     with waiting_is_an_error():
-        getattr(backend, f"{branch}_forward")(*qkv, **options)
-        getattr(backend, f"{branch}_backward")(o, None, *qkv, o, lse, **options)
+        getattr(backend, f"{branch}_forward")(*qkv, seen)
+        getattr(backend, f"{branch}_backward")(Upstream(o), Saved(*qkv, o, lse), seen)
 
 
 @library
@@ -107,9 +109,7 @@ def test_gradients_repeat_to_the_bit_when_torch_is_told_to(library, branch: str)
     qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (
-            by_backend(backend_of(library), branch, qkv, with_lse=False, **knobs(branch, case)) for _ in "12"
-        )
+        first, second = (by_backend(backend_of(library), branch, qkv, case, with_lse=False) for _ in "12")
     finally:
         torch.use_deterministic_algorithms(False)
     for name, x in first.items():
@@ -123,12 +123,12 @@ def test_the_compressed_branch_allocates_a_few_times_the_queries(library) -> Non
     n = case.n_compressed
     q = torch.randn(1, case.length, 16, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
     k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
-    backend, options = backend_of(library), knobs("compressed", case)
+    backend, seen = backend_of(library), seen_by("compressed", case, q)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    o, lse = backend.compressed_forward(q, k, v, **options)
+    o, lse = backend.compressed_forward(q, k, v, seen)
     forward = torch.cuda.max_memory_allocated() - before
-    backend.compressed_backward(o, None, q, k, v, o, lse, **options)
+    backend.compressed_backward(Upstream(o), Saved(q, k, v, o, lse), seen)
     backward = torch.cuda.max_memory_allocated() - before
     in_queries = q.numel() * q.element_size()
     # Folded q and o, and o itself. Keys and values expanded to the folded heads would be one more each.
