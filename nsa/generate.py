@@ -99,6 +99,7 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device is {name!r}; accepted: 'cpu' or 'cuda'") from None
+    require(device.type in ("cpu", "cuda"), "device", name, "'cpu' or 'cuda'")
     if device.type == "cuda":
         require(torch.cuda.is_available(), "device", name, "'cpu', because torch sees no GPU here")
         count = torch.cuda.device_count()

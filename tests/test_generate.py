@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, cli, generate
 from nsa.data import train_bpe
-from nsa.generate import newest_run, pick
+from nsa.generate import newest_run, pick, usable_device
 from nsa.model import LM, LMConfig, save_model
 
 KINDS = ("nsa", "dense")
@@ -208,3 +208,9 @@ def test_a_damaged_model_is_named_in_one_line(tmp_path: Path, capsys: pytest.Cap
 def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trained model"):
         newest_run(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu", "mps"])
+def test_a_device_that_is_neither_cpu_nor_cuda_is_named(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device is '{device}'"):
+        usable_device(device)
