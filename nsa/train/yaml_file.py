@@ -59,8 +59,8 @@ def parse_yaml(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except yaml().YAMLError as error:
         raise ValueError(f"{where} is not YAML: {describe(error)}") from None
-    except (ValueError, OverflowError, TypeError) as error:
-        # Such as a date in month 13.
+    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
+        # Such as a date in month 13, or `!!bool maybe`, for which PyYAML has no error of its own.
         raise ValueError(f"{where} holds a value that YAML cannot read: {error}") from None
 
 
