@@ -284,6 +284,13 @@ def test_a_watchdog_that_died_is_reported_and_replaced(tmp_path: Path, capsys: p
         wait_until(lambda: (tmp_path / "dog.txt").is_file() and "here" in (tmp_path / "dog.txt").read_text())
 
 
+def test_a_watchdog_of_any_patience_lives(tmp_path: Path) -> None:
+    with Watchdog(tmp_path / "dog.txt", 1e300, describe=str, rescue=str) as dog:
+        assert dog.thread is not None
+        dog.thread.join(0.2)
+        assert dog.thread.is_alive()
+
+
 def test_a_run_does_not_depend_on_its_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

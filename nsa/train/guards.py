@@ -30,6 +30,8 @@ from nsa.train.step import autocast
 STDERR = 2
 LOCK = ".lock"
 WATCHDOG = "watchdog.txt"
+# Between two looks of the watchdog.
+MAX_WAIT_S = 3600.0
 
 
 class RunStopped(RuntimeError):
@@ -233,7 +235,8 @@ class Watchdog:
             self.thread.join(1.0)
 
     def watch(self) -> None:
-        while not self.ended.wait(self.seconds / 10):
+        # A wait beyond what the platform can count is an error.
+        while not self.ended.wait(min(self.seconds / 10, MAX_WAIT_S)):
             idle = time.monotonic() - self.last
             if idle >= self.patience:
                 self.patience = 2 * idle
