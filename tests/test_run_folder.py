@@ -118,6 +118,26 @@ def test_a_folder_deleted_after_the_last_save_is_noticed_by_a_signal(tmp_path: P
     trainer.loader.close()
 
 
+@pytest.mark.parametrize("during", ["evaluate", "sample"])
+def test_a_folder_deleted_after_the_last_step_can_be_resumed(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    trainer = Trainer(small_run(run))
+    real = getattr(trainer, during)
+
+    def deleting(*args: Any) -> Any:
+        result = real(*args)
+        if trainer.done == trainer.config.steps:
+            shutil.rmtree(run)
+        return result
+
+    monkeypatch.setattr(trainer, during, deleting)
+    with pytest.raises(RunStopped, match="step 6 is saved"):
+        trainer.train()
+    assert cli.main(["train", "--resume", str(run)]) == 0
+
+
 # Good checkpoints.
 
 
@@ -208,8 +228,10 @@ def test_the_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None
     assert Trainer(small_run(run, steps=7)).train() is not None
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer.json"])
-def test_a_folder_with_a_model_of_no_run_is_refused_before_training(
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.json", "tokenizer.json", "run.json", "metrics.jsonl", "report.html"]
+)
+def test_a_folder_with_files_of_no_run_is_refused_before_training(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "theirs"

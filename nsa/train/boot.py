@@ -22,14 +22,16 @@ from nsa.model import LM
 from nsa.origin import commit, installed
 from nsa.train.config import FILE, TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
+from nsa.train.metrics import HEARTBEAT, METRICS
+from nsa.train.report import REPORT
 from nsa.train.run_folder import CHECKPOINTS
 from nsa.train.step import DTYPES
 
 RUN = "run.json"
 # A start adds about a kilobyte.
 MAX_RUN_BYTES = 2**26
-# What the export writes into the run's folder.
-EXPORT = ("model.json", "model.safetensors", "tokenizer.json")
+# What a run writes into its folder, after `config.yaml`.
+WRITTEN = (RUN, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
 
 
 def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
@@ -147,10 +149,10 @@ def config_of(run: Path) -> TrainConfig:
 
 
 def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """How `config` differs from the run that its folder holds, if it holds one; another model is an error, and so is a
-    model that no run wrote: the export would replace it."""
+    """How `config` differs from the run that its folder holds, if it holds one; another model is an error, and so are
+    files that no run wrote: it would replace them."""
     if not (config.out / FILE).is_file():
-        foreign = [name for name in EXPORT if (config.out / name).exists()]
+        foreign = [name for name in WRITTEN if (config.out / name).exists()]
         require(not foreign, "out", str(config.out), f"another folder: this one holds {', '.join(foreign)} of no run")
         return {}
     changed = diff(config_of(config.out), config)

@@ -556,12 +556,16 @@ class Trainer:
         if self.done == self.began:
             self.say(f"[end] no step is left: {self.what_is_left}")
         loss_end = self.evaluate()
+        # Before anything is written into a folder that is not the run's any more.
+        self.check_in_place()
         kept = self.save_if_finite()
         if not math.isfinite(loss_end):
             raise RunStopped(f"all steps are done, and nothing is exported: {kept}. A lower --lr may help")
         checkpoint = export(self.model, c.out, self.loader.tokenizer)
         # What speaks is what others will load.
         sample = self.write_sample(self.sample(load_model(c.out, self.device))) if self.ranks.first else ""
+        # What came after the last step may have taken as long as many of them did.
+        self.check_in_place()
         rate = self.clock.mean_rate
         assert self.loss_start is not None
         stood_in = self.loader.stand_ins
