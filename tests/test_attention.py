@@ -218,6 +218,18 @@ def test_the_reference_backend_gives_the_same_layer(variant: dict[str, Any]) -> 
     assert_close(with_gradients(attn, attn, x), with_gradients(same, same, x), 1e-10)
 
 
+@pytest.mark.parametrize("phi", ["mlp", "mean"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_of_the_layer_are_an_error(phi: str, power: int) -> None:
+    """The gate and the projections can be differentiated twice: without the ops' part the result would be wrong."""
+    attn = layer(phi=phi)
+    x = tokens(37).requires_grad_()
+    (grad,) = torch.autograd.grad((attn(x) ** power).sum(), x, create_graph=True)
+    for wanted in (x, attn.q_proj.weight):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(grad.square().sum(), wanted, retain_graph=True, allow_unused=True)
+
+
 @given(length=st.integers(1, 70), extra=st.integers(0, 9), shared=st.booleans(), seed=st.integers(0, 99))
 def test_window_that_covers_everything_is_dense_causal_attention(
     length: int, extra: int, shared: bool, seed: int

@@ -186,7 +186,19 @@ print(time.perf_counter() - begin)
 # Who imports whom. Lower layers know nothing of higher ones.
 
 LAYERS = (
-    ("checks", "config", "files", "geometry", "lazy", "origin", "sequences", "settings", "reference", "tensor_file"),
+    (
+        "checks",
+        "config",
+        "files",
+        "geometry",
+        "lazy",
+        "once",
+        "origin",
+        "sequences",
+        "settings",
+        "reference",
+        "tensor_file",
+    ),
     ("backends",),
     ("ops",),
     ("attention", "cache", "compression", "functional", "rope"),

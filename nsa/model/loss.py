@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.config import require
+from nsa.once import differentiable_once
 
 IGNORE = -100
+
+ONCE = (
+    "chunked_cross_entropy is differentiable once: its forward computes the gradient without autograd. For second "
+    "derivatives, apply torch.nn.functional.cross_entropy to the logits"
+)
 
 # Rows whose logits are alive at once: enough to fill a GPU's matrix units, 0.4 GB of fp32 at a vocabulary of 50k.
 ROWS = 2048
@@ -87,27 +93,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight, count, *links = ctx.saved_tensors
         # Divided here, not in the forward: a softmax over many rows would underflow in fp16.
         scale = grad_loss / count
-        grads = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
-        # With create_graph. `once_differentiable` would not do: it raises only where grad_loss requires grad, and
-        # leaves the second derivatives with respect to x and weight out everywhere else.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = DifferentiableOnce.apply(*grads, *links)
+        with torch.no_grad():
+            grads = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
+        grads = differentiable_once(ONCE, grads, (grad_loss, *links))
         return *grads, None, None, None, None
-
-
-class DifferentiableOnce(torch.autograd.Function):
-    """Hands gradients on; to differentiate them with respect to the links is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, grad_x: Tensor, grad_weight: Tensor, *links: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_x.view_as(grad_x), grad_weight.view_as(grad_weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "chunked_cross_entropy is differentiable once: its forward computes the gradient without autograd. For "
-            "second derivatives, apply torch.nn.functional.cross_entropy to the logits"
-        )
 
 
 def log_softmax_chunks(

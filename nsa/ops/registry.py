@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
+
+from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
 
@@ -73,6 +74,7 @@ class Op(Generic[R]):
         Gradients of gradients and forward-mode derivatives raise: there are no formulas for them.
         """
         op = self
+        once = f"nsa.ops.{self.name} is differentiable once. For second derivatives, use nsa.reference"
         n_inputs = len(self.overload._schema.arguments)
         n_saved = sum("Tensor" in str(x.type) for x in backward.overload._schema.arguments) - results
 
@@ -94,14 +96,17 @@ class Op(Generic[R]):
                 return output
 
             @staticmethod
-            @once_differentiable
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 given = [x if x is None else x.contiguous() for x in grads[:results]]
                 if all(x is None for x in given):
                     return (None,) * n_inputs
                 # Saved tensors are read once: activation checkpointing recomputes them, and refuses to a second time.
-                found = backward(*given, *ctx.saved_tensors, *ctx.rest)
+                saved = ctx.saved_tensors
+                with torch.no_grad():
+                    found = backward(*given, *saved, *ctx.rest)
                 found = (found,) if isinstance(found, Tensor) else found
+                if torch.is_grad_enabled():
+                    found = differentiable_once(once, found, (*saved, *grads))
                 return (*found, *[None] * (n_inputs - len(found)))
 
         Differentiable.__name__ = Differentiable.__qualname__ = self.name

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.backends.triton.launch import Launch, Layout, layout
+from nsa.once import differentiable_once
 
 ELEMENTS = 4096
 
@@ -99,7 +99,8 @@ class Rotate(torch.autograd.Function):
         return tuple(rotate_one(x, cos, sin, False) for x in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return (None, None, *(None if g is None else rotate_one(g, cos, sin, True) for g in grads))
+        with torch.no_grad():
+            turned = [None if g is None else rotate_one(g, cos, sin, True) for g in grads]
+        return (None, None, *differentiable_once("RoPE's kernel is differentiable once", turned, grads))
