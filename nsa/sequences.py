@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -293,6 +293,7 @@ class Upstream(NamedTuple):
 
     With a `gate [B,S,Hq]` they are those of `gate * o`; `product` is then `sum(do * o)`, fp32 `[B,S,Hq]`, where it is
     known already. `dq`, contiguous: a gradient to add to, in place and only once everything else has been computed.
+    `statistics`: whatever else of these a backend has computed for its own branches, in its own form.
     """
 
     do: Tensor
@@ -300,3 +301,4 @@ class Upstream(NamedTuple):
     gate: Tensor | None = None
     product: Tensor | None = None
     dq: Tensor | None = None
+    statistics: Any = None

@@ -187,7 +187,7 @@ def test_a_gate_a_product_or_a_sum_that_is_misread_is_caught(changed: dict[str, 
         """As a kernel has it: `delta` is made of the product."""
         if upstream.gate is None:
             return sdpa.sliding_backward(upstream, saved, branch)
-        do, _, gate, product, before = upstream._replace(**{name: misread(getattr(upstream, name))})
+        do, _, gate, product, before, _ = upstream._replace(**{name: misread(getattr(upstream, name))})
         # The gradient of `lse` moves `delta`.
         delta = gate * ((do * saved.o).sum(dim=-1) - product)
         dq, dk, dv = sdpa.sliding_backward(Upstream(do * gate[..., None], delta), saved, branch)

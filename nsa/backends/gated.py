@@ -16,6 +16,12 @@ from nsa.sequences import Upstream
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
+def gated_upstreams(do: Tensor, gates: Tensor, products: Tensor) -> tuple[Upstream, ...]:
+    """One for each branch, of `gates` and `products = sum(do * o)`, both `[B,S,Hq,3]`."""
+    pairs = zip(gates.unbind(dim=-1), products.unbind(dim=-1), strict=True)
+    return tuple(Upstream(do, None, gate, product) for gate, product in pairs)
+
+
 def without_gate(backward: Backward) -> Backward:
     """A backward pass `(..., upstream, saved, branch)` of plain gradients as one that takes a gate and a `dq`."""
 

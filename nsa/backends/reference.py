@@ -5,7 +5,7 @@ It serves `backend="reference"` and parity runs. It builds whole score matrices:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import reference
-from nsa.backends.gated import without_gate
+from nsa.backends.gated import gated_upstreams, without_gate
 from nsa.backends.problem import Problem
 from nsa.sequences import Pooling, Saved, Selection, Upstream
 
@@ -95,6 +95,13 @@ def combine_backward(
 
 def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
     return combine_backward(do, o_cmp, o_sel, o_win, gates)[3]
+
+
+def prepare_backward(
+    do: Tensor, outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, n_groups: int
+) -> tuple[Tensor, tuple[Upstream, ...]]:
+    products = gates_backward(do, *outputs, gates)
+    return products, gated_upstreams(do, gates, products)
 
 
 # Both compressions are linear: their gradients are the same wherever they are taken, and nothing was kept for them.

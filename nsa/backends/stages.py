@@ -123,7 +123,7 @@ class Plan:
         self.compressed = find("compressed", f"compressed_{way}", attention_shape(q, k_cmp, v_cmp), **kind)
         self.selected = find("selected", f"selected_{way}", attention_shape(q, k_sel, v_sel), **kind)
         self.sliding = find("sliding", f"sliding_{way}", attention_shape(q, k_win, v_win), **kind)
-        combine = "gates_backward" if backward else "combine_forward"
+        combine = "prepare_backward" if backward else "combine_forward"
         self.combine = find("combine", combine, combine_shape(q, v_cmp.shape[3]), backward=backward)
         if not backward:
             self.select = find("scores", "select_blocks", attention_shape(q, k_cmp, k_cmp), **kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import plan_of
 from nsa.ops.registry import Op, arguments, empty_indices, empty_output, fake_gradients
-from nsa.sequences import Saved, Upstream
+from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
 OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
@@ -49,17 +49,16 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     plan, branches = plan_of(inputs, args[:N_PLACES], args[N_PLACES:], backward=True)
     compressed, _, selected, sliding = branches
     # The gates' gradients are also what a softmax's gradient is made of.
-    products = plan.combine(do, o_cmp, o_sel, o_win, gates)
-    g_cmp, g_sel, g_win = gates.unbind(dim=-1)
-    p_cmp, p_sel, p_win = products.unbind(dim=-1)
+    outputs, lses = (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win)
+    d_gates, (to_cmp, to_sel, to_win) = plan.combine(do, outputs, lses, gates, k_sel.shape[2])
     # One dq for all three: the first makes it, the others add to it.
     saved = Saved(q, k_sel, v_sel, o_sel, lse_sel, indices)
-    dq, dk_sel, dv_sel = plan.selected(Upstream(do, None, g_sel, p_sel), saved, selected)
+    dq, dk_sel, dv_sel = plan.selected(to_sel, saved, selected)
     saved = Saved(q, k_win, v_win, o_win, lse_win)
-    dq, dk_win, dv_win = plan.sliding(Upstream(do, None, g_win, p_win, dq), saved, sliding)
+    dq, dk_win, dv_win = plan.sliding(to_win._replace(dq=dq), saved, sliding)
     saved = Saved(q, k_cmp, v_cmp, o_cmp, lse_cmp)
-    dq, dk_cmp, dv_cmp = plan.compressed(Upstream(do, None, g_cmp, p_cmp, dq), saved, compressed)
-    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, products.to(gates.dtype).contiguous()
+    dq, dk_cmp, dv_cmp = plan.compressed(to_cmp._replace(dq=dq), saved, compressed)
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates.contiguous()
 
 
 ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", arguments(INPUTS, *REST), run_forward, fake_forward, outputs=8)

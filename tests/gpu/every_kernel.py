@@ -16,7 +16,8 @@ import torch
 from helpers import Case, branches, random_inputs
 from torch import Tensor
 
-from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
+from nsa.backends.triton import combine, compress, compressed, prepare, selected, selection, sliding
+from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
 from nsa.sequences import Saved, Upstream
 
@@ -65,7 +66,9 @@ def run(case: Case, dtype: torch.dtype) -> None:
     combine.combine_backward(upstream.do, *outputs)
     # The three as parts of one gradient.
     products = combine.gates_backward(upstream.do, *outputs)
-    gated = [Upstream(upstream.do, gate=gates[..., i], product=products[..., i]) for i in range(3)]
+    row_statistics(Upstream(upstream.do, None, gates[..., 0], products[..., 0]), saved, case.groups)
+    lses = (lse, lse_sel, lse_win)
+    _, gated = prepare.prepare_backward(upstream.do, outputs[:3], lses, gates, case.groups)
     dq, _, _ = selected.selected_backward(gated[1], saved_sel, over.selected)
     sliding.sliding_backward(gated[2]._replace(dq=dq), saved_win, over.sliding)
     compressed.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)

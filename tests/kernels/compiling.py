@@ -229,7 +229,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     """
     import torch
 
-    from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
+    from nsa.backends.triton import combine, compress, compressed, prepare, selected, selection, sliding
     from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
     block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
@@ -280,6 +280,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
         combine.combine_forward(o, o, o, gates)
         combine.combine_backward(do, o, o, o, gates)
         combine.gates_backward(do, o, o, o, gates)
+        prepare.prepare_backward(do, (o, o, o), (lse, lse, lse), gates, shape.groups)
     with recorder.at("compress"):
         compress.compress_mean_forward(k, pooling)
         compress.compress_mean_backward(k_cmp, pooling)

@@ -16,7 +16,9 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from interpreted import DEVICE
 
 from nsa import reference
+from nsa.backends import sdpa
 from nsa.backends import triton as backend
+from nsa.backends.triton.row_statistics import row_statistics
 from nsa.sequences import Saved, Upstream
 
 CASES = {
@@ -100,3 +102,45 @@ def test_the_gates_alone() -> None:
     gates = torch.rand(2, 5, 3, 3, device=DEVICE)
     whole = backend.combine_backward(do, o_cmp, o_sel, o_win, gates)
     assert torch.equal(backend.gates_backward(do, o_cmp, o_sel, o_win, gates), whole[3])
+
+
+@pytest.mark.parametrize(("batch", "length", "heads", "groups"), [(2, 45, 3, 2), (1, 70, 6, 1), (1, 32, 4, 1)])
+def test_one_launch_prepares_all_branches(batch: int, length: int, heads: int, groups: int) -> None:
+    """To the bit what the gates' gradients and each branch's own row statistics are, padding included."""
+    rows = (batch, length, heads * groups)
+    outputs = [torch.randn(*rows, 24, device=DEVICE) for _ in range(3)]
+    lses = [torch.randn(*rows, device=DEVICE) for _ in range(3)]
+    # Queries that see nothing, and gates that are closed.
+    lses[0][:, :7] = float("-inf")
+    gates = torch.rand(*rows, 3, device=DEVICE)
+    gates[:, ::3] = 0.0
+    do = torch.randn_like(outputs[0])
+    d_gates, upstreams = backend.prepare_backward(do, outputs, lses, gates, groups)
+    products = backend.gates_backward(do, *outputs, gates)
+    assert torch.equal(d_gates, products)
+    for i, (o, lse, upstream) in enumerate(zip(outputs, lses, upstreams, strict=True)):
+        alone = Upstream(do, None, gates[..., i], products[..., i])
+        expected = row_statistics(alone, Saved(o, o, o, o, lse), groups)
+        assert torch.equal(upstream.gate, gates[..., i])
+        for actual, wanted in zip(upstream.statistics, expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+def test_what_triton_prepares_is_good_for_another_backend() -> None:
+    """A branch may run elsewhere: because of its route, or because a kernel failed."""
+    case = CASES["h3"]
+    inputs = random_inputs(case, torch.float32)
+    q, k, v = inputs.of("sliding")
+    branch = branches(case, torch.device("cpu")).sliding
+    o, lse = sdpa.sliding_forward(q, k, v, branch)
+    gates, do = torch.rand(*q.shape[:3], 3), torch.randn_like(o)
+    _, upstreams = backend.prepare_backward(*(to(DEVICE, x) for x in (do, (o,) * 3, (lse,) * 3, gates)), case.groups)
+    upstream = Upstream(*(x.cpu() if isinstance(x, Tensor) else x for x in upstreams[2]))
+    got = sdpa.sliding_backward(upstream, Saved(q, k, v, o, lse), branch)
+    expected = sdpa.sliding_backward(Upstream(do * gates[..., 2:]), Saved(q, k, v, o, lse), branch)
+    for actual, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def to(device: Any, x: Any) -> Any:
+    return tuple(y.to(device) for y in x) if isinstance(x, tuple) else x.to(device)

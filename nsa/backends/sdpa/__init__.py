@@ -18,7 +18,7 @@ from nsa.backends.sdpa.compress import (
     gather_blocks_backward,
     gather_blocks_forward,
 )
-from nsa.backends.sdpa.mixture import combine_backward, combine_forward, gates_backward
+from nsa.backends.sdpa.mixture import combine_backward, combine_forward, gates_backward, prepare_backward
 from nsa.backends.sdpa.selected import selected_backward, selected_forward
 from nsa.backends.sdpa.selection import select_blocks
 
@@ -41,6 +41,7 @@ __all__ = [
     "gather_blocks_backward",
     "gather_blocks_forward",
     "name",
+    "prepare_backward",
     "select_blocks",
     "selected_backward",
     "selected_forward",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from nsa.backends.gated import gated_upstreams
 from nsa.backends.sdpa.layout import sum_dtype
+from nsa.sequences import Upstream
 
 
 def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
@@ -28,3 +32,10 @@ def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gate
     total = sum_dtype(do)
     products = [(do.to(total) * o.to(total)).sum(dim=-1) for o in (o_cmp, o_sel, o_win)]
     return torch.stack(products, dim=-1)
+
+
+def prepare_backward(
+    do: Tensor, outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, n_groups: int
+) -> tuple[Tensor, tuple[Upstream, ...]]:
+    products = gates_backward(do, *outputs, gates)
+    return products.to(gates.dtype), gated_upstreams(do, gates, products)

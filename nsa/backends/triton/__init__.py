@@ -138,7 +138,7 @@ def backward_launcher(module: str, function: str) -> Callable[..., Any]:
     run = Launcher(module, function)
 
     def launch(upstream: Upstream, *args: Any, **kwargs: Any) -> Any:
-        do, dlse, gate, _, into = upstream
+        do, dlse, gate, _, into, _ = upstream
         if gate is None or do.dtype != torch.float16:
             return run(upstream, *args, **kwargs)
         dq, dk, dv = run(Upstream(do * gate[..., None], dlse), *args, **kwargs)
@@ -162,3 +162,4 @@ sliding_backward = backward_launcher("sliding", "sliding_backward")
 combine_forward = Launcher("combine", "combine_forward")
 combine_backward = Launcher("combine", "combine_backward")
 gates_backward = Launcher("combine", "gates_backward")
+prepare_backward = Launcher("prepare", "prepare_backward")

@@ -101,7 +101,10 @@ def plan(
 
 
 def row_statistics(upstream: Upstream, saved: Saved, n_groups: int) -> tuple[Tensor, Tensor]:
-    """`lse2` and `delta`, each fp32 `[B * G, rows padded to ROW_PAD]`; see the kernel."""
+    """`lse2` and `delta`, each fp32 `[B * G, rows padded to ROW_PAD]`; see the kernel, and `prepare.py`."""
+    if upstream.statistics is not None:
+        lse2, delta = upstream.statistics
+        return lse2, delta
     lse, dlse, gate, product = saved.lse, upstream.dlse, upstream.gate, upstream.product
     o, do = (row_contiguous(saved.o), row_contiguous(upstream.do)) if product is None else (None, None)
     launch, shape = plan(
