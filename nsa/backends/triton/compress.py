@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
+from nsa.backends.triton.partials import sum_partials
 from nsa.sequences import Pooling
 
 # Runs into which the sum for the position embedding is cut: enough CTAs for a large GPU.
@@ -279,8 +280,8 @@ def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tuple[int, int]]:
-    """The launch of `position_partial_kernel` and the shape of its partial sums."""
+def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tuple[int, int], Launch]:
+    """The launch of `position_partial_kernel`, the shape of its partial sums, and the launch that adds them."""
     batch, n_slots, groups, width = dout.shape
     n_rows = batch * n_slots * groups
     run = triton.cdiv(n_rows, max_runs)
@@ -300,7 +301,7 @@ def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tu
         BLOCK_C=block_c,
         num_warps=4,
     )
-    return launch, (n_runs, width)
+    return launch, (n_runs, width), sum_partials(n_runs, width, at_once=32, block=64)
 
 
 def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> tuple[Tensor, Tensor]:
@@ -311,7 +312,9 @@ def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_
     if n_slots == 0:
         return dx, torch.zeros(block, width // block, dtype=dout.dtype, device=dout.device)
     first = slot_table(pooling)
-    launch, shape = plan_position(layout(dout), first is not None, POSITION_RUNS)
+    launch, shape, add = plan_position(layout(dout), first is not None, POSITION_RUNS)
     partial = torch.empty(shape, dtype=torch.float32, device=dout.device)
     launch(dout=dout, partial=partial, first=first)
-    return dx, partial.sum(dim=0).view(block, width // block).to(dout.dtype)
+    dposition = torch.empty((block, width // block), dtype=dout.dtype, device=dout.device)
+    add(p_part=partial, p_out=dposition, p_part_1=partial, p_out_1=dposition)
+    return dx, dposition

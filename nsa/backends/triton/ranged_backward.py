@@ -8,7 +8,7 @@ Two kernels after the row statistics (`row_statistics.py`), no atomics, every ou
 - `dkv`, key-major: a program owns a tile of keys and runs over the rows that see them. It makes the scores transposed
   from the start, `s^T = k q^T`, because a dot whose operand is a transposed accumulator is miscompiled on Hopper by
   Triton 3.4 to 3.7.0. Where there are few tiles of keys, their rows are split over several programs, whose fp32
-  partials are summed afterwards in a fixed order.
+  partials are summed afterwards in a fixed order (`partials.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
+from nsa.backends.triton.partials import sum_partials
 from nsa.backends.triton.primitives import (
     COUNTS,
     LOG2_E,
@@ -286,7 +287,7 @@ class Plan:
 
     __slots__ = (
         *("describe_dkv_rows", "describe_dq_keys", "describe_dq_rows", "describe_statistics"),
-        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts"),
+        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts", "sum_parts"),
     )
 
     def __init__(
@@ -355,6 +356,7 @@ class Plan:
         )
         if self.n_parts > 1:
             self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
+            self.sum_parts = sum_partials(self.n_parts, k.shape.numel(), v.shape.numel())
         self.describe_dkv_rows = describe_both_rows(cut)
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
         self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None
@@ -395,7 +397,10 @@ class Plan:
         )
         if self.n_parts == 1:
             return dk, dv
-        return dk.sum(dim=0).to(k.dtype), dv.sum(dim=0).to(v.dtype)
+        dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        self.sum_parts(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
+        return dk_sum, dv_sum
 
     def query_gradient(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, packed: bool,
