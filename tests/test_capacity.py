@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import small_run
 
-from nsa import cli
+from nsa import NSACache, cli
 from nsa.model import ATTENTION_KINDS, LM
 from nsa.settings import Settings
 from nsa.train import capacity
-from nsa.train.capacity import check_capacity, ram
+from nsa.train.capacity import check_capacity, ram, sample_bytes
 from nsa.train.config import load_config
 from nsa.train.plan import GIB, estimate_memory, memory_of
 
@@ -51,6 +51,7 @@ def test_the_estimate_is_that_of_the_whole_model(kinds: list[Any], gc: bool, tie
         ("accum", 10**12),
         ("eval_batches", 10**12),
         ("data.queue", 10**15),
+        ("sample_tokens", 10**14),
     ],
 )
 def test_what_no_machine_has_is_refused_by_name_and_at_once(key: str, value: int) -> None:
@@ -75,6 +76,19 @@ def test_memory_decides(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(capacity, "ram", lambda: int(needed / 2))
     with pytest.raises(ValueError, match="this machine has"):
         check_capacity(config)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_KINDS)
+def test_a_sample_that_fits_is_not_refused(attention: Any) -> None:
+    """The estimate is at most what the caches hold."""
+    config = load_config("tiny", {"device": "cpu", "model.attention": attention, "model.window": 64}, env=PLAIN)
+    with torch.device("meta"):
+        caches = LM(config.model).new_cache(1, config.sample_tokens)
+    stores = [x for cache in caches for x in (cache.buffers() if isinstance(cache, NSACache) else cache.stores())]
+    held = sum(x.nbytes for x in stores)
+    assert sample_bytes(config) - config.sample_tokens * capacity.TOKEN_BYTES <= held
+    with pytest.raises(ValueError, match=f"sample_tokens = {10**14}"):
+        check_capacity(replace(config, sample_tokens=10**14))
 
 
 def test_on_a_gpu_its_own_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +123,8 @@ def test_train_and_doctor_and_plan_refuse_it(
     assert "model.n_layers = 1000000000" in capsys.readouterr().err
     assert cli.main(["doctor", "--config", "tiny", "--device", "cpu", *huge]) == 1
     assert "model.n_layers = 1000000000" in capsys.readouterr().out
+    assert cli.main(["train", "--device", "cpu", "--set", f"sample_tokens={10**14}", "--set", "steps=1"]) == 2
+    assert f"sample_tokens = {10**14}" in capsys.readouterr().err
     assert cli.main(["plan", *huge]) == 2
     assert "GiB" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

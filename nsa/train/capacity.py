@@ -13,8 +13,11 @@ from nsa.train.plan import GIB, estimate_memory
 # The estimate is above the peak, if by less than this: what is refused would not have run.
 MARGIN = 1.25
 
-# Bytes of a token in a batch: itself and its target.
+# Bytes of a token in a batch: itself and its target; and of a generated one: its place in the list and in the result.
 TOKEN_BYTES = 16
+
+# Attention whose cache stops growing with the text.
+BOUNDED = ("sliding", "longformer")
 
 # Where a container's limit is, with cgroups of version 2 and 1.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -50,6 +53,14 @@ def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
     else:
         lower = f"batch_size = {config.batch_size} or model.seq_len = {c.seq_len}, or set gc=true"
     compare(memory.total, there, who, f"model.n_layers = {c.n_layers}, {lower}")
+    compare(state + sample_bytes(config), there, who, f"sample_tokens = {config.sample_tokens}")
+
+
+def sample_bytes(config: TrainConfig) -> int:
+    """What the sample holds when it is complete: its tokens and, in fp32, the keys and values of every layer."""
+    a = config.model.attn
+    layers = sum(kind not in BOUNDED for kind in config.model.kinds)
+    return config.sample_tokens * (TOKEN_BYTES + layers * a.n_kv_groups * (a.d_k + a.d_v) * 4)
 
 
 def compare(needed: float, there: int, who: str, lower: str) -> None:
