@@ -221,6 +221,15 @@ def test_a_name_from_elsewhere_gets_the_key_that_replaces_it(name: str, key: str
     assert "nearest" not in said or name == "warm_up"
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "model.llama", "Llama-3", "gpt2"])
+def test_the_name_of_a_model_as_a_key_gets_the_answer_of_config(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", "llama"]) == 2
+    answer = capsys.readouterr().err.rpartition("; ")[2]
+    assert ".yaml" in answer
+    assert cli.main(["train", "--set", f"{name}=1"]) == 2
+    assert answer in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["zzz", "model.zzz", "model.attn.zzz", "dropout", "optimizer"])
 def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
     assert "nearest" not in replacement(name, KEYS)

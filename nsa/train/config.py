@@ -38,7 +38,7 @@ from nsa.data.config import DataConfig
 from nsa.files import replace_text
 from nsa.model.config import LMConfig
 from nsa.origin import configs_folder
-from nsa.train.keys import keys_of, replacement
+from nsa.train.keys import FROM_SCRATCH, MODEL_FAMILIES, keys_of, replacement
 from nsa.train.yaml_file import parse_yaml, read_yaml, yaml
 
 log = logging.getLogger("nsa")
@@ -57,10 +57,6 @@ ENVIRONMENT = {
     "fwe_prefetch": "data.prefetch",
     "fwe_queue": "data.queue",
 }
-
-
-# Models that people ask for by name and that no config is a copy of.
-MODEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gpt", "deepseek", "gemma", "phi", "olmo", "pythia", "falcon")
 
 # Keys whose defaults depend on the machine.
 MACHINE = {"device", "dtype", "compile", "cuda_graphs", "parallel", "grad_compression"}
@@ -389,7 +385,7 @@ def find_config(source: str | Path) -> Path:
     if close:
         near = f"; the nearest is {close[0]}"
     elif str(source).lower().startswith(MODEL_FAMILIES):
-        near = "; these are sizes to train from scratch, not pretrained models: write a .yaml file with its dimensions"
+        near = f"; {FROM_SCRATCH}"
     else:
         near = ""
     raise ValueError(f"config is {str(source)!r}; accepted: {accepted}{near}")

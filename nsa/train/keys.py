@@ -60,6 +60,10 @@ ALIASES = {
     for alias in aliases.split()
 }
 
+# Models that people ask for by name and that no config is a copy of.
+MODEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gpt", "deepseek", "gemma", "phi", "olmo", "pythia", "falcon")
+FROM_SCRATCH = "these are sizes to train from scratch, not pretrained models: write a .yaml file with its dimensions"
+
 # Names that nothing replaces, and why.
 ABSENT = {
     **dict.fromkeys(("optimizer", "optim", "adam_beta1", "adam_beta2", "betas"), "the optimizer is always AdamW"),
@@ -82,8 +86,8 @@ def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
 def replacement(name: str, keys: Iterable[str]) -> str:
     """What to use in place of `name`, which is not one of `keys`, as the second half of a sentence.
 
-    In this order: the key that another trainer's name stands for, the keys that end like it, the one it is a
-    misspelling of, and where there is none the keys beside it.
+    In this order: the key that another trainer's name stands for, the keys that end like it, what a model's name asks
+    for, the key it is a misspelling of, and where there is none the keys beside it.
     """
     keys = [key for key in keys if key != name]
     group, _, leaf = name.lower().replace("-", "_").rpartition(".")
@@ -94,6 +98,8 @@ def replacement(name: str, keys: Iterable[str]) -> str:
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     if same_leaf:
         return f"use {' or '.join(same_leaf)}"
+    if group in ("", "model") and leaf.startswith(MODEL_FAMILIES):
+        return f"nothing replaces it: {FROM_SCRATCH}"
     beside = [key for key in keys if key.rpartition(".")[0] == group]
     # What is misspelled is the last part; all of it only where there is no such group.
     prefix = f"{group}." if beside and group else ""
