@@ -100,7 +100,8 @@ def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gate
 def prepare_backward(
     do: Tensor, outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, n_groups: int
 ) -> tuple[Tensor, tuple[Upstream, ...]]:
-    products = gates_backward(do, *outputs, gates)
+    o_cmp, o_sel, o_win = outputs
+    products = gates_backward(do, o_cmp, o_sel, o_win, gates)
     return products, gated_upstreams(do, gates, products)
 
 
