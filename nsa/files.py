@@ -6,12 +6,14 @@ folder synced. Before the rename the old file is intact, after it the new one is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 TEMPORARY = ".tmp"
 
@@ -23,10 +25,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: The file cannot be written; it names `path`.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    # A name that nobody else has, opened exclusively: no file of others is replaced, no link written through.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}{TEMPORARY}")
     try:
-        # Unlinked first, then opened exclusively: a symlink of that name must not be written through.
-        temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:
             yield file
             # Python's buffer first: fsync knows only what the kernel has.
@@ -38,8 +39,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         # Cleaning up must not hide the error that made it necessary.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            # A full disk names no file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
+            # A full disk names no file, and the temporary name means nothing to the reader.
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -48,6 +49,16 @@ def replace_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 in place of what `path` holds, durably."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """An `opener` for `open` that refuses a symbolic link: what it leads to is not ours to write to."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, "a symbolic link, which is not written through", path) from None
 
 
 def make_folder(folder: Path) -> None:

@@ -89,11 +89,28 @@ def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path, mon
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"file": "old"}
 
 
-def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_files_and_links_of_others_are_neither_removed_nor_written_through(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("theirs")
-    (tmp_path / "file.tmp").symlink_to(tmp_path / "theirs")
+    for name in ("file.tmp", ".file.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "theirs")
+    (tmp_path / "file.part").write_text("theirs")
+    before = {each.name: each.read_text() for each in tmp_path.iterdir()}
     files.replace_text(tmp_path / "file", "new")
-    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"theirs": "theirs", "file": "new"}
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == before | {"file": "new"}
+    assert (tmp_path / "file.tmp").is_symlink()
+
+
+def test_the_mode_of_a_new_file_is_that_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    files.replace_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_that_cannot_be_made_is_named_by_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "file"
+    with pytest.raises(FileNotFoundError) as raised:
+        files.replace_text(path, "new")
+    assert raised.value.filename == str(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000])

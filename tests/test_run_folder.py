@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,10 @@ def test_a_validation_that_turns_nan_is_reported_at_once_and_the_run_goes_on_sav
 
 def test_the_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    mine = ("model.py", "model.onnx", "model.gguf", "model.pt", "model.safetensors.bak", "export.txt")
+    mine = (
+        *("model.py", "model.onnx", "model.gguf", "model.pt", "model.safetensors.bak", "export.txt"),
+        *("model.safetensors.tmp", "model.json.tmp", "config.yaml.tmp", "tokenizer.json.tmp", "report.html.tmp"),
+    )
 
     def put(trainer: Trainer) -> None:
         for name in mine:
@@ -240,6 +244,38 @@ def test_a_folder_with_files_of_no_run_is_refused_before_training(
     assert cli.main(["train", "--config", config_file(tmp_path, small_run(out)), "--out", str(out)]) == 2
     assert name in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", [".lock", "heartbeat.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_link_in_a_runs_folder_is_not_written_through(
+    name: str, again: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    if again:
+        Trainer(small_run(run)).train()
+        (run / name).unlink()
+    run.mkdir(exist_ok=True)
+    (run / name).symlink_to(theirs)
+    before = sorted(run.rglob("*"))
+    config = config_file(tmp_path, small_run(run, steps=7))
+    assert cli.main(["train", "--config", config, "--out", str(run)]) == 2
+    assert name in capsys.readouterr().err
+    assert theirs.read_text() == "theirs"
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", [".lock", "heartbeat.jsonl", "metrics.jsonl", "watchdog.txt"])
+def test_a_link_made_after_the_check_is_not_written_through_either(name: str, tmp_path: Path) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    trainer = Trainer(small_run(run, watchdog_s=0.01))
+    run.mkdir()
+    (run / name).symlink_to(theirs)
+    with nullcontext() if name == "watchdog.txt" else pytest.raises(OSError, match=name):
+        trainer.train()
+    assert theirs.read_text() == "theirs"
 
 
 @pytest.mark.parametrize("content", ["[]", "1", "", "[" * 100_000, '{"before": 1}', '{"environment": []}'])

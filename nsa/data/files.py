@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import require
+from nsa.files import open_no_link
 
 LOCK = ".lock"
 
@@ -62,7 +63,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
         ValueError: another process holds the lock; it names `argument`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with open(folder / LOCK, "a", opener=open_no_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

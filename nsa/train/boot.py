@@ -22,6 +22,7 @@ from nsa.model import LM
 from nsa.origin import commit, installed
 from nsa.train.config import FILE, TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
+from nsa.train.guards import LOCK
 from nsa.train.metrics import HEARTBEAT, METRICS
 from nsa.train.report import REPORT
 from nsa.train.run_folder import CHECKPOINTS
@@ -32,6 +33,9 @@ RUN = "run.json"
 MAX_RUN_BYTES = 2**26
 # What a run writes into its folder, after `config.yaml`.
 WRITTEN = (RUN, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
+
+# What it writes to in place; the rest is replaced.
+APPENDED = (LOCK, METRICS, HEARTBEAT)
 
 
 def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
@@ -150,7 +154,9 @@ def config_of(run: Path) -> TrainConfig:
 
 def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """How `config` differs from the run that its folder holds, if it holds one; another model is an error, and so are
-    files that no run wrote: it would replace them."""
+    files that no run wrote, which it would replace, and links that it would write through."""
+    links = [name for name in APPENDED if (config.out / name).is_symlink()]
+    require(not links, "out", str(config.out), f"a folder in which {', '.join(links)} is no symbolic link")
     if not (config.out / FILE).is_file():
         foreign = [name for name in WRITTEN if (config.out / name).exists()]
         require(not foreign, "out", str(config.out), f"another folder: this one holds {', '.join(foreign)} of no run")

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.config import require
 from nsa.data import Batch
-from nsa.files import make_folder
+from nsa.files import make_folder, open_no_link
 from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train.progress import say
 from nsa.train.step import autocast
@@ -111,7 +111,7 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
     """
     make_folder(folder)
     path = folder / LOCK
-    with path.open("w") as file:
+    with open(path, "a", opener=open_no_link) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -125,7 +125,7 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
         def in_place() -> bool:
             # Not by opening the file again: closing it would release the lock.
             try:
-                return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+                return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
@@ -247,7 +247,7 @@ class Watchdog:
         # Nothing that cannot be written may keep the rescue from being tried.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", errors="backslashreplace") as file:
+            with open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
                 file.write(f"{silence}\n{doing}\n\n")
                 # It writes past Python's buffer.
                 file.flush()
@@ -259,7 +259,7 @@ class Watchdog:
             faulthandler.dump_traceback(STDERR, all_threads=True)
         saved = answer("rescue", self.rescue)
         self.say(saved)
-        with suppress(OSError), self.path.open("a", errors="backslashreplace") as file:
+        with suppress(OSError), open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
             file.write(f"{saved}\n\n")
 
     def say(self, text: str) -> None:

@@ -25,6 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from nsa.files import open_no_link
+
 METRICS, HEARTBEAT, TENSORBOARD = "metrics.jsonl", "heartbeat.jsonl", "tensorboard"
 
 
@@ -91,9 +93,9 @@ def add_line(file: IO[str], record: dict[str, Any]) -> None:
 def open_lines(path: Path, resume: bool) -> IO[str]:
     """For adding lines: to what is there without its torn end, or to an empty file."""
     if resume and path.exists():
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=open_no_link) as file:
             file.truncate(whole_lines(file.read()))
-    return path.open("a" if resume else "w", encoding="utf-8")
+    return open(path, "a" if resume else "w", encoding="utf-8", opener=open_no_link)
 
 
 def whole_lines(content: bytes) -> int:
