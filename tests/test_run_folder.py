@@ -41,8 +41,9 @@ def changed_before(config: Any, changes: dict[int, Change]) -> Trainer:
 
 
 @pytest.mark.parametrize("left", ["no folder", "an empty one", "half a checkpoint", "a file"])
-def test_resume_without_a_checkpoint_is_an_error_and_empties_nothing(
-    left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flag", ["--resume", "--out"])
+def test_going_on_without_a_checkpoint_is_an_error_and_empties_nothing(
+    flag: str, left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     Trainer(small_run(run)).train()
@@ -52,12 +53,36 @@ def test_resume_without_a_checkpoint_is_an_error_and_empties_nothing(
     elif left != "no folder":
         (run / "checkpoints" / ("step_3.tmp" if left == "half a checkpoint" else "")).mkdir(parents=True)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert cli.main(["train", "--resume", str(run)]) == 2
+    config = ["--config", config_file(tmp_path, small_run(run))]
+    assert cli.main(["train", flag, str(run), *(config if flag == "--out" else [])]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"--resume is {str(run)!r}" in error
+    assert f"{flag.removeprefix('--') if flag == '--out' else flag} is {str(run)!r}" in error
     assert f"--out {run}" in error, "what to do"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_lost_its_checkpoints_starts_again_once_its_metrics_are_moved_away(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(small_run(run)).train()
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").rename(tmp_path / "old.jsonl")
+    config = config_file(tmp_path, small_run(run))
+    assert cli.main(["train", "--config", config, "--out", str(run)]) == 0
+    assert list(losses(run)) == list(range(1, 7))
+
+
+def test_a_run_that_was_killed_before_its_first_step_starts_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    class Killed(Trainer):
+        def step(self, step: int, batches: list[Batch]) -> StepResult:
+            raise SystemExit(137)
+
+    with pytest.raises(SystemExit):
+        Killed(small_run(run)).train()
+    assert lines_of(run, "eval")
+    assert Trainer(small_run(run)).train() is not None
 
 
 def test_resume_finds_a_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:

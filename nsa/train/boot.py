@@ -23,9 +23,9 @@ from nsa.origin import commit, installed
 from nsa.train.config import FILE, TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
 from nsa.train.guards import LOCK
-from nsa.train.metrics import HEARTBEAT, METRICS
+from nsa.train.metrics import HEARTBEAT, read_lines
 from nsa.train.report import REPORT
-from nsa.train.run_folder import CHECKPOINTS
+from nsa.train.run_folder import CHECKPOINTS, METRICS, require_checkpoint
 from nsa.train.step import DTYPES
 
 RUN = "run.json"
@@ -153,14 +153,20 @@ def config_of(run: Path) -> TrainConfig:
 
 
 def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """How `config` differs from the run that its folder holds, if it holds one; another model is an error, and so are
-    files that no run wrote, which it would replace, and links that it would write through."""
+    """How `config` differs from the run that its folder holds, if it holds one.
+
+    Raises:
+        ValueError: The run is of another model, or has lost its checkpoints; or the folder holds files that no run
+            wrote, which this one would replace, or links that it would write through.
+    """
     links = [name for name in APPENDED if (config.out / name).is_symlink()]
     require(not links, "out", str(config.out), f"a folder in which {', '.join(links)} is no symbolic link")
     if not (config.out / FILE).is_file():
         foreign = [name for name in WRITTEN if (config.out / name).exists()]
         require(not foreign, "out", str(config.out), f"another folder: this one holds {', '.join(foreign)} of no run")
         return {}
+    if any(line.get("kind") == "step" for line in read_lines(config.out / METRICS)):
+        require_checkpoint(config.out, "out")
     changed = diff(config_of(config.out), config)
     model = [key for key in changed if key.startswith("model.") and key != "model.attn.backend"]
     require(

@@ -48,6 +48,6 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
     require(
         "out" not in given, "--out", str(given.get("out")), "nothing with --resume, which goes on in the run's folder"
     )
-    require_checkpoint(args.resume)
+    require_checkpoint(args.resume, "--resume")
     # As it was configured: what the environment says now was part of that, or is not meant.
     return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=settings.Settings())

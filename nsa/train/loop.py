@@ -193,8 +193,9 @@ class Trainer:
             # It was cut short by the signal that ended the last start.
             self.evaluate()
         if self.began == 0 and c.save_every:
-            # A run that cannot save should not find out hours later, and has something to go back to.
-            self.save_if_finite(wait=False)
+            # A run that cannot save should not find out hours later. Waited for: metrics of steps without a checkpoint
+            # are those of a run that has lost it.
+            self.save_if_finite()
         self.shown = progress(c.steps) if self.ranks.first else None
         watchdog.beat()
         first = self.done

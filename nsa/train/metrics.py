@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from nsa.files import open_no_link
+from nsa.train.run_folder import METRICS
 
-METRICS, HEARTBEAT, TENSORBOARD = "metrics.jsonl", "heartbeat.jsonl", "tensorboard"
+HEARTBEAT, TENSORBOARD = "heartbeat.jsonl", "tensorboard"
 
 
 class RunLog:

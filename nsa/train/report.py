@@ -19,7 +19,8 @@ from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import replace_text
-from nsa.train.metrics import HEARTBEAT, METRICS, read_lines
+from nsa.train.metrics import HEARTBEAT, read_lines
+from nsa.train.run_folder import METRICS
 
 REPORT = "report.html"
 

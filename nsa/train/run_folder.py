@@ -9,6 +9,7 @@ from nsa.config import require
 from nsa.files import TEMPORARY
 
 CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
 
 # A folder whose name ends so is no checkpoint: it is being written, being replaced, or being removed.
 REPLACED = ".replaced" + TEMPORARY
@@ -26,14 +27,14 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def require_checkpoint(run: Path) -> None:
-    """`ValueError` unless `run` has a checkpoint to resume from: without one, a start would empty its metrics."""
+def require_checkpoint(run: Path, argument: str) -> None:
+    """`ValueError`, naming `argument`, unless `run` has a checkpoint: without one, a start would empty its metrics."""
     folder = run / CHECKPOINTS
     found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
     require(
         found,
-        "--resume",
+        argument,
         str(run),
         f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "
-        f"--config and --out {run}, which replaces the metrics of the run",
+        f"--config and another --out (or --out {run}, once its {METRICS} is moved away)",
     )
