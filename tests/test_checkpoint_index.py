@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from test_checkpoint import assert_same, make, train, whole
 from training import small_run
 
+from nsa import cli
 from nsa.model import load_model, save_model
 from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train import Trainer, index
@@ -185,6 +186,37 @@ def test_an_index_with_anything_in_it_is_read_or_refused(saved: Trainer, data: s
         assert_resumes_or_refuses(saved)
     finally:
         (folder / "index.json").write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rng", {}),
+        ("rng", {"python": [3, [1, 2], None], "torch": ""}),
+        ("rng", {"python": "x", "torch": "x"}),
+        ("rng", 1),
+        ("data", {}),
+        ("data", {"added": 1}),
+        ("data", None),
+        ("scaler", 1),
+    ],
+)
+def test_a_wrong_state_in_an_index_is_named_with_its_file(
+    name: str, value: Any, saved: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved.checkpoints.path(2)
+    before = (folder / "index.json").read_bytes()
+    body = read_body(folder)
+    body["extra"][0][name] = value
+    try:
+        write_body(folder, body)
+        assert cli.main(["train", "--resume", str(saved.config.out)]) == 2
+    finally:
+        (folder / "index.json").write_bytes(before)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(folder / "index.json") in error
+    assert name in error
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import math
 import random
 import reprlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -118,6 +118,7 @@ class Checkpoints:
         if self.rank == 0:
             recover(self.folder)
         steps = self.from_rank_0(self.steps())
+        problems = []
         for step in reversed(steps):
             index, problem = self.inspect(step)
             if index is not None and problem is None:
@@ -126,13 +127,14 @@ class Checkpoints:
                 same = len(index.extra) == self.ranks
                 return step, index.extra[self.rank if same else 0]
             self.rejected.append(step)
+            problems.append(f"step_{step}: {problem}")
             if self.rank == 0:
                 message = f"{self.path(step)} is damaged ({problem}); going back to the checkpoint before it"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         if steps:
             raise ValueError(
                 f"folder is {str(self.folder)!r}; accepted: one with an intact checkpoint, or none: all of {steps} are "
-                "damaged (move the folder away to start anew)"
+                f"damaged ({'; '.join(problems)}). Restore them from a copy"
             )
         return None
 
@@ -355,7 +357,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | str = "cpu") -> 
         if "cuda" in state and torch.device(device).type == "cuda":
             torch.cuda.set_rng_state(from_text(state["cuda"]), device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"the random state cannot be restored: {error!r}") from error
+        raise ValueError(f"rng cannot be restored: {error!r}") from error
 
 
 def to_text(x: Tensor) -> str:
@@ -366,8 +368,17 @@ def from_text(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def check_state(extra: dict[str, Any], folder: Path) -> None:
-    """`ValueError` unless `extra`, as read from `folder`, holds all that a run saves besides tensors."""
+@contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """What a checkpoint's index holds besides tensors is taken up in here: a `ValueError` names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the run cannot go on from {folder / INDEX}: {error}") from error
+
+
+def check_state(extra: dict[str, Any]) -> None:
+    """`ValueError` unless `extra` holds all that a run saves besides tensors."""
 
     def is_number(value: Any) -> bool:
         return type(value) is float or is_count(abs(value) if type(value) is int else None)
@@ -394,7 +405,7 @@ def check_state(extra: dict[str, Any], folder: Path) -> None:
     }
     for name, holds in valid.items():
         if not holds(extra.get(name)):
-            raise ValueError(f"{folder / INDEX} is damaged: {name} cannot be {reprlib.repr(extra.get(name))}")
+            raise ValueError(f"{name} cannot be {reprlib.repr(extra.get(name))}")
 
 
 # What others load.

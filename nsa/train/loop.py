@@ -23,7 +23,7 @@ from nsa.data.config import Split
 from nsa.generate import generate
 from nsa.model import LM, load_model
 from nsa.train.boot import backends, boot_line, check_folder, check_ranks, record_of, write_down
-from nsa.train.checkpoint import Checkpoints, check_state, export, put_together, rng_state, set_rng_state
+from nsa.train.checkpoint import Checkpoints, check_state, export, put_together, restoring, rng_state, set_rng_state
 from nsa.train.clock import Clock
 from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, Vote, all_finite, any_rank, parallelize
@@ -489,14 +489,15 @@ class Trainer:
         if found is None:
             return 0
         self.done, extra = found
-        check_state(extra, self.checkpoints.path(self.done))
+        with restoring(self.checkpoints.path(self.done)):
+            check_state(extra)
+            self.loader.load_state_dict(extra["data"])
+            set_rng_state(extra["rng"], self.device)
         self.began = self.done
         # Read now: a file that is damaged must not end a run that has gone on.
         self.last_start = record_of(c.out)
         require(self.done <= c.steps, "steps", c.steps, f"at least the {self.done} that the run in {c.out} has done")
-        self.loader.load_state_dict(extra["data"])
         self.position = extra["data"]
-        set_rng_state(extra["rng"], self.device)
         # Empty where the run did not scale its losses so far.
         if extra["scaler"]:
             self.update.scaler.load_state_dict(extra["scaler"])
