@@ -28,21 +28,28 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     # A name that nobody else has, opened exclusively: no file of others is replaced, no link written through.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}{TEMPORARY}")
     try:
-        with temporary.open("xb") as file:
-            yield file
-            # Python's buffer first: fsync knows only what the kernel has.
-            file.flush()
-            sync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except BaseException as error:
+        with naming_file(path, temporary):
+            with temporary.open("xb") as file:
+                yield file
+                sync_file(file)
+            temporary.replace(path)
+            sync_folder(path.parent)
+    except BaseException:
         # Cleaning up must not hide the error that made it necessary.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
-            # A full disk names no file, and the temporary name means nothing to the reader.
-            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+@contextmanager
+def naming_file(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """A read or write that fails (full disk, I/O error) says why, not where: name `path`, also for its `temporary`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -71,6 +78,12 @@ def make_folder(folder: Path) -> None:
 
 def sync(descriptor: int) -> None:
     os.fsync(descriptor)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    # Python's buffer first: fsync knows only what the kernel has.
+    file.flush()
+    sync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from corpora import TEXTS, command, jsonl_file, needs_tokenizers, opened, text_files
+from power_cut import Disk
 
-from nsa import cli
+from nsa import cli, files
 from nsa.data import DataConfig, prepare, train_bpe
 from nsa.data.shards import Shard
 
@@ -237,14 +238,14 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", ["train-00001.tokens", "valid-00000.tokens", "manifest.json"])
 def test_a_rename_that_fails_leaves_nothing(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.rename
+    for name, real in (("rename", Path.rename), ("replace", Path.replace)):
 
-    def rename(self: Path, target: Path) -> Path:
-        if target.name == failing:
-            raise OSError(f"no room for {failing}")
-        return real(self, target)
+        def failing_once(self: Path, target: Path, real: Any = real) -> Path:
+            if target.name == failing:
+                raise OSError(f"no room for {failing}")
+            return real(self, target)
 
-    monkeypatch.setattr(Path, "rename", rename)
+        monkeypatch.setattr(Path, name, failing_once)
     path, out = jsonl_file(tmp_path / "corpus.jsonl"), tmp_path / "out"
     words = ("prepare", "--source", "jsonl", "--path", str(path), "--shard-tokens", "300", "--out", str(out))
     with pytest.raises(OSError, match=failing):
@@ -261,6 +262,48 @@ def test_a_set_whose_files_have_not_all_got_their_names_is_known_to_be_incomplet
     command("prepare", "--source", "jsonl", "--path", str(path), "--out", str(out))
     with pytest.raises(ValueError, match=r"train-00000.tokens is missing"):
         command("check", str(out))
+
+
+@pytest.mark.parametrize("bad", ["", "broken\n"])
+def test_prepared_data_survives_a_power_cut_and_before_is_known_to_be_incomplete(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power fails after every single fsync."""
+    root, cuts = tmp_path / "disk", tmp_path / "cuts"
+    root.mkdir()
+    path = jsonl_file(tmp_path / "corpus.jsonl")
+    path.write_text(path.read_text() + bad)
+    disk = Disk(root, monkeypatch)
+    whole = []
+
+    def check(at: Path) -> bool:
+        for name, content in disk.survivors().items():
+            if (root / name).is_dir():
+                continue
+            assert content is not None or name.endswith((".part", ".tmp", ".lock")), name
+            (at / name).parent.mkdir(parents=True, exist_ok=True)
+            (at / name).write_bytes(content or b"")
+        try:
+            return command("check", str(at / "deep" / "out")) == 0
+        except ValueError:
+            return False
+
+    def sync_and_cut(descriptor: int) -> None:
+        disk.sync(descriptor)
+        whole.append(check(cuts / str(len(whole))))
+
+    monkeypatch.setattr(files, "sync", sync_and_cut)
+    out = root / "deep" / "out"
+    words = ("prepare", "--source", "jsonl", "--path", str(path), "--shard-tokens", "300", "--on-bad", "skip")
+    assert command(*words, "--out", str(out)) == 0
+    first = whole.index(True)
+    assert all(whole[first:])
+    assert first > 0
+    written = {str(each.relative_to(root)): each.read_bytes() for each in out.iterdir() if each.name != ".lock"}
+    assert ("deep/out/skipped.jsonl" in written) == bool(bad)
+    survivors = disk.survivors()
+    disk.close()
+    assert {name: survivors.get(name) for name in written} == written
 
 
 def test_prepare_that_fails_leaves_no_part_of_a_corpus(tmp_path: Path) -> None:

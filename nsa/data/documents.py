@@ -21,8 +21,9 @@ from textwrap import shorten
 from typing import Any, NamedTuple, Protocol
 
 from nsa.config import require
-from nsa.data.files import naming_file, parse_json
+from nsa.data.files import parse_json
 from nsa.data.shuffle import Permutation
+from nsa.files import naming_file
 
 # One document in this many is kept for validation, so that no text is in both.
 VALID_EVERY = 20

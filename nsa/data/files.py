@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import require
-from nsa.files import open_no_link
+from nsa.files import make_folder, open_no_link
 
 LOCK = ".lock"
 
@@ -39,17 +39,6 @@ def parse_json(text: str | bytes, problem: str) -> Any:
         raise ValueError(f"{problem}: {error}") from error
 
 
-@contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """A read or write that fails (full disk, I/O error) says why, not where."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def aside(path: Path) -> Path:
     """Where a file is written until it is complete."""
     return path.with_name(path.name + ".part")
@@ -62,7 +51,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
     Raises:
         ValueError: another process holds the lock; it names `argument`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with open(folder / LOCK, "a", opener=open_no_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,14 +9,14 @@ A shard's header holds the CRC-32 of its tokens and of its offsets, and the name
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import aside, naming_file, parse_json, read_text
+from nsa.data.files import parse_json, read_text
+from nsa.files import replace_text
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -42,16 +42,7 @@ class Manifest(NamedTuple):
 
     def write(self, folder: Path) -> None:
         files = {name: listed._asdict() for name, listed in self.files.items()}
-        path = folder / MANIFEST
-        try:
-            with naming_file(path), aside(path).open("w", encoding="utf-8") as file:
-                json.dump({"version": VERSION, "files": files}, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside(path).rename(path)
-        finally:
-            aside(path).unlink(missing_ok=True)
+        replace_text(folder / MANIFEST, json.dumps({"version": VERSION, "files": files}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -29,6 +29,7 @@ from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
 from nsa.data.shards import Shard, ShardWriter, open_shards
 from nsa.data.tokenizer import FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
+from nsa.files import replace_text
 
 # Characters of the training documents that a BPE is trained on: more makes it no better.
 BPE_CHARACTERS = 100_000_000
@@ -67,7 +68,7 @@ class Skipped:
 
     def write(self, path: Path) -> None:
         rows = [{"document": where, "problem": what, "documents": n} for where, (what, n) in self.found.items()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prepare(

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import aside, naming_file
+from nsa.data.files import aside
 from nsa.data.manifest import SUFFIX, Listed, Manifest
 from nsa.data.pools import Pool, Window
 from nsa.data.shuffle import Permutation
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
+from nsa.files import naming_file, sync_file, sync_folder
 
 MAGIC = b"NSATOKEN"
 # 2 names the tokenizer.
@@ -280,8 +281,7 @@ class ShardWriter:
             self.file.write(bytes(header.offsets_at - HEADER_BYTES - count * self.width) + offsets)
             self.file.seek(0)
             self.file.write(header.pack())
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            sync_file(self.file)
             self.file.close()
         self.file = None
         self.headers.append(header)
@@ -296,10 +296,11 @@ class ShardWriter:
         return {path.name: header.listed for path, header in zip(self.paths, self.headers, strict=True)}
 
     def publish(self) -> None:
-        """Everything is there: the files get their names."""
+        """Everything is there: the files get their names, and those survive a power cut."""
         self.finish()
         for path in self.paths:
             aside(path).rename(path)
+        sync_folder(self.folder)
 
     def discard(self) -> None:
         """Remove every file of this writer."""
