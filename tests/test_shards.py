@@ -299,8 +299,9 @@ def truncated_while_read(folder: Path) -> None:
 
 def replaced_while_read(folder: Path) -> None:
     for path in folder.glob("train-*.tokens"):
-        path.rename(path.with_suffix(".old"))
-        shutil.copy(path.with_suffix(".old"), path)
+        # At once: a thread reads ahead.
+        shutil.copy(path, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
 
 
 def removed_while_read(folder: Path) -> None:
