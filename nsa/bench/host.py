@@ -84,22 +84,21 @@ def count_launches(call: Callable[[], Any], wait: Callable[[], None]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or [])
 
 
-def measure(task: Task, shape: Shape, dtype: torch.dtype, device: str, commit: str | None) -> Iterator[Row]:
-    on_gpu = device == "cuda"
-    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
-
+def calls_of(task: Task) -> dict[str, Callable[[], Any]]:
     def forward() -> Tensor:
         with torch.no_grad():
             return task.forward()
 
-    modes: dict[str, Callable[[], Any]] = {"fwd": forward, "fwd+bwd": task.both}
-    for mode, call in modes.items():
+    return {"fwd": forward, "fwd+bwd": task.both}
+
+
+def measure(task: Task, shape: Shape, dtype: torch.dtype, device: str, commit: str | None) -> Iterator[Row]:
+    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for mode, call in calls_of(task).items():
         host, wall = host_times(call, wait)
         p20, p50, p80 = quantiles(host)
-        launches = f"{count_launches(call, wait)} launches" if on_gpu else "no launches"
-        shown = f"{shape.n_heads}/{shape.n_groups}/{shape.width} B={shape.batch} S={shape.length}"
-        times = f"host {p50:7.3f} ms   wall {quantiles(wall)[1]:7.3f} ms   {launches}"
-        print(f"{shown:<28} {task.op:<10} {task.impl:<12} {mode:<8} {times}", flush=True)
+        times = f"host {p50:7.3f} ms   wall {quantiles(wall)[1]:7.3f} ms"
+        print(f"{name_of(shape):<28} {task.op:<10} {task.impl:<12} {mode:<8} {times}", flush=True)
         yield Row(
             suite="host",
             op=task.op,
@@ -121,17 +120,28 @@ def measure(task: Task, shape: Shape, dtype: torch.dtype, device: str, commit: s
         )
 
 
+def name_of(shape: Shape) -> str:
+    return f"{shape.n_heads}/{shape.n_groups}/{shape.width} B={shape.batch} S={shape.length}"
+
+
 def run(args: argparse.Namespace) -> int:
     require(min(args.lengths) > 0, "--lengths", args.lengths, "numbers of at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         print("no CUDA GPU: these are times of the CPU path, computation included, and no launches are counted")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for n_heads, n_groups, width in map(parse_heads, args.heads):
-        for length in args.lengths:
-            shape = Shape(args.batch_size, length, n_heads, n_groups, width)
+    heads = [parse_heads(text) for text in args.heads]
+    shapes = [Shape(args.batch_size, length, *sizes) for sizes in heads for length in args.lengths]
+    for shape in shapes:
+        for task in tasks(shape, dtype, device, args.backend):
+            for row in measure(task, shape, dtype, device, args.commit):
+                if args.out is not None:
+                    append(args.out, row)
+    if device == "cuda":
+        # Last: once a profiler has run, it slows every later launch of the process.
+        for shape in shapes:
             for task in tasks(shape, dtype, device, args.backend):
-                for row in measure(task, shape, dtype, device, args.commit):
-                    if args.out is not None:
-                        append(args.out, row)
+                counts = {mode: count_launches(call, torch.cuda.synchronize) for mode, call in calls_of(task).items()}
+                told = "   ".join(f"{mode} {count} launches" for mode, count in counts.items())
+                print(f"{name_of(shape):<28} {task.op:<10} {task.impl:<12} {told}", flush=True)
     return 0

@@ -94,9 +94,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # Divided here, not in the forward: a softmax over many rows would underflow in fp16.
         scale = grad_loss / count
         with torch.no_grad():
-            grads = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
-        grads = differentiable_once(ONCE, grads, (grad_loss, *links))
-        return *grads, None, None, None, None
+            scaled = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
+        return *differentiable_once(ONCE, scaled, (grad_loss, *links)), None, None, None, None
 
 
 def log_softmax_chunks(
