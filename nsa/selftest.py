@@ -119,7 +119,7 @@ class Stage:
             pull = Pull(self.backward, (first,), self.leaves, " gated", gate=self.gate)
             pulls += [pull, replace(pull, label=" gated and added", added=True)]
         if self.op == "combine":
-            pulls.append(Pull("gates_backward", (first,), ("gates",), " alone"))
+            pulls.append(Pull("prepare_backward", (first,), ("gates",), " alone"))
         return pulls
 
 
@@ -435,14 +435,15 @@ def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
     for pull in stage.pulls(trial):
         grads = [trial.tensors[f"d{name}"] if name in pull.outputs else None for name in stage.outputs]
         backward = getattr(backend, pull.function)
-        if stage.op == "combine":
+        if pull.function == "prepare_backward":
+            results = (prepare(backend, trial, {})[0],)
+        elif stage.op == "combine":
             results = as_tuple(backward(*grads, *inputs))
         elif stage.op == "compress":
             results = as_tuple(backward(*grads, *branch))
         else:
-            results = backward(upstream(trial, pull, grads, outputs), saved(inputs, outputs), *branch)
-        # The gates' gradients alone are as exact as a backend sums; the layer rounds them.
-        gradients += [x.to(trial.dtype) for x in results] if pull.function == "gates_backward" else results
+            results = backward(upstream(backend, trial, pull, grads, outputs), saved(inputs, outputs), *branch)
+        gradients += results
     return (*outputs, *gradients)
 
 
@@ -451,15 +452,33 @@ def saved(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Saved:
     return Saved(q, k, v, *outputs, *indices)
 
 
-def upstream(trial: Trial, pull: Pull, grads: list[Tensor | None], outputs: tuple[Tensor, ...]) -> Upstream:
+def upstream(
+    backend: Any, trial: Trial, pull: Pull, grads: list[Tensor | None], outputs: tuple[Tensor, ...]
+) -> Upstream:
     do, dlse = grads
     assert do is not None
     if pull.gate is None:
         return Upstream(do, dlse)
-    # Columns of what all gates have in one tensor, as the layer hands them out; `dq` is added to in place.
-    gate = trial.tensors["gates"][..., pull.gate]
-    product = trial.products(pull.gate, outputs[0])[..., pull.gate]
-    return Upstream(do, dlse, gate, product, trial.tensors["dq"].clone() if pull.added else None)
+    if hasattr(backend, "prepare_backward"):
+        # As the layer has it: one function prepares all branches, of which this is one.
+        prepared = prepare(backend, trial, {pull.gate: outputs})[1][pull.gate]
+    else:
+        # Columns of what all gates have in one tensor.
+        gate = trial.tensors["gates"][..., pull.gate]
+        prepared = Upstream(do, dlse, gate, trial.products(pull.gate, outputs[0])[..., pull.gate])
+    # Added to in place.
+    return prepared._replace(dq=trial.tensors["dq"].clone() if pull.added else None)
+
+
+def prepare(backend: Any, trial: Trial, known: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, tuple[Upstream, ...]]:
+    """`prepare_backward` of the drawn outputs, those `known` of a branch in their place."""
+    drawn = [(trial.tensors[name], trial.tensors["lse_cmp"]) for name in BRANCHES]
+    outputs, lses = zip(*(known.get(branch, pair) for branch, pair in enumerate(drawn)), strict=True)
+    tensors = trial.tensors
+    found: tuple[Tensor, tuple[Upstream, ...]] = backend.prepare_backward(
+        tensors["do"], outputs, lses, tensors["gates"], trial.problem.n_groups
+    )
+    return found
 
 
 def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

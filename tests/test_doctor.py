@@ -198,17 +198,20 @@ def test_a_gate_a_product_or_a_sum_that_is_misread_is_caught(changed: dict[str, 
 
 
 def test_wrong_gradients_of_the_gates_alone_are_caught() -> None:
-    def backward(*args: Any) -> torch.Tensor:
-        return sdpa.combine_backward(*args)[3].roll(1, dims=-1)
+    def prepare(*args: Any) -> Any:
+        d_gates, upstreams = sdpa.prepare_backward(*args)
+        return d_gates.roll(1, dims=-1), upstreams
 
-    assert failing(examine(patient(gates_backward=backward))) == {("triton", "combine", "dgates alone")}
+    assert failing(examine(patient(prepare_backward=prepare))) == {("triton", "combine", "dgates alone")}
 
 
-def test_gradients_of_the_gates_may_be_more_exact_than_asked_for() -> None:
-    def backward(*args: torch.Tensor) -> torch.Tensor:
-        return sdpa.combine_backward(*(x.float() for x in args))[3]
+def test_a_branch_that_is_prepared_wrongly_is_caught() -> None:
+    def prepare(*args: Any) -> Any:
+        d_gates, (cmp, sel, win) = sdpa.prepare_backward(*args)
+        return d_gates, (cmp, sel, win._replace(gate=win.gate * 1.01))
 
-    assert not failing(selftest.self_test([patient(gates_backward=backward)], replace(SHAPE, dtype=torch.bfloat16)))
+    found = failing(examine(patient(prepare_backward=prepare)))
+    assert found == {("triton", "sliding", f"d{x} {label}") for x in "qkv" for label in GATED}
 
 
 def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
