@@ -68,6 +68,14 @@ def open_no_link(path: str, flags: int) -> int:
         raise OSError(error.errno, "a symbolic link, which is not written through", path) from None
 
 
+def is_at(path: Path, file: IO[Any]) -> bool:
+    """Whether `path` is still the open `file`. Does not open it again: closing it would release a lock on it."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def make_folder(folder: Path) -> None:
     """Create `folder` and its parents, each synced into its own parent."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

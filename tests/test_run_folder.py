@@ -118,6 +118,35 @@ def test_a_folder_that_is_moved_keeps_what_it_has(tmp_path: Path) -> None:
     assert Trainer(small_run(run)).resume() == 5
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.jsonl"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_log_that_is_deleted_or_replaced_is_written_again_which_is_reported(
+    name: str, replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(trainer: Trainer) -> None:
+        (tmp_path / name).unlink()
+        if replaced:
+            (tmp_path / name).write_text('{"kind": "theirs"}\n')
+
+    assert changed_before(small_run(tmp_path, log_every=1), {3: lose}).train() is not None
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[log]")]
+    assert any(str(tmp_path / name) in line and "step 4" in line for line in said)
+    lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    assert [line["kind"] for line in lines if "step" not in line and line.get("kind") != "end"] == ["theirs"] * replaced
+    assert min(line["step"] for line in lines if "step" in line) == 4
+    assert max(line["step"] for line in lines if "step" in line) == 6
+
+
+def test_a_lock_that_is_deleted_alone_is_named_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer = changed_before(small_run(run, log_every=1), {4: lambda trainer: (run / ".lock").unlink()})
+    with pytest.raises(RunStopped, match=r"run/\.lock was deleted.*step 5 is saved") as stopped:
+        trainer.train()
+    assert "without metrics" not in str(stopped.value)
+    assert list(losses(run)) == [1, 2, 3, 4]
+    assert cli.main(["train", "--resume", str(run)]) == 0
+
+
 def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
 

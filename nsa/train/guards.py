@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import faulthandler
 import fcntl
-import os
 import signal
 import threading
 import time
@@ -21,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.config import require
 from nsa.data import Batch
-from nsa.files import make_folder, open_no_link
+from nsa.files import is_at, make_folder, open_no_link
 from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train.progress import say
 from nsa.train.step import autocast
@@ -121,15 +120,7 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
                 str(folder),
                 "a folder that no other process trains in, and one does at this moment",
             )
-
-        def in_place() -> bool:
-            # Not by opening the file again: closing it would release the lock.
-            try:
-                return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-
-        yield in_place
+        yield lambda: is_at(path, file)
 
 
 class Skips:

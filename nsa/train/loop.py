@@ -367,17 +367,23 @@ class Trainer:
         return text
 
     def check_in_place(self) -> None:
-        """Stop the run, with what is done saved, if its folder was deleted, moved or replaced."""
-        if not any_rank(not self.in_place(), self.device):
-            return
+        """Stop the run, with what is done saved, if its folder or its lock was deleted, moved or replaced."""
         out = self.config.out
-        what = f"{out} was deleted, moved or replaced during the run"
+        if not any_rank(not self.in_place(), self.device):
+            for path in self.log.reopen() if self.log is not None else ():
+                self.say(
+                    f"[log] {path} was deleted or replaced: what is written from step {self.done} on is in a new one"
+                )
+            return
+        lock_alone = any_rank(self.log is not None and self.log.in_place(), self.device)
+        what = f"{out / LOCK if lock_alone else out} was deleted, moved or replaced during the run"
         if any_rank(self.ranks.first and (out / LOCK).exists(), self.device):
-            raise RunStopped(f"{what}, and another run uses it: step {self.done} is not saved")
+            raise RunStopped(f"{what}, and another run may use the folder: step {self.done} is not saved")
         self.written = False
         self.write_down()
         kept = self.save_if_finite()
-        raise RunStopped(f"{what}; created again, without metrics: {kept}. Go on with: nsa train --resume {out}")
+        again = "" if lock_alone else "; created again, without metrics"
+        raise RunStopped(f"{what}{again}: {kept}. Go on with: nsa train --resume {out}")
 
     def write_down(self) -> None:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from nsa.files import open_no_link
+from nsa.files import is_at, open_no_link
 from nsa.train.run_folder import METRICS
 
 HEARTBEAT, TENSORBOARD = "heartbeat.jsonl", "tensorboard"
@@ -36,26 +36,38 @@ class RunLog:
 
     def __init__(self, folder: Path, *, resume: bool, tensorboard: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.metrics = open_lines(folder / METRICS, resume)
-        self.beats = open_lines(folder / HEARTBEAT, resume)
+        self.files = {name: open_lines(folder / name, resume) for name in (METRICS, HEARTBEAT)}
+        self.folder = folder
         self.board: Any = None
         # Made when there is a number to show: the import takes seconds.
         self.board_folder = folder / TENSORBOARD if tensorboard and find_spec("tensorboard") is not None else None
 
     def write(self, kind: str, **values: Any) -> None:
         """A line of metrics. Times are no part of it: the same run twice gives the same lines."""
-        add_line(self.metrics, {"kind": kind, **plain(values)})
+        add_line(self.files[METRICS], {"kind": kind, **plain(values)})
         step = values.get("step")
         if isinstance(step, int):
             self.show(kind, {name: value for name, value in values.items() if name != "step"}, step)
 
     def heartbeat(self, step: int, **values: Any) -> None:
         """A sign of life, with the time in seconds since 1970: whoever watches compares it with their clock."""
-        add_line(self.beats, {"time": round(time.time(), 3), "step": step, **plain(values)})
+        add_line(self.files[HEARTBEAT], {"time": round(time.time(), 3), "step": step, **plain(values)})
+
+    def in_place(self) -> bool:
+        """Whether the metrics are where they were opened."""
+        return is_at(self.folder / METRICS, self.files[METRICS])
+
+    def reopen(self) -> list[Path]:
+        """The files that were deleted or replaced since they were opened; from now on they are written again."""
+        lost = [name for name, file in self.files.items() if not is_at(self.folder / name, file)]
+        for name in lost:
+            self.files[name].close()
+            self.files[name] = open_lines(self.folder / name, resume=True)
+        return [self.folder / name for name in lost]
 
     def close(self) -> None:
-        self.metrics.close()
-        self.beats.close()
+        for file in self.files.values():
+            file.close()
         if self.board is not None:
             with self.without_charts_if_it_fails():
                 self.board.close()
