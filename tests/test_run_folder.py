@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -137,14 +139,19 @@ def test_a_log_that_is_deleted_or_replaced_is_written_again_which_is_reported(
     assert max(line["step"] for line in lines if "step" in line) == 6
 
 
-def test_a_lock_that_is_deleted_alone_is_named_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+def test_a_lock_that_is_deleted_alone_is_taken_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    trainer = changed_before(small_run(run, log_every=1), {4: lambda trainer: (run / ".lock").unlink()})
-    with pytest.raises(RunStopped, match=r"run/\.lock was deleted.*step 5 is saved") as stopped:
-        trainer.train()
-    assert "without metrics" not in str(stopped.value)
-    assert list(losses(run)) == [1, 2, 3, 4]
-    assert cli.main(["train", "--resume", str(run)]) == 0
+    code = f"import fcntl; fcntl.lockf(open({str(run / '.lock')!r}, 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    others = []
+
+    def another_locks_it(trainer: Trainer) -> None:
+        others.append(subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode)
+
+    changes: dict[int, Change] = {3: lambda trainer: (run / ".lock").unlink(), 4: another_locks_it}
+    assert changed_before(small_run(run, log_every=1), changes).train() is not None
+    assert others == [1], "it is held"
+    assert str(run / ".lock") in capsys.readouterr().out
+    assert list(losses(run)) == list(range(1, 7))
 
 
 def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> None:

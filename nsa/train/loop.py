@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -92,6 +92,7 @@ class Trainer:
         self.checkpoints = Checkpoints(c.out / CHECKPOINTS, keep=c.keep, judge=fingerprint(self.valid, c.model.seq_len))
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
         # Whether the run's folder is still the one that it locked.
+        self.locks = ExitStack()
         self.in_place: Callable[[], bool] = lambda: True
         self.log: RunLog | None = None
         self.written = False
@@ -143,8 +144,9 @@ class Trainer:
         listening = self.signals if signals is None else nullcontext()
         watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=self.rescue)
         try:
-            lock = only_writer(c.out) if self.ranks.first else nullcontext(self.in_place)
-            with listening, lock as self.in_place, watchdog:
+            with listening, self.locks, watchdog:
+                if self.ranks.first:
+                    self.in_place = self.locks.enter_context(only_writer(c.out))
                 with self.changing:
                     self.resume()
                 watchdog.beat()
@@ -367,23 +369,24 @@ class Trainer:
         return text
 
     def check_in_place(self) -> None:
-        """Stop the run, with what is done saved, if its folder or its lock was deleted, moved or replaced."""
+        """Stop the run, with what is done saved, if its folder was deleted, moved or replaced; mend single files."""
         out = self.config.out
-        if not any_rank(not self.in_place(), self.device):
-            for path in self.log.reopen() if self.log is not None else ():
-                self.say(
-                    f"[log] {path} was deleted or replaced: what is written from step {self.done} on is in a new one"
-                )
-            return
-        lock_alone = any_rank(self.log is not None and self.log.in_place(), self.device)
-        what = f"{out / LOCK if lock_alone else out} was deleted, moved or replaced during the run"
-        if any_rank(self.ranks.first and (out / LOCK).exists(), self.device):
-            raise RunStopped(f"{what}, and another run may use the folder: step {self.done} is not saved")
-        self.written = False
-        self.write_down()
-        kept = self.save_if_finite()
-        again = "" if lock_alone else "; created again, without metrics"
-        raise RunStopped(f"{what}{again}: {kept}. Go on with: nsa train --resume {out}")
+        missing = any_rank(not self.in_place(), self.device)
+        taken = missing and any_rank(self.ranks.first and (out / LOCK).exists(), self.device)
+        what = f"{out} was deleted, moved or replaced during the run"
+        if taken:
+            raise RunStopped(f"{what}, or its {LOCK} was; another run may use it: step {self.done} is not saved")
+        # A folder that holds the open metrics is the run's own.
+        if missing and not any_rank(self.log is not None and self.log.in_place(), self.device):
+            self.written = False
+            self.write_down()
+            kept = self.save_if_finite()
+            raise RunStopped(f"{what}; created again, without metrics: {kept}. Go on with: nsa train --resume {out}")
+        if missing and self.ranks.first:
+            self.in_place = self.locks.enter_context(only_writer(out))
+            self.say(f"[log] {out / LOCK} was deleted: the folder is locked again")
+        for path in self.log.reopen() if self.log is not None else ():
+            self.say(f"[log] {path} was deleted or replaced: what is written from step {self.done} on is in a new one")
 
     def write_down(self) -> None:
         """The config and the environment. A run that goes on writes them once it has gone on: a start that fails must
