@@ -435,6 +435,7 @@ def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
     for pull in stage.pulls(trial):
         grads = [trial.tensors[f"d{name}"] if name in pull.outputs else None for name in stage.outputs]
         backward = getattr(backend, pull.function)
+        results: tuple[Tensor, ...]
         if pull.function == "prepare_backward":
             results = (prepare(backend, trial, {})[0],)
         elif stage.op == "combine":
