@@ -12,13 +12,13 @@ from nsa.backends.sdpa.branches import (
     sliding_backward,
     sliding_forward,
 )
+from nsa.backends.sdpa.combine import combine_backward, combine_forward, gates_backward, prepare_backward
 from nsa.backends.sdpa.compress import (
     compress_mean_backward,
     compress_mean_forward,
     gather_blocks_backward,
     gather_blocks_forward,
 )
-from nsa.backends.sdpa.mixture import combine_backward, combine_forward, gates_backward, prepare_backward
 from nsa.backends.sdpa.selected import selected_backward, selected_forward
 from nsa.backends.sdpa.selection import select_blocks
 
