@@ -1,7 +1,7 @@
 """What a run compiles before its first step, and what it says meanwhile.
 
-Kernels that were never launched on a machine take Triton a minute and more, one after the other. They are compiled in
-parallel, and what takes long is announced before it begins.
+Kernels that were never launched on a machine are compiled in parallel, and what takes long is announced before it
+begins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compile the kernels of a computation in parallel, before it runs for the first time.
 
-On a new machine a layer's two dozen kernels take Triton a minute and more, one after the other as they are first
-launched. Here the computation is run once without launching anything, which tells every kernel it needs; these are then
-compiled by as many threads as there are cores. Triton's disk cache makes all of this a matter of a second afterwards.
+On a new machine a layer's kernels would be compiled one after the other, as each is first launched. Here the
+computation is run once without launching anything, which tells every kernel it needs; these are then compiled by as
+many threads as there are cores. Afterwards Triton finds them in its disk cache.
 """
 
 from __future__ import annotations
