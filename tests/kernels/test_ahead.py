@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,18 @@ from nsa.backends.triton.launch import COLLECTING, Launch
 
 
 class Compiled:
-    run = "loaded"
+    """Stands for a compiled kernel: `run` loads it, and counts how many are being loaded at once."""
+
+    loading, most_loading = 0, 0
+
+    @property
+    def run(self) -> str:
+        kind = type(self)
+        kind.loading += 1
+        kind.most_loading = max(kind.most_loading, kind.loading)
+        time.sleep(0.01)
+        kind.loading -= 1
+        return "loaded"
 
 
 class Kernel:
@@ -44,6 +56,13 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "triton_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 8)
+    launches = [Launch(Kernel(), (n,), N=n) for n in range(1, 9)]
+    ahead.compile_ahead(lambda: [launch(x=torch.zeros(4)) for launch in launches])
+    assert Compiled.most_loading == 1
 
 
 def test_every_launch_is_compiled_and_none_runs() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Collector:
         self.pool = ThreadPoolExecutor(workers)
         self.device = torch.cuda.current_device()
         self.futures: dict[Future[None], str] = {}
+        self.loading = Lock()
 
     def submit(self, launch: Launch, free: dict[str, Any]) -> None:
         self.futures[self.pool.submit(self.compile, launch, free)] = launch.kernel.__name__
@@ -35,8 +37,10 @@ class Collector:
     def compile(self, launch: Launch, free: dict[str, Any]) -> None:
         torch.cuda.set_device(self.device)
         compiled = launch.kernel.warmup(**free, **launch.bound, grid=launch.grid)
-        # Builds the launcher stub and loads the kernel, which is work for a thread too.
-        assert compiled.run is not None
+        # Builds the launcher stub and loads the kernel. One at a time: Triton before 3.7 loads all stubs under one
+        # module name, and a thread could find another's function in it.
+        with self.loading:
+            assert compiled.run is not None
 
 
 def compile_ahead(computation: Callable[[], Any], progress: Progress | None = None) -> int:
