@@ -89,20 +89,24 @@ class Launch:
         if collector is not None:
             collector.submit(self, free)
             return
-        # What is left of the arguments' specialization once shapes, strides and dtypes are fixed.
-        key = tuple([x.data_ptr() % 16 == 0 if isinstance(x, Tensor) else x is None for x in free.values()])
-        runner = self.runners.get(key)
-        if runner is None:
-            compiled = self.kernel[self.grid](**free, **self.bound)
-            # The interpreter compiles nothing.
-            if compiled is not None:
-                self.runners[key] = runner_of(compiled, self.grid)
-            return
-        values = self.template.copy()
-        places = self.places
+        values, places, key = self.template.copy(), self.places, []
         for name, x in free.items():
+            if isinstance(x, Tensor):
+                # As a number: of a tensor, Triton's launcher would ask the driver where it lies.
+                x = x.data_ptr()
+                key.append(x % 16 == 0)
+            else:
+                key.append(x is None)
             values[places[name]] = x
-        runner(*values)
+        # What is left of the arguments' specialization once shapes, strides and dtypes are fixed.
+        runner = self.runners.get(tuple(key))
+        if runner is not None:
+            runner(*values)
+            return
+        compiled = self.kernel[self.grid](**free, **self.bound)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self.runners[tuple(key)] = runner_of(compiled, self.grid)
 
 
 def runner_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
