@@ -7,9 +7,9 @@ weights under autocast); what enters a product is cast once, by the norm before 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,15 @@ class LM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(dim, config.vocab_size, bias=False)
         # Activation checkpointing: keep only each layer's input and compute the rest again in the backward.
         self.recompute = False
+        self.compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
         self.reset_parameters()
+
+    def compile_layers(self, **options: Any) -> None:
+        """Let `torch.compile(**options)` compile the training of one layer, which all layers share, and of the loss.
+
+        A whole model takes several times as long to compile, and replayed as CUDA graphs it is not faster.
+        """
+        self.compiled = torch.compile(run_layer, **options), torch.compile(chunked_cross_entropy, **options)
 
     def reset_parameters(self) -> None:
         """GPT-2's: N(0, 0.02), and what is added to the residual stream divided by the root of how often that happens.
@@ -78,7 +86,14 @@ class LM(nn.Module):
         x = self.hidden(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask, caches=caches)
         if targets is None:
             return self.logits(x)
-        return chunked_cross_entropy(x, self.head_weight, targets, strict=self.config.attn.strict)
+        _, loss = self.parts
+        return loss(x, self.head_weight, targets, strict=self.config.attn.strict)
+
+    @property
+    def parts(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """What runs a layer and the loss. Compiled for training alone: other calls come in many shapes."""
+        plain = run_layer, chunked_cross_entropy
+        return self.compiled if self.compiled is not None and self.training and torch.is_grad_enabled() else plain
 
     def hidden(
         self,
@@ -90,12 +105,10 @@ class LM(nn.Module):
     ) -> Tensor:
         """What the head reads: `[B, S, D]`."""
         x = self.embedding(tokens)
-        given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
-        for index, layer in enumerate(self.layers):
-            if self.recompute and self.training and caches is None:
-                x = checkpoint(partial(layer, **given), x, use_reentrant=False)
-            else:
-                x = layer(x, cache=None if caches is None else caches[index], **given)
+        run, _ = self.parts
+        recompute = self.recompute and self.training and caches is None
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            x = run(layer, x, cu_seqlens, attention_mask, cache, recompute)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -180,6 +193,20 @@ class LM(nn.Module):
         """Keys and values that one decoding step reads when every row is `length` long."""
         caches = self.new_cache(batch_size, length, dtype=dtype, device="meta")
         return sum(cache.bytes_read_per_step(length) for cache in caches)
+
+
+def run_layer(
+    layer: Layer,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    recompute: bool,
+) -> Tensor:
+    given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+    if recompute:
+        return cast(Tensor, checkpoint(partial(layer, **given), x, use_reentrant=False))
+    return cast(Tensor, layer(x, cache=cache, **given))
 
 
 class Layer(nn.Module):

@@ -55,9 +55,12 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.module = model if module is None else module
-        # A graph replays a whole forward or backward in one launch: what the host needs for thousands no longer counts.
-        mode = "reduce-overhead" if cuda_graphs else None
-        self.forward = torch.compile(self.module, dynamic=False, mode=mode) if compile or cuda_graphs else self.module
+        self.forward: Any = self.module
+        if cuda_graphs:
+            # A graph replays a layer in one launch: what the host needs for thousands no longer counts.
+            model.compile_layers(dynamic=False, mode="reduce-overhead")
+        elif compile:
+            self.forward = torch.compile(self.module, dynamic=False)
         # Norms and biases are not decayed: they set scales, they do not multiply.
         groups = [
             {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -82,6 +85,9 @@ class TrainStep:
         for index, (batch, share) in enumerate(zip(batches, shares(batches), strict=True)):
             # Ranks exchange gradients once a step, with the last batch.
             with own_gradients(self.module) if index + 1 < len(batches) else nullcontext():
+                if self.cuda_graphs:
+                    # Nothing that the graphs of an earlier batch wrote is read again.
+                    torch.compiler.cudagraph_mark_step_begin()
                 with autocast(self.device, self.dtype):
                     part = self.forward(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) * share
                 # In this thread: Python in autograd's device thread costs the host 1.6 times as long.
