@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa import ops
+from nsa import eager, ops
 from nsa.cache import NSACache, Pair
 from nsa.checks import (
     FLOAT_NAMES,
@@ -112,11 +112,31 @@ class NSAAttention(nn.Module):
         if isinstance(position_offset, Tensor):
             position_offset = position_offset.view(-1, 1)
         start = None if cache is None else cache.lengths
-        q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
-        gates = self.gate(x).to(q.dtype)
         if return_stats and start is not None:
             # The cache moves on.
             start = start.clone()
+        parameters = None if cache is not None else eager.parameters_of(self, x)
+        if parameters is not None:
+            y, indices, gates = eager.run_layer(self, parameters, x, cu_seqlens, position_offset)
+        else:
+            y, indices, gates = self.run_modules(x, cu_seqlens, position_offset, cache, counts)
+        if attention_mask is not None and order is not None:
+            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
+            y = y.masked_fill(~attention_mask[..., None], 0.0)
+        return (y, NSAStats(self.config, gates.detach(), indices, cu_seqlens, start, counts)) if return_stats else y
+
+    def run_modules(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        position_offset: int | Tensor,
+        cache: NSACache | None,
+        counts: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `eager.run_layer` returns, by calling the layer's modules, and from a cache if there is one."""
+        start = None if cache is None else cache.lengths
+        q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
+        gates = self.gate(x).to(q.dtype)
         if cache is None:
             k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
             o, indices = ops.attention(
@@ -146,12 +166,7 @@ class NSAAttention(nn.Module):
                 raise
             o, indices = (past.answered(answer, x.shape[1]) for answer in (o, indices))
             cache.commit(past)
-
-        y = self.o_proj(o.flatten(2))
-        if attention_mask is not None and order is not None:
-            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-            y = y.masked_fill(~attention_mask[..., None], 0.0)
-        return (y, NSAStats(self.config, gates.detach(), indices, cu_seqlens, start, counts)) if return_stats else y
+        return self.o_proj(o.flatten(2)), indices, gates
 
     def check(
         self,
@@ -205,18 +220,36 @@ class NSAAttention(nn.Module):
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
         """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
         c = self.config
-        q = self.q_proj(x).unflatten(-1, (-1, c.d_k))
-        k_raw, *ks = self.k_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_k)).unbind(dim=2)
-        vs = self.v_proj(x).unflatten(-1, (-1, c.n_kv_groups, c.d_v)).unbind(dim=2)
+        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, c.d_k)), angles)
+        keys = self.split_keys(self.k_proj(x).unflatten(-1, (-1, c.d_k)), angles)
+        values = self.split_values(self.v_proj(x).unflatten(-1, (-1, c.d_v)))
+        raw, selected, window = zip(keys, values, strict=True)
+        return q, raw, selected, window
+
+    def split_keys(self, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """The branches' keys `[B, S, G, Dk]`, of `k [B, S, 3 * G, Dk]`, or `[B, S, G, Dk]` that they share."""
+        c = self.config
         if c.share_kv:
-            q, rotated = self.rope.rotate_all(angles, q, k_raw)
-            k_sel = k_win = rotated
-            vs = vs * 3
-        else:
-            q, k_sel, k_win = self.rope.rotate_all(angles, q, *ks)
-        if c.compress_rope == "before":
-            k_raw = rotated if c.share_kv else self.rope.rotate(k_raw, angles)
-        return q, (k_raw, vs[0]), (k_sel, vs[1]), (k_win, vs[2])
+            rotated = self.rope.rotate(k, angles)
+            return (rotated if c.compress_rope == "before" else k), rotated, rotated
+        # Those of the compressed branch come first.
+        n_raw = 0 if c.compress_rope == "before" else c.n_kv_groups
+        rotated = self.rope.rotate(k[:, :, n_raw:], angles).split(c.n_kv_groups, dim=2)
+        return (k[:, :, :n_raw], *rotated) if n_raw else rotated
+
+    def split_keys_backward(self, dk_raw: Tensor, dk_sel: Tensor, dk_win: Tensor, angles: Angles) -> Tensor:
+        before, back = self.config.compress_rope == "before", self.rope.rotate_back
+        if self.config.share_kv:
+            return back(dk_raw + dk_sel + dk_win, angles) if before else dk_raw + back(dk_sel + dk_win, angles)
+        if before:
+            return back(torch.cat([dk_raw, dk_sel, dk_win], dim=2), angles)
+        return torch.cat([dk_raw, back(dk_sel, angles), back(dk_win, angles)], dim=2)
+
+    def split_values(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (v, v, v) if self.config.share_kv else v.split(self.config.n_kv_groups, dim=2)
+
+    def split_values_backward(self, dv_raw: Tensor, dv_sel: Tensor, dv_win: Tensor) -> Tensor:
+        return dv_raw + dv_sel + dv_win if self.config.share_kv else torch.cat([dv_raw, dv_sel, dv_win], dim=2)
 
     def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
         """Every complete block of the sequences at hand."""
@@ -288,8 +321,15 @@ class Gate(nn.Module):
             pinned = x.new_zeros(*x.shape[:2], self.config.n_heads, len(BRANCHES))
             pinned[..., BRANCHES.index(self.config.force_branch)] = 1.0
             return pinned
-        logits = self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES)))
+        return self.activate(self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES))))
+
+    def activate(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(dim=-1)
+
+    def activate_backward(self, d_gates: Tensor, gates: Tensor) -> Tensor:
+        if self.config.gate == "sigmoid":
+            return torch.ops.aten.sigmoid_backward(d_gates, gates)
+        return torch.ops.aten._softmax_backward_data(d_gates, gates, -1, gates.dtype)
 
 
 @dataclass(frozen=True)

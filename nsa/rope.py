@@ -106,11 +106,22 @@ class Rope:
     def rotate_all(self, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`rotate` of several tensors that share their angles."""
         if tensors[0].dim() == 4 and fused(tensors[0]):
-            from nsa.backends.triton.rope import Rotate
+            from nsa.backends.triton.rope import Rotate, rotate_one
 
+            if not torch.is_grad_enabled():
+                return tuple(rotate_one(x, *angles, False) for x in tensors)
             rotated: tuple[Tensor, ...] = Rotate.apply(*angles, *tensors)
             return rotated
         return tuple(turn(x, angles) for x in tensors)
+
+    def rotate_back(self, x: Tensor, angles: Angles) -> Tensor:
+        """The inverse of `rotate`, which is also its gradient; not differentiable itself."""
+        cos, sin = angles
+        if x.dim() == 4 and fused(x):
+            from nsa.backends.triton.rope import rotate_one
+
+            return rotate_one(x, cos, sin, True)
+        return turn(x, (cos, -sin))
 
 
 def turn(x: Tensor, angles: Angles) -> Tensor:

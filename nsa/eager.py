@@ -1,0 +1,276 @@
+"""The layer as one autograd node, for eager calls.
+
+Autograd's bookkeeping for a layer (ten products, four activations, a dozen views) costs the host more than the
+attention between them. Here the forward pass runs below autograd, and one backward function calls the products itself.
+
+It computes what the modules of `NSAAttention` compute, from their parameters. Where somebody may watch or replace these
+modules (hooks, LoRA, quantization, sharded parameters, tensor subclasses, a compiler), the modules are called instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+from nsa.once import differentiable_once
+from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
+from nsa.ops.fused import run_backward, run_forward
+from nsa.ops.registry import PLAIN
+
+if TYPE_CHECKING:
+    from nsa.attention import NSAAttention
+
+ONCE = "NSAAttention is differentiable once. For second derivatives, use nsa.reference"
+OWN_CLASSES = ("torch.nn.modules.linear", "nsa.attention", "nsa.compression")
+# Up to this many tokens, products with the same input are one product of joined weights: that costs the GPU a copy of
+# the weights and saves the host nine launches. Beyond, the GPU is what takes the time.
+FEW_TOKENS = 4096
+
+
+def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
+    """The layer's parameters in the order of `layer.parameters()`, or None if something but autograd could tell this
+    path from a call of the layer's modules."""
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or layer.config.force_branch is not None:
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0 or _has_any_global_hook():
+        return None
+    found: list[Tensor] = []
+    return found if all(collect(child, found) for child in layer.__dict__["_modules"].values()) else None
+
+
+def collect(module: nn.Module, found: list[Tensor]) -> bool:
+    """Add the parameters of `module` to `found`; false where it is of another class, or has hooks or other tensors."""
+    state = module.__dict__
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+        return False
+    if state["_backward_hooks"] or state["_backward_pre_hooks"] or type(module).__module__ not in OWN_CLASSES:
+        return False
+    for parameter in state["_parameters"].values():
+        if parameter is not None:
+            if type(parameter) not in PLAIN:
+                return False
+            found.append(parameter)
+    return all(collect(child, found) for child in state["_modules"].values())
+
+
+class Parameters(NamedTuple):
+    """What belongs to each parameter of a layer. Of an MLP: inner weight and bias, outer weight and bias. A phi that
+    averages has none, else its position embedding comes first."""
+
+    q: Any
+    k: Any
+    v: Any
+    phi_k: Sequence[Any]
+    phi_v: Sequence[Any]
+    gate: Sequence[Any]
+    o: Any
+
+    @classmethod
+    def split(cls, flat: Sequence[Any]) -> Parameters:
+        """From one list in the order of `NSAAttention.parameters()`."""
+        q, k, v, *phis = flat[:-5]
+        half = len(phis) // 2
+        return cls(q, k, v, phis[:half], phis[half:], flat[-5:-1], flat[-1])
+
+
+def run_layer(
+    layer: NSAAttention,
+    parameters: list[Tensor],
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    position_offset: int | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the layer on `x [B, S, dim]`.
+
+    Args:
+        parameters: of the layer, from `parameters_of`.
+
+    Returns:
+        The output `[B, S, dim]`, the indices of the selected blocks `[B, S, G, n_sel]`, and the gates `[B, S, Hq, 3]`,
+        which carry no gradient.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
+    args = (layer, cu_seqlens, position_offset, x, *parameters)
+    found: tuple[Tensor, Tensor, Tensor]
+    found = LayerNode.apply(*args) if torch.is_grad_enabled() else LayerNode.forward(None, *args)
+    return found
+
+
+def products(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`x @ w.T` for every one of `weights`, from `x [M, K]`."""
+    if x.shape[0] > FEW_TOKENS:
+        return [torch.mm(x, w.t()) for w in weights]
+    return torch.mm(x, torch.cat(list(weights)).t()).split([w.shape[0] for w in weights], dim=1)
+
+
+def products_backward(
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs_x: bool, needed: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of `x` and of `weights`."""
+    dx = None
+    if x.shape[0] > FEW_TOKENS:
+        if needs_x:
+            dx = torch.mm(grads[0], weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                dx.addmm_(grad, weight)
+        return dx, [torch.mm(g.t(), x) if need else None for g, need in zip(grads, needed, strict=True)]
+    joined = torch.cat(list(grads), dim=1)
+    if needs_x:
+        dx = torch.mm(joined, torch.cat(list(weights)))
+    if not any(needed):
+        return dx, [None] * len(weights)
+    found = torch.mm(joined.t(), x).split([w.shape[0] for w in weights])
+    return dx, [dw if need else None for dw, need in zip(found, needed, strict=True)]
+
+
+def run_mlp(inner: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`outer(silu(inner))`, and what its backward pass needs."""
+    hidden = F.silu(inner)
+    return torch.addmm(bias, hidden, weight.t()), (inner, hidden)
+
+
+def mlp_backward(
+    dy: Tensor, saved: Sequence[Tensor], weight: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of `inner`, and those of the inner bias and of the outer weight and bias."""
+    inner, hidden = saved
+    d_inner = torch.ops.aten.silu_backward(torch.mm(dy, weight), inner)
+    return d_inner, [
+        d_inner.sum(0) if needed[1] else None,
+        torch.mm(dy.t(), hidden) if needed[2] else None,
+        dy.sum(0) if needed[3] else None,
+    ]
+
+
+class LayerNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: NSAAttention,
+        cu_seqlens: Tensor | None,
+        position_offset: int | Tensor,
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`ctx` is None where no gradient is wanted."""
+        c, lead = layer.config, x.shape[:2]
+        p = Parameters.split(parameters)
+        angles = layer.angles(x, cu_seqlens, None, position_offset)
+        rows = x.reshape(-1, c.dim)
+        q, k, v, inner = products(rows, (p.q, p.k, p.v, p.gate[0]))
+        q = layer.rope.rotate(q.view(*lead, -1, c.d_k), angles)
+        k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), angles)
+        v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
+        logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
+        gates = layer.gate.activate(logits.view(*lead, -1, 3))
+
+        where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
+        k_cmp, k_saved = compress(k_raw, p.phi_k, where)
+        v_cmp, v_saved = compress(v_raw, p.phi_v, where)
+        block_angles: tuple[Tensor | None, Tensor | None] = (None, None)
+        if c.compress_rope == "after":
+            block_angles = layer.block_angles(k_cmp, k_raw, cu_seqlens, position_offset)
+            k_cmp = layer.rope.rotate(k_cmp, block_angles)
+
+        sizes = (c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w)
+        rest = (*sizes, c.d_k**-0.5, c.backend, c.strict)
+        inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest)
+        o = o.view(-1, c.n_heads * c.d_v)
+        if ctx is not None:
+            ctx.layer, ctx.rest, ctx.shape, ctx.n_parameters = layer, rest, x.shape, len(parameters)
+            saved = (*angles, *block_angles, rows, o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
+            ctx.save_for_backward(*parameters, cu_seqlens, *saved)
+            ctx.mark_non_differentiable(outputs[0], gates)
+            ctx.set_materialize_grads(False)
+        return torch.mm(o, p.o.t()).view(x.shape), outputs[0], gates
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * (4 + ctx.n_parameters)
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            parameters = Parameters.split(saved[: ctx.n_parameters])
+            grads = layer_backward(
+                ctx.layer, dy, parameters, saved[ctx.n_parameters :], ctx.shape, ctx.rest, ctx.needs_input_grad[3:]
+            )
+        if torch.is_grad_enabled():
+            grads = differentiable_once(ONCE, grads, (*saved, dy))
+        return (None, None, None, *grads)
+
+
+def compress(x: Tensor, phi: Sequence[Tensor], where: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`phi` of the blocks of `x [B, S, G, D]`: `[B, N, G, D]`, and what its backward pass needs."""
+    if not phi:
+        return COMPRESS_MEAN.run_forward(x, *where), ()
+    position, weight, bias, *outer = phi
+    gathered = GATHER_BLOCKS.run_forward(x, position, *where)
+    rows = gathered.view(-1, gathered.shape[3])
+    blocks, saved = run_mlp(torch.addmm(bias, rows, weight.t()), *outer)
+    return blocks.view(*gathered.shape[:3], blocks.shape[1]), (rows, *saved)
+
+
+def compress_backward(
+    d_blocks: Tensor, phi: Sequence[Tensor], saved: Sequence[Tensor], where: tuple[Any, ...], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradients of `x` and of `phi`."""
+    if not phi:
+        return COMPRESS_MEAN.run_backward(d_blocks, *where), []
+    rows, *saved = saved
+    dy = d_blocks.view(-1, d_blocks.shape[3])
+    d_inner, d_mlp = mlp_backward(dy, saved, phi[3], needed[1:])
+    d_rows = torch.mm(d_inner, phi[1]).view(*d_blocks.shape[:3], rows.shape[1])
+    dx, d_position = GATHER_BLOCKS.run_backward(d_rows, *where)
+    return dx, [d_position, torch.mm(d_inner.t(), rows) if needed[1] else None, *d_mlp]
+
+
+def layer_backward(
+    layer: NSAAttention,
+    dy: Tensor,
+    p: Parameters,
+    saved: Sequence[Any],
+    shape: torch.Size,
+    rest: tuple[Any, ...],
+    needs_input_grad: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `x` and of the parameters; None where they are not needed."""
+    c, rope = layer.config, layer.rope
+    cu_seqlens, cos, sin, block_cos, block_sin, x, o, *saved = saved
+    attention, gate_saved, phis = saved[:15], saved[15:17], saved[17:]
+    needs_x, needed = needs_input_grad[0], Parameters.split(needs_input_grad[1:])
+    batch, length, dim = shape
+
+    dy = dy.reshape(-1, dim)
+    d_o = torch.mm(dy.t(), o) if needed.o else None
+    do = torch.mm(dy, p.o).view(batch, length, c.n_heads, c.d_v)
+    dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates = run_backward(
+        do, *attention, cu_seqlens, None, None, *rest
+    )
+    d_logits = layer.gate.activate_backward(d_gates, attention[7]).view(-1, 3 * c.n_heads)
+    d_inner, d_gate = mlp_backward(d_logits, gate_saved, p.gate[2], needed.gate)
+
+    if c.compress_rope == "after":
+        dk_cmp = rope.rotate_back(dk_cmp, (block_cos, block_sin))
+    where = (cu_seqlens, length, c.l, c.d, c.backend, c.strict)
+    dk_raw, d_phi_k = compress_backward(dk_cmp, p.phi_k, phis[:3], where, needed.phi_k)
+    dv_raw, d_phi_v = compress_backward(dv_cmp, p.phi_v, phis[3:], where, needed.phi_v)
+    dq = rope.rotate_back(dq, (cos, sin))
+    dk = layer.split_keys_backward(dk_raw, dk_sel, dk_win, (cos, sin))
+    dv = layer.split_values_backward(dv_raw, dv_sel, dv_win)
+    grads = [*(g.reshape(x.shape[0], -1) for g in (dq, dk, dv)), d_inner]
+    dx, (d_q, d_k, d_v, d_gate_inner) = products_backward(
+        grads, x, (p.q, p.k, p.v, p.gate[0]), needs_x, (needed.q, needed.k, needed.v, needed.gate[0])
+    )
+    dx = None if dx is None else dx.view(shape)
+    return (dx, d_q, d_k, d_v, *d_phi_k, *d_phi_v, d_gate_inner, *d_gate, d_o)

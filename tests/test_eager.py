@@ -1,0 +1,151 @@
+"""The layer as one autograd node: the same results and gradients as its modules, and where the modules are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa import NSAAttention, NSAConfig, eager
+
+SIZES: dict[str, Any] = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 6, "l": 8, "d": 4, "l_sel": 8}
+SIZES |= {"n_sel": 3, "w": 9}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "mean": {"phi": "mean"},
+    "before": {"compress_rope": "before"},
+    "shared": {"share_kv": True},
+    "shared-before-mean": {"share_kv": True, "compress_rope": "before", "phi": "mean"},
+    "softmax": {"gate": "softmax"},
+}
+
+
+def new_layer(dtype: torch.dtype = torch.float64, **changes: Any) -> NSAAttention:
+    torch.manual_seed(0)
+    return NSAAttention(NSAConfig(**{**SIZES, **changes})).to(dtype)
+
+
+@contextmanager
+def modules_called(layer: NSAAttention) -> Iterator[None]:
+    """A hook that does nothing, but has to be called."""
+    handle = layer.o_proj.register_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def results(layer: NSAAttention, x: Tensor, **given: Any) -> dict[str, Tensor]:
+    """The output and all gradients."""
+    x = x.detach().requires_grad_()
+    y = layer(x, **given)
+    leaves = {"x": x, **{name: p for name, p in layer.named_parameters() if p.requires_grad}}
+    torch.manual_seed(1)
+    grads = torch.autograd.grad(y, list(leaves.values()), torch.randn_like(y))
+    return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        scale = float(x.abs().max()) or 1.0
+        assert float((found[name] - x).abs().max()) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("few_tokens", [0, 4096], ids=["separate", "joined"])
+@pytest.mark.parametrize("batch", ["fixed", "varlen", "shorter-than-a-block"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_modules(variant: str, batch: str, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "FEW_TOKENS", few_tokens)
+    layer = new_layer(**VARIANTS[variant])
+    given: dict[str, Any] = {}
+    x = torch.randn(2, 5 if batch == "shorter-than-a-block" else 37, 24, dtype=torch.float64)
+    if batch == "varlen":
+        x, given = x[:1], {"cu_seqlens": torch.tensor([0, 5, 5, 20, 37], dtype=torch.int32)}
+    assert eager.parameters_of(layer, x) is not None
+    found = results(layer, x, **given)
+    with torch.no_grad():
+        assert torch.equal(layer(x, **given), found["y"])
+    with modules_called(layer):
+        assert eager.parameters_of(layer, x) is None
+        assert_same(found, results(layer, x, **given))
+
+
+def test_equals_the_modules_under_autocast() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(2, 37, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(layer, x)
+        with modules_called(layer):
+            expected = results(layer, x)
+    assert found["y"].dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for name, g in found.items() if name != "y")
+    assert_same(found, expected, tolerance=4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("trained", ["q_proj.weight", "gate.inner.weight", "phi_v.position", "o_proj.weight", "x"])
+def test_frozen_parameters_get_no_gradient(trained: str) -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    expected = results(layer, x)
+    layer.requires_grad_(False)
+    x.requires_grad_(trained == "x")
+    wanted = x if trained == "x" else layer.get_parameter(trained).requires_grad_()
+    y = layer(x)
+    torch.manual_seed(1)
+    y.backward(torch.randn_like(y))
+    assert wanted.grad is not None
+    assert_same({trained: wanted.grad}, {trained: expected[trained]})
+    assert all(p.grad is None for p in layer.parameters() if p is not wanted)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    expected = results(layer, x)
+    kept = layer.forward
+    layer.forward = lambda x: checkpoint(kept, x, use_reentrant=False)  # type: ignore[method-assign]
+    assert_same(results(layer, x), expected, tolerance=0.0)
+
+
+def test_a_second_derivative_raises() -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx.sum().backward()
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("change", ["replaced", "hooked", "backward-hooked", "patched", "parametrized", "watched"])
+def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    child = layer.phi_k.inner
+    calls: list[str] = []
+    if change == "replaced":
+        layer.q_proj = Subclass(24, 32, bias=False).double()
+    elif change == "hooked":
+        child.register_forward_pre_hook(lambda *_: calls.append("hook"))
+    elif change == "backward-hooked":
+        child.register_full_backward_hook(lambda *_: calls.append("hook"))
+    elif change == "patched":
+        forward = child.forward
+        child.forward = lambda x: calls.append("patch") or forward(x)  # type: ignore[method-assign]
+    elif change == "parametrized":
+        nn.utils.parametrizations.weight_norm(child)
+    if change == "watched":
+        assert eager.parameters_of(layer, x) is not None
+        with FlopCounterMode(display=False) as counter:
+            assert eager.parameters_of(layer, x) is None
+            layer(x)
+        assert counter.get_total_flops() > 0
+        return
+    assert eager.parameters_of(layer, x) is None
+    layer(x).sum().backward()
+    if change in ("hooked", "backward-hooked", "patched"):
+        assert calls
