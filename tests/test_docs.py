@@ -1,0 +1,160 @@
+"""What README.md and docs/ say agrees with the code and with the recorded rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from nsa import settings
+from nsa.cli import COMMANDS, parser_of
+from nsa.train.keys import ALIASES
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```\w*$(.*?)^```$", re.MULTILINE | re.DOTALL)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def snippets(text: str) -> list[str]:
+    """Code between backticks, and the lines of indented and fenced blocks."""
+    fenced = [line for block in FENCE.findall(text) for line in block.splitlines()]
+    indented = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
+    return [*re.findall(r"`([^`\n]+)`", FENCE.sub("", text)), *(line.strip() for line in (*fenced, *indented))]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after `nsa` of every command in a page, without variables before it and comments after it."""
+    found = []
+    for snippet in snippets(text):
+        match = re.match(r"(?:[A-Z_\d]+=\S+ |torchrun .*-m |python -m )*nsa ([a-z].*)", snippet)
+        if match:
+            found.append(shlex.split(match[1], comments=True))
+    return found
+
+
+@cache
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return nested[0].choices if nested else {}
+
+
+@by_page
+def test_every_command_shown_exists_and_has_its_flags(page: Path) -> None:
+    for words in commands(page.read_text()):
+        assert words[0] in COMMANDS, words
+        parser: argparse.ArgumentParser = parser_of(words[0])
+        rest = words[1:]
+        if subparsers(parser) and rest:
+            assert rest[0] in subparsers(parser), words
+            parser = subparsers(parser)[rest[0]]
+        flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert flags <= parser._option_string_actions.keys(), words
+
+
+@by_page
+def test_every_link_and_path_exists(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
+    paths = re.findall(r"(?<![\w/.<])(?:nsa|docs|tests|benchmarks|configs)/[\w/.-]*[\w/]", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "flash-integration.md"], ids=lambda page: page.name
+)
+def test_no_commit_is_named_in_prose(page: Path) -> None:
+    assert not re.findall(r"\b(?=[a-f\d]*\d)(?=[a-f\d]*[a-f])[a-f\d]{7}\b", page.read_text())
+
+
+def test_the_readme_example_runs() -> None:
+    (block,) = re.findall(r"^```python$(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    # A quarter of the lengths shown: the same calls, in seconds.
+    code = block.replace("4096", "1024").replace("8192", "2048").replace("1000", "250")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=settings_free())
+    assert done.returncode == 0, done.stderr
+
+
+def settings_free() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("NSA_")} | {
+        "PYTHONPATH": str(ROOT)
+    }
+
+
+# Numbers.
+
+
+def test_the_readme_tables_are_those_of_the_recorded_rows() -> None:
+    script = ROOT / "benchmarks" / "tables.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    tables = done.stdout.strip().split("\n\n")
+    assert len(tables) == 3
+    for table in tables:
+        assert table in README.read_text()
+
+
+def test_the_readme_figures_of_the_recorded_run_agree() -> None:
+    lines = (ROOT / "benchmarks/results/h200/run-1000-steps.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    rate = median(record["tokens_per_s"] for record in records if record["kind"] == "heartbeat" and "mfu" in record)
+    end = records[-1]
+    text = README.read_text()
+    assert f"from {end['loss_start']:.2f} to {end['loss_end']:.2f}" in text
+    assert f"{rate:,.0f} tokens per second" in text
+    assert end["skipped"] == 0
+    assert end["fallbacks"] == {}
+
+
+@pytest.mark.parametrize(
+    ("suite", "impl", "column", "form"),
+    [
+        ("train", "nsa-triton-compiled", "tokens_per_s", "{:,.0f} tokens per second"),
+        ("train", "nsa-sdpa-graphs", "tokens_per_s", "{:,.0f}"),
+        ("host", "nsa-auto", "p50_ms", "{:.2f} ms"),
+    ],
+)
+def test_a_readme_figure_is_in_a_row(suite: str, impl: str, column: str, form: str) -> None:
+    rows = recorded(suite)
+    values = [float(row[column]) for row in rows if row["impl"] == impl and row["S"] == "2048"]
+    # Rows are appended: the last is the newest.
+    assert form.format(values[-1]) in README.read_text()
+
+
+def recorded(suite: str) -> list[dict[str, str]]:
+    head, *lines = (ROOT / f"benchmarks/results/h200/{suite}.csv").read_text().splitlines()
+    return [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
+
+
+# Migration.
+
+MIGRATION = ROOT / "docs" / "migration.md"
+
+
+def test_the_migration_page_has_every_environment_name() -> None:
+    text = MIGRATION.read_text()
+    names = {*settings.BY_ENV, *settings.RETIRED}
+    assert names <= set(re.findall(r"`(NSA_[A-Z\d_]+)`", text))
+
+
+def test_the_migration_page_has_the_keys_that_errors_name() -> None:
+    rows = re.findall(r"^\| (`.+`) \| `([a-z_.]+)` \|$", section(MIGRATION, "Config keys"), re.MULTILINE)
+    assert rows
+    for names, key in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert ALIASES[name].replace(",", " ").split()[0] == key, name
+
+
+def section(page: Path, title: str) -> str:
+    return page.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
