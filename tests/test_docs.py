@@ -97,12 +97,20 @@ def settings_free() -> dict[str, str]:
 
 
 def test_the_readme_tables_are_those_of_the_recorded_rows() -> None:
-    script = ROOT / "benchmarks" / "tables.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    tables = done.stdout.strip().split("\n\n")
+    tables = run_script().strip().split("\n\n")
     assert len(tables) == 3
     for table in tables:
         assert table in README.read_text()
+
+
+def test_the_readme_picture_is_drawn_from_the_recorded_rows(tmp_path: Path) -> None:
+    run_script("--plot", str(tmp_path / "speedup.svg"))
+    assert "<svg" in (tmp_path / "speedup.svg").read_text()
+
+
+def run_script(*words: str) -> str:
+    script = str(ROOT / "benchmarks" / "readme.py")
+    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=True).stdout
 
 
 def test_the_readme_figures_of_the_recorded_run_agree() -> None:
@@ -112,7 +120,8 @@ def test_the_readme_figures_of_the_recorded_run_agree() -> None:
     end = records[-1]
     text = README.read_text()
     assert f"from {end['loss_start']:.2f} to {end['loss_end']:.2f}" in text
-    assert f"{rate:,.0f} tokens per second" in text
+    assert f"{rate:,.0f} tokens per second" in " ".join(text.split())
+    assert records[0]["command"] in text
     assert end["skipped"] == 0
     assert end["fallbacks"] == {}
 
