@@ -62,6 +62,12 @@ def test_every_command_shown_exists_and_has_its_flags(page: Path) -> None:
         assert flags <= parser._option_string_actions.keys(), words
 
 
+def test_every_make_target_of_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = {snippet.split()[1] for snippet in snippets(README.read_text()) if snippet.startswith("make ")}
+    assert {"demo", "test"} <= shown <= targets
+
+
 @by_page
 def test_every_link_and_path_exists(page: Path) -> None:
     text = page.read_text()
