@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from threading import Lock
 from typing import Any
 
 import torch
@@ -29,18 +28,17 @@ class Collector:
         self.pool = ThreadPoolExecutor(workers)
         self.device = torch.cuda.current_device()
         self.futures: dict[Future[None], str] = {}
-        self.loading = Lock()
+        self.kernels: set[Any] = set()
 
     def submit(self, launch: Launch, free: dict[str, Any]) -> None:
         self.futures[self.pool.submit(self.compile, launch, free)] = launch.kernel.__name__
+        self.kernels.add(launch.kernel)
 
     def compile(self, launch: Launch, free: dict[str, Any]) -> None:
         torch.cuda.set_device(self.device)
         compiled = launch.kernel.warmup(**free, **launch.bound, grid=launch.grid)
-        # Builds the launcher stub and loads the kernel. One at a time: Triton before 3.7 loads all stubs under one
-        # module name, and a thread could find another's function in it.
-        with self.loading:
-            assert compiled.run is not None
+        # Builds the launcher stub, which is work for a thread too.
+        assert compiled.run is not None
 
 
 def compile_ahead(computation: Callable[[], Any], progress: Progress | None = None) -> int:
@@ -62,4 +60,8 @@ def compile_ahead(computation: Callable[[], Any], progress: Progress | None = No
         for done, future in enumerate(as_completed(collector.futures), start=1):
             if progress is not None:
                 progress(collector.futures[future], done, len(collector.futures))
+    # Triton before 3.7 loads all stubs under one module name, so a thread may hold another's function: what was loaded
+    # is dropped, and found again on disk by the first launch.
+    for kernel in collector.kernels:
+        kernel.device_caches.clear()
     return len(collector.futures)
