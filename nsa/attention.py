@@ -55,6 +55,9 @@ class NSAAttention(nn.Module):
         self.gate = Gate(config)
         self.o_proj = nn.Linear(c.n_heads * c.d_v, c.dim, bias=False)
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
+        # What a pinned gate leaves unused: an optimizer or DDP would wait for gradients that do not come.
+        for unused in (self.phi_k, self.phi_v) if c.force_branch in ("sel", "win") else ():
+            unused.requires_grad_(False)
 
     def new_cache(
         self,
@@ -119,7 +122,7 @@ class NSAAttention(nn.Module):
         if parameters is not None:
             y, indices, gates = eager.run_layer(self, parameters, x, cu_seqlens, position_offset)
         else:
-            y, indices, gates = self.run_modules(x, cu_seqlens, position_offset, cache, counts)
+            y, indices, gates = self.run_modules(x, cu_seqlens, position_offset, cache, counts, return_stats)
         if attention_mask is not None and order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
             y = y.masked_fill(~attention_mask[..., None], 0.0)
@@ -132,16 +135,15 @@ class NSAAttention(nn.Module):
         position_offset: int | Tensor,
         cache: NSACache | None,
         counts: Tensor | None,
+        every_branch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `eager.run_layer` returns, by calling the layer's modules, and from a cache if there is one."""
         start = None if cache is None else cache.lengths
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:
-            k_cmp, v_cmp = self.compress_all(raw, cu_seqlens, position_offset)
-            o, indices = ops.attention(
-                q, k_cmp, v_cmp, *selected, *window, gates, cu_seqlens=cu_seqlens, **attention_kwargs(self.config)
-            )
+            compressed = self.compress_all(raw, cu_seqlens, position_offset)
+            o, indices = self.attend(q, compressed, selected, window, gates, every_branch, cu_seqlens=cu_seqlens)
         else:
             past = cache.stage(
                 raw=raw,
@@ -151,15 +153,15 @@ class NSAAttention(nn.Module):
                 counts=counts,
             )
             try:
-                o, indices = ops.attention(
+                o, indices = self.attend(
                     past.asked(q),
-                    *past.compressed,
-                    *past.selected,
-                    *past.window,
+                    past.compressed,
+                    past.selected,
+                    past.window,
                     past.asked(gates),
+                    every_branch,
                     q_start=past.q_start,
                     window_start=past.window_start,
-                    **attention_kwargs(self.config),
                 )
             except Exception:
                 cache.discard()
@@ -167,6 +169,38 @@ class NSAAttention(nn.Module):
             o, indices = (past.answered(answer, x.shape[1]) for answer in (o, indices))
             cache.commit(past)
         return self.o_proj(o.flatten(2)), indices, gates
+
+    def attend(
+        self,
+        q: Tensor,
+        compressed: Pair,
+        selected: Pair,
+        window: Pair,
+        gates: Tensor,
+        every_branch: bool,
+        *,
+        cu_seqlens: Tensor | None = None,
+        q_start: Tensor | None = None,
+        window_start: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The gated sum of the branches, and the selected blocks. Of a branch that the gate is pinned to, only what it
+        needs is computed, unless `every_branch` is; what was not selected is -1."""
+        c, kwargs = self.config, attention_kwargs(self.config)
+        if c.force_branch is None or every_branch:
+            places = {"cu_seqlens": cu_seqlens, "q_start": q_start, "window_start": window_start}
+            return ops.attention(q, *compressed, *selected, *window, gates, **places, **kwargs)
+        serving = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
+        nothing = q.new_full((*q.shape[:2], c.n_kv_groups, c.n_sel), -1, dtype=torch.int32)
+        if c.force_branch == "win":
+            o, _ = ops.sliding_attention(q, *window, window=c.w, q_start=window_start, **serving)
+            return o, nothing
+        o, lse = ops.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start, **serving)
+        if c.force_branch == "cmp":
+            return o, nothing
+        del kwargs["window"], kwargs["backend"], kwargs["strict"]
+        indices = ops.select_blocks(q, compressed[0], lse, q_start=q_start, **kwargs, **serving)
+        o, _ = ops.selected_attention(q, *selected, indices, select_block=c.l_sel, q_start=q_start, **serving)
+        return o, indices
 
     def check(
         self,

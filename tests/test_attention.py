@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa.attention
 from nsa import NSAAttention, NSAConfig, NSAStats, RopeScaling, ops, reference
+from nsa.backends.routing import router
 from nsa.config import BRANCHES
 from nsa.geometry import n_compressed
 
@@ -303,6 +304,22 @@ def test_no_gradient_reaches_a_later_token(branch: str | None, dtype: torch.dtyp
     (grad,) = torch.autograd.grad(y[:, : t + 1], x, torch.randn_like(y[:, : t + 1]))
     assert (grad[:, t + 1 :] == 0).all()
     assert (grad[:, : t + 1] != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("branch", "ops"), [("cmp", {"compressed"}), ("sel", {"compressed", "scores", "selected"}), ("win", {"sliding"})]
+)
+def test_a_pinned_gate_runs_what_its_branch_needs(branch: str, ops: set[str]) -> None:
+    attn, x = layer(force_branch=branch), tokens(40)
+    y, _ = attn(x, return_stats=True)
+    router().counts.clear()
+    z = attn(x)
+    assert {op for op, _ in router().counts.calls} - {"compress"} == ops
+    assert torch.equal(z, y)
+    z.sum().backward()
+    trained = [p for p in attn.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+    assert all(p.requires_grad == (branch == "cmp") for p in attn.phi_k.parameters())
 
 
 def test_two_runs_give_the_same_bits() -> None:
