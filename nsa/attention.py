@@ -142,7 +142,9 @@ class NSAAttention(nn.Module):
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:
-            compressed = self.compress_all(raw, cu_seqlens, position_offset)
+            # The window alone needs no compressed keys.
+            unused = self.config.force_branch == "win" and not every_branch
+            compressed = raw if unused else self.compress_all(raw, cu_seqlens, position_offset)
             o, indices = self.attend(q, compressed, selected, window, gates, every_branch, cu_seqlens=cu_seqlens)
         else:
             past = cache.stage(
@@ -187,9 +189,9 @@ class NSAAttention(nn.Module):
         needs is computed, unless `every_branch` is; what was not selected is -1."""
         c, kwargs = self.config, attention_kwargs(self.config)
         if c.force_branch is None or every_branch:
-            places = {"cu_seqlens": cu_seqlens, "q_start": q_start, "window_start": window_start}
-            return ops.attention(q, *compressed, *selected, *window, gates, **places, **kwargs)
-        serving = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
+            kwargs |= {"cu_seqlens": cu_seqlens, "q_start": q_start, "window_start": window_start}
+            return ops.attention(q, *compressed, *selected, *window, gates, **kwargs)
+        serving: dict[str, Any] = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
         nothing = q.new_full((*q.shape[:2], c.n_kv_groups, c.n_sel), -1, dtype=torch.int32)
         if c.force_branch == "win":
             o, _ = ops.sliding_attention(q, *window, window=c.w, q_start=window_start, **serving)

@@ -100,7 +100,7 @@ def run_layer(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
-    args = (layer, cu_seqlens, position_offset, x, *parameters)
+    args: tuple[Any, ...] = (layer, cu_seqlens, position_offset, x, *parameters)
     found: tuple[Tensor, Tensor, Tensor]
     found = LayerNode.apply(*args) if torch.is_grad_enabled() else LayerNode.forward(None, *args)
     return found

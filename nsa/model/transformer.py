@@ -107,7 +107,8 @@ class LM(nn.Module):
         x = self.embedding(tokens)
         run, _ = self.parts
         recompute = self.recompute and self.training and caches is None
-        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+        for index, layer in enumerate(self.layers):
+            cache = None if caches is None else caches[index]
             x = run(layer, x, cu_seqlens, attention_mask, cache, recompute)
         return self.norm(x)
 
