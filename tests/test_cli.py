@@ -213,6 +213,14 @@ def test_an_alias_names_keys_that_exist_and_is_none_itself() -> None:
         ("model.w", "model.attn.w"),
         ("seq_len", "model.seq_len"),
         ("warm_up", "warmup"),
+        ("nsa", "model.attn"),
+        ("nsa.l_sel", "model.attn.l_sel"),
+        ("train.out_dir", "out"),
+        ("runtime.use_triton_sel", "model.attn.backend"),
+        ("runtime.sel_triton_min_L", "model.attn.backend"),
+        ("runtime.fa2_min_len_win", "NSA_FA2_MIN_LEN_WIN"),
+        ("runtime.fa2_min_len_cmp", "NSA_FA2_MIN_LEN_CMP"),
+        ("runtime.compile_cmp_win", "compile"),
     ],
 )
 def test_a_name_from_elsewhere_gets_the_key_that_replaces_it(name: str, key: str) -> None:
@@ -230,7 +238,7 @@ def test_the_name_of_a_model_as_a_key_gets_the_answer_of_config(name: str, capsy
     assert answer in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["zzz", "model.zzz", "model.attn.zzz", "dropout", "optimizer"])
+@pytest.mark.parametrize("name", ["zzz", "model.zzz", "model.attn.zzz", "dropout", "optimizer", "train", "runtime"])
 def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
     assert "nearest" not in replacement(name, KEYS)
 
@@ -248,6 +256,9 @@ def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
         ("--weight-decay", "--set weight_decay=VALUE"),
         ("--grad-clip", "--set grad_clip=VALUE"),
         ("--stepz", "--steps"),
+        ("--local-path", "--data-path"),
+        ("--loader-timeout", "--set data.stall_timeout_s=VALUE"),
+        ("--synthetic-on-fail", "--on-stall"),
     ],
 )
 def test_a_flag_from_elsewhere_gets_the_flag_that_replaces_it(

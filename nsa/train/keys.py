@@ -17,7 +17,7 @@ ALIASES = {
         "grad_accum_steps accumulation_steps accum_steps accum_batches",
         "lr": "learning_rate max_lr peak_lr base_lr",
         "lr_floor, a fraction of lr": "min_lr min_learning_rate lr_min final_lr",
-        "dtype (bfloat16, float16 or float32)": "precision mixed_precision torch_dtype amp bf16 fp16 fp32 half",
+        "dtype (bfloat16, float16 or float32)": "precision mixed_precision torch_dtype amp use_amp bf16 fp16 fp32 half",
         "parallel (ddp, fsdp or none; under torchrun ddp is the default)": "ddp fsdp strategy distributed deepspeed "
         "zero_stage distributed_backend",
         "steps": "max_steps train_steps num_steps n_steps total_steps num_train_steps num_training_steps max_iters "
@@ -36,8 +36,8 @@ ALIASES = {
         "save_every": "save_steps save_interval checkpoint_every checkpoint_interval ckpt_every ckpt_interval",
         "keep": "save_total_limit save_top_k keep_checkpoints keep_last",
         "device": "accelerator",
-        "compile": "torch_compile use_compile",
-        "model.seq_len": "seq_length sequence_length max_seq_len max_seq_length max_length context_length "
+        "compile": "torch_compile use_compile compile_cmp_win",
+        "model.seq_len": "seq_length sequence_length max_seq_len max_seq_length max_length max_len context_length "
         "context_len ctx_len n_ctx block_size max_position_embeddings",
         "model.n_layers": "num_layers n_layer num_hidden_layers layers depth",
         "model.attn.dim": "hidden_size d_model n_embd embed_dim embedding_dim width",
@@ -45,16 +45,22 @@ ALIASES = {
         "model.attn.n_heads": "num_heads n_head num_attention_heads heads nhead",
         "model.attn.n_kv_groups": "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads groups",
         "model.attn.d_k and model.attn.d_v": "head_dim d_head dim_head",
+        "model.attn": "nsa",
         "model.attn.w (NSA) or model.window (the others)": "window_size sliding_window attention_window",
         "model.attn.rope_theta": "rope_base theta",
         "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon eps",
         "model.tie_embeddings": "tie_word_embeddings weight_tying",
         "model.attention": "attention_type attn_type",
-        "model.attn.backend": "attn_implementation attn_impl use_flash_attn use_flash_attention flash_attention",
+        "model.attn.backend": "attn_implementation attn_impl use_flash_attn use_flash_attention flash_attention "
+        "use_flash use_triton_sel sel_triton_min_l fa2_enabled",
+        "model.attn.backend, or NSA_FA2_MIN_LEN_WIN in the environment": "fa2_min_len_win",
+        "model.attn.backend, or NSA_FA2_MIN_LEN_CMP in the environment": "fa2_min_len_cmp",
         "data.source": "dataset dataset_name train_data train_dataset",
-        "data.path": "data_dir data_path dataset_path train_file",
+        "data.path": "data_dir data_path dataset_path train_file local_path",
         "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
         "data.pack": "packing pack_sequences",
+        "data.on_stall (synthetic, retry or abort)": "synthetic_on_fail",
+        "data.stall_timeout_s": "loader_timeout",
         "data.queue and data.prefetch": "prefetch_factor num_workers dataloader_num_workers",
     }.items()
     for alias in aliases.split()
@@ -71,6 +77,8 @@ ABSENT = {
     **dict.fromkeys(
         ("wandb", "use_wandb", "report_to"), "metrics go to metrics.jsonl and TensorBoard in the run's folder"
     ),
+    **dict.fromkeys(("train", "runtime"), "the keys of a run are at the top level of a config"),
+    "fwe_report_docs": "the loader logs no counts of documents",
 }
 
 
