@@ -17,12 +17,14 @@ import pytest
 
 from nsa import settings
 from nsa.cli import COMMANDS, parser_of
-from nsa.train.keys import ALIASES
+from nsa.train.config import TrainConfig, load_config
+from nsa.train.keys import keys_of, replacement
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```\w*$(.*?)^```$", re.MULTILINE | re.DOTALL)
+KEYS = set(keys_of(TrainConfig))
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -164,11 +166,24 @@ def test_the_migration_page_has_every_environment_name() -> None:
 
 
 def test_the_migration_page_has_the_keys_that_errors_name() -> None:
-    rows = re.findall(r"^\| (`.+`) \| `([a-z_.]+)` \|$", section(MIGRATION, "Config keys"), re.MULTILINE)
-    assert rows
-    for names, key in rows:
-        for name in re.findall(r"`(\w+)`", names):
-            assert ALIASES[name].replace(",", " ").split()[0] == key, name
+    rows = re.findall(r"^\| (`.+?`) \| (.+) \|$", section(MIGRATION, "Config keys"), re.MULTILINE)
+    found = [(old, re.findall(r"`([\w.]+)`", now)) for olds, now in rows for old in re.findall(r"`([\w.]+)`", olds)]
+    assert len(found) > 40
+    for old, now in found:
+        if old in KEYS:
+            assert now[0] == old
+        else:
+            said = set(replacement(old, KEYS).replace(",", " ").split())
+            # The same name, for a row that says so.
+            assert said & {*now, old.rpartition(".")[2], f"model.attn.{old.rpartition('.')[2]}"}, old
+
+
+def test_the_config_of_the_migration_page_loads(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml$(.*?)^```$", MIGRATION.read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "run.yaml"
+    file.write_text(block)
+    config = load_config(file, {"device": "cpu"}, env=settings.Settings())
+    assert config.tokens_per_batch * config.accum * config.steps == 50_000 * 2 * 2048
 
 
 def section(page: Path, title: str) -> str:
