@@ -27,10 +27,12 @@ import torch
 
 import nsa
 from nsa import selftest, settings
-from nsa.backends import policy, triton
+from nsa.backends import triton
+from nsa.backends.flash import policy
+from nsa.backends.flash.probe import report as probe_report
 from nsa.backends.flash.repro import repro_script
-from nsa.backends.preferences import gpu_family, gpu_name, preferences_path
-from nsa.backends.probe import report as probe_report
+from nsa.backends.gpu import gpu_family, gpu_name
+from nsa.backends.measured_routes import routes_path
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
 from nsa.backends.triton import tuning
@@ -206,28 +208,28 @@ def tiles_origin(config: Settings) -> str:
 
 
 def flash_states(router: Router) -> dict[str, str]:
-    """The effective flag of each branch; each library, where the backend is here to ask."""
+    """The effective flag of each branch, the measured routes, and each library if the backend is available."""
     flags = {op: str(flag) for op, flag in policy.flags(router.config).items()}
     describe = getattr(router.backends.get("flash"), "describe", dict)
-    return flags | {"thresholds": thresholds_origin(router)} | describe()
+    return flags | {"routes": routes_origin(router)} | describe()
 
 
-def thresholds_origin(router: Router) -> str:
-    """The file that was measured, and how much of it holds here."""
-    path = preferences_path()
+def routes_origin(router: Router) -> str:
+    """The file of measured routes, and how many of them hold here."""
+    path = routes_path()
     if not path.is_file():
-        return f"{path} is not there: nothing is measured"
+        return f"{path} is missing: the default order holds"
     family = gpu_family(router.gpu or gpu_name())
-    here = sum(line.gpu == family for line in router.preferences)
-    return f"{here} of {len(router.preferences)} lines of {path} are for {family}"
+    here = sum(route.gpu == family for route in router.measured_routes)
+    return f"{here} of {len(router.measured_routes)} in {path} are for {family}; the default order holds elsewhere"
 
 
 def probe(
     router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Try the FlashAttention libraries anew, in processes of their own; write the first failure down as a script.
+    """Probe the FlashAttention libraries again, in child processes; write the first failure as a script.
 
-    What to print, and a sentence for each library that failed.
+    Returns what to print, and a sentence for each library that failed.
     """
     backend: Any = router.backends.get("flash")
     if backend is None:
@@ -235,13 +237,13 @@ def probe(
     lines = []
     failures = []
     failed = None
-    knobs = {} if attn is None else {"block": attn.l, "stride": attn.d, "window": attn.w}
-    for library, subject, outcomes in backend.probe_all(problem, **knobs):
+    hyperparameters = {} if attn is None else {"block": attn.l, "stride": attn.d, "window": attn.w}
+    for library, subject, outcomes in backend.probe_all(problem, **hyperparameters):
         lines.append(probe_report(subject, outcomes))
-        # What says nothing about the library is shown above, and no reason to mend it.
+        # A transient failure says nothing about the library.
         faults = [outcome for outcome in outcomes if outcome.problem and not outcome.transient]
         if faults:
-            kinds = ", ".join(dict.fromkeys(outcome.feature for outcome in faults))
+            kinds = ", ".join(dict.fromkeys(outcome.layout for outcome in faults))
             what = f"{faults[0].case}: {faults[0].problem}"
             failures.append(f"{subject.library} {subject.version} failed in the probe on {kinds} calls ({what})")
         wrong = next((outcome for outcome in outcomes if outcome.problem), None)

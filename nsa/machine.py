@@ -17,7 +17,7 @@ import torch
 import nsa
 from nsa import settings
 from nsa.backends import triton
-from nsa.backends.probe import nvidia_driver
+from nsa.backends.gpu import nvidia_driver
 from nsa.settings import Settings
 
 # What is known of the versions from one to another, both included.

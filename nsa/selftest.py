@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nsa import reference
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import as_posed
+from nsa.backends.routing import problem_for_op
 from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
@@ -215,7 +215,7 @@ class Trial:
 
     def posed(self, op: str) -> Problem:
         """The problem of one op, as the router knows it."""
-        return as_posed(self.problem, op, KNOBS["block"], KNOBS["stride"])
+        return problem_for_op(self.problem, op, KNOBS["block"], KNOBS["stride"])
 
     def branch(self, stage: Stage) -> Any:
         """The sequences and hyperparameters as a backend takes them."""
@@ -341,7 +341,7 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
         cached=cached,
         backward=False,
     )
-    n_cmp = as_posed(problem, "compressed", KNOBS["block"], KNOBS["stride"]).n_keys
+    n_cmp = problem_for_op(problem, "compressed", KNOBS["block"], KNOBS["stride"]).n_keys
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,7 @@
 """A stand-in for a FlashAttention library in plain torch: for argument marshalling and fault injection only.
 
-It obeys the contract as a kernel would: nothing is computed for rows that no sequence owns, which come out as NaN, and
-a backward pass uses the `o` and `lse` it is given. The faulty ones do what native code does when it goes wrong.
+It behaves as a kernel would: rows that no sequence owns come out as NaN, and a backward pass uses the `o` and `lse` it
+is given. The faulty ones do what native code does when it goes wrong.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.backends.contracts import TORCH, Call, Contract
+from nsa.backends.flash.contracts import HALF, TORCH, Call, Contract
 
-HALF = (torch.float16, torch.bfloat16)
 CPU_CONTRACT = replace(TORCH, library="stand-in", device="cpu", dtypes=(*HALF, torch.float32), capabilities=(0,))
 
 
 def segments(call: Call) -> list[tuple[int, int, int, int]]:
-    """`q` from, to, `k` from, to of every sequence, in flattened rows."""
+    """The first row and the end of `q` and of `k` of every sequence, in flattened rows."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         batch, n_queries, n_keys = call.q.shape[0], call.q.shape[1], call.k.shape[1]
         return [(b * n_queries, (b + 1) * n_queries, b * n_keys, (b + 1) * n_keys) for b in range(batch)]
     q_pairs, k_pairs = (list(pairwise(x.tolist())) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
     used = call.used_k.tolist() if call.used_k is not None else [b - a for a, b in k_pairs]
+    # What no kernel checks: offsets inside of the rows, no length above its bound, no query before the first key.
+    for (q0, q1), (k0, k1), n in zip(q_pairs, k_pairs, used, strict=True):
+        assert 0 <= q0 <= q1 <= call.q.shape[0]
+        assert 0 <= k0 <= k0 + n <= k1 <= call.k.shape[0]
+        assert q1 - q0 <= (call.max_q or 0)
+        assert n <= (call.max_k or 0)
+        assert n >= q1 - q0 or not call.causal
     return [(*q, k[0], k[0] + n) for q, k, n in zip(q_pairs, k_pairs, used, strict=True)]
 
 
@@ -69,7 +77,7 @@ class StandIn:
             if q1 == q0:
                 continue
             if k1 == k0:
-                # As the kernels do: nothing, and a normaliser that is infinite the other way.
+                # As the kernels do: zero, and an LSE that is infinite the other way.
                 o[q0:q1], lse[q0:q1] = 0.0, torch.inf
                 continue
             scores = scores_of(call, q[q0:q1], k[k0:k1])
@@ -109,25 +117,69 @@ class StandIn:
         return dq, dk, dv
 
 
-@dataclass
-class Faulty(StandIn):
-    """Right on a single token and on documents, wrong on a plain sequence, in its own way."""
-
-    def fail(self) -> None:
-        raise NotImplementedError
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        if not call.varlen and call.q.shape[1] > 1:
-            self.fail()
-        return super().forward(call)
+def long_sequence(call: Call) -> bool:
+    """Fixed-length, and more than one token."""
+    return not call.varlen and call.q.shape[1] > 1
 
 
-@dataclass
-class Raising(Faulty):
-    address: str = f"{__name__}:Raising"
+def faulty(
+    name: str, act: Callable[[], Any], when: Callable[[Call], bool] = long_sequence, direction: str = "forward"
+) -> Any:
+    """A stand-in that does `act` before the calls of one direction for which `when` holds."""
 
-    def fail(self) -> None:
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    def run(self: StandIn, call: Call) -> Any:
+        if when(call):
+            act()
+        return getattr(StandIn, direction)(self, call)
+
+    members = {"__annotations__": {"address": str}, "address": f"{__name__}:{name}", direction: run}
+    return dataclass(type(name, (StandIn,), {**members, "__module__": __name__}))
+
+
+def raise_error() -> None:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+def kill(number: int = signal.SIGFPE) -> None:
+    os.kill(os.getpid(), number)
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def print_odd_bytes() -> None:
+    os.write(1, b"\xff\xfe\x80\n")
+    os.write(2, b"\xff\xfe\x80 crash\n")
+    # A real-time signal without a name.
+    kill(40)
+
+
+def print_for_ever() -> None:
+    """So does a child of its own, whose number is in the file that `OFFSPRING` names."""
+    offspring = os.fork()
+    if offspring:
+        with open(os.environ["OFFSPRING"], "w") as file:
+            file.write(str(offspring))
+    while True:
+        for output in (1, 2):
+            os.write(output, b"waiting for the GPU...\n" * 1000)
+        time.sleep(0.01)
+
+
+Raising = faulty("Raising", raise_error)
+Segfaulting = faulty("Segfaulting", lambda: ctypes.string_at(0))
+FloatingPointException = faulty("FloatingPointException", kill)
+Hanging = faulty("Hanging", lambda: time.sleep(3600))
+LongFault = faulty("LongFault", kill, lambda call: not call.varlen and call.q.shape[1] >= 300)
+BatchFault = faulty("BatchFault", kill, lambda call: not call.varlen and call.q.shape[0] > 1)
+WindowFault = faulty("WindowFault", kill, lambda call: call.window == 33)
+VarlenBackwardFault = faulty("VarlenBackwardFault", kill, lambda call: call.varlen, "backward")
+BackwardRaising = faulty("BackwardRaising", raise_error, lambda call: True, "backward")
+BackwardDying = faulty("BackwardDying", kill, lambda call: True, "backward")
+OddBytes = faulty("OddBytes", print_odd_bytes)
+TalkingHang = faulty("TalkingHang", print_for_ever)
+Full = faulty("Full", run_out_of_memory)
 
 
 @dataclass
@@ -141,199 +193,32 @@ class NotFinite(StandIn):
 
 @dataclass
 class WrongKeys(StandIn):
-    """Looks one key ahead."""
+    """Sees all keys, and prints what looks like a right answer."""
 
     address: str = f"{__name__}:WrongKeys"
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        return super().forward(replace(call, causal=False, window=None))
-
-
-@dataclass
-class LongWindow(StandIn):
-    """Takes a window for the keys before the query, its own not counted: one too many."""
-
-    address: str = f"{__name__}:LongWindow"
-
-    def longer(self, call: Call) -> Call:
-        return call if call.window is None else replace(call, window=call.window + 1)
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        return super().forward(self.longer(call))
-
-    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        return super().backward(self.longer(call))
-
-
-@dataclass
-class Segfaulting(Faulty):
-    address: str = f"{__name__}:Segfaulting"
-
-    def fail(self) -> None:
-        ctypes.string_at(0)
-
-
-@dataclass
-class FloatingPointException(Faulty):
-    address: str = f"{__name__}:FloatingPointException"
-
-    def fail(self) -> None:
-        os.kill(os.getpid(), signal.SIGFPE)
-
-
-@dataclass
-class Hanging(Faulty):
-    address: str = f"{__name__}:Hanging"
-
-    def fail(self) -> None:
-        time.sleep(3600)
-
-
-@dataclass
-class CannotBeLoaded(StandIn):
-    address: str = f"{__name__}:no_such_name"
-
-
-def dies_when_loaded() -> StandIn:
-    os.kill(os.getpid(), signal.SIGSEGV)
-    raise AssertionError("the process should be gone")
-
-
-@dataclass
-class DyingWhenLoaded(StandIn):
-    """Takes its process along before the first call."""
-
-    address: str = f"{__name__}:dies_when_loaded"
-
-
-@dataclass
-class LongFault(StandIn):
-    """Dies on plain sequences from 300 tokens on."""
-
-    address: str = f"{__name__}:LongFault"
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        if not call.varlen and call.q.shape[1] >= 300:
-            os.kill(os.getpid(), signal.SIGFPE)
-        return super().forward(call)
-
-
-@dataclass
-class BatchFault(StandIn):
-    """Dies on several rows."""
-
-    address: str = f"{__name__}:BatchFault"
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        if not call.varlen and call.q.shape[0] > 1:
-            os.kill(os.getpid(), signal.SIGFPE)
-        return super().forward(call)
-
-
-@dataclass
-class WindowFault(StandIn):
-    """Dies on one window that no case but the problem's own has."""
-
-    address: str = f"{__name__}:WindowFault"
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        if call.window == 33:
-            os.kill(os.getpid(), signal.SIGFPE)
-        return super().forward(call)
-
-
-@dataclass
-class BackwardFault(StandIn):
-    """Right forward, dies backward on documents."""
-
-    address: str = f"{__name__}:BackwardFault"
-
-    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        if call.varlen:
-            os.kill(os.getpid(), signal.SIGFPE)
-        return super().backward(call)
-
-
-@dataclass
-class BackwardRaising(StandIn):
-    """Right forward, refuses every backward pass."""
-
-    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-
-
-@dataclass
-class BackwardDying(StandIn):
-    """Right forward, takes its process along in every backward pass."""
-
-    address: str = f"{__name__}:BackwardDying"
-
-    def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        os.kill(os.getpid(), signal.SIGFPE)
-        raise AssertionError("the process should be gone")
-
-
-@dataclass
-class WrongAndTalking(StandIn):
-    """Looks at wrong keys on plain sequences, and prints no newline; the note is an answer's look-alike."""
-
-    address: str = f"{__name__}:WrongAndTalking"
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        if call.varlen or call.q.shape[1] == 1:
+        if call.q.shape[-3] == 1:
             return super().forward(call)
         os.write(1, b'note {"problem": null}\n{"case": "a window across tiles", "problem": null}\n note')
         return super().forward(replace(call, causal=False, window=None))
 
 
 @dataclass
-class OddBytes(Faulty):
-    address: str = f"{__name__}:OddBytes"
+class LongWindow(StandIn):
+    """Counts a window without the query itself: one key too many."""
 
-    def fail(self) -> None:
-        os.write(1, b"\xff\xfe\x80\n")
-        os.write(2, b"\xff\xfe\x80 crash\n")
-        # A real-time signal without a name.
-        os.kill(os.getpid(), 40)
+    address: str = f"{__name__}:LongWindow"
 
-
-@dataclass
-class TalkingHang(Faulty):
-    """Prints for ever, and so does a child of its own, whose number is in the file that `OFFSPRING` names."""
-
-    address: str = f"{__name__}:TalkingHang"
-
-    def fail(self) -> None:
-        offspring = os.fork()
-        if offspring:
-            with open(os.environ["OFFSPRING"], "w") as file:
-                file.write(str(offspring))
-        while True:
-            os.write(1, b"waiting for the GPU...\n" * 1000)
-            os.write(2, b"waiting for the GPU...\n" * 1000)
-            time.sleep(0.01)
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        return super().forward(call if call.window is None else replace(call, window=call.window + 1))
 
 
-@dataclass
-class Full(Faulty):
-    address: str = f"{__name__}:Full"
-
-    def fail(self) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def dies_when_loaded() -> StandIn:
+    kill(signal.SIGSEGV)
+    raise AssertionError("the process should be gone")
 
 
-def loaded_once() -> StandIn:
-    """Can be loaded by the first child only, which dies."""
-    path = os.environ["LOADED"]
-    if os.path.exists(path):
-        raise ImportError("the GPU is in exclusive mode")
-    with open(path, "w"):
-        return FloatingPointException()
-
-
-@dataclass
-class LoadedOnce(StandIn):
-    address: str = f"{__name__}:loaded_once"
-
-
+CannotBeLoaded = StandIn(address=f"{__name__}:no_such_name")
+DyingWhenLoaded = StandIn(address=f"{__name__}:dies_when_loaded")
 FAULTS = (Raising, NotFinite, WrongKeys, Segfaulting, FloatingPointException, Hanging)

@@ -1,4 +1,4 @@
-"""A probe with less patience and fewer cases than the backend's own, for the tests of probing."""
+"""A probe with shorter time limits and fewer cases than the backend's own, for the tests of probing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.cases import cases_of
 from nsa.backends.flash.libraries import Library
-from nsa.backends.probe import Outcome, Subject, run_cases
+from nsa.backends.flash.probe import Outcome, Subject, run_cases
 from nsa.backends.problem import Problem
 from nsa.sequences import Sequences, Sliding
 from nsa.settings import Settings
@@ -20,22 +20,27 @@ PROBLEM = Problem(
     op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=2, n_groups=1, d_k=8, d_v=8, dtype=torch.float32
 )
 SUBJECT = Subject(library="stand-in", version="0", gpu="cpu", driver="none", torch="2", cuda="none", cases="1")
-INSISTS = Settings.load(environ={"NSA_USE_FA2": "1"})
-SOME = ("one token", "a window across tiles")
+FORCED_ON = Settings.load(environ={"NSA_USE_FA2": "1"})
+SOME = ("one token", "a window across tiles", "documents", "a few queries on a cache")
 OWN = ("the problem's own shape", "the longest of its class")
 
 
 def probe_quickly(
-    library: Library, problem: Problem, width: int, dtype: torch.dtype, names: tuple[str, ...] = SOME
+    library: Library, problem: Problem, head_dim: int, dtype: torch.dtype, names: tuple[str, ...] = SOME
 ) -> list[Outcome]:
-    """As the backend's own, with less patience and fewer cases."""
-    command = [sys.executable, "-P", "-m", "nsa.backends.flash.trial", library.address, problem.device]
-    cases = [case for case in cases_of(problem, width, dtype) if case["name"] in names]
+    """As the backend's own, with shorter time limits and fewer cases."""
+    command = [sys.executable, "-P", "-m", "nsa.backends.flash.probe_child", library.address, problem.device]
+    cases = [case for case in cases_of(problem, head_dim, dtype) if case["name"] in names]
     return run_cases(command, cases, case_seconds=2.0)
 
 
-def backend_of(library: Any, folder: Path, prober: Any = probe_quickly) -> FlashBackend:
-    return FlashBackend(INSISTS, (library,), folder=folder, prober=prober)
+def no_probe(*_: Any) -> list[Outcome]:
+    """For a backend that trusts its library."""
+    return []
+
+
+def backend_of(library: Any, folder: Path | None, prober: Any = probe_quickly) -> FlashBackend:
+    return FlashBackend(FORCED_ON, (library,), folder=folder, prober=prober)
 
 
 def sliding(q: torch.Tensor, window: int) -> Sliding:

@@ -18,9 +18,9 @@ import torch
 
 from nsa import cli, doctor, machine, selftest, settings
 from nsa.backends import reference, sdpa
-from nsa.backends.preferences import Preference
+from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Broken, Router
+from nsa.backends.routing import BackendFailure, ImportFailed, Router
 from nsa.selftest import Check
 from nsa.sequences import Saved, Upstream
 from nsa.settings import SETTINGS, Settings
@@ -478,7 +478,7 @@ def test_a_backend_that_this_machine_cannot_run_is_shown_with_the_reason(
 
 
 def test_a_backend_that_is_broken_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_doctor("--json", backends=(Broken("triton", "cannot be imported: undefined symbol"), sdpa)) == 1
+    assert run_doctor("--json", backends=(ImportFailed("triton", "cannot be imported: undefined symbol"), sdpa)) == 1
     text = capsys.readouterr().out
     assert "triton     BROKEN: cannot be imported: undefined symbol" in text
     assert "agrees with the reference, but triton cannot be imported: undefined symbol" in text
@@ -606,11 +606,11 @@ def test_widths_that_a_gpu_takes_are_left_alone() -> None:
 
 
 def test_the_doctor_says_which_measurements_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = [Preference(gpu=gpu, op="sliding", order=("triton", "sdpa")) for gpu in ("NVIDIA H200", "NVIDIA A100")]
+    routes = [MeasuredRoute(gpu=gpu, op="sliding", order=("triton", "sdpa")) for gpu in ("NVIDIA H200", "NVIDIA A100")]
     path = tmp_path / "routes.json"
     path.write_text("{}")
-    monkeypatch.setattr(doctor, "preferences_path", lambda: path)
-    router = Router([sdpa], Settings(), lines, gpu="NVIDIA H200 NVL")
-    assert doctor.thresholds_origin(router) == f"1 of 2 lines of {path} are for NVIDIA H200"
+    monkeypatch.setattr(doctor, "routes_path", lambda: path)
+    router = Router([sdpa], Settings(), routes, gpu="NVIDIA H200 NVL")
+    assert f"1 of 2 in {path} are for NVIDIA H200" in doctor.routes_origin(router)
     path.unlink()
-    assert doctor.thresholds_origin(router) == f"{path} is not there: nothing is measured"
+    assert f"{path} is missing" in doctor.routes_origin(router)

@@ -1,7 +1,5 @@
-"""The FlashAttention branches give the reference's numbers through a stand-in library, and pass on what they must.
-
-The stand-in proves how arguments are marshalled: folding, offsets, widths, windows. That the real kernels agree is
-shown on a GPU, in `tests/gpu/test_flash_gpu.py`.
+"""The FlashAttention branches match the reference through a stand-in library, which shows that arguments are marshalled
+correctly: folding, offsets, head dims, windows. `tests/gpu/test_flash_gpu.py` runs the real kernels.
 """
 
 from __future__ import annotations
@@ -19,25 +17,19 @@ from flash_standin import CPU_CONTRACT, StandIn
 from helpers import Case, Inputs, branches, cases, random_inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from probing import no_probe
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NSAConfig, nsa_attention, reference
 from nsa.backends import sdpa, stages
-from nsa.backends.contracts import FLASH_ATTN_2, TORCH, Call, value_violations
 from nsa.backends.flash import FlashBackend
 from nsa.backends.flash import libraries as libraries_module
 from nsa.backends.flash.branches import safe_offsets
-from nsa.backends.flash.libraries import (
-    FLASH_ATTN_PACKAGE,
-    PACKAGES,
-    FlashAttn2Library,
-    TorchLibrary,
-    find_libraries,
-    reason_against,
-    run_forward,
-)
-from nsa.backends.preferences import Preference
+from nsa.backends.flash.contracts import FLASH_ATTN_2, TORCH, Call
+from nsa.backends.flash.libraries import FlashAttn2Library, TorchLibrary, find_flash_attn, find_libraries
+from nsa.backends.flash.libraries import run as run_library
+from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Router
 from nsa.sequences import Saved, Upstream
@@ -47,11 +39,10 @@ BRANCHES = ("compressed", "sliding")
 
 
 def backend_of(library: Any, config: Settings | None = None) -> FlashBackend:
-    """A backend that trusts its library: probes are another test's business."""
-    return FlashBackend(config or Settings(), (library,), folder=None, prober=lambda *_: [])
+    return FlashBackend(config or Settings(), (library,), folder=None, prober=no_probe)
 
 
-def knobs(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
+def hyperparameters(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
     own = case.compression if branch == "compressed" else {"window": case.window}
     return {**own, "scale": case.d_k**-0.5, "cu_seqlens": case.cu_seqlens, "q_start": None, **rest}
 
@@ -74,7 +65,7 @@ def by_backend(backend: FlashBackend, branch: str, inputs: Inputs, case: Case, *
 
 def by_reference(branch: str, inputs: Inputs, case: Case, *, with_lse: bool) -> dict[str, Tensor]:
     leaves = [x.detach().double().requires_grad_() for x in inputs.of(branch)]
-    o, lse = getattr(reference, f"{branch}_attention")(*leaves, **knobs(branch, case))
+    o, lse = getattr(reference, f"{branch}_attention")(*leaves, **hyperparameters(branch, case))
     do, dlse = gradients_for(o, lse)
     pairs = [(o, do.double()), (lse, dlse.double())] if with_lse and lse.requires_grad else [(o, do.double())]
     dq, dk, dv = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs])
@@ -93,7 +84,7 @@ def assert_equal_to_rounding(found: dict[str, Tensor], expected: dict[str, Tenso
 @pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
 @pytest.mark.parametrize("branch", BRANCHES)
 @given(case=st.one_of(cases(max_length=70), cases(max_length=70, packed=True)))
-def test_a_branch_gives_the_reference_s_numbers(branch: str, with_lse: bool, case: Case) -> None:
+def test_a_branch_matches_the_reference(branch: str, with_lse: bool, case: Case) -> None:
     inputs = random_inputs(case, torch.float32)
     found = by_backend(backend_of(StandIn()), branch, inputs, case, with_lse=with_lse)
     assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=with_lse))
@@ -122,11 +113,10 @@ def test_borders(branch: str, case: Case) -> None:
     assert_equal_to_rounding(found, by_reference(branch, inputs, case, with_lse=True))
 
 
-@pytest.mark.parametrize("documents", [None, (7, 0, 40, 3)], ids=["plain", "packed"])
-def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
+@pytest.mark.parametrize("documents", [None, (7, 0, 40, 3)], ids=["fixed", "varlen"])
+def test_gradients_after_another_backend_s_forward_pass(
     documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thresholds file names who serves a direction at a time."""
     case = Case(length=50, groups=2, heads=2, d_k=8, d_v=8, documents=documents)
     tensors = random_inputs(case, torch.float32).for_attention
     config = NSAConfig(
@@ -140,7 +130,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
         o = nsa_attention(*leaves, config=config, cu_seqlens=case.cu_seqlens)
         return torch.autograd.grad(o, leaves, torch.ones_like(o))
 
-    backward = [Preference(gpu="cpu", op=op, order=("flash", "sdpa"), mode="bwd") for op in BRANCHES]
+    backward = [MeasuredRoute(gpu="cpu", op=op, order=("flash", "sdpa"), mode="bwd") for op in BRANCHES]
     mixed = Router([sdpa, backend_of(StandIn())], Settings(), backward)
     found, expected = gradients(mixed), gradients(Router([sdpa], Settings()))
     assert {(op, name) for op, name in mixed.counts.calls if op in BRANCHES} == {
@@ -150,7 +140,7 @@ def test_gradients_may_be_flash_s_where_the_forward_pass_was_another_s(
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-def test_a_pack_may_have_room_after_its_blocks_whose_gradient_is_zero() -> None:
+def test_unused_key_slots_of_varlen_have_zero_gradients() -> None:
     case = NAMED["empty-documents"]
     inputs = random_inputs(case, torch.float32)
     roomy = inputs.but(
@@ -168,10 +158,10 @@ def test_a_pack_may_have_room_after_its_blocks_whose_gradient_is_zero() -> None:
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("room", [0, 5])
-def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: int) -> None:
+def test_decode_matches_the_reference(branch: str, queries: int, room: int) -> None:
     case = Case(length=40, batch=3, groups=2, heads=3, d_k=8, d_v=8, window=6)
     if branch == "compressed" and queries > 1:
-        pytest.skip("declined: see the test of what is declined")
+        pytest.skip("not supported")
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of(branch)
     q, q_start = q[:, :queries].contiguous(), torch.tensor([0, 9, 40 - queries], dtype=torch.int32)
@@ -181,7 +171,7 @@ def test_decode_gives_the_reference_s_numbers(branch: str, queries: int, room: i
     forward = getattr(backend_of(library), f"{branch}_forward")
     o, lse = forward(q, k, v, getattr(branches(case, q_start=q_start, length=queries), branch))
     exact = getattr(reference, f"{branch}_attention")(
-        q.double(), k.double(), v.double(), **knobs(branch, case, q_start=q_start)
+        q.double(), k.double(), v.double(), **hyperparameters(branch, case, q_start=q_start)
     )
     assert_equal_to_rounding({"o": o, "lse": lse}, {"o": exact[0], "lse": exact[1]})
     assert library.calls[0].k.data_ptr() == k.data_ptr(), "a cache is not copied"
@@ -205,7 +195,7 @@ class CountBytes(TorchDispatchMode):
 
 
 class Silent(StandIn):
-    """Answers without computing, so that what is counted is the marshalling alone."""
+    """Returns without computing: what is counted is the marshalling alone."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         rows = (call.q.shape[1], call.q.shape[0]) if call.varlen else call.q.transpose(1, 2).shape[:3]
@@ -227,7 +217,7 @@ def decode(branch: str, library: StandIn, q: Tensor, k: Tensor, v: Tensor, confi
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_step_allocates_nothing_of_the_size_of_its_cache(branch: str) -> None:
+def test_a_decode_step_does_not_copy_its_cache(branch: str) -> None:
     q, cache = torch.zeros(2, 1, 4, 32), torch.zeros(2, CAPACITY, 2, 32)
     with CountBytes() as counted:
         decode(branch, Silent(), q, cache, cache)
@@ -238,33 +228,32 @@ def test_a_step_allocates_nothing_of_the_size_of_its_cache(branch: str) -> None:
 @pytest.mark.parametrize(
     ("width", "d_v", "environ", "reason"),
     [
-        (32, 16, {}, "zeros up to width 32"),
-        (16, 32, {}, "zeros up to width 32"),
-        (20, 20, {}, "zeros up to width 24"),
+        (32, 16, {}, "padding to head_dim 32"),
+        (20, 20, {}, "padding to head_dim 24"),
         (32, 32, {"NSA_FA2_PREF_FP16": "1"}, "a cast to torch.float16"),
     ],
 )
-def test_a_cache_that_would_be_copied_is_left_to_the_next_backend(
+def test_a_cache_that_would_be_copied_is_unsupported(
     branch: str, width: int, d_v: int, environ: dict[str, str], reason: str
 ) -> None:
     library = StandIn()
     q, k, v = torch.zeros(2, 1, 4, width), torch.zeros(2, CAPACITY, 2, width), torch.zeros(2, CAPACITY, 2, d_v)
-    with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} would copy the cache"):
+    with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} would copy"):
         decode(branch, library, q, k, v, Settings.load(environ=environ))
     assert not library.calls
     assert counted.total < k.numel()
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branch: str) -> None:
+def test_a_cache_whose_rows_cannot_be_viewed_is_unsupported(branch: str) -> None:
     library = StandIn()
     k, v = torch.randn(2, 60, 1, 8)[:, :40], torch.randn(2, 40, 1, 8)
-    with pytest.raises(BackendFailure, match="keys of the cache are 60 apart and its values 40"):
+    with pytest.raises(BackendFailure, match="60 key slots and 40 value slots"):
         decode(branch, library, torch.randn(2, 1, 2, 8), k, v)
-    with pytest.raises(BackendFailure, match="do not follow each other"):
+    with pytest.raises(BackendFailure, match="strides"):
         decode(branch, library, torch.randn(2, 1, 2, 8), v[:1].expand(2, -1, -1, -1), v)
     assert not library.calls
-    # Of a cache that lies as it must the next step of the same problem is served all the same.
+    # A cache with the right strides runs all the same.
     config = Settings.load(environ={"NSA_USE_FA2": "1"})
     router = Router([backend_of(library, config), sdpa], config)
     starts = torch.tensor([30, 31]).int()
@@ -278,23 +267,9 @@ def test_a_cache_whose_keys_and_values_have_other_room_is_refused_in_words(branc
     assert decode(branch, library, torch.randn(1, 1, 2, 8), k[:1], v[:1]).isfinite().all()
 
 
-def test_a_single_query_sees_the_same_keys_with_and_without_a_causal_mask() -> None:
-    case = Case(length=13, groups=2, heads=2, d_k=8, d_v=8, window=100)
-    inputs = random_inputs(case, torch.float32)
-    q, k, v = inputs.of("sliding")
-    last = torch.tensor([12], dtype=torch.int32)
-    o, _ = backend_of(StandIn()).sliding_forward(q[:, -1:], k, v, branches(case, q_start=last, length=1).sliding)
-    call = Call(q=q[:, -1:], k=k, v=v, scale=case.d_k**-0.5)
-    for causal in (True, False):
-        torch.testing.assert_close(StandIn().forward(replace(call, causal=causal))[0], o)
-    repeated = [x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v)]
-    dense = torch.nn.functional.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), *repeated)
-    torch.testing.assert_close(o, dense.transpose(1, 2))
-
-
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
-def test_keys_and_values_are_passed_as_they_are(branch: str, documents: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["fixed", "varlen"])
+def test_keys_and_values_are_not_copied(branch: str, documents: tuple[int, ...] | None) -> None:
     case = Case(length=96, groups=2, heads=6, d_k=16, d_v=16, documents=documents)
     inputs = random_inputs(case, torch.float32)
     library = StandIn()
@@ -307,8 +282,8 @@ def test_keys_and_values_are_passed_as_they_are(branch: str, documents: tuple[in
         assert call.k.shape[-2] == case.groups, "never expanded to heads"
 
 
-@pytest.mark.parametrize("documents", [None, (1000, 24, 1024)], ids=["plain", "packed"])
-def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("documents", [None, (1000, 24, 1024)], ids=["fixed", "varlen"])
+def test_marshalling_allocates_a_few_times_the_queries(documents: tuple[int, ...] | None) -> None:
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32, block=32, stride=16, documents=documents)
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of("compressed")
@@ -321,12 +296,12 @@ def test_what_marshalling_allocates_is_a_few_times_the_queries(documents: tuple[
     with CountBytes() as backward:
         backend.compressed_backward(Upstream(o), Saved(q, k, v, o, lse), seen)
     in_queries = q.numel() * q.element_size()
-    # Forward: q and o change layout once or, in a pack, twice. Backward: q, o, do and dq.
+    # Forward: q and o are copied once, varlen twice. Backward: q, o, do and dq.
     assert forward.total <= 4.5 * in_queries
     assert backward.total <= 9 * in_queries
 
 
-def test_the_sliding_branch_allocates_nothing_but_the_normaliser() -> None:
+def test_the_sliding_branch_allocates_only_the_lse() -> None:
     case = Case(length=2048, groups=2, heads=8, d_k=32, d_v=32)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
     with CountBytes() as forward:
@@ -334,32 +309,12 @@ def test_the_sliding_branch_allocates_nothing_but_the_normaliser() -> None:
     o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     with CountBytes() as backward:
         backend_of(Silent()).sliding_backward(Upstream(o), Saved(q, k, v, o, lse), branches(case).sliding)
-    # The library's own and the one in the layout of nsa.
+    # The library's and the one in our layout.
     assert forward.total <= 2 * lse.numel() * lse.element_size()
     assert backward.total <= 2 * lse.numel() * lse.element_size()
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("other", ["k", "v", "do", "o"])
-@pytest.mark.parametrize("asked", ["0", "1"])
-def test_mixed_dtypes_are_refused_and_never_cast(branch: str, other: str, asked: str) -> None:
-    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16, torch.bfloat16)))
-    backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": asked}))
-    case = Case(length=40, d_k=8, d_v=8)
-    q, k, v = random_inputs(case, torch.bfloat16).of(branch)
-    given = {"q": q, "k": k, "v": v, "do": torch.zeros_like(q), "o": torch.zeros_like(q)}
-    given[other] = given[other].float()
-    tensors = [given[name] for name in ("q", "k", "v")]
-    direction = "backward" if other in ("do", "o") else "forward"
-    if direction == "backward":
-        tensors = [Upstream(given["do"]), Saved(*tensors, given["o"], torch.zeros(q.shape[:3]))]
-    sentence = f"{other} is torch.float32 and q torch.bfloat16: pass one dtype"
-    with pytest.raises(BackendFailure, match=sentence):
-        getattr(backend, f"{branch}_{direction}")(*tensors, getattr(branches(case), branch))
-    assert not library.calls
-
-
-@pytest.mark.parametrize("documents", [None, (5, 4)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (5, 4)], ids=["fixed", "varlen"])
 def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] | None) -> None:
     case = Case(length=9, groups=2, heads=2, d_k=8, d_v=8, documents=documents, window=2**32 + 5)
     q, k, v = random_inputs(case, torch.float32).of("sliding")
@@ -368,36 +323,6 @@ def test_a_window_past_32_bits_is_the_whole_sequence(documents: tuple[int, ...] 
     exact = backend_of(StandIn()).sliding_forward(q, k, v, branches(replace(case, window=9)).sliding)
     assert library.calls[0].window_size == (8, 0)
     assert torch.equal(found[0], exact[0])
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-@given(case=st.one_of(cases(max_length=70), cases(max_length=70, packed=True)))
-def test_every_call_of_a_branch_keeps_the_contract_by_value_too(branch: str, case: Case) -> None:
-    library = StandIn()
-    by_backend(backend_of(library), branch, random_inputs(case, torch.float32), case, with_lse=True)
-    for call in library.calls:
-        assert value_violations(call, CPU_CONTRACT) == []
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("room", [0, 5])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_every_step_of_a_branch_keeps_the_contract_by_value_too(
-    branch: str, rows: int, room: int, queries: int
-) -> None:
-    if branch == "compressed" and queries > 1:
-        pytest.skip("declined: see the test of what is declined")
-    case = Case(length=40, d_k=8, d_v=8, window=6)
-    q, cache = torch.randn(rows, queries, 2, 8), torch.randn(rows, 40 + room, 1, 8)[:, :40]
-    library = StandIn()
-    for start in (0, 9, 36):
-        q_start = torch.arange(start, start + rows).clamp_max(40 - queries).int()
-        seen = getattr(branches(case, q_start=q_start, batch=rows, length=queries), branch)
-        getattr(backend_of(library), f"{branch}_forward")(q, cache, cache, seen)
-    assert len(library.calls) == 3
-    for call in library.calls:
-        assert value_violations(call, CPU_CONTRACT) == []
 
 
 def test_a_misaligned_input_is_copied_before_the_call() -> None:
@@ -412,20 +337,20 @@ def test_a_misaligned_input_is_copied_before_the_call() -> None:
 
 
 @given(st.lists(st.integers(-50, 90), min_size=2, max_size=8))
-def test_offsets_never_point_outside_whatever_they_say(values: list[int]) -> None:
+def test_safe_offsets_never_point_outside(values: list[int]) -> None:
     found = safe_offsets(torch.tensor(values, dtype=torch.int32), 40).tolist()
     assert found[0] == 0
     assert found[-1] == 40
     assert found == sorted(found)
 
 
-def test_legal_offsets_are_left_as_they_are() -> None:
+def test_safe_offsets_keep_legal_ones() -> None:
     legal = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
     assert torch.equal(safe_offsets(legal, 9), legal)
     assert safe_offsets(legal, 9).dtype == torch.int32
 
 
-# What is declined, and with which reason.
+# What is not supported, and why.
 
 PROBLEM = Problem(
     op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=16, d_v=16, dtype=torch.float32
@@ -438,23 +363,24 @@ PROBLEM = Problem(
         ({"op": "selected"}, "not selected"),
         ({"dtype": torch.float64}, "NSA_FA2_PREF_FP16"),
         ({"d_k": 260}, "at most 256"),
-        ({"cached": True, "backward": True}, "not trained through"),
+        ({"cached": True, "backward": True}, "no gradient"),
         ({"cached": True, "op": "compressed", "n_queries": 2}, "middle of a block"),
         ({"batch": 70_000}, "launch grid"),
         ({"backward": True, "batch": 60_000, "n_heads": 512}, "2^31"),
         ({"device": "cuda"}, "it runs on cpu"),
+        ({"n_queries": 0}, "no queries"),
     ],
 )
-def test_what_cannot_be_served_is_declined_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+def test_what_is_not_supported_has_a_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in str(backend_of(StandIn()).supports(replace(PROBLEM, **changes)))
 
 
-def test_what_can_be_served_is() -> None:
+def test_what_is_supported() -> None:
     for changes in ({}, {"backward": True}, {"packed": True}, {"cached": True, "n_queries": 1}, {"op": "compressed"}):
         assert backend_of(StandIn()).supports(replace(PROBLEM, **changes)) is None
 
 
-def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
+def test_a_call_outside_the_contract_is_not_made() -> None:
     # Sizes alone looked fine: folding makes 16 times as many heads, too many for a grid.
     case = Case(length=40, groups=1, heads=20_000, d_k=8, d_v=8, block=16, stride=16)
     q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
@@ -464,7 +390,7 @@ def test_a_call_that_breaks_the_contract_never_reaches_the_library() -> None:
     assert not library.calls
 
 
-def test_running_out_of_memory_is_not_hidden_and_a_refusal_is_a_reason() -> None:
+def test_an_error_is_a_failure_but_running_out_of_memory_is_not() -> None:
     class Failing(StandIn):
         def __init__(self, error: Exception) -> None:
             super().__init__()
@@ -509,7 +435,7 @@ def test_results_of_another_shape_or_dtype_are_a_failure(direction: str, change:
         getattr(backend_of(Changed()), f"sliding_{direction}")(*given, seen)
 
 
-def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_fp32_is_cast_only_on_request_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
     case = Case(length=12, d_k=8, d_v=8)
     inputs = random_inputs(case, torch.float32)
@@ -528,10 +454,10 @@ def test_fp32_is_cast_only_when_asked_for_and_that_is_said_once(caplog: pytest.L
     assert_equal_to_rounding(found, by_reference("sliding", inputs, case, with_lse=False), tolerance=2e-2)
 
 
-@pytest.mark.parametrize("size", [1e-8, 1e-30, 1.0, 1e6, 0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("size", [1e-30, 1e6, 0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["do", "dlse", "both"])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, size: float) -> None:
+def test_a_cast_to_fp16_loses_no_gradient_of_any_size(branch: str, part: str, size: float) -> None:
     library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
     backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
     case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
@@ -539,7 +465,7 @@ def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, s
     seen = getattr(branches(case), branch)
     o, lse = getattr(backend, f"{branch}_forward")(q, k, v, seen)
     do, dlse = gradients_for(o, lse)
-    # Rows that see nothing have no normaliser to pull at.
+    # Rows that see nothing have no LSE.
     dlse = dlse.where(lse.isfinite(), 0.0)
     sizes = {"do": (size, 1.0), "dlse": (1.0, size), "both": (size, size)}[part]
     pull = getattr(backend, f"{branch}_backward")
@@ -560,21 +486,6 @@ def test_a_cast_to_fp16_loses_no_gradient_for_its_size(branch: str, part: str, s
         assert (largest > 0) is bool((x != 0).any()), name
 
 
-def test_small_gradients_of_a_cast_are_the_reference_s() -> None:
-    library = StandIn(contract=replace(CPU_CONTRACT, dtypes=(torch.float16,)))
-    backend = backend_of(library, Settings.load(environ={"NSA_FA2_PREF_FP16": "1"}))
-    case = Case(length=40, groups=2, heads=2, d_k=8, d_v=8)
-    inputs = random_inputs(case, torch.float32)
-    q, k, v = inputs.of("sliding")
-    seen = branches(case).sliding
-    o, lse = backend.sliding_forward(q, k, v, seen)
-    do, _ = gradients_for(o, lse)
-    found = backend.sliding_backward(Upstream(do * 1e-8), Saved(q, k, v, o, lse), seen)
-    exact = by_reference("sliding", inputs, case, with_lse=False)
-    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
-        torch.testing.assert_close(x.double() * 1e8, exact[name], atol=2e-2, rtol=2e-2)
-
-
 # The libraries' own calls.
 
 
@@ -589,8 +500,8 @@ def call_on(device: str, *, varlen: bool) -> Call:
     return call
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-def test_torch_s_own_kernels_are_called_as_their_schema_says(varlen: bool) -> None:
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
+def test_torch_s_kernels_are_called_as_their_schema_says(varlen: bool) -> None:
     """Meta tensors: names and shapes are checked by torch, nothing is computed."""
     call = call_on("meta", varlen=varlen)
     o, lse = TorchLibrary().forward(call)
@@ -603,14 +514,14 @@ def test_torch_s_own_kernels_are_called_as_their_schema_says(varlen: bool) -> No
     assert set(TorchLibrary().shared(call)) <= names
 
 
-def test_torch_s_kernels_are_not_called_when_others_have_taken_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_kernels_are_not_called_when_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TorchLibrary().obstacle() is None
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
     library = TorchLibrary(contract=replace(TORCH, device="cpu", dtypes=(torch.float32,)))
-    assert "replaced by FA4" in str(backend_of(library).supports(PROBLEM))
+    assert "FA4 replaces" in str(backend_of(library).supports(PROBLEM))
     x = torch.zeros(1, 4, 1, 8)
-    with pytest.raises(BackendFailure, match="replaced by FA4"):
-        run_forward(library, Call(q=x, k=x, v=x, scale=1.0))
+    with pytest.raises(BackendFailure, match="FA4 replaces"):
+        run_library(library, "forward", Call(q=x, k=x, v=x, scale=1.0))
 
 
 def fake_flash_attn(library: StandIn) -> ModuleType:
@@ -620,19 +531,10 @@ def fake_flash_attn(library: StandIn) -> ModuleType:
         assert (given["dropout_p"], given["softcap"], given["alibi_slopes"]) == (0.0, 0.0, None)
         left, right = given["window_size_left"], given["window_size_right"]
         assert right == (0 if given["causal"] else -1)
-        return Call(
-            q=given["q"],
-            k=given["k"],
-            v=given["v"],
-            scale=given["softmax_scale"],
-            causal=given["causal"],
-            window=None if left < 0 else left + 1,
-            cu_seqlens_q=given.get("cu_seqlens_q"),
-            cu_seqlens_k=given.get("cu_seqlens_k"),
-            max_q=given.get("max_seqlen_q"),
-            max_k=given.get("max_seqlen_k"),
-            used_k=given.get("seqused_k"),
-        )
+        names = {"q": "q", "k": "k", "v": "v", "scale": "softmax_scale", "causal": "causal", "used_k": "seqused_k"}
+        names |= {"cu_seqlens_q": "cu_seqlens_q", "cu_seqlens_k": "cu_seqlens_k"}
+        names |= {"max_q": "max_seqlen_q", "max_k": "max_seqlen_k"}
+        return Call(window=None if left < 0 else left + 1, **{ours: given.get(name) for ours, name in names.items()})
 
     def forward(given: dict[str, Any]) -> tuple[Any, ...]:
         return *library.forward(call_of(given)), None, None
@@ -645,18 +547,9 @@ def fake_flash_attn(library: StandIn) -> ModuleType:
     interface = ModuleType("flash_attn.flash_attn_interface")
 
     def _flash_attn_forward(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
-    ):
+    ):  # fmt: skip
         return forward(locals())
 
     def _flash_attn_varlen_forward(
@@ -679,19 +572,18 @@ def fake_flash_attn(library: StandIn) -> ModuleType:
     ):  # fmt: skip
         backward(locals())
 
-    for function in (
-        _flash_attn_forward,
-        _flash_attn_varlen_forward,
-        _flash_attn_backward,
-        _flash_attn_varlen_backward,
-    ):
+    forwards, backwards = (
+        (_flash_attn_forward, _flash_attn_varlen_forward),
+        (_flash_attn_backward, _flash_attn_varlen_backward),
+    )
+    for function in (*forwards, *backwards):
         setattr(interface, function.__name__, function)
     return interface
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["plain", "packed"])
-def test_the_flash_attn_package_is_called_by_keyword_and_gives_the_same_numbers(
+@pytest.mark.parametrize("documents", [None, (5, 0, 60, 31)], ids=["fixed", "varlen"])
+def test_the_flash_attn_package_matches_the_reference(
     branch: str, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interface = fake_flash_attn(StandIn())
@@ -705,24 +597,30 @@ def test_the_flash_attn_package_is_called_by_keyword_and_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "expected"),
+    ("version", "expected"),
     [
-        (FLASH_ATTN_PACKAGE, None, "not installed"),
-        (FLASH_ATTN_PACKAGE, "2.8.3", None),
-        (FLASH_ATTN_PACKAGE, "2.7.0.post2", None),
-        (FLASH_ATTN_PACKAGE, "2.6.3", "known from 2.7"),
-        (FLASH_ATTN_PACKAGE, "3.0.0", "below 3.0"),
-        (FLASH_ATTN_PACKAGE, "unknown", "known from 2.7"),
-        (PACKAGES[1], "3.0.0b1", "does not call it"),
-        (PACKAGES[2], "4.0.0b11", "does not call it"),
+        (None, "not installed"),
+        ("2.8.3", None),
+        ("2.7.0.post2", None),
+        ("2.6.3", "2.6.3"),
+        ("3.0.0", "3.0.0"),
+        ("unknown", "unknown"),
     ],
 )
-def test_versions_are_pinned_where_behaviour_differs(package: Any, version: str | None, expected: str | None) -> None:
-    found = reason_against(package, version)
-    assert found == expected if expected is None else expected in str(found)
+def test_only_known_versions_of_flash_attn_are_called(
+    version: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise libraries_module.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(libraries_module, "version", installed)
+    found = find_flash_attn()
+    assert found == FlashAttn2Library(str(version)) if expected is None else expected in str(found)
 
 
-def test_a_process_that_only_makes_calls_imports_the_package_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_s_child_imports_flash_attn_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries_module, "version", lambda _: "2.8.3")
     imported = []
 
@@ -741,9 +639,7 @@ def test_a_process_that_only_makes_calls_imports_the_package_before_the_first(mo
 
 def test_looking_for_libraries_imports_none() -> None:
     before = set(sys.modules)
-    libraries, absent = find_libraries()
-    assert libraries[0].contract == TORCH
-    assert {"flash_attn_3", "flash_attn_4"} <= set(absent)
+    assert find_libraries()[0][0].contract == TORCH
     assert not {name for name in set(sys.modules) - before if name.startswith("flash_attn")}
 
 

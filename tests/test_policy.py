@@ -1,4 +1,4 @@
-"""The effective FlashAttention flags: one place works them out, the doctor shows them, and off means off."""
+"""The effective FlashAttention flags: what they let `auto` pick, what `nsa doctor` shows, and that off means off."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from flash_standin import FloatingPointException, StandIn
-from probing import sliding
+from probing import no_probe, sliding
 
 import nsa
 from nsa import cli, doctor
-from nsa.backends import policy, sdpa
-from nsa.backends.flash import FlashBackend, configure
+from nsa.backends import sdpa
+from nsa.backends.flash import FlashBackend, configure, policy
 from nsa.backends.flash.cases import cases_of
-from nsa.backends.probe import Outcome
+from nsa.backends.flash.probe import Outcome
+from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Router
 from nsa.model import DenseAttention
@@ -34,37 +37,126 @@ ROOT = Path(nsa.__file__).parent.parent
 @pytest.mark.parametrize(
     ("variables", "compressed", "sliding"),
     [
-        ({}, "measured", "measured"),
+        ({}, "default", "default"),
         ({"NSA_USE_FA2": "0"}, "off", "off"),
         ({"NSA_USE_FA2": "1"}, "on", "on"),
-        ({"NSA_USE_FA2_WIN": "0"}, "measured", "off"),
-        ({"NSA_USE_FA2_CMP": "1"}, "on", "measured"),
+        ({"NSA_USE_FA2_WIN": "0"}, "default", "off"),
+        ({"NSA_USE_FA2_CMP": "1"}, "on", "default"),
         ({"NSA_USE_FA2": "0", "NSA_USE_FA2_CMP": "1"}, "off", "off"),
-        ({"NSA_FA2_MIN_LEN_CMP": "512"}, "on", "measured"),
-        ({"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "on", "by name"),
-        ({"NSA_FA2_MIN_LEN_WIN": "0", "NSA_USE_FA2_WIN": "0"}, "measured", "off"),
+        ({"NSA_FA2_MIN_LEN_CMP": "512"}, "on", "default"),
+        ({"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "on", "explicit_only"),
+        ({"NSA_FA2_MIN_LEN_WIN": "0", "NSA_USE_FA2_WIN": "0"}, "default", "off"),
     ],
 )
 def test_the_effective_flags(variables: dict[str, str], compressed: str, sliding: str) -> None:
     flags = policy.flags(Settings.load(environ=variables))
     assert (flags["compressed"].state, flags["sliding"].state) == (compressed, sliding)
     for flag in flags.values():
-        if flag.state != "measured":
-            assert "(environment)" in flag.why, "whose word it is"
+        if flag.state != "default":
+            assert "(environment)" in flag.why, "the setting that decided"
+
+
+PROBLEM = Problem(
+    op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=16, d_v=16, dtype=torch.float32
+)
+CACHED = replace(PROBLEM, cached=True, n_queries=1)
+
+
+def router_of(variables: dict[str, str], *before: Any, routes: Any = ()) -> Router:
+    """FlashAttention after `before` and before SDPA, as configured by the environment."""
+    config = Settings.load(environ=variables)
+    flash = FlashBackend(config, (StandIn(),), folder=None, prober=no_probe)
+    return Router([*before, flash, sdpa], config, routes)
+
+
+@pytest.mark.parametrize(
+    ("op", "variables", "expected"),
+    [
+        ("sliding", {}, "flash"),
+        ("sliding", {"NSA_USE_FA2": "0"}, "sdpa"),
+        ("sliding", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("sliding", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "flash"),
+        ("compressed", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "flash"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "64"}, "flash"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_CMP": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
+        ("compressed", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "flash"),
+    ],
+)
+def test_what_auto_picks(op: str, variables: dict[str, str], expected: str) -> None:
+    route = router_of(variables).route(PROBLEM.for_op(op))
+    assert route.chosen == expected
+    if expected == "sdpa":
+        assert next(iter(variables)) in route.reasons["flash"]
+
+
+@pytest.mark.parametrize("variables", [{"NSA_USE_FA2": "1"}, {"NSA_FA2_MIN_LEN_WIN": "64"}], ids=str)
+def test_a_branch_that_is_on_goes_first(variables: dict[str, str]) -> None:
+    other = SimpleNamespace(name="triton", supports=lambda _: None)
+    assert router_of({}, other).route(PROBLEM).chosen == "triton", "not by default"
+    router = router_of(variables, other)
+    assert router.route(PROBLEM).chosen == "flash"
+    assert next(iter(variables)) in router.route(PROBLEM).why
+    assert router.route(replace(PROBLEM, op="selected")).chosen == "triton"
+    # Where it cannot run, the others come in the measured order.
+    measured = [MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
+    route = router_of(variables, other, routes=measured).route(replace(PROBLEM, dtype=torch.float64))
+    assert (route.chosen, route.why) == ("sdpa", "measured order on cpu")
+
+
+def test_a_setting_overrides_a_measured_route() -> None:
+    first = [MeasuredRoute(gpu="cpu", op="sliding", order=("flash", "sdpa"))]
+    for variables in ({"NSA_USE_FA2": "0"}, {"NSA_FA2_MIN_LEN_WIN": "-1"}, {"NSA_FA2_MIN_LEN_WIN": "65"}):
+        assert router_of(variables, routes=first).route(PROBLEM).chosen == "sdpa"
+
+
+def test_off_holds_for_a_named_backend_and_a_minimum_length_does_not() -> None:
+    off = router_of({"NSA_USE_FA2": "0"}).route(PROBLEM, "flash")
+    assert "NSA_USE_FA2 is off (environment)" in off.reasons["flash"]
+    assert router_of({"NSA_FA2_MIN_LEN_WIN": "9999"}).route(PROBLEM, "flash").chosen == "flash"
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem", "reason"),
+    [
+        ({}, CACHED, "never measured"),
+        ({"NSA_USE_FA2": "1"}, CACHED, None),
+        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_v=8), "d_k is 16 and d_v 8"),
+        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_k=20, d_v=20), "d_k is 20 and d_v 20"),
+        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, CACHED, "NSA_FA2_PREF_FP16 is on"),
+        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, replace(CACHED, dtype=torch.bfloat16), None),
+        ({"NSA_USE_FA2": "1"}, replace(PROBLEM, d_v=8), None),
+    ],
+)
+def test_auto_leaves_a_cache_alone_unless_forced_and_viewable(
+    variables: dict[str, str], problem: Problem, reason: str | None
+) -> None:
+    router = router_of(variables)
+    route = router.route(problem)
+    assert route.chosen == ("flash" if reason is None else "sdpa")
+    if reason is not None:
+        assert reason in route.reasons["flash"]
+        assert (router.route(problem, "flash").chosen == "flash") is (not variables)
 
 
 def run_doctor(*words: str, backend: FlashBackend) -> int:
     shape = ["--seq-len", "64", "--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "8", "--device", "cpu"]
-    return doctor.run(
-        cli.parser_of("doctor").parse_args([*shape, *words]), make_router=lambda config: Router([backend, sdpa], config)
-    )
+
+    def make_router(config: Settings) -> Router:
+        return Router([replace(backend, config=config), sdpa], config)
+
+    return doctor.run(cli.parser_of("doctor").parse_args([*shape, *words]), make_router=make_router)
 
 
-def crash(library, problem, width: int, dtype: torch.dtype) -> list[Outcome]:
-    """A probe that found the one call its library does not survive."""
-    case = next(case for case in cases_of(problem, width, dtype) if case["name"] == "a window across tiles")
-    outcome = Outcome(case=case["name"], feature="dense", problem="killed by SIGFPE", call="q=(1, 257)", request=case)
-    return [Outcome(case="documents", feature="packed"), outcome]
+def crash(library: Any, problem: Any, head_dim: int, dtype: torch.dtype) -> list[Outcome]:
+    """A probe in which the library did not survive one call."""
+    case = cases_of(problem, head_dim, dtype)[0]
+    right = Outcome(case=case["name"], layout=case["layout"])
+    if case["layout"] != "fixed":
+        return [right]
+    return [right, replace(right, case="a window across tiles", problem="killed by SIGFPE", call="q=(1)", request=case)]
 
 
 def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +164,7 @@ def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pyt
     assert run_doctor("--setting", "use_fa2_win=off", backend=backend) == 0
     text = capsys.readouterr().out
     for part in (
-        "compressed  measured: the thresholds file decides",
+        "compressed  default: ",
         "sliding     off: NSA_USE_FA2_WIN is off (command line)",
         "flash_attn  flash_attn is not installed",
         "stand-in    0, not tried yet",
@@ -81,59 +173,56 @@ def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("variable", ["use_fa2_win", "use_fa2_cmp"])
-def test_the_self_test_leaves_a_branch_that_is_off_alone(
+def test_the_self_test_does_not_call_a_branch_that_is_off(
     variable: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = StandIn()
-    backend = FlashBackend(Settings(), (library,), {}, tmp_path, lambda *_: [])
+    backend = FlashBackend(Settings(), (library,), {}, tmp_path, no_probe)
     assert run_doctor("--setting", f"{variable}=off", backend=backend) == 0
     branches = {"sliding" if call.window is not None else "compressed" for call in library.calls}
     off = "sliding" if variable == "use_fa2_win" else "compressed"
     assert branches == {"compressed", "sliding"} - {off}
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if f"NSA_{variable.upper()} is off" in line]
-    assert ["flash", off] in [row[:2] for row in rows], "the self-test says why"
+    assert ["flash", off] in [row[:2] for row in rows], "the self-test reports why"
 
 
-def test_the_doctor_probes_again_and_writes_the_failure_as_a_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_probes_and_writes_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend = FlashBackend(Settings(), (FloatingPointException(),), {}, tmp_path / "verdicts", crash)
     script = tmp_path / "crash.py"
     assert run_doctor("--probe", "--repro", str(script), "--json", backend=backend) == 1, "it failed"
     text = capsys.readouterr().out
     assert text.startswith("probe\n  stand-in 0 on gpu cpu")
-    assert "1 of 2 cases failed" in text
+    assert "1 of 4 cases failed" in text
     assert "a window across tiles: killed by SIGFPE" in text
-    assert f"the first failure is in {script}" in text
-    assert "stand-in    0, 1 of 2 cases right: a window across tiles: killed by SIGFPE" in text
+    assert str(script) in text
+    assert "stand-in    0, 3 of 4 cases right: a window across tiles: killed by SIGFPE" in text
     assert "declines: stand-in: the probe's case 'a window across tiles' killed by SIGFPE" in text
     assert "from flash_standin import FloatingPointException" in script.read_text()
-    said = "stand-in 0 failed in the probe on dense calls (a window across tiles: killed by SIGFPE)"
-    assert f"every backend that runs here agrees with the reference, but {said}" in text
+    said = "stand-in 0 failed in the probe on fixed calls (a window across tiles: killed by SIGFPE)"
+    assert said in text
     found = json.loads(text.splitlines()[-1])
     assert (found["healthy"], found["probe_failures"]) == (False, [said])
 
 
-def test_a_probe_that_says_nothing_about_the_library_is_no_failure_of_the_doctor(
+def test_a_transient_failure_of_the_probe_is_not_the_doctor_s(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = [Outcome(case="documents", feature="packed", problem="out of memory", transient=True)]
+    full = [Outcome(case="documents", layout="varlen", problem="out of memory", transient=True)]
     backend = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: full)
     assert run_doctor("--probe", backend=backend) == 0
     text = capsys.readouterr().out
     assert "documents: out of memory" in text
-    assert "every backend here agrees with the reference" in text
 
 
-def test_a_script_that_could_not_be_written_is_refused_before_the_probe(tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     backend = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: pytest.fail("it was probed"))
     for path in (tmp_path / "no" / "crash.py", tmp_path):
-        with pytest.raises(ValueError, match=f"--repro is '{path}'; accepted: a file in a folder that is there"):
+        with pytest.raises(ValueError, match=f"--repro is '{path}'"):
             run_doctor("--probe", "--repro", str(path), backend=backend)
 
 
-def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: [])
+def test_there_may_be_nothing_to_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, no_probe)
     assert run_doctor("--repro", str(tmp_path / "none.py"), backend=right) == 0
     assert "no script to write" in capsys.readouterr().out
     assert not (tmp_path / "none.py").exists()
@@ -141,14 +230,13 @@ def test_nothing_to_probe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert doctor.probe(absent, None, None, None) == ("nothing to probe: not here", ())
 
 
-# A package of that name and version whose import is remembered, and fails.
+# A package of that name and version whose import leaves a file, and fails.
 TRAP = """
 from pathlib import Path
 Path(r"{marker}").touch()
 raise ImportError("flash_attn was imported")
 """
-# The package is found by its distribution's name; its kernels are said to run on a CPU, and the probe, which is another
-# test's business, to have found nothing. All else is the way of a training step.
+# A training step with the package's kernels claimed to run on a CPU, and without the probe.
 USE = """
 from dataclasses import replace
 import torch, nsa
@@ -183,7 +271,7 @@ def run_beside(trap: Path, code: str, **variables: str) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("switched", ["0", "1"])
-def test_off_means_that_the_library_is_not_even_imported_and_on_that_it_is(trap: Path, switched: str) -> None:
+def test_a_library_that_is_off_is_not_imported(trap: Path, switched: str) -> None:
     done = run_beside(trap, USE, NSA_USE_FA2=switched)
     assert done.returncode == 0, done.stderr
     absent, counts = done.stdout.strip().splitlines()
@@ -194,7 +282,7 @@ def test_off_means_that_the_library_is_not_even_imported_and_on_that_it_is(trap:
     assert "'sliding/sdpa': 2" in counts
 
 
-def test_off_by_both_branches_is_off_altogether() -> None:
+def test_off_for_both_branches_is_off() -> None:
     config = Settings.load(environ={"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2_CMP": "0"})
     assert "NSA_USE_FA2_CMP is off" in str(configure(config).available())
     one = Settings.load(environ={"NSA_USE_FA2_WIN": "0"})
@@ -202,7 +290,7 @@ def test_off_by_both_branches_is_off_altogether() -> None:
 
 
 @pytest.mark.parametrize("switched", ["0", "1"])
-def test_sdpa_can_be_kept_from_its_flash_kernel(
+def test_sdpa_may_be_kept_from_its_flash_kernel(
     switched: str, environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment(NSA_SDPA_NO_FLASH=switched)
@@ -221,15 +309,11 @@ def test_sdpa_can_be_kept_from_its_flash_kernel(
 
 
 @pytest.mark.parametrize("logged_by", ["NSA_DEBUG_TIMING", "NSA_SDPA_AUDIT"])
-def test_the_log_line_has_branch_path_shapes_dtypes_strides_milliseconds_and_reason(
-    logged_by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_line_of_a_call(logged_by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = Settings.load(environ={logged_by: "1", "NSA_USE_FA2": "1"})
-    router = Router([FlashBackend(config, (StandIn(),), folder=tmp_path, prober=lambda *_: []), sdpa], config)
+    router = Router([FlashBackend(config, (StandIn(),), folder=tmp_path, prober=no_probe), sdpa], config)
     x = torch.randn(1, 9, 2, 8)
-    problem = Problem(
-        op="sliding", batch=1, n_queries=9, n_keys=9, n_heads=2, n_groups=2, d_k=8, d_v=8, dtype=torch.float32
-    )
+    problem = replace(PROBLEM, n_queries=9, n_keys=9, n_heads=2, d_k=8, d_v=8)
     with caplog.at_level(logging.INFO, logger="nsa"):
         router.run(problem, "sliding_forward", x, x, x, sliding(x, 4))
     for part in (

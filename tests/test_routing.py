@@ -1,4 +1,4 @@
-"""Routing: who serves, who is asked next, what is refused, and that what ran is counted and said."""
+"""Routing: which backend runs, which is tried next, what is an error, and that what ran is counted and logged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 
 from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa, stages
-from nsa.backends.preferences import Preference, gpu_family, load_preferences
+from nsa.backends.gpu import gpu_family
+from nsa.backends.measured_routes import MeasuredRoute, load_routes
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, Broken, CallRefused, Fault, Router
+from nsa.backends.routing import BackendFailure, CallUnsupported, FailureReason, ImportFailed, Router
 from nsa.settings import Settings
 
 PROBLEM = Problem(
@@ -45,7 +46,7 @@ class Fake:
         return self.name
 
 
-def router_of(*backends: Fake | Broken, config: Settings | None = None, **rest: Any) -> Router:
+def router_of(*backends: Fake | ImportFailed, config: Settings | None = None, **rest: Any) -> Router:
     return Router(backends, config or Settings(), **rest)
 
 
@@ -89,7 +90,7 @@ def test_auto_goes_on_after_a_failure_and_says_so_once(caplog: pytest.LogCapture
     assert dict(router.counts.calls) == {("sliding", "sdpa"): 3}
     assert dict(router.counts.failures) == {("sliding", "triton", "out of shared memory"): 3}
     (record,) = caplog.records
-    for part in ("triton", "sliding_forward", "S=64", "float32", "out of shared memory", "sdpa serves"):
+    for part in ("triton", "sliding_forward", "S=64", "float32", "out of shared memory", "falling back to sdpa"):
         assert part in record.message
 
 
@@ -110,7 +111,7 @@ def test_what_failed_on_a_problem_is_not_tried_again_and_explain_says_why() -> N
 
 
 def test_what_is_refused_of_one_call_is_counted_and_the_next_one_tried() -> None:
-    particular = Fake("triton", raises=CallRefused("this window"))
+    particular = Fake("triton", raises=CallUnsupported("this window"))
     router = router_of(particular, Fake("sdpa"))
     assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
     assert router.counts.failures.total() == 2
@@ -142,61 +143,42 @@ def test_a_named_backend_that_fails_says_where(caplog: pytest.LogCaptureFixture)
     assert router.counts.failures.total() == 1
 
 
-@pytest.mark.parametrize("environ", [{"NSA_USE_FA2": "1"}, {"NSA_FA2_MIN_LEN_WIN": "64"}], ids=str)
-def test_who_switches_flash_on_gets_it_before_the_others(environ: dict[str, str]) -> None:
-    router = router_of(Fake("triton"), Fake("flash"), Fake("sdpa"), config=Settings.load(environ=environ))
+class Configured(Fake):
+    """A backend with settings of its own: where they force it on, and where they decline."""
+
+    def __init__(self, name: str, *, forced: str | None = None, off: str | None = None, **rest: Any) -> None:
+        super().__init__(name, **rest)
+        self.forced, self.off = forced, off
+
+    def forced_on(self, problem: Problem) -> str | None:
+        return self.forced
+
+    def declined(self, problem: Problem, *, named: bool) -> str | None:
+        return None if named and self.off == "by auto" else self.off
+
+
+def test_a_backend_that_a_setting_forces_on_goes_first() -> None:
+    measured = [MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
+    forced = Configured("flash", forced="a setting")
+    router = router_of(Fake("triton"), forced, Fake("sdpa"), measured_routes=measured)
     assert run(router) == "flash"
-    assert "NSA_" in router.route(PROBLEM).why
-    assert router.route(replace(PROBLEM, op="selected")).chosen == "triton"
+    assert router.route(PROBLEM).why == "a setting"
+    # Where it cannot run, the others come in the measured order.
+    for changes in ({"declines": "float64"}, {"raises": BackendFailure("no kernel image")}, {"off": "too short"}):
+        cannot = Configured("flash", forced="a setting", **changes)
+        router = router_of(Fake("triton"), cannot, Fake("sdpa"), measured_routes=measured)
+        assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
+        assert router.route(PROBLEM).why == "measured order on cpu"
 
 
-@pytest.mark.parametrize(
-    ("environ", "declines"),
-    [({"NSA_FA2_MIN_LEN_WIN": "4096"}, None), ({"NSA_USE_FA2": "1"}, "the dtype is torch.float64")],
-    ids=["too short", "declined"],
-)
-def test_a_flag_that_flash_cannot_meet_leaves_the_others_as_measured(
-    environ: dict[str, str], declines: str | None
-) -> None:
-    measured = [Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
-    backends = Fake("triton"), Fake("flash", declines=declines), Fake("sdpa")
-    router = router_of(*backends, config=Settings.load(environ=environ), preferences=measured)
-    route = router.route(PROBLEM)
-    assert (route.chosen, route.why) == ("sdpa", "measured order on cpu")
-    assert (declines or "NSA_FA2_MIN_LEN_WIN is 4096") in route.reasons["flash"]
-
-
-def test_after_a_failure_of_flash_the_others_come_as_measured() -> None:
-    measured = [Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
-    backends = Fake("triton"), Fake("flash", raises=BackendFailure("no kernel image")), Fake("sdpa")
-    router = router_of(*backends, config=Settings.load(environ={"NSA_USE_FA2": "1"}), preferences=measured)
-    assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
-    assert router.route(PROBLEM).why == "measured order on cpu"
-
-
-CACHED = replace(PROBLEM, cached=True, n_queries=1)
-
-
-@pytest.mark.parametrize(
-    ("environ", "problem", "reason"),
-    [
-        ({"NSA_USE_FA2": "1"}, CACHED, None),
-        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_v=8), "keys are 16 and values 8 wide"),
-        ({"NSA_USE_FA2": "1"}, replace(CACHED, d_k=20, d_v=20), "keys are 20 and values 20 wide"),
-        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, CACHED, "NSA_FA2_PREF_FP16 is on"),
-        ({"NSA_USE_FA2": "1", "NSA_FA2_PREF_FP16": "1"}, replace(CACHED, dtype=torch.bfloat16), None),
-        ({"NSA_USE_FA2": "1"}, replace(PROBLEM, d_v=8), None),
-    ],
-)
-def test_flash_is_not_asked_about_a_cache_that_it_would_copy_at_every_step(
-    environ: dict[str, str], problem: Problem, reason: str | None
-) -> None:
-    router = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ=environ))
-    route = router.route(problem)
-    assert route.chosen == ("flash" if reason is None else "sdpa")
-    if reason is not None:
-        assert reason in route.reasons["flash"]
-        assert "copy the cache at every step" in str(router.route(problem, "flash").reasons["flash"])
+def test_a_backend_that_settings_decline_is_not_asked() -> None:
+    for off in ("by auto", "switched off"):
+        backend = Configured("flash", off=off)
+        router = router_of(backend, Fake("sdpa"))
+        assert router.route(PROBLEM).chosen == "sdpa"
+        assert router.route(PROBLEM).reasons["flash"] == off
+        assert backend.asked == 0, "asking may start a probe"
+        assert (router.route(PROBLEM, "flash").chosen == "flash") is (off == "by auto")
 
 
 def test_strict_turns_a_fallback_into_an_error() -> None:
@@ -231,7 +213,7 @@ def test_a_named_backend_serves_whatever_comes_before_it() -> None:
 
 def test_a_named_backend_never_falls_back() -> None:
     router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"))
-    with pytest.raises(ValueError, match=r"no backend serves sliding .*'triton' was asked for.*triton: no GPU"):
+    with pytest.raises(ValueError, match=r"no backend supports sliding .*'triton' was asked for.*triton: no GPU"):
         run(router, backend="triton")
     failing = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
     with pytest.raises(BackendFailure, match="out of shared memory"):
@@ -248,7 +230,7 @@ def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
         run(router, backend="cudnn")
 
 
-BROKEN = Broken("triton", "cannot be imported: undefined symbol")
+BROKEN = ImportFailed("triton", "cannot be imported: undefined symbol")
 
 
 def test_a_broken_backend_fails_wherever_it_would_have_been_tried(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,40 +243,32 @@ def test_a_broken_backend_fails_wherever_it_would_have_been_tried(caplog: pytest
             run(router, strict=True)
     assert dict(router.counts.failures) == {("sliding", "triton", BROKEN.reason): 4}
     (record,) = caplog.records
-    for part in ("triton", "sliding_forward", "S=64", "float32", BROKEN.reason, "sdpa serves"):
+    for part in ("triton", "sliding_forward", "S=64", "float32", BROKEN.reason, "falling back to sdpa"):
         assert part in record.message
-    with pytest.raises(BackendFailure, match=r"no backend serves .*'triton' was asked for.*undefined symbol"):
+    with pytest.raises(BackendFailure, match=r"no backend supports .*'triton' was asked for.*undefined symbol"):
         run(router, backend="triton")
     assert router.counts.failures.total() == 5
 
 
-def test_a_broken_backend_is_no_failure_where_another_one_comes_first_or_it_is_switched_off() -> None:
-    behind = router_of(Fake("sdpa"), BROKEN)
-    off = router_of(Broken("flash", "cannot be imported: no"), Fake("sdpa"))
-    for router in (behind, off):
-        assert run(router, strict=True) == "sdpa"
-        assert not router.counts.failures
-    on = router_of(Broken("flash", "no"), Fake("sdpa"), config=Settings.load(environ={"NSA_USE_FA2": "1"}))
-    with pytest.raises(BackendFailure, match="flash failed"):
-        run(on, strict=True)
+def test_a_broken_backend_behind_another_is_no_failure() -> None:
+    router = router_of(Fake("sdpa"), BROKEN)
+    assert run(router, strict=True) == "sdpa"
+    assert not router.counts.failures
 
 
-def test_a_backend_that_says_it_is_faulty_fails_like_a_broken_one(caplog: pytest.LogCaptureFixture) -> None:
-    faulty = Fake("triton", declines=Fault("the probe crashed"))
+def test_a_failure_reason_counts_like_a_broken_backend(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = Fake("triton", declines=FailureReason("the probe crashed"))
     router = router_of(faulty, Fake("sdpa"))
     with caplog.at_level(logging.WARNING, logger="nsa"):
         assert [run(router) for _ in range(2)] == ["sdpa"] * 2
     assert dict(router.counts.failures) == {("sliding", "triton", "the probe crashed"): 2}
     (record,) = caplog.records
-    assert "the probe crashed; sdpa serves" in record.message
+    assert "the probe crashed; falling back to sdpa" in record.message
     with pytest.raises(BackendFailure, match=r"triton failed .*the probe crashed; strict forbids"):
         run(router, strict=True)
     with pytest.raises(BackendFailure, match=r"'triton' was asked for.*the probe crashed"):
         run(router, backend="triton")
     assert run(router_of(Fake("sdpa"), faulty), strict=True) == "sdpa", "not where another one comes first"
-    off = router_of(Fake("flash", declines=Fault("the probe crashed")), Fake("sdpa"))
-    assert run(off, strict=True) == "sdpa", "nor where no setting and no measurement asks for it"
-    assert not off.counts.failures
 
 
 def test_when_all_that_is_left_is_broken_that_is_a_failure() -> None:
@@ -321,75 +295,11 @@ def test_force_parity_is_the_reference_everywhere_and_is_said_once(caplog: pytes
     assert router.route(PROBLEM).reasons == {"triton": "NSA_FORCE_PARITY is on (environment)"}
 
 
-@pytest.mark.parametrize(
-    ("op", "variables", "expected"),
-    [
-        ("sliding", {"NSA_USE_FA2": "1"}, "flash"),
-        ("sliding", {"NSA_USE_FA2_WIN": "1"}, "flash"),
-        ("compressed", {"NSA_USE_FA2_CMP": "1"}, "flash"),
-        ("sliding", {"NSA_USE_FA2": "0"}, "sdpa"),
-        ("sliding", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "sdpa"),
-        ("sliding", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "flash"),
-        ("compressed", {"NSA_USE_FA2_CMP": "0", "NSA_USE_FA2": "1"}, "sdpa"),
-        ("compressed", {"NSA_USE_FA2_WIN": "0", "NSA_USE_FA2": "1"}, "flash"),
-        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "64"}, "flash"),
-        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65"}, "sdpa"),
-        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "65", "NSA_USE_FA2": "1"}, "sdpa"),
-        ("sliding", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
-        ("compressed", {"NSA_FA2_MIN_LEN_CMP": "-1", "NSA_USE_FA2": "1"}, "sdpa"),
-        ("compressed", {"NSA_FA2_MIN_LEN_WIN": "-1", "NSA_USE_FA2": "1"}, "flash"),
-    ],
-)
-def test_the_fa2_settings_bring_auto_to_flash_and_keep_it_from_there(
-    op: str, variables: dict[str, str], expected: str
-) -> None:
-    router = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ=variables))
-    route = router.route(PROBLEM.for_op(op))
-    assert route.chosen == expected
-    if expected == "sdpa":
-        assert next(iter(variables)) in route.reasons["flash"]
-
-
-def test_without_a_measurement_auto_leaves_flash_alone_and_does_not_even_ask_it() -> None:
-    flash = Fake("flash")
-    router = router_of(flash, Fake("sdpa"))
-    assert router.route(PROBLEM).chosen == "sdpa"
-    assert "nsa bench flash" in router.route(PROBLEM).reasons["flash"]
-    assert flash.asked == 0, "asking may start a probe"
-    assert run(router, backend="flash") == "flash"
-
-
-@pytest.mark.parametrize(("order", "expected"), [(("flash", "sdpa"), "flash"), (("sdpa",), "sdpa")])
-def test_auto_takes_flash_where_the_thresholds_file_lists_it(order: tuple[str, ...], expected: str) -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=order, min_length=64)
-    router = router_of(Fake("flash"), Fake("sdpa"), preferences=[preference])
-    assert router.route(PROBLEM).chosen == expected
-    assert router.route(replace(PROBLEM, n_queries=63)).chosen == "sdpa"
-
-
-def test_a_setting_overrules_the_thresholds_file() -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=("flash", "sdpa"))
-    for variables in ({"NSA_USE_FA2": "0"}, {"NSA_FA2_MIN_LEN_WIN": "-1"}, {"NSA_FA2_MIN_LEN_WIN": "65"}):
-        config = Settings.load(environ=variables)
-        assert (
-            router_of(Fake("flash"), Fake("sdpa"), config=config, preferences=[preference]).route(PROBLEM).chosen
-            == "sdpa"
-        )
-
-
-def test_a_switch_binds_a_named_flash_too_but_a_threshold_does_not() -> None:
-    off = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ={"NSA_USE_FA2": "0"}))
-    with pytest.raises(ValueError, match=r"flash: NSA_USE_FA2 is off \(environment\)"):
-        run(off, backend="flash")
-    short = router_of(Fake("flash"), Fake("sdpa"), config=Settings.load(environ={"NSA_FA2_MIN_LEN_WIN": "9999"}))
-    assert run(short, backend="flash") == "flash"
-
-
-def test_measured_preferences_reorder_where_they_were_measured() -> None:
-    preference = Preference(
-        gpu="H200", op="sliding", order=("sdpa", "triton"), min_length=32, max_length=128, head_widths=(16,)
+def test_measured_routes_hold_where_they_were_measured() -> None:
+    measured = MeasuredRoute(
+        gpu="H200", op="sliding", order=("sdpa", "triton"), min_length=32, max_length=128, head_dims=(16,)
     )
-    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu="H200")
+    router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured], gpu="H200")
     on_gpu = replace(PROBLEM, device="cuda", dtype=torch.bfloat16)
     assert router.route(on_gpu).chosen == "sdpa"
     assert router.route(on_gpu).why == "measured order on H200"
@@ -405,7 +315,7 @@ def test_measured_preferences_reorder_where_they_were_measured() -> None:
     ]
     assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 8
     for gpu, chosen in (("A100", "triton"), ("H200 NVL", "sdpa"), ("GH200 480GB", "triton")):
-        other = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference], gpu=gpu)
+        other = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured], gpu=gpu)
         assert other.route(on_gpu).chosen == chosen, gpu
 
 
@@ -423,63 +333,65 @@ def test_a_family_is_a_gpu_whatever_its_memory_and_slot(name: str, family: str) 
     assert gpu_family(name) == family
 
 
-def test_a_line_says_nothing_of_backends_that_it_does_not_list() -> None:
-    line = Preference(gpu="cpu", op="sliding", order=("reference", "sdpa"))
-    router = router_of(Fake("triton"), Fake("sdpa"), Fake("reference"), preferences=[line])
+def test_a_backend_that_a_measured_route_does_not_list_keeps_its_place() -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("reference", "sdpa"))
+    router = router_of(Fake("triton"), Fake("sdpa"), Fake("reference"), measured_routes=[measured])
     assert router.order(PROBLEM)[0] == ["triton", "reference", "sdpa"]
 
 
-def test_a_preference_may_hold_for_one_direction() -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
-    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[preference])
+def test_a_measured_route_may_hold_for_one_direction() -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
+    router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
     assert router.route(PROBLEM).chosen == "triton"
     assert router.route(replace(PROBLEM, backward=True)).chosen == "sdpa"
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_preference_may_hold_for_one_kind_of_row(packed: bool) -> None:
-    line = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), packed=packed)
-    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[line])
+def test_a_measured_route_may_hold_for_one_layout(packed: bool) -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), packed=packed)
+    router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
     assert router.route(replace(PROBLEM, packed=packed)).chosen == "sdpa"
     assert router.route(replace(PROBLEM, packed=not packed)).chosen == "triton"
 
 
-def test_after_a_preferred_backend_fails_the_others_still_serve() -> None:
-    preference = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"))
+def test_after_the_first_of_a_measured_route_fails_the_others_run() -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))
     backends = Fake("triton"), Fake("sdpa", raises=BackendFailure("no"))
-    assert run(router_of(*backends, preferences=[preference])) == "triton"
+    assert run(router_of(*backends, measured_routes=[measured])) == "triton"
 
 
-def test_the_preferences_file_is_read_and_checked(tmp_path: Path) -> None:
+def test_the_file_of_routes_is_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "routes.json"
-    assert load_preferences(path) == ()
+    assert load_routes(path) == ()
     row = {"gpu": "NVIDIA H200", "op": "sliding", "order": ["flash", "triton"], "min_length": 4096}
-    path.write_text(json.dumps({"measured": "by a benchmark", "preferences": [row]}))
-    (preference,) = load_preferences(path)
-    assert preference == Preference(gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096)
+    expected = MeasuredRoute(
+        gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096, head_dims=(64,)
+    )
+    # Files of earlier versions have other names.
+    for content in ({"routes": [row | {"head_dims": [64]}]}, {"preferences": [row | {"head_widths": [64]}]}):
+        path.write_text(json.dumps({"measured": "by a benchmark", **content}))
+        assert load_routes(path) == (expected,)
     wrong = [
-        ([], "routing table"),
-        ({"preferences": [row | {"min_len": 1}]}, "'min_len'; accepted"),
-        ({"preferences": [row | {"op": "attend"}]}, "op is 'attend'"),
-        ({"preferences": [row | {"order": ["tritno"]}]}, "order names 'tritno'"),
-        ({"preferences": [{"gpu": "x"}]}, "missing"),
-        ({"preferences": [row | {"mode": "both"}]}, "mode is 'both'"),
-        ({"preferences": [row | {"packed": "no"}]}, "packed is 'no'"),
-        ({"preferences": [row | {"packed": 0}]}, "packed is 0"),
-        ({"preferences": [row | {"min_length": "4096"}]}, "min_length, max_length are"),
-        ({"preferences": [row | {"max_length": 4095}]}, "the second not below"),
-        ({"preferences": [row | {"head_widths": 64}]}, "head_widths is 64"),
-        ({"preferences": [row | {"head_widths": ["64"]}]}, "head_widths is"),
-        ({"preferences": [row | {"head_widths": []}]}, "head_widths is"),
-        ({"preferences": [row | {"order": ["sdpa", "sdpa"]}]}, "each once"),
-        ({"preferences": [row | {"order": []}]}, "each once"),
-        ({"preferences": [row | {"gpu": 3}]}, "gpu is 3"),
-        ({"preferences": [row | {"gpu": "NVIDIA A100-SXM4-80GB"}]}, "a family's name"),
+        ({"min_len": 1}, "'min_len'"),
+        ({"op": "attend"}, "op is 'attend'"),
+        ({"order": ["tritno"]}, "'tritno'"),
+        ({"order": ["sdpa", "sdpa"]}, "order is"),
+        ({"order": []}, "order is"),
+        ({"mode": "both"}, "mode is 'both'"),
+        ({"packed": 0}, "packed is 0"),
+        ({"min_length": "4096"}, "min_length is '4096'"),
+        ({"max_length": 4095}, "max_length is 4095"),
+        ({"head_dims": 64}, "head_dims is 64"),
+        ({"head_dims": ["64"]}, "head_dims is"),
+        ({"head_dims": []}, "head_dims is"),
+        ({"gpu": 3}, "gpu is 3"),
+        ({"gpu": "NVIDIA A100-SXM4-80GB"}, "gpu is 'NVIDIA A100-SXM4-80GB'"),
     ]
-    for content, message in wrong:
+    contents = [([], "routes"), ({"routes": [{"gpu": "x"}]}, "missing")]
+    for content, message in [*contents, *(({"routes": [row | change]}, message) for change, message in wrong)]:
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message) as error:
-            load_preferences(path)
+            load_routes(path)
         assert str(path) in str(error.value)
 
 
@@ -501,8 +413,8 @@ def test_explain_tells_the_two_compressions_apart_where_keys_and_values_differ()
 
 
 def test_explain_of_gradients_tells_who_served_the_forward_pass_where_that_is_another() -> None:
-    line = Preference(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
-    router = router_of(Fake("triton"), Fake("sdpa"), preferences=[line])
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
+    router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
     problem = replace(PROBLEM.for_op("attention"), backward=True)
     routes = router.explain(problem).routes
     assert (routes["sliding"].chosen, routes["sliding (forward)"].chosen) == ("sdpa", "triton")
@@ -537,14 +449,14 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     o_win, _ = ops.sliding_attention(q, k, v, window=16, **documents)
     ops.combine(o_cmp, o_sel, o_win, gates).sum().backward()
 
-    posed = {problem for problem, _ in router.routes}
+    routed = {problem for problem, _ in router.routes}
     whole = replace(PROBLEM.for_op("attention"), n_queries=length, n_keys=length, d_v=8, packed=packed)
     explained = {
         route.problem
         for backward in (False, True)
         for route in router.explain(replace(whole, backward=backward)).routes.values()
     }
-    assert posed == explained
+    assert routed == explained
 
 
 def test_explain_tells_nothing_of_compression_where_a_cache_does_it_itself() -> None:
@@ -563,8 +475,8 @@ def test_explain_poses_a_cached_step_as_the_layer_does() -> None:
         attn(torch.randn(1, 1, 32), cache=cache)
     whole = replace(PROBLEM.for_op("attention"), n_queries=1, n_keys=300, cached=True)
     explained = router.explain(whole, block=config.l, stride=config.d, window=config.w).routes
-    posed = {problem.op: problem for problem, _ in router.routes}
-    assert {op: route.problem for op, route in explained.items()} == posed
+    routed = {problem.op: problem for problem, _ in router.routes}
+    assert {op: route.problem for op, route in explained.items()} == routed
 
 
 def test_explain_tells_of_values_where_they_are_as_wide_as_no_key() -> None:
@@ -651,14 +563,14 @@ def test_backends_are_found_or_said_to_be_missing() -> None:
     ("source", "expected"),
     [
         ("import no_such_library", "needs the package no_such_library, which is not installed"),
-        ("raise ImportError('undefined symbol: x')", Broken("fake", "cannot be imported: undefined symbol: x")),
+        ("raise ImportError('undefined symbol: x')", ImportFailed("fake", "cannot be imported: undefined symbol: x")),
         ("name = 'x'", "not in this version of nsa: it has no supports()"),
         (None, "not in this version of nsa"),
         ("supports = lambda problem: None\navailable = lambda: 'no GPU'", "no GPU"),
     ],
 )
 def test_a_backend_that_cannot_be_imported_says_why(
-    source: str | None, expected: str | Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str | None, expected: str | ImportFailed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"backend_{abs(hash(source))}"
     if source is not None:

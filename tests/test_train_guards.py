@@ -275,7 +275,7 @@ def test_a_start_that_fails_is_not_what_the_run_goes_on_as(tmp_path: Path) -> No
     Trainer(replace(config, steps=4)).train()
     before = (tmp_path / "config.yaml").read_text()
     wrong = replace(config, model=config.model.with_backend("triton"))
-    with pytest.raises(ValueError, match="no backend serves"):
+    with pytest.raises(ValueError, match="no backend supports"):
         Trainer(wrong).train()
     assert (tmp_path / "config.yaml").read_text() == before
     assert Trainer(config).train() is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.backends import triton as backend
-from nsa.backends.contracts import SMALL_SHARED_MEMORY
+from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Router
 from nsa.settings import Settings

@@ -11,6 +11,8 @@ from nsa.config import NSAConfig, check_heads, require, require_bool, require_in
 
 # The parts of the attention that are routed one by one, in the order they run.
 OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
+# The fields of a problem that are sizes, in the order in which shapes are passed.
+SIZES = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
 ACCEPTED_OPS = f"'attention' or one of {OPS}"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

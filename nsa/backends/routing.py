@@ -1,10 +1,10 @@
-"""Who serves an op: the first backend that supports the problem, with the reason for each that does not.
+"""Which backend runs an op: the first that supports the problem, with the reason for each that does not.
 
-A named backend is used or raises. Under `auto` a backend that fails while it runs is logged once, counted, and the next
-one serves; `strict` turns that into an error. What ran is never a guess: `explain` tells it beforehand, the counters
-afterwards. Only `NSA_FORCE_PARITY` overrules a name: the reference everywhere, and a warning that says so.
+A named backend runs or raises. Under `auto`, a backend that fails at run time is logged once and counted, and the next
+one runs; `strict` turns that into an error. `explain` reports the routes beforehand, the counters what ran. Only
+`NSA_FORCE_PARITY` overrides a name: the reference runs everywhere, with a warning.
 
-A decision is taken once per problem and remembered; a call then costs a look-up.
+A route is decided once per problem and cached. Backends are known by what they answer (see `Backend`), never by name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from nsa import settings
-from nsa.backends import policy
-from nsa.backends.preferences import Preference, gpu_family, gpu_name, load_preferences, preferences_path
+from nsa.backends.gpu import gpu_family, gpu_name
+from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.problem import OPS, Problem
 from nsa.config import check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
@@ -32,8 +32,8 @@ from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-# Every backend there is, in the order `auto` tries them; a version may lack some. The reference builds whole score
-# matrices: last.
+# Every backend, in the order in which `auto` tries them; a version may lack some. The reference, which builds whole
+# score matrices, is last.
 BACKEND_MODULES = {
     "triton": "nsa.backends.triton",
     "flash": "nsa.backends.flash",
@@ -41,45 +41,53 @@ BACKEND_MODULES = {
     "reference": "nsa.backends.reference",
 }
 
-# Decisions remembered at once: sequence lengths may never repeat, and memory must not grow with them.
+# What NSA_FORCE_PARITY runs.
+PARITY_BACKEND = "reference"
+# Routes cached at once: sequence lengths may never repeat, and memory must not grow with them.
 MAX_ROUTES = 4096
 
 
 class Backend(Protocol):
-    """A module, or anything else, with a name, an opinion on problems, and the functions of the ops it serves.
+    """A module, or any object, with a name and the functions of the ops it implements.
 
-    It may also have `available() -> str | None`: None, or why it can serve nothing at all on this machine; and
-    `explicit_only(problem) -> str | None`: why `auto` must not pick it for a problem that it supports. A module with
-    `configure(settings)` is not the backend itself: what that returns is. A function may have `resolve()`, for what to
-    call in its place, and what that raises, besides a `BackendFailure`, where the backend cannot run.
+    Optional members:
+        available() -> str | None: Why it can run nothing on this machine; None if it can.
+        declined(problem, *, named) -> str | None: Why the user's settings keep it from a problem, asked before
+            `supports`; `named` if it was asked for by name.
+        forced_on(problem) -> str | None: The setting that puts it before all other backends.
+        explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
+        configure(settings): Of a module: returns the backend to use in its place.
+
+    A function may have `resolve()`, which returns the function to call in its place and the exceptions, besides
+    `BackendFailure`, that mean that the backend cannot run.
     """
 
     name: str
 
     def supports(self, problem: Problem) -> str | None:
-        """None when the problem can be served, else why not; a `Fault` where it should have been."""
+        """None if it can run the problem, else why not; a `FailureReason` if it should have been able to."""
 
 
 @dataclass(frozen=True)
-class Broken:
-    """Stands for a backend that is installed and cannot be imported: it fails wherever it would have been tried."""
+class ImportFailed:
+    """Stands for a backend that is installed but cannot be imported: it fails wherever it would have been tried."""
 
     name: str
     reason: str
 
 
-class Fault(str):
-    """A reason that is a failure, not a limit: the backend would serve the problem if it were sound."""
+class FailureReason(str):
+    """A reason that is a failure, not a limit: the backend would run the problem if it worked."""
 
     __slots__ = ()
 
 
 class BackendFailure(RuntimeError):
-    """A backend should have served and could not: a library that is broken, a kernel that cannot be launched."""
+    """A backend should have run and could not: a broken library, a kernel that cannot be launched."""
 
 
-class CallRefused(BackendFailure):
-    """Of one call and what only it tells, as a window or how a cache lies in memory: others of its problem may pass."""
+class CallUnsupported(BackendFailure):
+    """One call cannot run because of its window or its cache's strides; other calls of the same problem may."""
 
 
 @dataclass(frozen=True)
@@ -87,41 +95,42 @@ class Route:
     """The decision for one problem."""
 
     problem: Problem
-    chosen: str | None
-    why: str  # why the chosen one is; where nothing is chosen, who was asked for
-    reasons: Mapping[str, str]  # why each backend that is not chosen is not
+    chosen: str | None  # None: no backend runs it
+    why: str  # why `chosen` was, or which backend was asked for
+    reasons: Mapping[str, str]  # why each of the others was not
     may_fall_back: bool = False
-    # Backends that should have served and failed, on this problem before, in a probe or when imported, and why.
+    # Backends that should have run and failed, earlier on this problem, in a probe or on import, and why.
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def told(self, part: str, width: int) -> str:
-        """The decision in words, beside what it is for."""
-        lines = [f"{part:<{width}} {f'{self.chosen}: {self.why}' if self.chosen else 'nothing serves this'}"]
+    def describe(self, part: str, width: int) -> str:
+        """The route in words after the name of what it is for, padded to `width`."""
+        lines = [f"{part:<{width}} {f'{self.chosen}: {self.why}' if self.chosen else 'no backend runs this'}"]
         lines += [f"{'':<{width}} not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
-    def refusal(self) -> str:
+    def error_message(self) -> str:
+        """Why nothing runs the problem."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-        return f"no backend serves {self.problem} ({self.why}): {reasons}"
+        return f"no backend supports {self.problem} ({self.why}): {reasons}"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The routes of the ops of one attention; an op that is posed twice has a name for each."""
+    """The routes of the ops of one attention, by op; an op that runs on two problems has two entries."""
 
     problem: Problem
     routes: Mapping[str, Route]
 
     def __str__(self) -> str:
         width = max(map(len, (*OPS, *self.routes))) + 1
-        return "\n".join([f"routes for {self.problem}", *(r.told(part, width) for part, r in self.routes.items())])
+        return "\n".join([f"routes for {self.problem}", *(r.describe(part, width) for part, r in self.routes.items())])
 
 
 @dataclass
 class Counts:
-    """What ran, and what should have: calls by op and backend, failures by op, backend and reason.
+    """What ran, and what failed: calls by op and backend, failures by op, backend and reason.
 
-    Autograd runs backward passes on threads of its own, so additions take a lock.
+    Autograd runs backward passes on its own threads, so additions take a lock.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -153,103 +162,113 @@ class Counts:
 
 
 class Router:
-    """Backends in order of preference, the measured exceptions to that order, and the counts of what ran.
+    """Picks a backend for each problem, runs it, and counts what ran.
 
-    `absent`: the known backends that cannot be had, and why; broken ones are among them. `gpu`: whose measurements hold
-    for CUDA tensors; by default the GPU of this process.
+    Args:
+        backends: In the default order.
+        config: The settings to route with.
+        measured_routes: Measured exceptions to the default order; the first that covers a problem applies.
+        gpu: The GPU whose measurements hold for CUDA tensors; by default this process's.
+        absent: Known backends that are not available, and why.
     """
 
     def __init__(
         self,
-        backends: Sequence[Backend | Broken],
+        backends: Sequence[Backend | ImportFailed],
         config: Settings,
-        preferences: Iterable[Preference] = (),
+        measured_routes: Iterable[MeasuredRoute] = (),
         gpu: str | None = None,
         absent: Mapping[str, str] | None = None,
     ) -> None:
         self.names = [backend.name for backend in backends]
-        self.backends = {backend.name: backend for backend in backends if not isinstance(backend, Broken)}
-        self.broken = {backend.name: backend.reason for backend in backends if isinstance(backend, Broken)}
+        self.backends = {backend.name: backend for backend in backends if not isinstance(backend, ImportFailed)}
+        self.broken = {backend.name: backend.reason for backend in backends if isinstance(backend, ImportFailed)}
         self.config = config
-        self.preferences = tuple(preferences)
+        self.measured_routes = tuple(measured_routes)
         self.gpu = gpu
         self.absent = {**(absent or {}), **self.broken}
         self.counts = Counts()
         self.routes: dict[tuple[Problem, str], Route] = {}
-        # What the ops have looked up, by whatever they know of a call: single stages, and the plans of whole calls.
+        # Looked up by the ops, by what they know of a call: single stages, and plans of whole calls.
         self.stages: dict[tuple[Any, ...], Any] = {}
         self.plans: dict[tuple[Any, ...], Any] = {}
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
-        self.said: set[object] = set()
+        self.logged: set[object] = set()
         self.logs_calls = config.debug_timing or config.sdpa_audit
         if self.logs_calls:
             make_visible(log)
 
-    def preference(self, problem: Problem) -> Preference | None:
-        """The measurement that holds for the problem, if there is one."""
-        if not self.preferences:
+    def measured_route(self, problem: Problem) -> MeasuredRoute | None:
+        """The measured route that covers the problem, if any."""
+        if not self.measured_routes:
             return None
         device = gpu_family(self.gpu or gpu_name()) if problem.device == "cuda" else problem.device
-        return next((preference for preference in self.preferences if preference.covers(problem, device)), None)
+        return next((route for route in self.measured_routes if route.covers(problem, device)), None)
 
-    def order(self, problem: Problem) -> tuple[list[str], str]:
-        """The backends in the order to try them, and whose order that is, flash aside where a setting puts it first."""
+    def ask(self, name: str, question: str, *args: Any, **kwargs: Any) -> str | None:
+        """The answer of an optional member of a backend; None where it has none."""
+        member = getattr(self.backends.get(name), question, None)
+        return None if member is None else member(*args, **kwargs)
+
+    def order(self, problem: Problem) -> tuple[list[str], dict[str, str]]:
+        """The backends in the order to try them, and why each would be the first that runs."""
         names, why = list(self.names), "first that supports it"
-        preference = self.preference(problem)
-        if preference is not None:
-            # Nothing is said of a backend that the line does not list: it keeps its place.
-            listed = iter([name for name in preference.order if name in names])
-            names = [next(listed) if name in preference.order else name for name in names]
-            why = f"measured order on {preference.gpu}"
-        if "flash" in names and policy.insists(self.config, problem.op):
-            names = ["flash", *(name for name in names if name != "flash")]
-        return names, why
+        measured = self.measured_route(problem)
+        if measured is not None:
+            # A backend that the route does not list keeps its place.
+            listed = iter([name for name in measured.order if name in names])
+            names = [next(listed) if name in measured.order else name for name in names]
+            why = f"measured order on {measured.gpu}"
+        forced = {name: setting for name in names if (setting := self.ask(name, "forced_on", problem)) is not None}
+        names = [*forced, *(name for name in names if name not in forced)]
+        return names, dict.fromkeys(names, why) | forced
 
     def route(self, problem: Problem, backend: str = "auto") -> Route:
-        """Which backend serves the problem, without running anything."""
+        """Which backend runs the problem, without running anything."""
         found = self.routes.get((problem, backend))
         if found is None:
             if len(self.routes) >= MAX_ROUTES:
                 self.routes.clear()
                 self.failed.clear()
-                self.said.clear()
+                self.logged.clear()
             found = self.routes[problem, backend] = self.decide(problem, backend)
         return found
 
     @staticmethod
     def remember(memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-        """Keep what an op looked up; bounded, as routes are."""
+        """Cache what an op looked up; bounded, as routes are."""
         if len(memory) >= MAX_ROUTES:
             memory.clear()
         memory[key] = value
 
     def decide(self, problem: Problem, backend: str) -> Route:
+        """The route, not cached."""
         if backend != "auto" and backend not in self.backends and backend not in self.absent:
             known = [*self.backends, *self.absent]
             raise ValueError(f"backend is {backend!r}; accepted: 'auto' or one of {known}")
         if self.config.force_parity:
             why = self.config.describe("force_parity")
-            if backend not in ("auto", "reference"):
-                self.say_once(f"nsa: {why}: the reference serves where backend={backend!r} was asked for")
-            return Route(problem, "reference", why, {name: why for name in self.backends if name != "reference"})
+            if backend not in ("auto", PARITY_BACKEND):
+                self.log_once(f"nsa: {why}: {PARITY_BACKEND} runs although backend={backend!r} was asked for")
+            return Route(problem, PARITY_BACKEND, why, {name: why for name in self.backends if name != PARITY_BACKEND})
         if backend != "auto":
             reason = self.reason_against(backend, problem, named=True)
             why = f"backend={backend!r} was asked for"
             if reason is None:
                 return Route(problem, backend, why, {})
-            failed = {backend: reason} if backend in self.broken or isinstance(reason, Fault) else {}
+            failed = {backend: reason} if backend in self.broken or isinstance(reason, FailureReason) else {}
             return Route(problem, None, why, {backend: reason}, failed=failed)
 
-        order, why = self.order(problem)
+        order, why_first = self.order(problem)
         reasons, chosen, failed = dict(self.absent), None, {}
         for name in order:
             if name in self.broken:
-                if chosen is None and self.switched_off(name, problem) is None:
+                if chosen is None:
                     failed[name] = self.broken[name]
                 continue
             reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
-            if isinstance(reason, Fault):
+            if isinstance(reason, FailureReason):
                 failed[name] = reason
             if reason is None and (problem, name) in self.failed:
                 failed[name] = self.failed[problem, name]
@@ -258,38 +277,26 @@ class Router:
                 chosen = name
             else:
                 reasons[name] = reason
-        if chosen == "flash" and policy.insists(self.config, problem.op):
-            why = policy.flag(self.config, problem.op).why
+        why = why_first[chosen] if chosen else "backend='auto'"
         return Route(problem, chosen, why, reasons, may_fall_back=True, failed=failed)
 
     def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
-        """None when the backend can serve; settings are asked first. A named backend is not bound by a threshold."""
+        """Why the backend does not run the problem; None if it does. `named`: it was asked for by name."""
         if name in self.absent:
             return self.absent[name]
-        backend = self.backends[name]
-        reason = self.switched_off(name, problem, named=named) or backend.supports(problem)
-        if reason is None and not named and hasattr(backend, "explicit_only"):
-            return backend.explicit_only(problem)
-        return reason
-
-    def switched_off(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
-        """Why settings and measurements keep the backend from the problem, whatever it says itself."""
-        if name != "flash":
-            return None
-        preference = self.preference(problem)
-        measured = preference is not None and name in preference.order
-        return policy.reason_against(self.config, problem, named=named, measured=measured)
+        reason = self.ask(name, "declined", problem, named=named) or self.backends[name].supports(problem)
+        return reason if reason is not None or named else self.ask(name, "explicit_only", problem)
 
     def run(
         self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False, **kwargs: Any
     ) -> Any:
-        """Call `function` of the backend that serves the problem; under `auto`, of the next one if that fails."""
+        """Call `function` of the backend that runs the problem; under `auto`, of the next one if that fails."""
         route = self.route(problem, backend)
         name, why = route.chosen, route.why
         for broken, reason in route.failed.items():
             self.note_failure(broken, problem, function, reason, None if strict else name)
         if name is None:
-            raise BackendFailure(route.refusal()) if route.failed else ValueError(route.refusal())
+            raise BackendFailure(route.error_message()) if route.failed else ValueError(route.error_message())
         if strict and route.failed:
             broken, reason = next(iter(route.failed.items()))
             raise BackendFailure(
@@ -311,13 +318,13 @@ class Router:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What the backends after `name` make of a call in which it failed; nothing, if it was to run by name."""
+        """Run a call in which `name` failed on the backends after it; raise if it was asked for by name."""
         route = self.route(problem, backend)
         if not route.may_fall_back:
             self.counts.add_failure(problem.op, name, str(failure))
             raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {route.why}") from failure
         while True:
-            if not isinstance(failure, CallRefused):
+            if not isinstance(failure, CallUnsupported):
                 self.failed[problem, name] = str(failure)
                 self.routes.pop((problem, backend), None)
             following = None if strict else self.next_after(name, problem)
@@ -338,18 +345,18 @@ class Router:
 
     def note_failure(self, name: str, problem: Problem, function: str, reason: str, following: str | None) -> None:
         self.counts.add_failure(problem.op, name, reason)
-        # Lengths may never repeat: once for each kind of call, with the first of its shapes.
+        # Lengths may never repeat: logged once per kind of call, with the first of its shapes.
         kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.packed, reason)
-        if kind not in self.said:
-            self.said.add(kind)
-            served = f"{following} serves" if following else "nothing else serves"
-            log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, reason, served)
+        if kind not in self.logged:
+            self.logged.add(kind)
+            after = f"falling back to {following}" if following else "no fallback"
+            log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, reason, after)
 
     def call(
         self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         compute = getattr(self.backends[name], function)
-        # An op's body still runs under the caller's autocast, which would round the fp32 sums in it.
+        # The caller's autocast still holds here and would round fp32 sums.
         with torch.autocast(problem.device, enabled=False):
             if self.logs_calls:
                 result = self.logged_call(compute, name, problem, function, why, args, kwargs)
@@ -368,15 +375,15 @@ class Router:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # An audit wants each path once; timings are wanted call by call.
-        if not self.config.debug_timing and (function, problem, name) in self.said:
+        # An audit logs each path once, timing every call.
+        if not self.config.debug_timing and (function, problem, name) in self.logged:
             return compute(*args, **kwargs)
-        self.said.add((function, problem, name))
+        self.logged.add((function, problem, name))
         # Saved tensors and gradients come in tuples.
         flat = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, tuple) else (arg,))]
         inputs = [x for x in flat if isinstance(x, torch.Tensor)]
         on_gpu = problem.device == "cuda"
-        # Waiting would break the capture of a graph, in which nothing runs yet anyway.
+        # Synchronizing would break the capture of a CUDA graph, in which nothing runs yet.
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         waits = on_gpu and not capturing
         if waits:
@@ -391,34 +398,34 @@ class Router:
         log.info("%s", line)
         return result
 
-    def say_once(self, message: str) -> None:
-        if message not in self.said:
-            self.said.add(message)
+    def log_once(self, message: str) -> None:
+        if message not in self.logged:
+            self.logged.add(message)
             log.warning("%s", message)
 
     def explain(
         self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16, window: int = 512
     ) -> Explanation:
-        """The routes of the whole attention `problem`; the knobs tell how many keys each branch has.
+        """The routes of every op of the attention `problem`; see the function `explain`.
 
-        Of a `backward` problem they are the gradients' routes; where another backend serves the forward pass before
-        them, that one is told too. A static cache poses its capacity: `n_keys` is then its `max_len`.
+        A `backward` problem has the routes of the backward passes, and those of the forward passes that another backend
+        runs. For a static cache, `n_keys` is its capacity, `max_len`.
         """
         require(isinstance(problem, Problem), "problem", problem, "a Problem")
         require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
         require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
         check_compression(block, stride)
         require_positive_int("window", window)
-        # A cache compresses the few blocks that a step completes by itself.
+        # A cache compresses the few blocks that a step completes itself.
         ops = [op for op in OPS if op != "compress" or not problem.cached]
-        posed = {}
+        problems = {}
         for op in ops:
-            posed[op] = as_posed(problem, op, block, stride, window)
+            problems[op] = problem_for_op(problem, op, block, stride, window)
             if op == "compress" and problem.d_v != problem.d_k:
                 values = replace(problem, d_k=problem.d_v)
-                posed["compress (values)"] = as_posed(values, op, block, stride, window)
+                problems["compress (values)"] = problem_for_op(values, op, block, stride, window)
         routes = {}
-        for op, one in posed.items():
+        for op, one in problems.items():
             routes[op] = self.route(one, backend)
             before = self.route(replace(one, backward=False), backend)
             if before.chosen != routes[op].chosen:
@@ -426,25 +433,25 @@ class Router:
         return Explanation(problem, routes)
 
 
-def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:
-    """One op of the whole `problem`, exactly as `nsa.ops` poses it to the router."""
+def problem_for_op(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:
+    """The problem of one op of the whole attention `problem`, exactly as `nsa.ops` routes it."""
     if op == "compress":
-        # Tokens without queries. Keys and values are compressed one after the other: these are the keys.
+        # No queries. Keys and values are compressed one after the other: these are the keys.
         problem = replace(problem, n_queries=problem.n_keys, n_heads=problem.n_groups, d_v=problem.d_k)
     if op == "selected" and problem.cached:
-        # The store of a cache has a place more than it needs, and is handed out whole.
+        # The cache's buffer has one spare slot and is passed whole.
         problem = replace(problem, n_keys=problem.n_keys + 1)
     if op == "sliding" and problem.cached and window is not None:
-        # A cache hands out the keys that the new queries can see, and no others.
+        # A cache passes only the keys that the new queries see.
         problem = replace(problem, n_keys=min(window, problem.n_keys) - 1 + problem.n_queries)
     if op in ("compressed", "scores"):
-        # Documents end anywhere: a packed row has a slot for every stride, as `compressed_starts` lays them out.
+        # Documents end anywhere: a varlen row has a slot for every stride, as `compressed_starts` lays them out.
         n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
         problem = replace(problem, n_keys=n_keys)
     if op == "scores":
         problem = replace(problem, d_v=problem.d_k, backward=False)
     if op == "combine":
-        # The mixture has no keys: every head is a group of its own, one row wide per query.
+        # The gated sum has no keys: every head is its own group, with one row per query.
         problem = replace(
             problem,
             n_keys=problem.n_queries,
@@ -457,7 +464,7 @@ def as_posed(problem: Problem, op: str, block: int, stride: int, window: int | N
 
 
 def make_visible(logger: logging.Logger) -> None:
-    """Who sets `NSA_SDPA_AUDIT` or `NSA_DEBUG_TIMING` wants to see the lines, also without a logging set-up."""
+    """Show INFO messages, for `NSA_SDPA_AUDIT` and `NSA_DEBUG_TIMING`, also where logging is not configured."""
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
@@ -465,7 +472,7 @@ def make_visible(logger: logging.Logger) -> None:
 
 
 def find_backends(config: Settings) -> tuple[list[Any], dict[str, str]]:
-    """The backends of this version that this machine can run, or should, and why not the others."""
+    """The backends available here, broken ones included, and why the others are not."""
     found, absent = [], {}
     for name, module in BACKEND_MODULES.items():
         backend = find_backend(name, module, config)
@@ -477,7 +484,7 @@ def find_backends(config: Settings) -> tuple[list[Any], dict[str, str]]:
 
 
 def find_backend(name: str, module: str, config: Settings | None = None) -> Any:
-    """The backend, or why it cannot be had. A library that is missing is a fact; one that is broken is a failure."""
+    """The backend, or why it is not available; `ImportFailed` if its library is installed but broken."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return "not in this version of nsa"
@@ -488,7 +495,7 @@ def find_backend(name: str, module: str, config: Settings | None = None) -> Any:
             raise
         if isinstance(error, ModuleNotFoundError):
             return f"needs the package {error.name}, which is not installed"
-        return Broken(name, f"cannot be imported: {error}")
+        return ImportFailed(name, f"cannot be imported: {error}")
     if hasattr(backend, "configure"):
         backend = backend.configure(config or settings.current())
     if not hasattr(backend, "supports"):
@@ -498,9 +505,9 @@ def find_backend(name: str, module: str, config: Settings | None = None) -> Any:
 
 
 def build_router(config: Settings) -> Router:
-    """A router of its own for `config`, with the backends and measurements of this machine."""
+    """A new router for `config`, with the backends of this machine and the measured routes."""
     backends, absent = find_backends(config)
-    return Router(backends, config, load_preferences(preferences_path()), absent=absent)
+    return Router(backends, config, load_routes(routes_path()), absent=absent)
 
 
 @cache
@@ -510,7 +517,7 @@ def router() -> Router:
 
 
 def counts_so_far() -> Counts:
-    """What the router of this process has run; nothing where no op has been called yet."""
+    """What the router of this process has run; empty before the first op."""
     return router().counts if router.cache_info().currsize else Counts()
 
 
@@ -523,9 +530,19 @@ def explain(
     stride: int = 16,
     window: int = 512,
 ) -> Explanation:
-    """Which backend serves each branch of the attention `problem` describes, and why not the others.
+    """Reports which backend would run each op of an attention, and why the others would not.
 
-    `config`: settings to explain with instead of this process's own.
+    Args:
+        problem: The attention, with `op="attention"`.
+        backend: As passed to `nsa.ops`: "auto" or a backend's name.
+        config: Settings to route with; by default this process's.
+        block, stride, window: The layer's hyperparameters `l`, `d` and `w`, which give each branch's number of keys.
+
+    Returns:
+        The routes by op; `str()` of it is readable.
+
+    Raises:
+        ValueError: An argument is wrong, or `backend` is unknown.
     """
     require(config is None or isinstance(config, Settings), "config", config, "a Settings, or None for this process's")
     chosen = router() if config is None else build_router(config)

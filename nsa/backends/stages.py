@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.backends.problem import Problem
+from nsa.backends.problem import SIZES, Problem
 from nsa.backends.routing import BackendFailure, Router, router
 from nsa.sequences import AttentionBranches, attention_branches
 
@@ -80,8 +80,7 @@ def stage(
     key = (op, function, shape, like.dtype, like.device, backend, strict, *flags.items())
     found: Stage | None = stages.get(key)
     if found is None:
-        names = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
-        sizes: dict[str, Any] = dict(zip(names, shape, strict=True))
+        sizes: dict[str, Any] = dict(zip(SIZES, shape, strict=True))
         problem = Problem(op=op, dtype=like.dtype, device=like.device.type, **sizes, **flags)
         found = Stage(router(), problem, function, backend, strict)
         router().remember(stages, key, found)

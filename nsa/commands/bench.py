@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_attention(suites.add_parser("attention", help="attention alone, whole and by branch, beside dense"))
     add_host(suites.add_parser("host", help="host time and launches of an eager call, attention and layer"))
     add_trained(suites.add_parser("trained", help="attention alone on what a trained model gives it, beside noise"))
-    add_flash(suites.add_parser("flash", help="where FlashAttention wins, and the thresholds file from that"))
+    add_flash(suites.add_parser("flash", help="where FlashAttention wins, and the routes that follow"))
     add_tune(suites.add_parser("tune", help="the kernels' tiles, and write the fastest into a file"))
     add_plot(suites.add_parser("plot", help="draw what the others measured"))
 
@@ -96,17 +96,19 @@ def add_trained(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flash(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time the compressed and the sliding branch by every path, and write which serves which range."
+    parser.description = (
+        "Time the compressed and the sliding branch on every backend, and write the routes that follow."
+    )
     parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 96, 128, 192])
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads a group")
+    parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads per group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
     parser.add_argument("--windows", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--documents", type=int, default=8, help="of each length, timed packed beside it whole")
     parser.add_argument("--rows", type=path, help="measure nothing: take the rows of this CSV file")
     parser.add_argument("--plot", type=path, help="draw the rows here")
-    parser.add_argument("--write", type=path, help="write the thresholds file here; auto reads configs/routes.json")
+    parser.add_argument("--write", type=path, help="write the measured routes here; auto reads configs/routes.json")
     add_output(parser)
 
 

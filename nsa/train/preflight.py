@@ -155,7 +155,7 @@ def route_problems(config: TrainConfig, router: Router) -> Iterator[str]:
         routes = router.explain(problem, attn.backend, block=attn.l, stride=attn.d, window=attn.w).routes
         for op, route in routes.items():
             if route.chosen is None:
-                yield f"nothing serves {op}{' backward' if backward else ''}: {route.refusal()}"
+                yield f"nothing serves {op}{' backward' if backward else ''}: {route.error_message()}"
             elif route.chosen == "reference" and problem.device == "cuda" and attn.backend == "auto":
                 yield f"only the reference serves {op}{' backward' if backward else ''}, which is slow: {route.reasons}"
 

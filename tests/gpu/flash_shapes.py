@@ -1,9 +1,9 @@
-"""Random legal shapes through a FlashAttention library on a GPU, each held against fp64; the log ends with counts.
+"""Random legal shapes through a FlashAttention library on a GPU, compared with fp64; the log ends with counts.
 
     PYTHONPATH=tests python tests/gpu/flash_shapes.py --count 1000
     PYTHONPATH=tests compute-sanitizer --tool memcheck python tests/gpu/flash_shapes.py --count 20
 
-Every shape is a problem that the backend says it serves. A shape fails by an exception, a NaN, or an error above the
+Every shape is a problem that the backend supports. A shape fails by an exception, a NaN, or an error above the
 derived tolerance; a crash ends the process, and the last line of the log is the shape that did it.
 """
 
@@ -56,7 +56,7 @@ LENGTHS = (
     511,
     513,
 )
-WIDTHS = (8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 224, 256)
+HEAD_DIMS = (8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 224, 256)
 
 
 def backend_of(library: Library) -> FlashBackend:
@@ -74,15 +74,15 @@ def random_case(seed: int) -> tuple[Case, torch.dtype, int | None]:
         cuts = sorted(draw.choices(range(length + 1), k=pick([1, 2, 5])))
         documents = tuple(b - a for a, b in pairwise([0, *cuts, length]))
     stride = pick([1, 4, 8, 16])
-    width = pick(WIDTHS)
+    head_dim = pick(HEAD_DIMS)
     case = Case(
         length=length,
         documents=documents,
         batch=1 if documents else pick([1, 2, 3]),
         groups=pick([1, 2, 3, 4]),
         heads=pick([1, 2, 3, 4, 6, 8, 16]),
-        d_k=width,
-        d_v=pick([width, width, width, max(8, width // 2), 20]),
+        d_k=head_dim,
+        d_v=pick([head_dim, head_dim, head_dim, max(8, head_dim // 2), 20]),
         stride=stride,
         block=stride * pick([1, 2, 4]),
         window=pick([1, 2, 16, 64, 100, 128, 512, 1000]),
@@ -92,7 +92,7 @@ def random_case(seed: int) -> tuple[Case, torch.dtype, int | None]:
     return case, pick([torch.bfloat16, torch.float16]), min(queries, length) if queries else None
 
 
-def knobs(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
+def hyperparameters(branch: str, case: Case, **rest: Any) -> dict[str, Any]:
     own = case.compression if branch == "compressed" else {"window": case.window}
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
     return {**own, "scale": case.d_k**-0.5, "cu_seqlens": cu_seqlens, "q_start": None, **rest}
@@ -176,7 +176,7 @@ def check(
         q = q[:, :queries].contiguous()
         starts = [(case.length - queries) * b // max(case.batch - 1, 1) for b in range(case.batch)]
         q_start = torch.tensor(starts, dtype=torch.int32, device="cuda")
-    options = knobs(branch, case, q_start=q_start)
+    options = hyperparameters(branch, case, q_start=q_start)
     found = by_backend(backend, branch, (q, k, v), case, q_start, with_lse=with_lse)
     exact = by_reference(branch, (q.double(), k.double(), v.double()), with_lse=with_lse, **options)
     plain = by_reference(branch, (q, k, v), with_lse=with_lse, **options)
@@ -184,13 +184,13 @@ def check(
 
 
 def shapes(count: int) -> Iterator[tuple[int, str, Case, torch.dtype, int | None]]:
-    """`count` problems that are served: the compressed branch takes one query of a cache at a time."""
+    """`count` supported problems: the compressed branch takes one query of a cache at a time."""
     seed = made = 0
     while made < count:
         case, dtype, queries = random_case(seed)
         branch = ("compressed", "sliding")[seed % 2]
         seed += 1
-        # A cache of unequal or odd widths would have to be copied at every step, and is declined.
+        # A cache of unequal or odd head dims would have to be copied at every step.
         if queries is not None and (case.d_k != case.d_v or case.d_k % 8):
             continue
         if branch == "compressed" and queries is not None and queries > 1:
@@ -200,19 +200,19 @@ def shapes(count: int) -> Iterator[tuple[int, str, Case, torch.dtype, int | None
 
 
 def run(library: Library, count: int) -> Counter[str]:
-    """Check them all; what failed is said at once, and the counts at the end."""
+    """Check them all; failures are printed at once, the counts at the end."""
     backend = backend_of(library)
     counts: Counter[str] = Counter()
     for seed, branch, case, dtype, queries in shapes(count):
-        feature = "cached" if queries else "packed" if case.documents else "plain"
-        print(f"{seed} {branch} {feature} {str(dtype).removeprefix('torch.')} {case} queries={queries}", flush=True)
+        layout = "cached" if queries else "varlen" if case.documents else "fixed"
+        print(f"{seed} {branch} {layout} {str(dtype).removeprefix('torch.')} {case} queries={queries}", flush=True)
         try:
             wrong = check(backend, branch, case, dtype, queries, with_lse=seed % 4 == 0)
         except RuntimeError as error:
             wrong = [f"{type(error).__name__}: {error}"]
         for sentence in wrong:
             print(f"  WRONG {sentence}", flush=True)
-        counts[f"{branch} {feature}"] += 1
+        counts[f"{branch} {layout}"] += 1
         counts["failed" if wrong else "right"] += 1
     print(f"{library.contract.library} {library.version} on {torch.cuda.get_device_name()}, {count} shapes")
     for name, number in sorted(counts.items()):

@@ -1,4 +1,4 @@
-"""FlashAttention's real kernels on a GPU: the reference's numbers, no waiting, no copies of keys, no crash.
+"""FlashAttention's real kernels on a GPU: they match the reference, never synchronize, copy no keys, do not crash.
 
 Torch's own kernels are always tested; the flash_attn package where it is installed and `NSA_TEST_FA2=1`.
 """
@@ -22,7 +22,8 @@ from torch import Tensor
 from nsa import NSAAttention, NSAConfig, ops, settings
 from nsa.backends import routing, stages
 from nsa.backends.flash.libraries import find_libraries
-from nsa.backends.preferences import Preference, gpu_family, gpu_name
+from nsa.backends.gpu import gpu_family, gpu_name
+from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import Problem
 from nsa.sequences import Saved, Upstream
 
@@ -33,9 +34,9 @@ CASES = {
     "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
     "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
     "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
-    "paper-widths": Case(length=257, groups=1, heads=16, d_k=192, d_v=128, **PAPER),
+    "paper-head-dims": Case(length=257, groups=1, heads=16, d_k=192, d_v=128, **PAPER),
     "widest": Case(length=200, groups=2, heads=2, d_k=256, d_v=256, **PAPER),
-    "unaligned-width": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
+    "unaligned-head-dim": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
     "one-token": Case(length=1, batch=2, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
     "no-block": Case(length=31, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
     "first-block": Case(length=32, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
@@ -67,7 +68,7 @@ def test_a_branch_matches_the_fp64_reference(
 @pytest.mark.parametrize("length", [33, 300, 2049])
 def test_decode_matches_the_fp64_reference(library, branch: str, queries: int, length: int) -> None:
     if branch == "compressed" and queries > 1:
-        pytest.skip("several queries on the compressed keys of a cache are declined")
+        pytest.skip("not supported")
     case = Case(length=length, batch=3, groups=2, heads=8, d_k=128, d_v=128, **PAPER)
     assert check(backend_of(library), branch, case, torch.bfloat16, queries, with_lse=False) == []
 
@@ -104,7 +105,7 @@ def test_no_call_waits_for_the_device(library, branch: str, name: str) -> None:
 
 @library
 @branches
-def test_gradients_repeat_to_the_bit_when_torch_is_told_to(library, branch: str) -> None:
+def test_gradients_are_bitwise_deterministic_on_request(library, branch: str) -> None:
     case = CASES["plain"]
     qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
     torch.use_deterministic_algorithms(True)
@@ -136,7 +137,7 @@ def test_the_compressed_branch_allocates_a_few_times_the_queries(library) -> Non
     assert backward <= 14 * in_queries
 
 
-def test_a_named_backend_serves_after_a_probe_in_a_process_of_its_own() -> None:
+def test_a_named_backend_runs_after_a_probe_in_a_child() -> None:
     attention = NSAAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)).cuda().bfloat16()
     x = torch.randn(1, 700, 768, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(1, 700, 12, 64, device="cuda", dtype=torch.bfloat16)
@@ -151,7 +152,7 @@ def test_a_named_backend_serves_after_a_probe_in_a_process_of_its_own() -> None:
     assert attention(x).isfinite().all()
 
 
-def test_without_a_measurement_auto_does_not_pick_it() -> None:
+def test_auto_prefers_our_kernels_unless_it_is_forced_on() -> None:
     problem = Problem(
         op="sliding", batch=1, n_queries=64, n_keys=64, n_heads=4, n_groups=2, d_k=64, d_v=64, dtype=torch.bfloat16,
         device="cuda",
@@ -164,17 +165,17 @@ def test_without_a_measurement_auto_does_not_pick_it() -> None:
 
 @pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["plain", "packed"])
 @pytest.mark.parametrize("width", [64, 128, 192])
-def test_gradients_may_be_flash_s_where_the_forward_pass_was_triton_s(
+def test_gradients_by_flash_after_a_forward_pass_by_triton(
     width: int, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thresholds file names who serves a direction at a time."""
+    """A measured route holds for one direction."""
     case = Case(length=1500, groups=2, heads=4, d_k=width, d_v=width, documents=documents, **PAPER, **PAPER_SELECTION)
     config = settings.Settings()
-    lines = [
-        Preference(gpu=gpu_family(gpu_name()), op=op, order=("flash", "triton"), mode="bwd")
+    routes = [
+        MeasuredRoute(gpu=gpu_family(gpu_name()), op=op, order=("flash", "triton"), mode="bwd")
         for op in ("compressed", "sliding")
     ]
-    router = routing.Router(routing.find_backends(config)[0], config, lines)
+    router = routing.Router(routing.find_backends(config)[0], config, routes)
     monkeypatch.setattr(stages, "router", lambda: router)
     gates = torch.rand(1, case.length, case.n_heads, 3, device="cuda")
     gates[:, ::5] = 0.0
@@ -189,17 +190,8 @@ def test_a_sample_of_shapes_is_clean_under_compute_sanitizer() -> None:
     script = Path(__file__).with_name("flash_shapes.py")
     tests = script.parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    words = [
-        "compute-sanitizer",
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "9",
-        sys.executable,
-        str(script),
-        "--count",
-        "10",
-    ]
+    words = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    words += [sys.executable, str(script), "--count", "10"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=400, env=environment)
     except FileNotFoundError:

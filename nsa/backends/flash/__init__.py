@@ -1,11 +1,10 @@
-"""The FlashAttention family for the compressed and the sliding branch: forward, backward and decode shapes.
+"""FlashAttention-2 for the compressed and the sliding branch: forward, backward and decode.
 
-`libraries.py` finds and calls what is installed, `fold.py` turns the compressed branch into plain causal attention,
-`branches.py` makes the calls, `cases.py` says what a probe tries and `trial.py` runs it in a process of its own, before
-this one trusts a library. Limits are in `nsa.backends.contracts`, the policy of who uses this under `auto` in
-`nsa.backends.policy`.
+`libraries.py` finds and calls what is installed, within the limits of `contracts.py`; `fold.py` turns the compressed
+branch into plain causal attention; `branches.py` builds the calls; `policy.py` says what the settings allow. Before a
+library is first used, `probe.py` runs the calls of `cases.py` in a child process (`probe_child.py`).
 
-dQ is summed in no fixed order, and repeats to the bit only under `torch.use_deterministic_algorithms(True)`.
+dQ is summed in no fixed order; it is bitwise deterministic only under `torch.use_deterministic_algorithms(True)`.
 """
 
 from nsa.backends.flash.backend import FlashBackend, configure

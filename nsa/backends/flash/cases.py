@@ -1,6 +1,6 @@
-"""What a probe tries: calls whose kind has broken libraries before, and the shape of the problem itself.
+"""What a probe tries: calls of kinds that have broken libraries before, and the problem's own shape.
 
-A verdict counts for a class of shapes: one branch and layout, one row or several, lengths up to a power of two. The
+A verdict holds for a class of shapes: one branch and layout, one row or several, lengths up to a power of two. The
 class is tried at the problem's own shape and at its longest, so a longer or a batched problem is tried before it runs.
 """
 
@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nsa.backends.contracts import MOST_GRID, Call
+from nsa.backends.flash.contracts import MAX_GRID, Call
 from nsa.backends.problem import Problem
 
-# The paper's window, and its stride: so many queries the compressed branch puts side by side as heads.
+# The paper's window, and its stride: the compressed branch folds so many queries into heads.
 USUAL = {"sliding": 512, "compressed": 16}
-# A probe shares the GPU with the run that waits for it: longer or wider problems are tried at these sizes.
-MOST_TOKENS = 32_768
-MOST_ELEMENTS = 2**27
-# Classes below these would hold few lengths each; trying the keys of a cache costs little.
+# A probe shares the GPU with the run that waits for it: larger problems are tried at these sizes.
+MAX_TOKENS = 32_768
+MAX_ELEMENTS = 2**27
+# Shorter classes would hold few lengths each; trying the keys of a cache costs little.
 SHORTEST = 256
 SHORTEST_CACHE = 4096
 FEWEST_QUERIES = 64
-# What a verdict rests on: the cases, how they are called and judged, and what is not called at all.
-FOLDER = Path(__file__).parent
-SOURCES = (*(FOLDER / name for name in ("cases.py", "libraries.py", "trial.py")), FOLDER.parent / "contracts.py")
+# The code that a verdict rests on: the cases, how they are called and judged, and what is not called at all.
+SOURCES = tuple(Path(__file__).parent / name for name in ("cases.py", "contracts.py", "libraries.py", "probe_child.py"))
 
 
 def digest(sources: Sequence[Path]) -> str:
@@ -41,14 +39,14 @@ CODE = digest(SOURCES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Posed(Problem):
-    """A problem with what only its call tells. `knob`: the sliding branch's window, the compressed one's stride."""
+class FlashProblem(Problem):
+    """A problem with what only its call knows: the sliding branch's window, or the compressed branch's stride."""
 
-    knob: int
+    window_or_stride: int
 
     @property
-    def feature(self) -> str:
-        return "cached" if self.cached else "packed" if self.packed else "dense"
+    def layout(self) -> str:
+        return "cached" if self.cached else "varlen" if self.packed else "fixed"
 
     @property
     def folded(self) -> bool:
@@ -56,41 +54,39 @@ class Posed(Problem):
 
     @property
     def heads_called(self) -> int:
-        return self.n_heads * self.knob if self.folded else self.n_heads
+        """Query heads as the library sees them."""
+        return self.n_heads * self.window_or_stride if self.folded else self.n_heads
 
     @property
     def length_called(self) -> int:
-        """Queries of each row, as the library sees them: where the branch folds, as many as there are keys."""
+        """Queries per row as the library sees them: as many as there are keys where the branch folds."""
         return self.n_keys if self.folded else self.n_queries
 
 
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    queries: int
-    keys: int
+# Batch, queries, keys.
+Shape = tuple[int, int, int]
 
 
-def posed(problem: Problem, knob: int | None = None) -> Posed:
-    """Before there is a call the usual knob stands in."""
-    if isinstance(problem, Posed):
+def flash_problem(problem: Problem, window_or_stride: int | None = None) -> FlashProblem:
+    """`problem` with its window or stride; the usual one before a call is known."""
+    if isinstance(problem, FlashProblem):
         return problem
-    return Posed(**vars(problem), knob=USUAL[problem.op] if knob is None else knob)
+    return FlashProblem(**vars(problem), window_or_stride=window_or_stride or USUAL[problem.op])
 
 
 def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def shapes_of(problem: Posed, width: int) -> tuple[Shape, Shape]:
+def shapes_of(problem: FlashProblem, head_dim: int) -> tuple[Shape, Shape]:
     """The problem's own shape and the longest of its class, both cut to what a probe can afford."""
     rows = 2 if problem.batch > 1 else 1
-    tokens = min(MOST_TOKENS, MOST_ELEMENTS // (problem.heads_called * width))
+    tokens = min(MAX_TOKENS, MAX_ELEMENTS // (problem.heads_called * head_dim))
 
     def cut(queries: int, keys: int) -> Shape:
         queries = max(1, min(queries, tokens // rows))
-        keys = max(queries, min(keys, MOST_TOKENS // rows)) if problem.cached else queries
-        return Shape(max(rows, min(problem.batch, tokens // keys)), queries, keys)
+        keys = max(queries, min(keys, MAX_TOKENS // rows)) if problem.cached else queries
+        return max(rows, min(problem.batch, tokens // keys)), queries, keys
 
     n_queries = max(problem.length_called, 1)
     if not problem.cached:
@@ -100,101 +96,100 @@ def shapes_of(problem: Posed, width: int) -> tuple[Shape, Shape]:
     return cut(n_queries, n_keys), cut(most_queries, max(power_of_two(n_keys), SHORTEST_CACHE))
 
 
-def kind_of(problem: Problem, width: int, dtype: torch.dtype) -> str:
-    """Problems of one kind share a verdict."""
-    problem = posed(problem)
-    _, longest = shapes_of(problem, width)
-    sizes = f"{str(dtype).removeprefix('torch.')}-d{width}-h{problem.n_heads}/{problem.n_groups}"
+def kind_of(problem: Problem, head_dim: int, dtype: torch.dtype) -> str:
+    """The name of the class of problems that share a verdict."""
+    problem = flash_problem(problem)
+    _, (_, n_queries, n_keys) = shapes_of(problem, head_dim)
+    sizes = f"{str(dtype).removeprefix('torch.')}-d{head_dim}-h{problem.n_heads}/{problem.n_groups}"
     rows = "rows" if problem.batch > 1 else "row"
-    return f"{sizes}-{problem.op}{problem.knob}-{problem.feature}-{rows}-q{longest.queries}-k{longest.keys}"
+    call = f"{problem.op}{problem.window_or_stride}-{problem.layout}-{rows}"
+    return f"{sizes}-{call}-q{n_queries}-k{n_keys}"
 
 
-def cases_of(problem: Problem, width: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Lengths on both sides of tiles, one token, a window longer than the sequence, documents without a token; then
-    the problem's own."""
-    problem = posed(problem)
-    shared = {"width": width, "groups": problem.n_groups, "dtype": str(dtype).removeprefix("torch.")}
-    few = {**shared, "heads": problem.n_heads}
-    # As many queries side by side as a grid has room for.
-    many = {**shared, "heads": problem.n_heads * max(1, min(USUAL["compressed"], MOST_GRID // problem.n_heads))}
+def cases_of(problem: Problem, head_dim: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The cases of the problem's layout, as JSON objects: lengths on both sides of a tile, one token, a window longer
+    than the sequence, empty documents; then the problem's own."""
+    problem = flash_problem(problem)
+    shared = {"layout": problem.layout, "backward": not problem.cached, "batch": 1, "window": None}
+    shared |= {"head_dim": head_dim, "groups": problem.n_groups, "dtype": str(dtype).removeprefix("torch.")}
+    # As many heads as folding makes of them, and as a grid has room for.
+    folded = problem.n_heads * max(1, min(USUAL["compressed"], MAX_GRID // problem.n_heads))
 
-    def case(name: str, feature: str, sizes: Mapping[str, Any], lengths: Sequence[int], **rest: Any) -> dict[str, Any]:
-        given = {"name": name, "feature": feature, "backward": feature != "cached", "batch": 1, "window": None, **rest}
-        return {**given, **sizes, "lengths": list(lengths)}
+    def case(name: str, lengths: Sequence[int], heads: int = problem.n_heads, **rest: Any) -> dict[str, Any]:
+        return {"name": name, **shared, "heads": heads, "lengths": list(lengths), **rest}
 
-    # Of a few keys one more or less is far outside of what rounding explains; of a hundred it is not.
-    fixed = [
-        case("one token", "dense", few, [1], window=4),
-        case("a window across tiles", "dense", few, [257], window=4),
-        case("a window longer than the sequence", "dense", few, [129], window=512),
-        case("folded heads", "dense", many, [65]),
-        case("documents", "packed", few, [1, 130, 37], window=100),
-        case("empty documents", "packed", few, [0, 5, 0, 64, 0], window=4),
-        case("folded documents", "packed", many, [3, 0, 40]),
-        case("one query on a cache", "cached", few, [7, 300], queries=1),
-        case("one query and a window on a cache", "cached", few, [5, 7, 31, 300], queries=1, window=4),
-        case("a few queries on a cache", "cached", few, [7, 300], queries=5, window=4),
-        case("a cache without a key yet", "cached", few, [0, 33], queries=1),
-    ]
-    if problem.heads_called > MOST_GRID:
-        # No such call is made: the contract forbids it.
-        return fixed
-    sizes = {**shared, "heads": problem.heads_called}
-    own, longest = shapes_of(problem, width)
+    # One key more or less of four is far outside of what rounding explains; of a hundred it is not.
+    found = {
+        "fixed": [
+            case("one token", [1], window=4),
+            case("a window across tiles", [257], window=4),
+            case("a window longer than the sequence", [129], window=512),
+            case("folded heads", [65], folded),
+        ],
+        "varlen": [
+            case("documents", [1, 130, 37], window=100),
+            case("empty documents", [0, 5, 0, 64, 0], window=4),
+            case("folded documents", [3, 0, 40], folded),
+        ],
+        "cached": [
+            case("one query on a cache", [7, 300], queries=1),
+            case("one query and a window on a cache", [5, 7, 31, 300], queries=1, window=4),
+            case("a few queries on a cache", [7, 300], queries=5, window=4),
+            case("a cache without a key yet", [0, 33], queries=1),
+        ],
+    }[problem.layout]
+    if problem.heads_called > MAX_GRID:
+        # The contract forbids the problem's own call.
+        return found
+    own, longest = shapes_of(problem, head_dim)
     tried = [("the problem's own shape", own, False)]
-    # A pack's own shape is one document, its class's longest several: both are tried where the lengths are equal.
+    # A varlen problem is tried as one document and, at the longest of its class, as several.
     if longest != own or problem.packed:
         tried.append(("the longest of its class", longest, problem.packed))
-    for name, shape, split in tried:
-        # As the branches do: no window is longer than the keys.
-        window = min(problem.knob, shape.keys) if problem.op == "sliding" else None
-        rest: dict[str, Any] = {"window": window, "batch": shape.batch}
-        n = shape.queries
-        lengths = [n]
+    for name, (batch, n, n_keys), split in tried:
+        # As in the branches: no window is longer than the keys.
+        window = min(problem.window_or_stride, n_keys) if problem.op == "sliding" else None
+        rest: dict[str, Any] = {"window": window, "batch": batch}
+        lengths = [n // 2, 1, n - n // 2 - 1] if split else [n]
         if problem.cached:
             rest["queries"] = n
-            lengths = [max(n, shape.keys - row) for row in range(shape.batch)]
-        elif split:
-            lengths = [n // 2, 1, n - n // 2 - 1]
-        fixed.append(case(name, problem.feature, sizes, lengths, **rest))
-    return fixed
+            lengths = [max(n, n_keys - row) for row in range(batch)]
+        found.append(case(name, lengths, problem.heads_called, **rest))
+    return found
 
 
 def make_call(case: Mapping[str, Any], device: str) -> Call:
+    """The case with random tensors, laid out as the branches do."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case["dtype"])
+    heads, groups, head_dim, lengths = (case[name] for name in ("heads", "groups", "head_dim", "lengths"))
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+    def draw(n_queries: tuple[int, ...], n_keys: tuple[int, ...]) -> dict[str, Any]:
+        shapes = {"q": (*n_queries, heads), "k": (*n_keys, groups), "v": (*n_keys, groups)}
+        drawn = {name: torch.randn(*shape, head_dim, generator=generator) for name, shape in shapes.items()}
+        return {name: x.to(device, dtype) for name, x in drawn.items()}
 
-    heads, groups, width, lengths = (case[name] for name in ("heads", "groups", "width", "lengths"))
-    shared: dict[str, Any] = {"scale": width**-0.5, "window": case["window"]}
-    if case["feature"] == "dense":
+    shared: dict[str, Any] = {"scale": head_dim**-0.5, "window": case["window"]}
+    if case["layout"] == "fixed":
         rows = (case["batch"], lengths[0])
-        q, k, v = draw(*rows, heads, width), draw(*rows, groups, width), draw(*rows, groups, width)
-        return Call(q=q, k=k, v=v, **shared)
-    if case["feature"] == "packed":
+        return Call(**draw(rows, rows), **shared)
+    if case["layout"] == "varlen":
         offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
         total = sum(lengths)
-        q, k, v = draw(total, heads, width), draw(total, groups, width), draw(total, groups, width)
-        # As the branches do: the whole row bounds the longest document.
-        limits = {"max_q": max(total, 2), "max_k": max(total, 2)}
-        return Call(q=q, k=k, v=v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **limits, **shared)
-    # As the branches do: the longest row is as long as a slice of the cache, which has room after each but the last.
-    queries, longest = case["queries"], max(lengths)
-    room, rows = longest + 11, (len(lengths) - 1) * (longest + 11) + longest
+        # The whole row bounds the longest document.
+        longest = {"max_q": max(total, 2), "max_k": max(total, 2)}
+        return Call(**draw((total,), (total,)), cu_seqlens_q=offsets, cu_seqlens_k=offsets, **longest, **shared)
+    # The longest row is as long as a slice of the cache, which has free slots after each row but the last.
+    queries, capacity = case["queries"], max(lengths) + 11
+    slots = (len(lengths) - 1) * capacity + max(lengths)
     starts = torch.arange(len(lengths) + 1).int().to(device)
-    q = draw(len(lengths) * queries, heads, width)
-    k, v = draw(rows, groups, width), draw(rows, groups, width)
     return Call(
-        q=q,
-        k=k,
-        v=v,
+        **draw((len(lengths) * queries,), (slots,)),
         causal=case["window"] is not None,
         cu_seqlens_q=starts * queries,
-        cu_seqlens_k=(starts * room).clamp_max(rows),
+        cu_seqlens_k=(starts * capacity).clamp_max(slots),
         used_k=torch.tensor(lengths).int().to(device),
         max_q=queries,
-        max_k=longest,
+        max_k=max(lengths),
         **shared,
     )

@@ -1,15 +1,14 @@
-"""The compressed branch as plain causal attention: its queries, a stride of them at a time, become heads.
+"""The compressed branch as plain causal attention: `stride` queries at a time become heads.
 
-A query that has seen `t'` tokens, itself included, sees `t' // stride - block // stride + 1` blocks. The `stride`
-queries that share `t' // stride` therefore see the same blocks, and the next `stride` of them one block more: counted
-in such chunks the mask is causal, and as many chunks see something as there are blocks. A chunk's queries are put side
-by side with the heads of their group, `[B, S, G*h, D]` to `[B, N, G*stride*h, D]`, and what is left is square causal
-attention of `N` chunks over `N` blocks, with `stride * h` heads a group.
+A query that has seen `t'` tokens, itself included, sees `t' // stride - block // stride + 1` blocks. So the `stride`
+queries that share `t' // stride` see the same blocks, and the next `stride` of them one more: counted in such chunks
+the mask is causal, with as many chunks as blocks. A chunk's queries are put beside the heads of their group,
+`[B, S, G*h, D]` to `[B, N, G*stride*h, D]`: square causal attention of `N` chunks over `N` blocks, with `stride * h`
+heads per group.
 
-Keys and values are passed as they are: never copied, never repeated for heads. What is copied is `q`, once; `o`, `do`
-and `dq` likewise. Queries before the first block see nothing and stay outside; a last chunk that the sequence does not
-fill is filled with zeros, whose gradients are zero. In a pack every document is folded by itself, so the offsets of its
-chunks are the offsets of its blocks.
+Keys and values are passed as they are. `q`, `o`, `do` and `dq` are copied once. Queries before the first block see
+nothing and stay outside; a last chunk that the sequence does not fill is padded with zeros, whose gradients are zero.
+Varlen documents are folded one by one, so the offsets of their chunks are the offsets of their blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nsa.geometry import compressed_offsets, documents
 
 
 @dataclass(frozen=True)
-class PlainFold:
+class FixedFold:
     """Every row of the batch is one sequence of `length` tokens with `n_chunks` blocks."""
 
     length: int
@@ -39,7 +38,7 @@ class PlainFold:
         return self.block - 1
 
     @property
-    def whole(self) -> int:
+    def n_full(self) -> int:
         """Chunks that the sequence fills."""
         return (self.length - self.first) // self.stride
 
@@ -50,31 +49,31 @@ class PlainFold:
     def fold(self, x: Tensor) -> Tensor:
         """`[B, S, G*h, ...]` to `[B, N, G*stride*h, ...]`, zero where there is no query."""
         folded = x.new_empty(x.shape[0], self.n_chunks, self.stride * x.shape[2], *x.shape[3:])
-        if self.whole < self.n_chunks:
-            folded[:, self.whole :].zero_()
+        if self.n_full < self.n_chunks:
+            folded[:, self.n_full :].zero_()
         self.copy(x.unflatten(2, (self.n_groups, -1)), self.chunks(folded), into_chunks=True)
         return folded
 
     def unfold(self, x: Tensor, fill: float) -> Tensor:
-        """The way back; `fill` for queries that see nothing."""
+        """The inverse of `fold`; `fill` for queries that see nothing."""
         plain = x.new_empty(x.shape[0], self.length, x.shape[2] // self.stride, *x.shape[3:])
         plain[:, : self.first].fill_(fill)
         self.copy(plain.unflatten(2, (self.n_groups, -1)), self.chunks(x), into_chunks=False)
         return plain
 
     def copy(self, plain: Tensor, chunks: Tensor, *, into_chunks: bool) -> None:
-        end = self.first + self.whole * self.stride
-        pairs = [(plain[:, self.first : end].unflatten(1, (self.whole, self.stride)), chunks[:, : self.whole])]
+        end = self.first + self.n_full * self.stride
+        pairs = [(plain[:, self.first : end].unflatten(1, (self.n_full, self.stride)), chunks[:, : self.n_full])]
         if end < self.length:
-            pairs.append((plain[:, end:], chunks[:, self.whole, : self.length - end]))
+            pairs.append((plain[:, end:], chunks[:, self.n_full, : self.length - end]))
         for a, b in pairs:
             target, source = (b, a) if into_chunks else (a, b)
             target.copy_(source)
 
 
 @dataclass(frozen=True)
-class PackedFold:
-    """One row of documents; a chunk for every slot of their blocks, those past the last block unused."""
+class VarlenFold:
+    """Varlen documents; a chunk for every slot of their blocks, those past the last block unused."""
 
     length: int
     n_chunks: int
@@ -125,8 +124,5 @@ class PackedFold:
         return plain.masked_fill_(~sees.view(-1, *[1] * (plain.dim() - 1)), fill)[None]
 
     def unused(self) -> Tensor:
-        """`[N]`: keys past the last block, which no call ever writes a gradient for."""
+        """`[N]`: keys past the last block, whose gradient no call writes."""
         return torch.arange(self.n_chunks, device=self.cu_seqlens.device) >= self.offsets[-1]
-
-
-Fold = PlainFold | PackedFold

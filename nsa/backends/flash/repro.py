@@ -1,7 +1,7 @@
-"""A failed case of a probe as one file that shows it anywhere: torch and the library are all it needs.
+"""A failed case of a probe as a single script that needs only torch and the library.
 
-The file holds the source of the code that made the call and of what its results were held against: it makes the same
-call, and ends with a status that is not zero where the library crashes, raises or is wrong.
+The script holds the source of the code that made the call and of the comparison: it makes the same call, and ends with
+a non-zero status if the library crashes, raises or is wrong.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from dataclasses import asdict
 from textwrap import indent
 
-from nsa.backends.contracts import Call
-from nsa.backends.flash import libraries, trial
+from nsa.backends.flash import libraries, probe_child
 from nsa.backends.flash.cases import make_call
+from nsa.backends.flash.contracts import Call
 from nsa.backends.flash.libraries import Library
-from nsa.backends.probe import Outcome, Subject
+from nsa.backends.flash.probe import Outcome, Subject
 
 HEADER = '''"""{library} {version}, case "{case}": {problem}
 
@@ -48,20 +48,9 @@ DEVICE = sys.argv[1] if len(sys.argv) > 1 else {device!r}
 Contract, TORCH, FLASH_ATTN_2, Library = object, None, None, object
 {constants}
 '''
-# What holds a library's results against the same attention written out.
-CHECKS = (
-    trial.flat,
-    trial.flat_lse,
-    trial.sequences,
-    trial.tiles,
-    trial.attend,
-    trial.written_out,
-    trial.settle,
-    trial.compute,
-    trial.difference,
-)
+# Compares a library's results with attention in plain torch.
+CHECKS = ("flat", "sequences", "tiles", "attend", "expected_results", "synchronize", "compute", "difference")
 CONSTANTS = ("ROUNDINGS", "TILE_SCORES", "TILE_QUERIES")
-
 FOOTER = """
 def begin(stage, given):
     print(stage, given, flush=True)
@@ -80,15 +69,8 @@ if __name__ == "__main__":
 """
 
 
-def library_source(library: Library) -> str:
-    """How the script gets the library: its source where it is ours, an import where it is not."""
-    kind = type(library)
-    if kind.__module__ != libraries.__name__:
-        return f"from {kind.__module__} import {kind.__name__}\n\nlibrary = {kind.__name__}()\n"
-    return f"{inspect.getsource(kind)}\n\nlibrary = {kind.__name__}(version={library.version!r})\n"
-
-
 def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
+    """The source of the script for one failed `outcome`."""
     header = HEADER.format(
         library=in_docstring(subject.library),
         version=in_docstring(subject.version),
@@ -98,13 +80,21 @@ def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
         call=in_docstring(outcome.call or "not made"),
         request=json.dumps(dict(outcome.request)),
         device=library.contract.device,
-        constants="\n".join(f"{name} = {getattr(trial, name)}" for name in CONSTANTS),
+        constants="\n".join(f"{name} = {getattr(probe_child, name)}" for name in CONSTANTS),
     )
-    sources = [inspect.getsource(part) for part in (Call, make_call, *CHECKS)]
+    sources = [inspect.getsource(part) for part in (Call, make_call, *(getattr(probe_child, x) for x in CHECKS))]
     parts = [header, *sources, library_source(library)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n\n" + FOOTER
 
 
+def library_source(library: Library) -> str:
+    """The library's source if it is ours, else its import."""
+    kind = type(library)
+    if kind.__module__ != libraries.__name__:
+        return f"from {kind.__module__} import {kind.__name__}\n\nlibrary = {kind.__name__}()\n"
+    return f"{inspect.getsource(kind)}\n\nlibrary = {kind.__name__}(version={library.version!r})\n"
+
+
 def in_docstring(text: str) -> str:
-    """The text so that Python reads it back, whatever is in it: paths with backslashes, quotes, odd bytes."""
+    """`text` escaped for a docstring: paths with backslashes, quotes, odd bytes."""
     return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')

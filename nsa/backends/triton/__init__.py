@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nsa import settings
-from nsa.backends.contracts import SMALL_SHARED_MEMORY
+from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
 from nsa.sequences import Upstream

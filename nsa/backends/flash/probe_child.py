@@ -1,10 +1,9 @@
-"""The child of a probe: `python -m nsa.backends.flash.trial ADDRESS DEVICE ANSWERS`, one JSON case a line on its input.
+"""The child of a probe: `python -m nsa.backends.flash.probe_child ADDRESS DEVICE ANSWERS`, with one JSON case per line
+on its standard input.
 
-Each case is a call that a branch makes, forward and backward, held against the same attention written out in a wider
-dtype. A result that is not finite or not right is a sentence; a crash is for the parent to see. Answers go to a file of
-their own: a library may print what it likes.
-
-The package must not import this module, or `python -m` would load it twice.
+Each case is a call that a branch makes, forward and backward, compared with the same attention in plain torch in a
+wider dtype. A wrong result is reported in words; a crash is for the parent to see. Answers go to a file, because a
+library may print what it likes. The package must not import this module, or `python -m` would load it twice.
 """
 
 from __future__ import annotations
@@ -20,35 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.backends.contracts import Call, value_violations
 from nsa.backends.flash.cases import make_call
-from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, refusals
-from nsa.backends.probe import CASE_SECONDS, RESTART, START_SECONDS, listed
+from nsa.backends.flash.contracts import Call
+from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, reasons_against
+from nsa.backends.flash.probe import CASE_SECONDS, START_SECONDS, STOPPED, shortened
 
-# How far a result may be off, in roundings of the largest value: enough for any order of sums, and too little for a
-# wrong key among the few that a short window has.
+# Tolerance, in roundings of the largest value: enough for any order of sums, and too little for a wrong key among the
+# few of a short window.
 ROUNDINGS = 16
-# Scores that are written out at once, and queries.
+# Scores and queries of the comparison that are computed at once.
 TILE_SCORES = 2**25
 TILE_QUERIES = 1024
-# How much longer than its parent the child waits before it ends itself: a parent that is still there comes first.
+# How much longer than its parent the child waits before it ends itself.
 MARGIN_SECONDS = 10.0
 LOADING = "loading the library"
 STDERR = 2
 
 
 def flat(call: Call, x: Tensor) -> Tensor:
-    """`[rows, heads, width]`, whichever layout the call has."""
+    """`[rows, heads, head_dim]`, whichever layout the call has."""
     return x if call.varlen else x.flatten(0, 1)
 
 
-def flat_lse(call: Call, lse: Tensor) -> Tensor:
-    """`[rows, heads]`."""
-    return lse.T if call.varlen else lse.transpose(1, 2).flatten(0, 1)
-
-
 def sequences(call: Call) -> list[tuple[slice, slice]]:
-    """Rows of q and of k that belong together."""
+    """The rows of q and of k of each sequence."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         batch, n_queries, n_keys = call.q.shape[0], call.q.shape[1], call.k.shape[1]
         return [(slice(b * n_queries, (b + 1) * n_queries), slice(b * n_keys, (b + 1) * n_keys)) for b in range(batch)]
@@ -60,7 +54,7 @@ def sequences(call: Call) -> list[tuple[slice, slice]]:
 
 
 def tiles(call: Call, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
-    """A sequence, a few queries at a time, with the keys that they may see: the last of both still belong together."""
+    """A sequence, a few queries at a time, with the keys that they may see; the last of both still belong together."""
     n_keys = keys.stop - keys.start
     span = n_keys if call.window is None else min(n_keys, call.window + TILE_QUERIES)
     step = max(1, min(TILE_QUERIES, TILE_SCORES // max(1, call.q.shape[-2] * span)))
@@ -76,12 +70,11 @@ def tiles(call: Call, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One tile `[rows, heads, width]`, written out: scores, mask, softmax."""
+    """`o [rows, heads, head_dim]` and `lse [heads, rows]` of one tile in plain torch."""
     n_queries, (n_keys, groups) = q.shape[0], k.shape[:2]
     scores = torch.einsum("qghd,kgd->ghqk", q.unflatten(1, (groups, -1)), k) * call.scale
-    ahead = (
-        torch.arange(n_keys, device=q.device) - torch.arange(n_queries, device=q.device)[:, None] - (n_keys - n_queries)
-    )
+    query = torch.arange(n_queries, device=q.device)[:, None] + n_keys - n_queries
+    ahead = torch.arange(n_keys, device=q.device) - query
     hidden = (ahead > 0) & call.causal
     if call.window is not None:
         hidden |= ahead <= -call.window
@@ -90,8 +83,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return o.flatten(1, 2), scores.logsumexp(dim=-1).flatten(0, 1)
 
 
-def written_out(call: Call, do: Tensor | None) -> dict[str, Tensor]:
-    """What the library should give, `[rows, heads, ...]`: `o`, `lse`, and gradients where `do` is given."""
+def expected_results(call: Call, do: Tensor | None) -> dict[str, Tensor]:
+    """What the library should return, `[rows, heads, ...]`: `o`, `lse`, and the gradients for a given `do`."""
     wide = torch.float64 if call.q.dtype == torch.float32 else torch.float32
     q, k, v = (flat(call, x).to(wide) for x in (call.q, call.k, call.v))
     found = {"o": torch.zeros_like(q), "lse": q.new_full(q.shape[:2], float("-inf"))}
@@ -114,12 +107,12 @@ def written_out(call: Call, do: Tensor | None) -> dict[str, Tensor]:
 def compute(
     library: Library, call: Call, *, backward: bool, begin: Callable[[str, Call], bool]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The library's results, `[rows, heads, ...]`, and the `do` that its gradients are of. `begin` is told each call;
-    gradients are left out where it says no."""
+    """The library's results, `[rows, heads, ...]`, and the `do` of its gradients. `begin` is called before each call;
+    a backward pass is left out if it returns False."""
     begin("forward", call)
     o, lse = library.forward(call)
-    settle(call)
-    found = {"o": flat(call, o), "lse": flat_lse(call, lse)}
+    synchronize(call)
+    found = {"o": flat(call, o), "lse": lse.T if call.varlen else lse.transpose(1, 2).flatten(0, 1)}
     if not backward or o.shape != call.q.shape:
         return found, None
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
@@ -127,26 +120,26 @@ def compute(
     if not begin("backward", pull):
         return found, None
     gradients = library.backward(pull)
-    settle(call)
+    synchronize(call)
     named = zip(("dq", "dk", "dv"), gradients, strict=True)
     return found | {name: flat(call, x) for name, x in named}, do
 
 
-def settle(call: Call) -> None:
-    """A kernel's fault shows when it is waited for: here, not in the next one."""
+def synchronize(call: Call) -> None:
+    """A kernel's fault appears when it is waited for: here, not in the next call."""
     if call.q.is_cuda:
         torch.cuda.synchronize()
 
 
 def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> str | None:
-    """None when the results are right, else what is wrong."""
-    for name, expected in written_out(call, do).items():
+    """What is wrong with the results; None if they are right."""
+    for name, expected in expected_results(call, do).items():
         if found[name].shape != expected.shape:
             return f"{name} has shape {tuple(found[name].shape)}, not {tuple(expected.shape)}"
         dtype = torch.float32 if name == "lse" else call.q.dtype
         if found[name].dtype != dtype:
             return f"{name} is {found[name].dtype}, not {dtype}"
-        # A row without a key has no normaliser worth comparing: branches set it themselves.
+        # The LSE of a row without keys is not compared: the branches set it themselves.
         seen = expected.isfinite()
         got = found[name].to(expected.dtype).where(seen, 0.0)
         if not bool(got.isfinite().all()):
@@ -159,74 +152,70 @@ def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> st
     return None
 
 
-def described(call: Call, device: str) -> str:
-    """The call as a report needs it: offsets themselves, not only how many there are."""
-    parts = [str(call)]
-    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k, "used_k": call.used_k}
-    parts += [f"{name}={listed(x.tolist())}" for name, x in offsets.items() if x is not None]
-    return " ".join([*parts, "on", device])
-
-
 def end_after(seconds: float) -> None:
-    """Ends this process unless it is called again by then: nobody else does where the parent has been killed."""
-    # A watch outside of the interpreter, which a library may keep to itself while it hangs.
+    """End this process unless it is called again by then: nobody else does if the parent was killed."""
+    # A watchdog outside of the interpreter, which a hanging library may hold.
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
 
 @dataclass
 class Answers:
-    """What the parent is told, each with the name of its case; `stage` is where that case has got to."""
+    """The file of answers to the parent, each with the name of its case; `stage`: how far that case has got."""
 
     path: str
     case: str = ""
     stage: str = ""
 
-    def say(self, **fields: Any) -> None:
+    def write(self, **fields: Any) -> None:
         end_after(CASE_SECONDS + MARGIN_SECONDS)
-        # Opened anew each time: no descriptor is left about for a library to write to.
+        # Opened anew each time: no descriptor is left open for a library to write to.
         with open(self.path, "a", encoding="ascii") as file:
             file.write(json.dumps({"case": self.case, **fields}) + "\n")
 
     def begin(self, stage: str, call: str = "") -> None:
         self.stage = stage
-        self.say(stage=stage, call=call)
+        self.write(stage=stage, call=call)
 
 
-def try_case(library: Library, case: Mapping[str, Any], device: str, answers: Answers) -> str | None:
-    """None when the library's results are right, else what is wrong."""
-    answers.begin("making the call")
-    call = make_call(case, device)
-    broken = [*refusals(library, call), *value_violations(call, library.contract)]
-    if broken:
-        return "; ".join(broken)
+def run_case(library: Library, case: Mapping[str, Any], device: str, answers: Answers) -> str | None:
+    """What is wrong with the library's results; None if they are right."""
+
+    def described(given: Call) -> str:
+        """With the values of offsets, for the report."""
+        offsets = {"cu_seqlens_q": given.cu_seqlens_q, "cu_seqlens_k": given.cu_seqlens_k, "used_k": given.used_k}
+        values = [f"{name}={shortened(x.tolist())}" for name, x in offsets.items() if x is not None]
+        return " ".join([str(given), *values, "on", device])
 
     def begin(direction: str, given: Call) -> bool:
         # A gradient may need more than its forward pass; no branch makes a call that the contract forbids.
-        if any(refusals(library, given)):
+        if reasons_against(library, given):
             return False
-        answers.begin(direction, f"{direction}: {described(given, device)}")
+        answers.begin(direction, f"{direction}: {described(given)}")
         return True
 
+    answers.begin("making the call")
+    call = make_call(case, device)
+    forbidden = reasons_against(library, call)
+    if forbidden:
+        return "; ".join(forbidden)
     found, do = compute(library, call, backward=case["backward"], begin=begin)
-    answers.begin("the comparison", described(call, device))
+    answers.begin("the comparison", described(call))
     return difference(call, found, do)
 
 
 def main(address: str, device: str, path: str) -> None:
     try:
-        try_all(address, device, Answers(path))
+        run_all(address, device, Answers(path))
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def try_all(address: str, device: str, answers: Answers) -> None:
+def run_all(address: str, device: str, answers: Answers) -> None:
     end_after(START_SECONDS + MARGIN_SECONDS)
     try:
-        # A GPU's context takes seconds, of the start and not of the first case. Where it cannot be had, that is no
-        # fault of the library's.
+        # A GPU context takes seconds, which belong to the start; failing to get one is not the library's fault.
         torch.zeros(1, device=device)
         answers.begin(LOADING)
-        # Loading belongs to the start too, and has its time.
         end_after(START_SECONDS + MARGIN_SECONDS)
         library = load(address)
     except LIBRARY_ERRORS as error:
@@ -235,14 +224,14 @@ def try_all(address: str, device: str, answers: Answers) -> None:
         case = json.loads(line)
         answers.case = case["name"]
         try:
-            answers.say(problem=try_case(library, case, device, answers))
+            answers.write(problem=run_case(library, case, device, answers))
         except (*LIBRARY_ERRORS, MemoryError) as error:
-            # How much memory is free is the machine's business of the moment.
+            # Full memory says nothing about the library.
             full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error)
-            answers.say(problem=f"{type(error).__name__} in {answers.stage}: {error}", transient=full)
+            answers.write(problem=f"{type(error).__name__} in {answers.stage}: {error}", transient=full)
             # After an illegal access nothing else runs on this GPU in this process.
             if isinstance(error, RuntimeError):
-                sys.exit(RESTART)
+                sys.exit(STOPPED)
 
 
 if __name__ == "__main__":
