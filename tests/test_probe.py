@@ -19,6 +19,7 @@ from flash_standin import (
     DyingWhenLoaded,
     FloatingPointException,
     Full,
+    Hanging,
     Raising,
     StandIn,
 )
@@ -73,7 +74,8 @@ def test_training_survives_a_fault_with_the_same_losses(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    router = Router([backend_of(fault(), tmp_path), sdpa], FORCED_ON)
+    prober = partial(probe_quickly, seconds=2.0 if fault is Hanging else 20.0)
+    router = Router([backend_of(fault(), tmp_path, prober), sdpa], FORCED_ON)
     losses = losses_of(router, monkeypatch)
     for part in (WORDS[fault.__name__], "a window across tiles", "q=(1, 257, ", "strides", "torch 2"):
         assert part in caplog.text, part

@@ -10,12 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from flash_standin import CPU_CONTRACT, OddBytes, StandIn, TalkingHang
-from probing import FORCED_ON, PROBLEM, SUBJECT, backend_of
+from probing import FORCED_ON, PROBLEM, SUBJECT, backend_of, probe_quickly
 
 from nsa.backends.flash import FlashBackend, contracts, probe_child
 from nsa.backends.flash.cases import cases_of
@@ -213,7 +214,8 @@ def test_a_hang_that_prints_is_killed_with_its_children(
 ) -> None:
     offspring = tmp_path / "offspring"
     monkeypatch.setenv("OFFSPRING", str(offspring))
-    assert "hung: no answer in 2 s" in str(backend_of(TalkingHang(), tmp_path / "verdicts").supports(PROBLEM))
+    flash = backend_of(TalkingHang(), tmp_path / "verdicts", partial(probe_quickly, seconds=2.0))
+    assert "hung: no answer in 2 s" in str(flash.supports(PROBLEM))
     stat = Path(f"/proc/{offspring.read_text()}/stat")
     deadline = time.monotonic() + 10
     with suppress(FileNotFoundError, ProcessLookupError):

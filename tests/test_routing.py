@@ -488,7 +488,9 @@ def test_counters_tell_what_ran_and_can_be_cleared() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("no")), Fake("sdpa"))
     run(router)
     assert router.counts.as_dict() == {"calls": {"sliding/sdpa": 1}, "failures": {"sliding/triton: no": 1}}
+    assert str(router.counts) == "calls: sliding/sdpa 1\nfailed 1x: sliding/triton: no"
     router.counts.clear()
+    assert str(router.counts) == "calls: none"
     assert router.counts.as_dict() == {"calls": {}, "failures": {}}
 
 

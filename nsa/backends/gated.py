@@ -1,4 +1,4 @@
-"""Gradients of a gated branch, for backends whose backward passes know no gate.
+"""Gradients of a gated branch, for backends whose backward passes do not fuse the gate.
 
 Of `gate * o` the gradient of `o` is `gate * do`, and `dq` adds to that of the other branches.
 """
@@ -17,13 +17,13 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def gated_upstreams(do: Tensor, gates: Tensor, products: Tensor) -> tuple[Upstream, ...]:
-    """One for each branch, of `gates` and `products = sum(do * o)`, both `[B,S,Hq,3]`."""
+    """One per branch, from `gates` and `products = sum(do * o)`, both `[B,S,Hq,3]`."""
     pairs = zip(gates.unbind(dim=-1), products.unbind(dim=-1), strict=True)
     return tuple(Upstream(do, None, gate, product) for gate, product in pairs)
 
 
 def without_gate(backward: Backward) -> Backward:
-    """A backward pass `(..., upstream, saved, branch)` of plain gradients as one that takes a gate and a `dq`."""
+    """A backward pass `(..., upstream, saved, branch)` without a gate as one that takes a gate and a `dq` to add to."""
 
     @wraps(backward)
     def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a backend is asked to compute: enough to say yes, or no with a reason, before any tensor is touched."""
+"""What a backend is asked to compute: sizes, dtype and device, enough to decide before any tensor is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from nsa.config import NSAConfig, check_heads, require, require_bool, require_int
 
-# The parts of the attention that are routed one by one, in the order they run.
+# The ops of an attention, which are routed one by one, in the order they run.
 OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
 # The fields of a problem that are sizes, in the order in which shapes are passed.
 SIZES = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
@@ -27,7 +27,7 @@ def is_device_type(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One op, or with `op="attention"` the whole, on one shape. Hashable: a route is looked up by it.
+    """One op, or with `op="attention"` all of them, on one shape. Hashable: routes are cached by it.
 
     `n_keys` counts the keys of the op itself: compressed ones for `compressed` and `scores`, tokens for the others.
     """
@@ -47,7 +47,7 @@ class Problem:
     cached: bool = False
 
     def __post_init__(self) -> None:
-        # Every op poses its problem anew: no text is put together unless something is wrong.
+        # Built by every op: no message is formatted unless something is wrong.
         require(self.op == "attention" or self.op in OPS, "op", self.op, ACCEPTED_OPS)
         for name in ("batch", "n_queries", "n_keys"):
             require_int(name, getattr(self, name), at_least=0)
@@ -56,7 +56,7 @@ class Problem:
         if self.n_heads % self.n_groups:
             check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
         require(self.dtype in DTYPES, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
-        # An index would make "cuda:0" another device than the "cuda" that backends look for.
+        # Backends compare with "cuda", which "cuda:0" is not.
         plain = isinstance(self.device, str) and is_device_type(self.device)
         require(plain, "device", self.device, "a type of device without an index: 'cpu' or 'cuda'")
         for name in ("backward", "packed", "cached"):

@@ -155,6 +155,14 @@ class Counts:
                 "failures": {f"{op}/{name}: {why}": n for (op, name, why), n in sorted(self.failures.items())},
             }
 
+    def __str__(self) -> str:
+        """For people: what ran on one line, then a line per failure."""
+        counts = self.as_dict()
+        ran = ", ".join(f"{name} {n}" for name, n in counts["calls"].items())
+        return "\n".join(
+            [f"calls: {ran or 'none'}", *(f"failed {n}x: {name}" for name, n in counts["failures"].items())]
+        )
+
     def clear(self) -> None:
         with self.lock:
             self.calls.clear()

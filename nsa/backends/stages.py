@@ -1,4 +1,4 @@
-"""From an op to the functions of the backends that run it: found once for each problem, then a look-up and a call."""
+"""From an op to the functions of the backends that run it: resolved once per problem, then a lookup and a call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from nsa.sequences import AttentionBranches, attention_branches
 class Stage:
     """One function of the backend that runs a problem, resolved once; a call goes straight to it.
 
-    It takes the router's way instead where there is more to do than to call: a backend that failed, a call to be
-    logged or profiled.
+    It goes through the router if there is more to do than to call: a backend failed, or the call is logged or profiled.
     """
 
     __slots__ = ("backend", "compute", "device", "failures", "function", "name", "problem", "router", "strict")
@@ -41,7 +40,7 @@ class Stage:
             return
         compute = getattr(self.router.backends[route.chosen], self.function)
         if hasattr(compute, "resolve"):
-            # Straight to a function that is loaded when it is first needed. Where it cannot be, the router finds out.
+            # A function that is loaded on first use. If that fails, the router will find out.
             with suppress(BackendFailure):
                 self.compute, failures = compute.resolve()
                 self.failures += failures
@@ -55,7 +54,7 @@ class Stage:
                 return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
         try:
             if torch.is_autocast_enabled(self.device):
-                # The caller's autocast would round the fp32 sums of a backend that is written in torch.
+                # The caller's autocast would round the fp32 sums of a backend written in torch.
                 with torch.autocast(self.device, enabled=False):
                     result = compute(*args)
             else:
@@ -94,13 +93,13 @@ def attention_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def combine_shape(q: Tensor, d_v: int) -> tuple[int, ...]:
-    """The gated sum has no keys: every head is a group of its own, one row per query."""
+    """The gated sum has no keys: every head is its own group, with one row per query."""
     batch, length, heads, _ = q.shape
     return batch, length, length, heads, heads, d_v, d_v
 
 
 def compress_shape(x: Tensor, length: int, width: int) -> tuple[int, ...]:
-    """Tokens without queries."""
+    """Compression has no queries."""
     return x.shape[0], length, length, x.shape[2], x.shape[2], width, width
 
 

@@ -129,7 +129,7 @@ def measure(point: Point, dtype: torch.dtype, commit: str | None, backends: Mapp
             for mode, call in passes(impl, backend, point, qkv):
                 peak = peak_bytes(call)
                 times = time_calls(captured(call), warmup_ms=0, measure_ms=MEASURE_MS, most=MAX_CALLS)
-                measured = dict(zip(("p20_ms", "p50_ms", "p80_ms"), quantiles(times), strict=True))
+                measured: dict[str, Any] = dict(zip(("p20_ms", "p50_ms", "p80_ms"), quantiles(times), strict=True))
                 measured["peak_gib"] = round(peak / 2**30, 3)
                 yield Row(suite=point.suite, op=point.op, impl=impl, mode=mode, **shape, **measured, **where)
         except RuntimeError as error:

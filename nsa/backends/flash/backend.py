@@ -12,12 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa import settings
 from nsa.backends.flash import policy
-from nsa.backends.flash.branches import NEGATIVE_INFINITY, attend, compressed_plan, gradients, padded, sliding_plan
+from nsa.backends.flash.branches import (
+    NEGATIVE_INFINITY,
+    Plan,
+    attend,
+    compressed_plan,
+    gradients,
+    padded,
+    sliding_plan,
+)
 from nsa.backends.flash.cases import CODE, USUAL, FlashProblem, cases_of, flash_problem, kind_of
 from nsa.backends.flash.contracts import limits, rows_in_tiles
 from nsa.backends.flash.libraries import Library, find_libraries
-from nsa.backends.flash.probe import Outcome, Subject, Verdicts, cache_folder, report, run_cases
+from nsa.backends.flash.probe import CACHE_FOLDER, Outcome, Subject, Verdicts, report, run_cases
 from nsa.backends.gated import without_gate
 from nsa.backends.problem import SIZES, Problem
 from nsa.backends.routing import CallUnsupported, FailureReason
@@ -28,7 +37,7 @@ from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-PLANS = {"compressed": compressed_plan, "sliding": sliding_plan}
+PLANS: dict[str, Callable[..., Plan]] = {"compressed": compressed_plan, "sliding": sliding_plan}
 # Tries a kind of problem that has no verdict yet.
 Prober = Callable[[Library, FlashProblem, int, torch.dtype], list[Outcome]]
 
@@ -49,7 +58,7 @@ class FlashBackend:
     config: Settings
     libraries: tuple[Library, ...]
     absent: dict[str, str] = field(default_factory=dict)
-    folder: Path | None = field(default_factory=cache_folder)
+    folder: Path | None = field(default_factory=lambda: settings.user_path(CACHE_FOLDER))
     prober: Prober = probe_in_child
     name: str = "flash"
     # Of this process: verdicts, the library of each kind of call, whether the cast was logged.

@@ -29,14 +29,6 @@ def unchanged(x: Tensor, fill: float = 0.0) -> Tensor:
     return x
 
 
-def first_row(x: Tensor) -> Tensor:
-    return x[0]
-
-
-def as_one_row(x: Tensor, fill: float = 0.0) -> Tensor:
-    return x[None]
-
-
 @dataclass(frozen=True)
 class Plan:
     """`enter` and `leave` move query-shaped tensors, `[B,S,H,...]`, into the call and back, with a fill for rows that
@@ -88,7 +80,7 @@ def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> Plan:
         varlen_mask(fold.offsets, fold.n_chunks),
         enter=lambda x: fold.fold(x)[0],
         leave=lambda x, fill: fold.unfold(x[None], fill),
-        enter_keys=first_row,
+        enter_keys=lambda k: k[0],
         leave_keys=lambda k: k.masked_fill(fold.unused()[:, None, None], 0.0)[None],
     )
 
@@ -102,7 +94,7 @@ def sliding_plan(q: Tensor, k: Tensor, branch: Sliding) -> Plan:
     if sequences.cu_seqlens is None:
         return Plan({"window": window})
     mask = varlen_mask(safe_offsets(sequences.cu_seqlens, q.shape[1]), q.shape[1]) | {"window": window}
-    return Plan(mask, first_row, as_one_row, first_row, as_one_row)
+    return Plan(mask, lambda x: x[0], lambda x, fill: x[None], lambda k: k[0], lambda k: k[None])
 
 
 def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int | None) -> Plan:

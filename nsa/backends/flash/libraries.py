@@ -1,7 +1,8 @@
 """The libraries that compute FlashAttention: found by distribution name, called with keyword arguments only.
 
 A library is imported by its first call, never by looking for it. Every call is checked against the library's contract
-first; what a library rejects all the same becomes a `BackendFailure`, and the next backend runs.
+first; what a library rejects all the same becomes a `BackendFailure`, and the next backend runs. That the results have
+the expected shapes, dtypes and values is for the probe to find out, once per version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nsa.backends.flash.contracts import FLASH_ATTN_2, TORCH, Call, Contract, lse_shape, violations
+from nsa.backends.flash.contracts import FLASH_ATTN_2, TORCH, Call, Contract, violations
 from nsa.backends.routing import BackendFailure, CallUnsupported
 
 log = logging.getLogger("nsa")
@@ -189,8 +190,7 @@ def run(library: Library, direction: str, call: Call) -> Any:
     if found:
         raise CallUnsupported(f"{name} was not called: {'; '.join(found)}")
     try:
-        results = getattr(library, direction)(call)
-        check_results(call, direction, results)
+        return getattr(library, direction)(call)
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
@@ -199,16 +199,3 @@ def run(library: Library, direction: str, call: Call) -> Any:
         # Failures are counted by their text: what changes from call to call is logged separately.
         log.info("nsa: %s %s failed on %s", name, direction, call)
         raise BackendFailure(f"{name} {library.version} {direction}: {type(error).__name__}: {error}") from error
-    return results
-
-
-def check_results(call: Call, direction: str, results: tuple[Tensor, ...]) -> None:
-    """Raise a ValueError if another version of the library returns other tensors."""
-    kind = call.q.dtype
-    if direction == "forward":
-        expected = {"o": (call.q.shape, kind), "lse": (lse_shape(call.q), torch.float32)}
-    else:
-        expected = {"dq": (call.q.shape, kind), "dk": (call.k.shape, kind), "dv": (call.v.shape, kind)}
-    for (name, (shape, dtype)), x in zip(expected.items(), results, strict=True):
-        if x.shape != shape or x.dtype != dtype:
-            raise ValueError(f"{name} is {tuple(x.shape)} of {x.dtype}, not {tuple(shape)} of {dtype}")

@@ -99,10 +99,6 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_]+", "-", text)
 
 
-def cache_folder() -> Path | None:
-    return settings.user_path(CACHE_FOLDER)
-
-
 @dataclass(frozen=True)
 class Verdicts:
     """The verdicts on one subject, one file per kind of problem under `folder`.
@@ -274,15 +270,11 @@ def wait(child: subprocess.Popen[bytes], answers: Path, start_seconds: float, ca
         if time.monotonic() - since > allowed:
             return f"{HUNG}: no answer in {allowed:g} s"
         time.sleep(0.02)
-    return how_it_ended(child.returncode)
-
-
-def how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
+    if child.returncode >= 0:
+        return f"ended with status {child.returncode}"
     # Real-time signals have no names.
     names = {known.value: known.name for known in signal.Signals}
-    return f"killed by {names.get(-status, f'signal {-status}')}"
+    return f"killed by {names.get(-child.returncode, f'signal {-child.returncode}')}"
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
