@@ -112,7 +112,7 @@ def test_a_setting_overrides_a_measured_route() -> None:
         assert router_of(variables, routes=first).route(PROBLEM).chosen == "sdpa"
 
 
-def test_off_holds_for_a_named_backend_and_a_minimum_length_does_not() -> None:
+def test_off_holds_for_a_named_backend_a_minimum_length_does_not() -> None:
     off = router_of({"NSA_USE_FA2": "0"}).route(PROBLEM, "flash")
     assert "NSA_USE_FA2 is off (environment)" in off.reasons["flash"]
     assert router_of({"NSA_FA2_MIN_LEN_WIN": "9999"}).route(PROBLEM, "flash").chosen == "flash"

@@ -48,7 +48,7 @@ def test_a_window_of_one_key_too_many_is_found_in_bf16(
         (BatchFault, {"batch": 2, "op": "compressed", "n_keys": 3}),
     ],
 )
-def test_a_crash_at_the_problem_s_own_shape_is_found_by_the_probe(
+def test_the_probe_finds_a_crash_at_the_problem_s_own_shape(
     library: Any, changes: dict[str, Any], tmp_path: Path, children_find_the_stand_ins: None
 ) -> None:
     flash = backend_of(library(), tmp_path, partial(probe_quickly, names=OWN))

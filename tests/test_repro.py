@@ -67,7 +67,7 @@ def test_the_script_of_wrong_results_fails(tmp_path: Path, children_find_the_sta
     assert "wrong: o is off by" in done.stderr
 
 
-def test_the_script_succeeds_on_a_right_library_whatever_its_texts(
+def test_the_script_succeeds_on_a_right_library_and_odd_texts(
     tmp_path: Path, children_find_the_stand_ins: None
 ) -> None:
     odd = 'C:\\Users\\x \\N """quoted""" \x00 \udc80 \u00fc'

@@ -78,7 +78,7 @@ def test_remembered_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(router.routes) <= 8
 
 
-def test_auto_goes_on_after_a_failure_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_after_a_failure_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(
         Fake("triton", raises=BackendFailure("out of shared memory")),
         Fake("flash", declines="head width 16"),
@@ -94,7 +94,7 @@ def test_auto_goes_on_after_a_failure_and_says_so_once(caplog: pytest.LogCapture
         assert part in record.message
 
 
-def test_what_failed_on_a_problem_is_not_tried_again_and_explain_says_why() -> None:
+def test_what_failed_on_a_problem_is_not_tried_again() -> None:
     broken = Fake("triton", raises=BackendFailure("does not compile"))
     router = router_of(broken, Fake("sdpa"))
     assert run(router) == "sdpa"
@@ -110,7 +110,7 @@ def test_what_failed_on_a_problem_is_not_tried_again_and_explain_says_why() -> N
     assert run(router, replace(PROBLEM, n_queries=65)) == "triton"
 
 
-def test_what_is_refused_of_one_call_is_counted_and_the_next_one_tried() -> None:
+def test_an_unsupported_call_does_not_rule_out_the_next() -> None:
     particular = Fake("triton", raises=CallUnsupported("this window"))
     router = router_of(particular, Fake("sdpa"))
     assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
@@ -121,14 +121,14 @@ def test_what_is_refused_of_one_call_is_counted_and_the_next_one_tried() -> None
     assert run(router, strict=True) == "triton"
 
 
-def test_when_everything_failed_before_that_is_said() -> None:
+def test_when_everything_failed_before_it_is_an_error() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("one")))
     for match in ("one; no other backend is left", "failed before: one"):
         with pytest.raises(BackendFailure, match=match):
             run(router)
 
 
-def test_a_failure_is_said_once_for_each_kind_of_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_once_per_kind_of_call(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(Fake("triton", raises=BackendFailure("no")), Fake("sdpa"))
     with caplog.at_level(logging.WARNING, logger="nsa"):
         for problem in (PROBLEM, replace(PROBLEM, n_queries=7), replace(PROBLEM, dtype=torch.bfloat16)):
@@ -207,7 +207,7 @@ def test_any_other_error_is_a_bug_and_propagates(error: Exception) -> None:
     assert not router.counts.failures
 
 
-def test_a_named_backend_serves_whatever_comes_before_it() -> None:
+def test_a_named_backend_runs_whatever_comes_before_it() -> None:
     assert run(router_of(Fake("triton"), Fake("sdpa")), backend="sdpa") == "sdpa"
 
 
@@ -221,7 +221,7 @@ def test_a_named_backend_never_falls_back() -> None:
     assert not failing.counts.calls
 
 
-def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
+def test_an_absent_backend_is_an_error_with_the_reason() -> None:
     router = router_of(Fake("sdpa"), absent={"flash": "not in this version of nsa"})
     with pytest.raises(ValueError, match="flash: not in this version of nsa"):
         run(router, backend="flash")
@@ -233,7 +233,7 @@ def test_a_backend_this_version_lacks_is_refused_with_that_reason() -> None:
 BROKEN = ImportFailed("triton", "cannot be imported: undefined symbol")
 
 
-def test_a_broken_backend_fails_wherever_it_would_have_been_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_backend_fails_where_it_would_have_run(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(BROKEN, Fake("sdpa"))
     assert router.route(PROBLEM).chosen == "sdpa"
     assert dict(router.route(PROBLEM).reasons) == {"triton": BROKEN.reason}
@@ -277,12 +277,12 @@ def test_when_all_that_is_left_is_broken_that_is_a_failure() -> None:
         run(router)
 
 
-def test_nothing_serving_is_an_error_with_every_reason() -> None:
+def test_no_backend_is_an_error_with_every_reason() -> None:
     with pytest.raises(ValueError, match="triton: no GPU; sdpa: no torch"):
         run(router_of(Fake("triton", declines="no GPU"), Fake("sdpa", declines="no torch")))
 
 
-def test_force_parity_is_the_reference_everywhere_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_force_parity_runs_the_reference_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     config = Settings.load(environ={"NSA_FORCE_PARITY": "1"})
     router = router_of(Fake("triton"), Fake("reference"), config=config)
     with caplog.at_level(logging.WARNING, logger="nsa"):
@@ -333,7 +333,7 @@ def test_a_family_is_a_gpu_whatever_its_memory_and_slot(name: str, family: str) 
     assert gpu_family(name) == family
 
 
-def test_a_backend_that_a_measured_route_does_not_list_keeps_its_place() -> None:
+def test_a_backend_not_listed_in_a_route_keeps_its_place() -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("reference", "sdpa"))
     router = router_of(Fake("triton"), Fake("sdpa"), Fake("reference"), measured_routes=[measured])
     assert router.order(PROBLEM)[0] == ["triton", "reference", "sdpa"]
@@ -354,7 +354,7 @@ def test_a_measured_route_may_hold_for_one_layout(packed: bool) -> None:
     assert router.route(replace(PROBLEM, packed=not packed)).chosen == "triton"
 
 
-def test_after_the_first_of_a_measured_route_fails_the_others_run() -> None:
+def test_after_a_failure_the_others_of_a_route_run() -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))
     backends = Fake("triton"), Fake("sdpa", raises=BackendFailure("no"))
     assert run(router_of(*backends, measured_routes=[measured])) == "triton"
@@ -395,7 +395,7 @@ def test_the_file_of_routes_is_read_and_checked(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-def test_explain_tells_each_op_with_its_reasons() -> None:
+def test_explain_lists_each_op_with_its_reasons() -> None:
     router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), absent={"flash": "not in this version of nsa"})
     text = str(router.explain(PROBLEM.for_op("attention")))
     assert text.startswith("routes for attention B=1 S=64")
@@ -404,7 +404,7 @@ def test_explain_tells_each_op_with_its_reasons() -> None:
     assert text.count("not triton: no GPU") == text.count("not flash: not in this version") == len(OPS)
 
 
-def test_explain_tells_the_two_compressions_apart_where_keys_and_values_differ() -> None:
+def test_explain_separates_compressions_of_different_head_dims() -> None:
     problem = replace(PROBLEM.for_op("attention"), d_v=8)
     lines = str(router_of(Fake("sdpa")).explain(problem)).splitlines()
     named = [line.partition("sdpa: ")[0].rstrip() for line in lines if line.startswith("compress")]
@@ -412,7 +412,7 @@ def test_explain_tells_the_two_compressions_apart_where_keys_and_values_differ()
     assert len({line.index("sdpa: ") for line in lines[1:]}) == 1
 
 
-def test_explain_of_gradients_tells_who_served_the_forward_pass_where_that_is_another() -> None:
+def test_explain_of_a_backward_pass_shows_another_forward_route() -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
     problem = replace(PROBLEM.for_op("attention"), backward=True)
@@ -422,7 +422,7 @@ def test_explain_of_gradients_tells_who_served_the_forward_pass_where_that_is_an
     assert not [op for op in router.explain(replace(problem, backward=False)).routes if op.endswith("(forward)")]
 
 
-def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None:
+def test_explain_takes_other_settings() -> None:
     problem = PROBLEM.for_op("attention")
     parity = Settings.load(environ={}, command_line={"force_parity": True})
     assert {route.chosen for route in routing.explain(problem, config=parity).routes.values()} == {"reference"}
@@ -431,7 +431,7 @@ def test_explain_can_be_asked_with_other_settings_than_the_process_has() -> None
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_routes_exactly_what_the_ops_route(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Router([sdpa], Settings())
     monkeypatch.setattr(stages, "router", lambda: router)
     leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
@@ -459,12 +459,12 @@ def test_explain_asks_exactly_what_the_ops_ask(packed: bool, monkeypatch: pytest
     assert routed == explained
 
 
-def test_explain_tells_nothing_of_compression_where_a_cache_does_it_itself() -> None:
+def test_explain_has_no_compression_for_a_cache() -> None:
     cached = replace(PROBLEM.for_op("attention"), n_queries=1, cached=True)
     assert set(OPS) - Router([sdpa], Settings()).explain(cached).routes.keys() == {"compress"}
 
 
-def test_explain_poses_a_cached_step_as_the_layer_does() -> None:
+def test_explain_routes_a_cached_step_as_the_layer_does() -> None:
     config = NSAConfig(dim=32, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, w=24)
     attn = NSAAttention(config)
     cache = attn.new_cache(1, 300, static=True)
@@ -479,12 +479,12 @@ def test_explain_poses_a_cached_step_as_the_layer_does() -> None:
     assert {op: route.problem for op, route in explained.items()} == routed
 
 
-def test_explain_tells_of_values_where_they_are_as_wide_as_no_key() -> None:
+def test_explain_has_the_compression_of_values() -> None:
     routes = router_of(Fake("sdpa")).explain(replace(PROBLEM.for_op("attention"), d_v=8)).routes
     assert (routes["compress"].problem.d_k, routes["compress (values)"].problem.d_k) == (16, 8)
 
 
-def test_counters_tell_what_ran_and_can_be_cleared() -> None:
+def test_counts_show_what_ran_and_can_be_cleared() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("no")), Fake("sdpa"))
     run(router)
     assert router.counts.as_dict() == {"calls": {"sliding/sdpa": 1}, "failures": {"sliding/triton: no": 1}}
@@ -519,7 +519,7 @@ def quiet_logger() -> Any:
     routing.log.handlers[:] = before[1]
 
 
-def test_an_audit_says_each_path_once(quiet_logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_audit_logs_each_path_once(quiet_logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(Fake("triton", declines="no"), Fake("sdpa"), config=Settings(sdpa_audit=True))
     for batch in (1, 1, 2, 1):
         run(router, replace(PROBLEM, batch=batch))
@@ -530,7 +530,7 @@ def test_an_audit_says_each_path_once(quiet_logger: logging.Logger, caplog: pyte
     assert "reason='first that supports it'" in caplog.messages[0]
 
 
-def test_timing_says_every_call_with_its_milliseconds(
+def test_timing_logs_every_call_with_its_milliseconds(
     quiet_logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     backends = Fake("triton", raises=BackendFailure("no")), Fake("sdpa")
@@ -553,7 +553,7 @@ def test_the_log_is_shown_even_where_logging_was_never_set_up(quiet_logger: logg
     assert alone.handlers
 
 
-def test_backends_are_found_or_said_to_be_missing() -> None:
+def test_backends_are_found_or_absent() -> None:
     found, absent = routing.find_backends(Settings())
     names = {backend.name for backend in found}
     assert {"sdpa", "reference"} <= names
@@ -625,7 +625,7 @@ def test_a_backend_is_available_unless_it_says_otherwise(
         ({"packed": 1}, "packed is 1"),
     ],
 )
-def test_a_problem_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_problem_is_an_error_that_names_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(PROBLEM, **changes)
 
