@@ -88,7 +88,7 @@ class Report:
     forward: Explanation
     backward: Explanation
     checks: tuple[Check, ...]
-    # What failed where the libraries were tried anew.
+    # Libraries that failed in the probe, if one was asked for.
     probe_failures: tuple[str, ...] = ()
 
     @property

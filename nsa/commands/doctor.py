@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(before)
     add_setting_arguments(parser)
     flash = parser.add_argument_group("FlashAttention")
-    flash.add_argument("--probe", action="store_true", help="try its libraries again, each in a process of its own")
-    flash.add_argument("--repro", type=path, metavar="FILE", help="and write the first failure as a script")
+    flash.add_argument("--probe", action="store_true", help="probe its libraries again, in child processes")
+    flash.add_argument("--repro", type=path, metavar="FILE", help="probe, and write the first failure as a script")
     parser.add_argument("--json", action="store_true", help="the whole report as JSON, on the last line")
 
 
