@@ -118,9 +118,11 @@ class NSAAttention(nn.Module):
         if return_stats and start is not None:
             # The cache moves on.
             start = start.clone()
-        parameters = None if cache is not None else eager.parameters_of(self, x)
-        if parameters is not None:
-            y, indices, gates = eager.run_layer(self, parameters, x, cu_seqlens, position_offset)
+        node = None if cache is not None else eager.arguments(self, x, cu_seqlens, position_offset)
+        if node is not None and torch.is_grad_enabled():
+            y, indices, gates = eager.LayerNode.apply(*node)
+        elif node is not None:
+            y, indices, gates = eager.LayerNode.forward(None, *node)
         else:
             y, indices, gates = self.run_modules(x, cu_seqlens, position_offset, cache, counts, return_stats)
         if attention_mask is not None and order is not None:
@@ -137,7 +139,7 @@ class NSAAttention(nn.Module):
         counts: Tensor | None,
         every_branch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `eager.run_layer` returns, by calling the layer's modules, and from a cache if there is one."""
+        """What `eager.LayerNode` returns, by calling the layer's modules, and from a cache if there is one."""
         start = None if cache is None else cache.lengths
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)

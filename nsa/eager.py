@@ -81,29 +81,17 @@ class Parameters(NamedTuple):
         return cls(q, k, v, phis[:half], phis[half:], flat[-5:-1], flat[-1])
 
 
-def run_layer(
-    layer: NSAAttention,
-    parameters: list[Tensor],
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    position_offset: int | Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the layer on `x [B, S, dim]`.
-
-    Args:
-        parameters: of the layer, from `parameters_of`.
-
-    Returns:
-        The output `[B, S, dim]`, the indices of the selected blocks `[B, S, G, n_sel]`, and the gates `[B, S, Hq, 3]`,
-        which carry no gradient.
-    """
+def arguments(
+    layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor
+) -> tuple[Any, ...] | None:
+    """What `LayerNode` takes, in autocast's dtype where that is on; None where the layer's modules are to be called."""
+    parameters = parameters_of(layer, x)
+    if parameters is None:
+        return None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
-    args: tuple[Any, ...] = (layer, cu_seqlens, position_offset, x, *parameters)
-    found: tuple[Tensor, Tensor, Tensor]
-    found = LayerNode.apply(*args) if torch.is_grad_enabled() else LayerNode.forward(None, *args)
-    return found
+    return (layer, cu_seqlens, position_offset, x, *parameters)
 
 
 def products(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -153,6 +141,9 @@ def mlp_backward(
 
 
 class LayerNode(torch.autograd.Function):
+    """The layer of `x [B, S, dim]`: its output `[B, S, dim]`, the indices of the selected blocks `[B, S, G, n_sel]`,
+    and the gates `[B, S, Hq, 3]`, which carry no gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -64,4 +64,6 @@ def warm_up(
 
     compile_kernels(config.model, to_device(batch, device), device, dtype, report)
     if config.compile or config.cuda_graphs:
-        say("[compile] the training step, by torch.compile: about half a minute on a new machine, before the first step")
+        say(
+            "[compile] the training step, by torch.compile: about half a minute on a new machine, before the first step"
+        )
