@@ -28,7 +28,7 @@ def exclusive_offsets(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Documents:
-    """For every token of a packed row: which document it is in, where that starts, how far into it the token is."""
+    """For every query of a packed row: which document it is in, where that starts, how far into it the query is."""
 
     cu_seqlens: Tensor  # [n + 1]
     index: Tensor  # [S]
@@ -44,9 +44,12 @@ class Documents:
         return self.cu_seqlens.diff()
 
 
-def documents(cu_seqlens: Tensor, length: int) -> Documents:
+def documents(cu_seqlens: Tensor, length: int, q_start: Tensor | None = None) -> Documents:
+    """Of `length` tokens of a packed row: all of it, or those from `q_start [1]` on."""
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(length, device=cu_seqlens.device)
+    if q_start is not None:
+        token = token + q_start
     # In the whole tensor, not in a slice: inductor cannot search in a slice on a GPU.
     index = torch.searchsorted(cu_seqlens, token, right=True) - 1
     # Wrong values are refused where they may be looked at; elsewhere they must at least not read out of bounds.
@@ -63,9 +66,10 @@ def compressed_offsets(cu_seqlens: Tensor, block: int, stride: int) -> Tensor:
 def query_positions(
     batch: int, length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, device: torch.device
 ) -> Tensor:
-    """`[B or 1, S]` position of every query: in its document, or from `q_start` on when keys come from a cache."""
+    """`[B or 1, S]` position of every query in its document, or in its row of keys; the first one of row `b` lies at
+    `q_start[b]` of the keys."""
     if cu_seqlens is not None:
-        return documents(cu_seqlens, length).position[None]
+        return documents(cu_seqlens, length, q_start).position[None]
     position = torch.arange(length, device=device)[None]
     return position if q_start is None else position + q_start.long()[:, None]
 

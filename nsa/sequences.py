@@ -28,8 +28,11 @@ from nsa.geometry import (
 
 @dataclass(eq=False)
 class Sequences:
-    """The rows of queries of one call: fixed-length; varlen, packed by `cu_seqlens`; or, with `q_start [B]`, the end of
-    longer rows of keys (a cache), row `b` from position `q_start[b]` on."""
+    """The rows of queries of one call: fixed-length, or varlen, one row of documents packed by `cu_seqlens`.
+
+    With `q_start [B]` they are part of longer rows of keys (a cache, a shard of a sequence): query `i` of row `b` is
+    token `q_start[b] + i` of the keys, which `cu_seqlens` then describes.
+    """
 
     batch: int
     length: int
@@ -40,7 +43,7 @@ class Sequences:
     @cached_property
     def documents(self) -> Documents:
         assert self.cu_seqlens is not None, "only varlen sequences have documents"
-        return documents(self.cu_seqlens, self.length)
+        return documents(self.cu_seqlens, self.length, self.q_start)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -81,22 +84,30 @@ class Ranges:
             complete = n_compressed_of(seq.positions + 1, self.span, self.stride)
             return (self.lo + complete).clamp_max(self.n_keys)
         # Keys of a packed row are counted over the row, not within a document.
-        return query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
+        hi = query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
+        # A wrong `q_start` that nobody looked at must not read out of bounds where kernels take this as it is.
+        return hi if seq.q_start is None or seq.cu_seqlens is None else hi.clamp_max(self.n_keys)
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
         """`first, end`, each `[N]`, of packed keys. Slots that no document uses are seen by no query."""
-        docs, length = self.sequences.documents, self.sequences.length
-        if self.sliding:
-            token = torch.arange(length, device=docs.index.device)
-            return token, torch.minimum(docs.cu_seqlens[docs.index + 1], token + self.span)
-        offsets = compressed_offsets(docs.cu_seqlens, self.span, self.stride)
+        docs, length, q_start = self.sequences.documents, self.sequences.length, self.sequences.q_start
         key = torch.arange(self.n_keys, device=docs.index.device)
+        if self.sliding:
+            index = docs.index if q_start is None else documents(docs.cu_seqlens, self.n_keys).index
+            return self.as_queries(key), self.as_queries(torch.minimum(docs.cu_seqlens[index + 1], key + self.span))
+        offsets = compressed_offsets(docs.cu_seqlens, self.span, self.stride)
         index = torch.searchsorted(offsets[1:].contiguous(), key, right=True)
         used = index < docs.count
         index = index.clamp_max(docs.count - 1)
-        first = docs.cu_seqlens[index] + (key - offsets[index]) * self.stride + self.span - 1
-        return torch.where(used, first, length), torch.where(used, docs.cu_seqlens[index + 1], length)
+        first = self.as_queries(docs.cu_seqlens[index] + (key - offsets[index]) * self.stride + self.span - 1)
+        end = self.as_queries(docs.cu_seqlens[index + 1])
+        return torch.where(used, first, length), torch.where(used, end, length)
+
+    def as_queries(self, token: Tensor) -> Tensor:
+        """Tokens of a packed row of keys as numbers of queries; the first or one past the last where none is that."""
+        q_start = self.sequences.q_start
+        return token if q_start is None else (token - q_start).clamp(0, self.sequences.length)
 
 
 @dataclass(eq=False)

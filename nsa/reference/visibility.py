@@ -1,7 +1,7 @@
 """Which query may look at which key: the masks of the three branches, straight from their definitions.
 
-Every token has a document and a position in it. An unpacked row is one document, and so is a cached row, whose first
-query sits at position `q_start` while its keys start at position 0.
+Every token has a document and a position in it. An unpacked row is one document. Queries are the tokens of their row
+of keys from `q_start` on, or all of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 
 def locate_queries(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Document and position of each query, each `[B, S]`."""
-    batch, length = q.shape[:2]
-    document, position = locate_tokens(length, cu_seqlens, q.device)
-    document, position = document.expand(batch, length), position.expand(batch, length)
+    token = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
     if q_start is not None:
-        position = position + q_start.long()[:, None]
-    return document, position
+        token = token + q_start.long()[:, None]
+    if cu_seqlens is None:
+        return torch.zeros_like(token), token
+    document, position = locate_tokens(int(cu_seqlens[-1]), cu_seqlens, q.device)
+    return document[token], position[token]
 
 
 def locate_tokens(length: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
