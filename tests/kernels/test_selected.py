@@ -173,7 +173,7 @@ def test_only_a_short_sequence_reads_every_block(length: int, expected: type) ->
     case = BASE.but(select_block=64, n_select=1, n_local=0, length=length)
     given = random_inputs(case, torch.float32)
     layouts = (layout(x) for x in (*given.of("selected"), given.indices))
-    assert type(selected.plan_forward(*layouts, case.select_block, None, 1.0, None, None).run) is expected
+    assert type(selected.plan_forward(*layouts, case.select_block, None, False, 1.0, None, None).run) is expected
 
 
 @pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["plain", "packed"])

@@ -188,7 +188,7 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     want = kernel(q, k, lse, KNOBS)
     monkeypatch.setattr(selection, "SCORE_BUDGET", 1024)
     selection.plan.cache_clear()
-    assert len(selection.query_chunks(80, 4, 8, 8)) > 3
+    assert len(selection.query_chunks(80, 4, lambda hi: selection.columns(hi, 8), 8)) > 3
     assert torch.equal(kernel(q, k, lse, KNOBS), want)
     small = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
     assert torch.equal(kernel(q, k, lse, KNOBS, tile=small), want)

@@ -72,8 +72,6 @@ def supports(problem: Problem) -> str | None:
             return "Triton's interpreter computes wrong products of bf16 (TRITON_INTERPRET is set); fp16 and fp32 run"
     elif torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
-    if problem.cached:
-        return "the queries of a cache start in the middle of their keys; the kernels take whole sequences"
     if problem.dtype not in DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {problem.dtype}"
     if problem.d_k % WIDTH_STEP or problem.d_v % WIDTH_STEP:

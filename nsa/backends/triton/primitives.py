@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 # of a loop over one key; and nothing is gained by knowing that a count is a multiple of 16.
 COUNTS = [
     *("n_queries", "n_keys", "n_groups", "n_parts", "n_tokens", "n_blocks", "n_items", "n_runs", "n_tiles", "n_words"),
-    *("n_word_tiles", "row_0", "query_0", "t_lo", "t_hi"),
+    *("n_word_tiles", "row_0", "query_0", "t_lo", "t_hi", "max_start"),
 ]
 
 
@@ -119,16 +119,31 @@ def online_softmax(b_s, b_m, b_l, b_o, scale_log2):
 
 
 @triton.jit
+def first_position(p_start, i_b):
+    """Where batch entry `i_b`'s first query lies among its keys: `q_start`, or 0 where there is none.
+
+    Without it `p_start` is None and a kernel is compiled as if there were no such thing.
+    """
+    start = 0
+    if p_start is not None:
+        start = tl.load(p_start + i_b)
+    return start
+
+
+@triton.jit
 def visible_keys(
-    o_t, p_lo, p_hi, n_keys,
+    o_t, start, p_lo, p_hi, n_keys,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`[lo, hi)`, the keys that query `o_t` (a scalar or a tile) sees: looked up when packed, else computed."""
+    """`[lo, hi)`, the keys that query `o_t` (a scalar or a tile) sees: looked up when packed, else computed from its
+    position `start + o_t`."""
     if PACKED:
         lo, hi = tl.load(p_lo + o_t), tl.load(p_hi + o_t)
     elif SLIDING:
+        o_t += start
         lo, hi = tl.maximum(o_t - SPAN + 1, 0), tl.minimum(o_t + 1, n_keys)
     else:
+        o_t += start
         # Adding the stride first keeps the dividend, and so the quotient, from being negative.
         lo, hi = o_t * 0, tl.minimum(tl.maximum(o_t + 1 - SPAN + STRIDE, 0) // STRIDE, n_keys)
     return lo, hi
@@ -136,14 +151,17 @@ def visible_keys(
 
 @triton.jit
 def seeing_queries(
-    o_n, p_first, p_end, n_queries,
+    o_n, p_start, start, p_first, p_end, n_queries,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """`[first, end)`, the queries that see key `o_n`: the same relation, read from the key's side."""
     if PACKED:
         first, end = tl.load(p_first + o_n), tl.load(p_end + o_n)
     elif SLIDING:
-        first, end = tl.minimum(o_n, n_queries), tl.minimum(o_n + SPAN, n_queries)
+        first, end = tl.minimum(o_n - start, n_queries), tl.minimum(o_n + SPAN - start, n_queries)
     else:
-        first, end = tl.minimum(o_n * STRIDE + SPAN - 1, n_queries), o_n * 0 + n_queries
+        first, end = tl.minimum(o_n * STRIDE + SPAN - 1 - start, n_queries), o_n * 0 + n_queries
+    if p_start is not None:
+        # Keys before those of the first query.
+        first, end = tl.maximum(first, 0), tl.maximum(end, 0)
     return first, end

@@ -26,6 +26,7 @@ from nsa.backends.triton.partials import sum_partials
 from nsa.backends.triton.primitives import (
     COUNTS,
     LOG2_E,
+    first_position,
     load_keys,
     load_rows,
     seeing_queries,
@@ -96,7 +97,7 @@ def ranged_dq_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr,
+    DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of rows against all the keys they see, as in the forward; ACCUMULATE adds to the `dq` that is there."""
     n_rows = n_queries * H
@@ -105,14 +106,15 @@ def ranged_dq_kernel(
     i_bg = tl.program_id(0) % n_bg
     i_b = i_bg // n_groups
     i_g = i_bg % n_groups
+    start = first_position(p_start, i_b)
     i_row = (n_tiles - 1 - tl.program_id(0) // n_bg) * BLOCK_M
 
     i_t, o_t, _ = split_rows(i_row, H, BLOCK_M)
     o_t = tl.minimum(i_t + o_t, n_queries - 1)
-    b_lo, b_hi = visible_keys(o_t, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    b_lo, b_hi = visible_keys(o_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
     i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
-    first_lo, first_hi = visible_keys(i_t, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    last_lo, last_hi = visible_keys(i_last // H, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
 
     # [BLOCK_M, BLOCK_DK], [BLOCK_M, BLOCK_DV]
     b_q = load_rows(q, i_b, i_g, i_row, n_queries, stride_qb, stride_qt, stride_qh, H, D_K, BLOCK_M, BLOCK_DK, DESC_Q)
@@ -188,7 +190,7 @@ def ranged_dkv_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr,
+    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of keys against one part of the rows that see it.
 
@@ -204,18 +206,23 @@ def ranged_dkv_kernel(
     i_bg = i_bg % n_bg
     i_b = i_bg // n_groups
     i_g = i_bg % n_groups
+    start = first_position(p_start, i_b)
 
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_n = o_n < n_keys
     i_last = tl.minimum(i_n + BLOCK_N, n_keys) - 1
     # Rows of a key: its queries' rows.
     b_first, b_end = seeing_queries(
-        tl.minimum(o_n, n_keys - 1), p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        tl.minimum(o_n, n_keys - 1), p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
     )
     b_first = b_first * H
     b_end = b_end * H
-    first_begin, first_end = seeing_queries(i_n, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED)
-    last_begin, last_end = seeing_queries(i_last, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED)
+    first_begin, first_end = seeing_queries(
+        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+    )
+    last_begin, last_end = seeing_queries(
+        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+    )
 
     # Multiples of BLOCK_M: rows [i_start, i_stop) of this part, of which [i_full, i_edge) are seen by every key.
     i_start = first_begin * H // BLOCK_M * BLOCK_M
@@ -287,7 +294,7 @@ class Plan:
 
     __slots__ = (
         *("describe_dkv_rows", "describe_dq_keys", "describe_dq_rows", "describe_statistics"),
-        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts", "sum_parts"),
+        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts", "sum_parts", "visibility"),
     )
 
     def __init__(
@@ -302,6 +309,7 @@ class Plan:
         accumulate: bool,
     ) -> None:
         tile = tile or pick_backward(q, v, visibility.sliding)
+        self.visibility = visibility
         batch, n_queries, n_heads, d_k = q.shape
         _, n_keys, n_groups, d_v = v.shape
         heads = n_heads // n_groups
@@ -374,7 +382,7 @@ class Plan:
         )
 
     def key_gradients(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, packed: bool
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
     ) -> tuple[Tensor, Tensor]:
         dtype = k.dtype if self.n_parts <= 1 else torch.float32
         dk = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
@@ -382,7 +390,6 @@ class Plan:
         if self.n_parts == 0:
             return dk, dv
         rows, statistics = self.describe_dkv_rows, self.describe_statistics
-        first, end = ranges.keys if packed else (None, None)
         self.dkv(
             q=q if rows is None else rows[0](q),
             do=do if rows is None else rows[1](do),
@@ -392,8 +399,7 @@ class Plan:
             delta=delta if statistics is None else statistics(delta),
             p_dk=dk,
             p_dv=dv,
-            p_first=None if first is None else first.int(),
-            p_end=None if end is None else end.int(),
+            **self.visibility.key_tables(ranges),
         )
         if self.n_parts == 1:
             return dk, dv
@@ -403,7 +409,7 @@ class Plan:
         return dk_sum, dv_sum
 
     def query_gradient(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges, packed: bool,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges,
         into: Tensor | None,
     ) -> Tensor:  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
@@ -416,8 +422,7 @@ class Plan:
             lse2=lse2,
             delta=delta,
             p_dq=dq,
-            p_lo=ranges.lo.int() if packed else None,
-            p_hi=ranges.hi.int() if packed else None,
+            **self.visibility.query_tables(ranges),
         )
         return dq
 
@@ -439,6 +444,5 @@ def ranged_backward(
     visibility = Visibility.of(ranges)
     planned = plan(layout(do), layout(q), layout(k), layout(v), visibility, scale, tile, into is not None)
     lse2, delta = row_statistics(upstream, saved, k.shape[2])
-    packed = visibility.packed
-    dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges, packed)
-    return planned.query_gradient(do, q, k, v, lse2, delta, ranges, packed, into), dk, dv
+    dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges)
+    return planned.query_gradient(do, q, k, v, lse2, delta, ranges, into), dk, dv

@@ -25,6 +25,7 @@ from nsa.backends.triton.primitives import (
     FLOOR,
     LN_2,
     LOG2_E,
+    first_position,
     load_keys,
     load_rows,
     online_softmax,
@@ -80,7 +81,7 @@ def ranged_forward_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    SELECT_BLOCK: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of rows against all the keys they see."""
     n_rows = n_queries * H
@@ -89,16 +90,17 @@ def ranged_forward_kernel(
     i_bg = tl.program_id(0) % n_bg
     i_b = i_bg // n_groups
     i_g = i_bg % n_groups
+    start = first_position(p_start, i_b)
     i_row = (n_tiles - 1 - tl.program_id(0) // n_bg) * BLOCK_M
 
     i_t, o_t, o_h = split_rows(i_row, H, BLOCK_M)
     o_t = i_t + o_t
     # Rows past the end look like the last query; they are computed and not stored.
     o_seen = tl.minimum(o_t, n_queries - 1)
-    b_lo, b_hi = visible_keys(o_seen, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    b_lo, b_hi = visible_keys(o_seen, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
     i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
-    first_lo, first_hi = visible_keys(i_t, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    last_lo, last_hi = visible_keys(i_last // H, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
 
     if SELECT_BLOCK > 0:
         p_word += i_bg.to(tl.int64) * n_blocks * n_word_tiles
@@ -201,12 +203,10 @@ class Plan:
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        lo: Tensor | None = None,
-        hi: Tensor | None = None,
+        tables: dict[str, Tensor | None],
         word: Tensor | None = None,
     ) -> None:
-        """Writes `o` and natural `lse`, contiguous."""
+        """Writes `o` and natural `lse`, contiguous. `tables`: those of `Visibility.query_tables`."""
         describe_q, describe_kv = self.describe_q, self.describe_kv
         self.launch(
             q=q if describe_q is None else describe_q(q),
@@ -214,9 +214,8 @@ class Plan:
             v=v if describe_kv is None else describe_kv[1](v),
             p_o=o,
             p_lse=lse,
-            p_lo=lo,
-            p_hi=hi,
             p_word=word,
+            **tables,
         )
 
 
@@ -233,8 +232,5 @@ def ranged_forward(
     planned = plan(layout(q), layout(k), layout(v), visibility, branch.scale, tile)
     o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
-    if visibility.packed:
-        planned(q, k, v, o, lse, lo=ranges.lo.int(), hi=ranges.hi.int())
-    else:
-        planned(q, k, v, o, lse)
+    planned(q, k, v, o, lse, visibility.query_tables(ranges))
     return o, lse

@@ -19,6 +19,7 @@ and a prefix sum over the taken blocks puts them out in ascending order. Nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,8 +31,8 @@ from torch import Tensor
 from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import tuning
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
-from nsa.backends.triton.primitives import COUNTS, LOG2_E
-from nsa.backends.triton.tiles import capability
+from nsa.backends.triton.primitives import COUNTS, LOG2_E, first_position
+from nsa.backends.triton.tiles import capability, start_table
 from nsa.geometry import compressed_offsets, n_compressed
 from nsa.sequences import Selection
 
@@ -184,7 +185,7 @@ def score_kernel(
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, PACKED: tl.constexpr,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """Importance for queries `[t_lo, t_hi)`: one tile of `Q` queries, one group."""
     # The longest rows first: they are what the last wave would wait for.
@@ -214,25 +215,29 @@ def score_kernel(
     # [Q], from here on the heads of a group are one
     o_t = t_first + tl.arange(0, Q)
     m_t = o_t < t_hi
+    # Where they, and the last one, lie in the row of keys.
+    start = first_position(p_start, i_b)
+    o_row = start + o_t
+    i_last = start + t_last
     importance += (tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + i_q * Q) * n_columns
     p_row = importance + tl.arange(0, Q) * n_columns
     if PACKED:
         for i_d in range(tl.load(document + t_first), tl.load(document + t_last) + 1):
-            start = tl.load(cu_seqlens + i_d)
+            begin = tl.load(cu_seqlens + i_d)
             end = tl.load(cu_seqlens + i_d + 1)
             i_k = tl.load(k_offset + i_d)
-            o_seen = complete_blocks(o_t - start, BLOCK, STRIDE)
-            n_seen = complete_blocks(tl.minimum(t_last, end - 1) - start, BLOCK, STRIDE)
+            o_seen = complete_blocks(o_row - begin, BLOCK, STRIDE)
+            n_seen = complete_blocks(tl.minimum(i_last, end - 1) - begin, BLOCK, STRIDE)
             n_seen = tl.minimum(n_seen, n_keys - i_k)
             score_document(
                 b_q0, b_q1, b_lse, k_cmp + i_k.to(tl.int64) * stride_kn, p_row, tl.minimum(o_seen, n_seen),
-                m_t & (o_t >= start) & (o_t < end), n_seen, n_keys - i_k, stride_kn, n_columns, scale_log2,
+                m_t & (o_row >= begin) & (o_row < end), n_seen, n_keys - i_k, stride_kn, n_columns, scale_log2,
                 R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
                 BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
             )  # fmt: skip
     else:
-        n_seen = tl.minimum(complete_blocks(t_last, BLOCK, STRIDE), n_keys)
-        o_seen = tl.minimum(complete_blocks(o_t, BLOCK, STRIDE), n_keys)
+        n_seen = tl.minimum(complete_blocks(i_last, BLOCK, STRIDE), n_keys)
+        o_seen = tl.minimum(complete_blocks(o_row, BLOCK, STRIDE), n_keys)
         score_document(
             b_q0, b_q1, b_lse, k_cmp, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
             R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
@@ -315,21 +320,25 @@ def select_kernel(
     importance, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_ib, stride_it,
     G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,
     OVERLAP: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr,
+    N_LOCAL: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """Indices of up to `ROWS` queries from `t_lo` on, one group."""
     i_b = tl.program_id(1) // G
     i_g = tl.program_id(1) % G
     t_first = t_lo + tl.program_id(0) * ROWS
+    start = first_position(p_start, i_b)
     for i in range(tl.minimum(ROWS, t_hi - t_first)):
         i_t = t_first + i
-        position = i_t
+        position = start + i_t
         n_here = n_keys
         if PACKED:
             i_d = tl.load(document + i_t)
-            position = i_t - tl.load(cu_seqlens + i_d)
+            position -= tl.load(cu_seqlens + i_d)
             n_here = n_keys - tl.load(k_offset + i_d)
         own = position // SELECT_BLOCK
+        if p_start is not None:
+            # There are no more columns than this; a wrong `q_start` must not read out of bounds.
+            own = tl.minimum(own, n_columns - 1)
         p_index = indices + i_b.to(tl.int64) * stride_ib + i_t.to(tl.int64) * stride_it + i_g * N_SELECT
         if own < N_SELECT:
             o_n = tl.arange(0, N_PAD)
@@ -362,12 +371,13 @@ def select_shape(n_columns: int) -> tuple[int, int, int, int]:
     return block_j, min(32 * warps, block_j // 4), warps, 96 if per_lane <= 32 else 168
 
 
-def query_chunks(length: int, floats_per_column: int, select_block: int, multiple: int) -> list[tuple[int, int]]:
-    """Runs of queries whose importance stays within the budget; early ones have fewer columns and so longer runs."""
+def query_chunks(length: int, rows: int, width: Callable[[int], int], multiple: int) -> list[tuple[int, int]]:
+    """Runs of queries whose importance stays within the budget, with `width(hi)` columns for a run that ends at `hi`:
+    early runs have fewer columns and so are longer."""
     chunks, lo = [], 0
     while lo < length:
         hi = length
-        while hi - lo > multiple and (hi - lo) * floats_per_column * columns(hi, select_block) > SCORE_BUDGET:
+        while hi - lo > multiple and (hi - lo) * rows * width(hi) > SCORE_BUDGET:
             hi = lo + max(multiple, (hi - lo) // 2 // multiple * multiple)
         chunks.append((lo, hi))
         lo = hi
@@ -388,6 +398,7 @@ class SelectionPlan:
         k_cmp: Layout,
         lse: Layout,
         varlen: bool,
+        offset: bool,
         block: int,
         stride: int,
         select_block: int,
@@ -406,17 +417,28 @@ class SelectionPlan:
             raise BackendFailure(
                 f"select_block / stride = {ratio}: at most {MAX_RATIO} compressed blocks per selection block"
             )
-        if columns(length, select_block) > MAX_SELECT_BLOCKS:
-            raise BackendFailure(f"a sequence of {length} tokens: at most {MAX_SELECT_BLOCKS} selection blocks")
+
+        def n_positions(hi: int) -> int:
+            """Positions that queries up to `hi` may have. Where they start, the device alone knows: with an offset any
+            may lie as far on as the keys reach."""
+            return n_keys * stride + block - 1 if offset else hi
+
+        def width(hi: int) -> int:
+            return columns(n_positions(hi), select_block)
+
+        if width(length) > MAX_SELECT_BLOCKS:
+            raise BackendFailure(
+                f"a sequence of {n_positions(length)} tokens: at most {MAX_SELECT_BLOCKS} selection blocks"
+            )
         tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
         h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
         queries = max(1, tile.block_m // h_pad)
         # What reaches further than a tile of blocks would have to be carried over several.
         block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
         block_d, block_e = split_width(dim)
-        chunks = query_chunks(length, rows, select_block, queries)
+        chunks = query_chunks(length, rows, width, queries)
         self.shape = (batch, length, n_groups, n_select)
-        self.scratch = max(rows * (hi - lo) * columns(hi, select_block) for lo, hi in chunks)
+        self.scratch = max(rows * (hi - lo) * width(hi) for lo, hi in chunks)
         shared = {
             "n_keys": n_keys,
             "G": n_groups,
@@ -429,7 +451,7 @@ class SelectionPlan:
 
         def score(lo: int, hi: int) -> Launch | None:
             """None where no query sees a compressed block."""
-            if min(n_keys, n_compressed(hi, block, stride)) == 0:
+            if min(n_keys, n_compressed(n_positions(hi), block, stride)) == 0:
                 return None
             return Launch(
                 score_kernel,
@@ -438,7 +460,7 @@ class SelectionPlan:
                 **strides(q_bth=q, k_bng=k_cmp, l_bth=lse),
                 t_lo=lo,
                 t_hi=hi,
-                n_columns=columns(hi, select_block),
+                n_columns=width(hi),
                 scale_log2=scale * LOG2_E,
                 H=heads,
                 H_PAD=h_pad,
@@ -456,14 +478,14 @@ class SelectionPlan:
             )
 
         def select(lo: int, hi: int) -> Launch:
-            block_j, segments, warps, registers = select_shape(columns(hi, select_block))
+            block_j, segments, warps, registers = select_shape(width(hi))
             return Launch(
                 select_kernel,
                 (triton.cdiv(hi - lo, tile.rows), rows),
                 **shared,
                 t_lo=lo,
                 t_hi=hi,
-                n_columns=columns(hi, select_block),
+                n_columns=width(hi),
                 stride_ib=length * n_groups * n_select,
                 stride_it=n_groups * n_select,
                 SELECT_BLOCK=select_block,
@@ -492,20 +514,20 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, t
         q: `[B, S, Hq, D]`
         k_cmp: `[B, N, G, D]` compressed keys.
         lse: `[B, S, Hq]` fp32, natural, of the compressed branch.
-        selection: hyperparameters, and the sequences; without `q_start`.
+        selection: hyperparameters, and the sequences.
         tile: in place of the tuned one.
 
     Returns:
         `[B, S, G, n_select]` int32, ascending, -1 where there are fewer blocks.
     """
     sequences = selection.sequences
-    assert sequences.q_start is None, "cached queries are not supported"
     block, stride, cu_seqlens = selection.block, selection.stride, sequences.cu_seqlens
     planned = plan(
         layout(q),
         layout(k_cmp),
         layout(lse),
         cu_seqlens is not None,
+        sequences.q_start is not None,
         block,
         stride,
         selection.select_block,
@@ -520,6 +542,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, t
         document = sequences.documents.index.int()
         k_offset = compressed_offsets(cu_seqlens, block, stride).int()
         cu_seqlens = cu_seqlens.int()
+    start = start_table(sequences)
     indices = torch.empty(planned.shape, dtype=torch.int32, device=q.device)
     importance = torch.empty(planned.scratch, dtype=torch.float32, device=q.device)
     for score, select in planned.chunks:
@@ -532,6 +555,14 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, t
                 document=document,
                 cu_seqlens=cu_seqlens,
                 k_offset=k_offset,
+                **start,
             )
-        select(importance=importance, indices=indices, document=document, cu_seqlens=cu_seqlens, k_offset=k_offset)
+        select(
+            importance=importance,
+            indices=indices,
+            document=document,
+            cu_seqlens=cu_seqlens,
+            k_offset=k_offset,
+            **start,
+        )
     return indices

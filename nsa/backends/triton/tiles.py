@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.backends.triton import tuning
 from nsa.backends.triton.launch import Descriptor, Layout
-from nsa.sequences import Ranges
+from nsa.sequences import Ranges, Sequences
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,49 @@ class BackwardTile:
     dkv: SplitTile
 
 
+NO_QUERY_TABLES: dict[str, Tensor | None] = {"p_lo": None, "p_hi": None}
+NO_KEY_TABLES: dict[str, Tensor | None] = {"p_first": None, "p_end": None}
+
+
 class Visibility(NamedTuple):
-    """What of `Ranges` a kernel is compiled for: all but the bounds of packed documents, which are tensors."""
+    """What of `Ranges` a kernel is compiled for: all but tensors. These are the bounds of packed documents, which
+    `q_start` is part of, or `q_start` itself (`offset`)."""
 
     sliding: bool
     span: int
     stride: int
     packed: bool
+    offset: bool
 
     @staticmethod
     def of(ranges: Ranges) -> Visibility:
-        assert ranges.sequences.q_start is None, "the kernels take whole sequences, not the end of a cache"
-        return Visibility(ranges.sliding, ranges.span, ranges.stride, ranges.sequences.cu_seqlens is not None)
+        sequences = ranges.sequences
+        packed = sequences.cu_seqlens is not None
+        offset = sequences.q_start is not None and not packed
+        return Visibility(ranges.sliding, ranges.span, ranges.stride, packed, offset)
 
     @property
     def constants(self) -> dict[str, Any]:
         return {"SLIDING": self.sliding, "SPAN": self.span, "STRIDE": self.stride, "PACKED": self.packed}
+
+    def query_tables(self, ranges: Ranges) -> dict[str, Tensor | None]:
+        """What a kernel is given to tell which keys a query sees, by argument name."""
+        if self.packed:
+            return {"p_lo": ranges.lo.int(), "p_hi": ranges.hi.int()}
+        return {**NO_QUERY_TABLES, **start_table(ranges.sequences)} if self.offset else NO_QUERY_TABLES
+
+    def key_tables(self, ranges: Ranges) -> dict[str, Tensor | None]:
+        """The same for a kernel that asks which queries see a key."""
+        if self.packed:
+            first, end = ranges.keys
+            return {"p_first": first.int(), "p_end": end.int()}
+        return {**NO_KEY_TABLES, **start_table(ranges.sequences)} if self.offset else NO_KEY_TABLES
+
+
+def start_table(sequences: Sequences) -> dict[str, Tensor]:
+    """`q_start` as kernels take it, by argument name; nothing where there is none."""
+    q_start = sequences.q_start
+    return {} if q_start is None else {"p_start": q_start.int().contiguous()}
 
 
 def block_width(head_dim: int) -> int:

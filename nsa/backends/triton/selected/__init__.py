@@ -89,7 +89,12 @@ def fit_blocks(shapes: Shapes, max_block_keys: int) -> tuple[Shapes, int]:
 def is_short(shapes: Shapes) -> bool:
     """Whether there are so few blocks per selected one that it is cheapest to read them all."""
     most = tuning.tuned().threshold("dense_up_to_blocks", capability(shapes.q.device))
-    return shapes.n_documents is None and shapes.n_tokens <= most * shapes.n_select * shapes.select_block
+    return shapes.n_documents is None and shapes.n_keys <= most * shapes.n_select * shapes.select_block
+
+
+def is_step(shapes: Shapes) -> bool:
+    """Whether there are so few queries that most blocks are read by none, and the rest by hardly more than one."""
+    return shapes.offset and shapes.n_tokens * shapes.n_select <= shapes.n_blocks
 
 
 class ForwardPlan(NamedTuple):
@@ -108,11 +113,12 @@ def plan_forward(
     indices: Layout,
     select_block: int,
     n_documents: int | None,
+    offset: bool,
     scale: float,
     tile: ForwardTile | None,
     method: str | None,
 ) -> ForwardPlan:
-    shapes = Shapes(q, k, v, indices, select_block, n_documents)
+    shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     asked = tile is not None or method is not None
     other = None if method == "dense" else method
     tile = tile or pick_forward(shapes.heads, shapes.d_k, shapes.d_v, q.dtype, other, capability(q.device))
@@ -122,6 +128,8 @@ def plan_forward(
     if 0 not in shape:
         if not asked and is_short(shapes):
             method = "dense"
+        elif not asked and is_step(shapes):
+            tile = replace(tile, method="query", common_m=0)
         dense = dense_tile(shapes) if method == "dense" else None
         if dense is not None:
             run = DenseForward(shapes, scale, dense)
@@ -143,10 +151,10 @@ def selected_forward(
 
     Args:
         q: `[B, S, Hq, D_k]`
-        k: `[B, S, G, D_k]`
-        v: `[B, S, G, D_v]`
+        k: `[B, N, G, D_k]`; `N` is `S` without `q_start`.
+        v: `[B, N, G, D_v]`
         indices: `[B, S, G, n]` int32, ascending and distinct, -1 for none.
-        branch: hyperparameters, and the sequences; without `q_start`.
+        branch: hyperparameters, and the sequences.
         tile: in place of the tuned one.
         method: "query", "block" or "dense", in place of the fastest one.
 
@@ -154,7 +162,6 @@ def selected_forward(
         `o [B, S, Hq, D_v]` and natural `lse [B, S, Hq]`, fp32.
     """
     sequences = branch.sequences
-    assert sequences.q_start is None, "cached queries are not supported"
     cu_seqlens = sequences.cu_seqlens
     q, k, v, indices = row_contiguous(q), row_contiguous(k), row_contiguous(v), row_contiguous(indices)
     plan = plan_forward(
@@ -164,6 +171,7 @@ def selected_forward(
         layout(indices),
         branch.select_block,
         None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sequences.q_start is not None,
         branch.scale,
         tile,
         method,
@@ -192,10 +200,11 @@ def plan_backward(
     indices: Layout,
     select_block: int,
     n_documents: int | None,
+    offset: bool,
     scale: float,
     tile: BackwardTile | None,
 ) -> BackwardPlan:
-    shapes = Shapes(q, k, v, indices, select_block, n_documents)
+    shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     tile = tile or pick_backward(shapes.d_k, shapes.d_v, q.dtype, capability(q.device))
     shapes, halvings = fit_blocks(shapes, tile.max_block_keys)
     return BackwardPlan(shapes.select_block, halvings, BlockBackward(shapes, do, scale, tile))
@@ -210,7 +219,6 @@ def selected_backward(
         `dq, dk, dv`, contiguous, in their inputs' dtypes; `dq` is `upstream.dq`, added to, if there is one.
     """
     sequences = branch.sequences
-    assert sequences.q_start is None, "cached queries are not supported"
     assert saved.indices is not None
     cu_seqlens = sequences.cu_seqlens
     do, q, k, v = row_contiguous(upstream.do), row_contiguous(saved.q), row_contiguous(saved.k), row_contiguous(saved.v)
@@ -225,6 +233,7 @@ def selected_backward(
         layout(indices),
         branch.select_block,
         None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sequences.q_start is not None,
         branch.scale,
         tile,
     )

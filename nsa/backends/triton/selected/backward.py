@@ -33,7 +33,7 @@ from nsa.backends.triton.selected.forward import (
     offset,
     own_segment,
 )
-from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, selected_block
+from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start, selected_block
 from nsa.backends.triton.tiles import block_width
 from nsa.sequences import Saved, Upstream
 
@@ -112,12 +112,13 @@ def differentiate_segment(
 def block_backward_kernel(
     p_q, p_k, p_v, p_do, p_lse2, p_delta, p_dq, p_dk, p_dv,
     p_pair, p_order, p_item, p_low, p_high, p_last_segment, p_first_token, p_end_token,
-    scale, n_items, n_blocks, n_tokens, n_groups, row_0, query_0, n_queries, n_rows_padded,
+    scale, n_items, n_blocks, n_keys, n_groups, row_0, query_0, n_queries, n_rows_padded,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_db, stride_dt, stride_dh,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """A segment of one block's queries: writes partial `dq [rows, queries, n, h, D_k]`, `dk, dv [segments, l, D]`."""
     i_segment = assigned_segment(p_order)
@@ -130,13 +131,15 @@ def block_backward_kernel(
     i_row = row_0 + i_local
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
-    i_first, i_end = locate_block(i_block, n_tokens, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
     b_k = load_block(
         p_k + i_b * stride_kb + i_g * stride_kg, i_first, i_end, stride_kn, SELECT_BLOCK, D_K, BLOCK_N, BLOCK_DK
     )
     b_v = load_block(
         p_v + i_b * stride_vb + i_g * stride_vg, i_first, i_end, stride_vn, SELECT_BLOCK, D_V, BLOCK_N, BLOCK_DV
     )
+    # From here on counted as queries are.
+    i_first -= query_start(p_start, max_start, i_b)
     p_q += i_b * stride_qb + i_g * H * stride_qh
     p_do += i_b * stride_db + i_g * H * stride_dh
     p_lse2 += i_row.to(tl.int64) * n_rows_padded
@@ -172,6 +175,7 @@ def sum_slots_kernel(
     n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, PACKED: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """`dq` of BLOCK_R rows: the sum of the partials from each of the query's blocks."""
     i_local = tl.program_id(1)
@@ -187,7 +191,7 @@ def sum_slots_kernel(
     p_row = p_indices + i_b * stride_ib + i_g * stride_ig
     b_block = selected_block(
         p_row, (query_0 + o_t)[:, None], o_slot[None, :], m_row[:, None] & (o_slot < N_SELECT)[None, :],
-        stride_it, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED,
+        stride_it, query_start(p_start, max_start, i_b), p_doc_start, p_block_offset, SELECT_BLOCK, PACKED,
     )  # fmt: skip
     o_part = (((i_local.to(tl.int64) * n_queries + o_t) * N_SELECT) * H + o_head)[:, None] + (o_slot * H)[None, :]
     # [BLOCK_R, BLOCK_S, BLOCK_DK]: all partials are loaded at once.
@@ -202,7 +206,7 @@ def sum_slots_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def sum_segments_kernel(
     p_part, p_out, p_part_1, p_out_1, p_low, p_high, p_last_segment, p_first_token, p_end_token,
-    n_blocks, n_tokens, n_groups, row_0,
+    n_blocks, n_keys, n_groups, row_0,
     SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     SEGMENT: tl.constexpr, PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -219,10 +223,10 @@ def sum_segments_kernel(
     i_row = row_0 + i_item // n_blocks
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = i_row % n_groups
-    i_first, i_end = locate_block(i_item % n_blocks, n_tokens, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
     m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
     m_x = m_n[:, None] & (o_d < D)[None, :]
-    p_x = p_out + (((i_b * n_tokens + i_first + o_n) * n_groups + i_g) * D)[:, None] + o_d[None, :]
+    p_x = p_out + (((i_b * n_keys + i_first + o_n) * n_groups + i_g) * D)[:, None] + o_d[None, :]
     i_last = tl.load(p_last_segment + i_item)
     n_segments = (tl.load(p_high + i_item) - tl.load(p_low + i_item) + SEGMENT - 1) // SEGMENT
     b_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
@@ -262,7 +266,6 @@ class BlockBackward:
         self.total = shapes.k.dtype if chunks[0].n_queries == shapes.n_tokens else torch.float32
         rows = rows_to_sum(shapes.n_select, size["BLOCK_DK"], tile.merge_warps)
         wide = needs_int64(self.dq_shape[0] * shapes.d_k, shapes.q, do)
-        where = {"n_tokens": shapes.n_tokens, "n_groups": shapes.n_groups}
 
         # dk and dv in one launch, or one after the other.
         self.together = shapes.d_k == shapes.d_v
@@ -273,11 +276,13 @@ class BlockBackward:
                 block_backward_kernel,
                 (chunk.n_segments,),
                 **shapes.attention,
+                **shapes.last_start,
                 **strides(d_bth=do),
                 **chunk.where,
                 scale=scale,
                 n_items=chunk.n_items,
                 n_blocks=shapes.n_blocks,
+                n_keys=shapes.n_keys,
                 n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
                 PACKED=shapes.n_documents is not None,
                 BLOCK_M=tile.block_m,
@@ -289,10 +294,12 @@ class BlockBackward:
             sum_slots = Launch(
                 sum_slots_kernel,
                 (triton.cdiv(chunk.n_queries * heads, rows), chunk.n_rows),
-                **where,
+                n_tokens=shapes.n_tokens,
+                n_groups=shapes.n_groups,
                 **chunk.where,
                 **strides(i_btg=shapes.indices),
                 **shapes.packing,
+                **shapes.last_start,
                 H=heads,
                 N_SELECT=shapes.n_select,
                 D_K=shapes.d_k,
@@ -307,7 +314,8 @@ class BlockBackward:
             return Launch(
                 sum_segments_kernel,
                 (chunk.n_items, triton.cdiv(shapes.select_block, KEYS_PER_SUM), n_gradients),
-                **where,
+                n_keys=shapes.n_keys,
+                n_groups=shapes.n_groups,
                 **shapes.packing,
                 n_blocks=shapes.n_blocks,
                 row_0=chunk.row_0,
@@ -336,7 +344,7 @@ class BlockBackward:
         gradients = [(dk_part, dk, dv_part, dv)]
         if not self.together:
             gradients = [(dk_part, dk, dk_part, dk), (dv_part, dv, dv_part, dv)]
-        doc_start, offset, first_token, end_token = tables
+        doc_start, offset, first_token, end_token, start = tables
         for index, launches in zip(self.indexes, self.launches, strict=True):
             chunks = zip(index.build(indices, tables), launches, strict=True)
             for (pair, low, high, last, item, order), (differentiate, sum_slots, sum_keys) in chunks:
@@ -358,8 +366,11 @@ class BlockBackward:
                     p_last_segment=last,
                     p_first_token=first_token,
                     p_end_token=end_token,
+                    **start,
                 )
-                sum_slots(p_part=dq_part, p_dq=dq, p_indices=indices, p_doc_start=doc_start, p_block_offset=offset)
+                sum_slots(
+                    p_part=dq_part, p_dq=dq, p_indices=indices, p_doc_start=doc_start, p_block_offset=offset, **start
+                )
                 for sum_up, (part, out, part_1, out_1) in zip(sum_keys, gradients, strict=True):
                     sum_up(
                         p_part=part,

@@ -27,6 +27,7 @@ from nsa.backends.triton.selected.index import (
     Shapes,
     Tables,
     aligned,
+    query_start,
 )
 
 # Work is cut at multiples of a word of queries; cut there, it starts and ends with a whole run.
@@ -44,6 +45,7 @@ def split_kernel(
     p_indices, p_rest, p_common, p_n_common, p_doc_start,
     n_tokens, n_groups, n_runs, stride_b, stride_t, stride_g,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1."""
     i_run = tl.program_id(0)
@@ -57,6 +59,7 @@ def split_kernel(
     p_row = p_indices + i_b * stride_b + i_g * stride_g
     b_index = tl.load(p_row + (o_t.to(tl.int64) * stride_t)[:, None] + o_slot[None, :], mask=m_pair, other=-1)
     i_t = i_run * RUN
+    start = query_start(p_start, max_start, i_row // n_groups)
     if PACKED:
         b_start = tl.load(p_doc_start + o_t, mask=m_t, other=0)
         i_start = tl.load(p_doc_start + i_t)
@@ -64,10 +67,10 @@ def split_kernel(
         b_start = o_t * 0
         i_start = 0
     # A block is known by its first token, the same in every document's own count.
-    m_reads = (b_index >= 0) & (b_index <= ((o_t - b_start) // SELECT_BLOCK)[:, None])
+    m_reads = (b_index >= 0) & (b_index <= ((o_t + start - b_start) // SELECT_BLOCK)[:, None])
     b_token = tl.where(m_reads, b_start[:, None] + b_index * SELECT_BLOCK, -1)
     b_first = tl.load(p_row + i_t.to(tl.int64) * stride_t + o_slot, mask=o_slot < N_SELECT, other=-1)
-    m_first = (b_first >= 0) & (b_first <= (i_t - i_start) // SELECT_BLOCK)
+    m_first = (b_first >= 0) & (b_first <= (i_t + start - i_start) // SELECT_BLOCK)
     b_first = tl.where(m_first, i_start + b_first * SELECT_BLOCK, -2)
 
     if RUN == 1:
@@ -127,6 +130,7 @@ def common_kernel(
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, PART_STAGES: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """The rows of a run over its common blocks and, with PARTS, the partials of the others.
 
@@ -141,7 +145,10 @@ def common_kernel(
     o_head = o_row % H
     o_t = i_run * RUN + o_row // H
     m_row = (o_row < RUN * H) & (o_t < n_tokens)
-    i_last = tl.minimum(i_run * RUN + RUN, n_tokens) - 1
+    start = query_start(p_start, max_start, i_row // n_groups)
+    # Of the run's last query and of each row's: the last token that it sees.
+    i_last = start + tl.minimum(i_run * RUN + RUN, n_tokens) - 1
+    o_last = start + o_t
     o_n = tl.arange(0, BLOCK_N)
     o_dk = tl.arange(0, BLOCK_DK)
     o_dv = tl.arange(0, BLOCK_DV)
@@ -164,7 +171,7 @@ def common_kernel(
         m_v = m_n[:, None] if D_V == BLOCK_DV else m_n[:, None] & (o_dv < D_V)[None, :]
         b_k = tl.load(p_k + (o_token.to(tl.int64) * stride_kn)[:, None] + o_dk[None, :], mask=m_k, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        b_s = tl.where(m_n[None, :] & (o_token[None, :] <= o_t[:, None]), b_s, float("-inf"))
+        b_s = tl.where(m_n[None, :] & (o_token[None, :] <= o_last[:, None]), b_s, float("-inf"))
         b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
@@ -242,6 +249,7 @@ class SplitPlan:
             **strides(_btg=shapes.indices),
             N_SELECT=shapes.n_select,
             **shapes.packing,
+            **shapes.last_start,
             RUN=run,
             BLOCK_S=triton.next_power_of_2(shapes.n_select),
             num_warps=4 if run >= 16 else 2,
@@ -255,6 +263,7 @@ class SplitPlan:
             p_common=split.common,
             p_n_common=split.n_common,
             p_doc_start=tables.doc_start,
+            **tables.start,
         )
         return split
 
@@ -277,6 +286,8 @@ def common_launch(
         common_kernel,
         (triton.cdiv(n_queries, plan.run), rows),
         **shapes.attention,
+        **shapes.last_start,
+        n_tokens=shapes.n_tokens,
         **({"row_0": 0, "query_0": 0, "n_queries": n_queries} if chunk is None else chunk.where),
         scale_log2=scale * LOG2_E,
         n_runs=plan.n_runs,

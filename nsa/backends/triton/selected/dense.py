@@ -11,10 +11,7 @@ from torch import Tensor
 
 from nsa.backends.triton.ranged_forward import Plan
 from nsa.backends.triton.selected.index import Bitmap, Shapes, Tables
-from nsa.backends.triton.tiles import Tile, Visibility, candidates, pick_forward, tile_width
-
-# Every token up to the query's own.
-CAUSAL = Visibility(sliding=False, span=1, stride=1, packed=False)
+from nsa.backends.triton.tiles import NO_QUERY_TABLES, Tile, Visibility, candidates, pick_forward, tile_width
 
 
 def dense_tile(shapes: Shapes) -> Tile | None:
@@ -33,10 +30,12 @@ class DenseForward:
 
     def __init__(self, shapes: Shapes, scale: float, tile: Tile) -> None:
         self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
-        self.attend = Plan(shapes.q, shapes.k, shapes.v, CAUSAL, scale, tile, shapes.select_block)
+        # Every token up to the query's own.
+        causal = Visibility(sliding=False, span=1, stride=1, packed=False, offset=shapes.offset)
+        self.attend = Plan(shapes.q, shapes.k, shapes.v, causal, scale, tile, shapes.select_block)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
     ) -> None:
         """Writes `o` and natural `lse`."""
-        self.attend(q, k, v, o, lse, word=self.bitmap(indices))
+        self.attend(q, k, v, o, lse, {**NO_QUERY_TABLES, **tables.start}, self.bitmap(indices, tables))

@@ -28,7 +28,7 @@ from torch import Tensor
 from nsa.backends.triton.launch import Launch, Layout, strides
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
 from nsa.backends.triton.selected.common import SplitPlan, common_launch
-from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans
+from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class ForwardTile:
 
 
 @triton.jit
-def locate_block(i_block, n_tokens, p_first_token, p_end_token, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """First token of a block, and one past the last token of its document."""
     if PACKED:
         i_first = tl.load(p_first_token + i_block)
         i_end = tl.load(p_end_token + i_block)
     else:
         i_first = i_block * SELECT_BLOCK
-        i_end = n_tokens
+        i_end = n_keys
     return i_first, i_end
 
 
@@ -109,7 +109,10 @@ def masked_rows(
     p_pair, i_low, i_high, i_first,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Rows, up to a whole tile, of the queries inside the block itself: they come first, and alone need a mask."""
+    """Rows, up to a whole tile, of the queries inside the block itself: they come first, and alone need a mask.
+
+    `i_first`: the query at the block's first token; negative where that lies before the first query.
+    """
     o_pair = i_low + tl.arange(0, BLOCK_N)
     b_pair = tl.load(p_pair + o_pair, mask=o_pair < i_high, other=2147483647)
     n_inside = tl.sum((b_pair // N_SELECT < i_first + SELECT_BLOCK - 1).to(tl.int32))
@@ -175,11 +178,12 @@ def attend_segment(
 @triton.jit(do_not_specialize=COUNTS)
 def block_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_pair, p_order, p_item, p_low, p_high, p_last_segment,
-    p_first_token, p_end_token, scale_log2, n_items, n_blocks, n_tokens, n_groups, row_0, query_0, n_queries,
+    p_first_token, p_end_token, scale_log2, n_items, n_blocks, n_keys, n_groups, row_0, query_0, n_queries,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """A segment of the queries that selected one block: writes their partial outputs `[rows, queries, n, h, D_v]`."""
     i_segment = assigned_segment(p_order)
@@ -192,7 +196,7 @@ def block_kernel(
     i_row = row_0 + i_local
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
-    i_first, i_end = locate_block(i_block, n_tokens, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
     b_k = load_block(
         p_k + i_b * stride_kb + i_g * stride_kg, i_first, i_end, stride_kn, SELECT_BLOCK, D_K, BLOCK_N, BLOCK_DK
     )
@@ -200,6 +204,8 @@ def block_kernel(
         p_v + i_b * stride_vb + i_g * stride_vg, i_first, i_end, stride_vn, SELECT_BLOCK, D_V, BLOCK_N, BLOCK_DV
     )
     p_q += i_b * stride_qb + i_g * H * stride_qh
+    # From here on counted as queries are.
+    i_first -= query_start(p_start, max_start, i_b)
     i_pair_0 = query_0 * N_SELECT
     p_o += i_local.to(tl.int64) * n_queries * N_SELECT * H * D_V
     p_lse += i_local.to(tl.int64) * n_queries * N_SELECT * H
@@ -226,6 +232,7 @@ def query_kernel(
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCKS: tl.constexpr, PACKED: tl.constexpr, COMMON: tl.constexpr, NUM_STAGES: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """One query and group: its `h` rows walk its blocks, BLOCKS of them at a time.
 
@@ -246,10 +253,11 @@ def query_kernel(
     p_v += i_b * stride_vb + i_g * stride_vg
     p_row = p_indices + i_b * stride_ib + i_g * stride_ig + i_t.to(tl.int64) * stride_it
     i_start = tl.load(p_doc_start + i_t) if PACKED else 0
+    i_last = i_t + query_start(p_start, max_start, i_b)
 
     o_slot = tl.arange(0, BLOCK_S)
     b_index = tl.load(p_row + o_slot, mask=o_slot < N_SELECT, other=-1)
-    m_reads = (b_index >= 0) & (b_index <= (i_t - i_start) // SELECT_BLOCK)
+    m_reads = (b_index >= 0) & (b_index <= (i_last - i_start) // SELECT_BLOCK)
     b_index = tl.where(m_reads, b_index, -1)
     n_slots = tl.max(tl.where(m_reads, o_slot + 1, 0))
 
@@ -274,7 +282,7 @@ def query_kernel(
             i_at = tl.max(tl.where(o_slot == i_slot + j, b_index, -1))
             b_at = tl.where(o_n // BLOCK_N == j, i_at, b_at)
         o_token = i_start + b_at * SELECT_BLOCK + o_in
-        m_n = (b_at >= 0) & (o_token <= i_t)
+        m_n = (b_at >= 0) & (o_token <= i_last)
         if SELECT_BLOCK < BLOCK_N:
             m_n = m_n & (o_in < SELECT_BLOCK)
         m_k = m_n[:, None] if D_K == BLOCK_DK else m_n[:, None] & (o_dk < D_K)[None, :]
@@ -323,10 +331,12 @@ class BlockForward:
                 block_kernel,
                 (chunk.n_segments,),
                 **shapes.attention,
+                **shapes.last_start,
                 **chunk.where,
                 scale_log2=scale * LOG2_E,
                 n_items=chunk.n_items,
                 n_blocks=shapes.n_blocks,
+                n_keys=shapes.n_keys,
                 PACKED=shapes.n_documents is not None,
                 BLOCK_M=tile.block_m,
                 SEGMENT=segment,
@@ -363,6 +373,7 @@ class BlockForward:
                     p_last_segment=segments.last_segment,
                     p_first_token=tables.first_token,
                     p_end_token=tables.end_token,
+                    **tables.start,
                 )
                 common(
                     p_q=q,
@@ -375,6 +386,7 @@ class BlockForward:
                     p_rest=split.rest,
                     p_part=partial,
                     p_part_lse=partial_lse,
+                    **tables.start,
                 )
 
 
@@ -392,7 +404,9 @@ class QueryForward:
             query_kernel,
             (shapes.n_tokens, shapes.rows),
             **shapes.attention,
+            **shapes.last_start,
             **strides(i_btg=indices),
+            n_tokens=shapes.n_tokens,
             scale_log2=scale * LOG2_E,
             BLOCK_H=max(16, triton.next_power_of_2(shapes.heads)),
             BLOCK_S=triton.next_power_of_2(shapes.n_select),
@@ -421,8 +435,11 @@ class QueryForward:
                 p_rest=split.rest,
                 p_part=None,
                 p_part_lse=None,
+                **tables.start,
             )
-        self.attend(p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_indices=indices, p_doc_start=tables.doc_start)
+        self.attend(
+            p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_indices=indices, p_doc_start=tables.doc_start, **tables.start
+        )
 
 
 def attend_common(shapes: Shapes, split: SplitPlan, scale: float, tile: ForwardTile, chunk: Chunk | None) -> Launch:

@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.backends.triton.launch import Launch, Layout, new_layout, strides
-from nsa.backends.triton.primitives import COUNTS
-from nsa.backends.triton.tiles import block_width
+from nsa.backends.triton.primitives import COUNTS, first_position
+from nsa.backends.triton.tiles import block_width, start_table
 from nsa.sequences import Blocks, Sequences
 
 WORD = 32
@@ -59,22 +59,35 @@ def selected_block(
     o_slot,
     m_pair,
     stride_t,
+    start,
     p_doc_start,
     p_block_offset,
     SELECT_BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Number of the block that each (query, slot) reads, -1 for none: padding, or a block that starts after it."""
+    """Number of the block that each (query, slot) reads, -1 for none: padding, or a block that starts after it.
+
+    `start`: where the first query lies in its row of keys.
+    """
     b_index = tl.load(p_indices + o_t.to(tl.int64) * stride_t + o_slot, mask=m_pair, other=-1)
     if PACKED:
         b_start = tl.load(p_doc_start + o_t, mask=m_pair, other=0)
         b_offset = tl.load(p_block_offset + o_t, mask=m_pair, other=0)
-        b_reads = (b_index >= 0) & (b_index <= (o_t - b_start) // SELECT_BLOCK)
+        b_reads = (b_index >= 0) & (b_index <= (o_t + start - b_start) // SELECT_BLOCK)
         b_number = b_index + b_offset
     else:
-        b_reads = (b_index >= 0) & (b_index <= o_t // SELECT_BLOCK)
+        b_reads = (b_index >= 0) & (b_index <= (o_t + start) // SELECT_BLOCK)
         b_number = b_index
     return tl.where(b_reads, b_number, -1)
+
+
+@triton.jit
+def query_start(p_start, max_start, i_b):
+    """Where batch entry `i_b`'s first query lies in its row of keys; kept inside it, whatever `q_start` says."""
+    start = first_position(p_start, i_b)
+    if p_start is not None:
+        start = tl.minimum(tl.maximum(start, 0), max_start)
+    return start
 
 
 @triton.jit
@@ -94,6 +107,7 @@ def mark_kernel(
     p_indices, p_word, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """Set the bit of every (query, selected block)."""
     i_row = tl.program_id(1)
@@ -102,8 +116,9 @@ def mark_kernel(
     o_slot = o_pair % N_SELECT
     m_pair = o_local < n_queries
     p_row = p_indices + (i_row // n_groups).to(tl.int64) * stride_b + (i_row % n_groups).to(tl.int64) * stride_g
+    start = query_start(p_start, max_start, i_row // n_groups)
     b_block = selected_block(
-        p_row, query_0 + o_local, o_slot, m_pair, stride_t, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
+        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
     )
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
     b_bit = tl.full([BLOCK], 1, tl.int32) << (o_local % 32)
@@ -123,6 +138,7 @@ def place_kernel(
     p_indices, p_word, p_sum, p_pair, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    p_start=None, max_start=None,
 ):  # fmt: skip
     """Write every pair `t * N_SELECT + slot` to its place."""
     i_row = tl.program_id(1)
@@ -131,8 +147,9 @@ def place_kernel(
     o_slot = o_pair % N_SELECT
     m_pair = o_local < n_queries
     p_row = p_indices + (i_row // n_groups).to(tl.int64) * stride_b + (i_row % n_groups).to(tl.int64) * stride_g
+    start = query_start(p_start, max_start, i_row // n_groups)
     b_block = selected_block(
-        p_row, query_0 + o_local, o_slot, m_pair, stride_t, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
+        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
     )
     m_pair = m_pair & (b_block >= 0)
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
@@ -224,23 +241,26 @@ def order_kernel(
 
 
 class Tables(NamedTuple):
-    """int32 tables of varlen sequences: where blocks and documents start and end. All None for fixed-length ones."""
+    """int32 tables: where blocks and documents of varlen sequences start and end, None for fixed-length ones; and
+    `start`, `q_start` by the name that kernels have for it, if there is one. Tokens are counted in the row of keys."""
 
     doc_start: Tensor | None = None  # [S] first token of each query's document
     offset: Tensor | None = None  # [S] number of the first block of each query's document
     first_token: Tensor | None = None  # [J] of each block
     end_token: Tensor | None = None  # [J] one past the last token of the block's document
+    start: dict[str, Tensor] = {}  # noqa: RUF012  never written to
 
 
 FIXED_LENGTH = Tables()
 
 
 def block_tables(sequences: Sequences, n_keys: int, select_block: int) -> Tables:
+    start = start_table(sequences)
     if sequences.cu_seqlens is None:
-        return FIXED_LENGTH
+        return FIXED_LENGTH._replace(start=start) if start else FIXED_LENGTH
     blocks = Blocks(sequences, n_keys, select_block)
     first, _, end = blocks.places
-    return Tables(sequences.documents.start.int(), blocks.offset.int(), first.int(), end.int())
+    return Tables(sequences.documents.start.int(), blocks.offset.int(), first.int(), end.int(), start)
 
 
 @dataclass(frozen=True)
@@ -254,10 +274,17 @@ class Shapes:
     select_block: int
     # None for fixed-length sequences.
     n_documents: int | None
+    # Whether the queries start at `q_start` of their keys, which may be more than there are queries.
+    offset: bool = False
 
     @property
     def n_tokens(self) -> int:
+        """Queries per batch entry."""
         return self.q.shape[1]
+
+    @property
+    def n_keys(self) -> int:
+        return self.k.shape[1]
 
     @property
     def n_groups(self) -> int:
@@ -288,12 +315,17 @@ class Shapes:
     def n_blocks(self) -> int:
         """As `sequences.Blocks` counts them."""
         if self.n_documents is None:
-            return triton.cdiv(self.n_tokens, self.select_block)
-        return self.n_tokens // self.select_block + self.n_documents
+            return triton.cdiv(self.n_keys, self.select_block)
+        return self.n_keys // self.select_block + self.n_documents
 
     @property
     def packing(self) -> dict[str, Any]:
         return {"SELECT_BLOCK": self.select_block, "PACKED": self.n_documents is not None}
+
+    @property
+    def last_start(self) -> dict[str, int]:
+        """For kernels that are given `q_start`: the greatest there can be."""
+        return {"max_start": self.n_keys - self.n_tokens} if self.offset else {}
 
     @property
     def widths(self) -> dict[str, int]:
@@ -308,7 +340,6 @@ class Shapes:
     def attention(self) -> dict[str, Any]:
         """What kernels that multiply queries with keys and values have in common."""
         return {
-            "n_tokens": self.n_tokens,
             "n_groups": self.n_groups,
             **strides(q_bth=self.q, k_bng=self.k, v_bng=self.v),
             "H": self.heads,
@@ -349,6 +380,7 @@ class Bitmap:
             "n_queries": length,
             "N_SELECT": shapes.n_select,
             **shapes.packing,
+            **shapes.last_start,
             "BLOCK": PAIRS_PER_CTA,
         }
         self.mark = Launch(mark_kernel, self.grid, **self.bound)
@@ -356,7 +388,9 @@ class Bitmap:
     def __call__(self, indices: Tensor, tables: Tables = FIXED_LENGTH) -> Tensor:
         """`[rows, blocks, tiles of 32 queries]` int32"""
         word = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
-        self.mark(p_indices=indices, p_word=word, p_doc_start=tables.doc_start, p_block_offset=tables.offset)
+        self.mark(
+            p_indices=indices, p_word=word, p_doc_start=tables.doc_start, p_block_offset=tables.offset, **tables.start
+        )
         return word
 
 
@@ -466,12 +500,18 @@ class IndexPlan:
         views = torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes)
         word, total, pair, low, high, last, item = views[:7]
         word.zero_()
-        doc_start, offset = tables.doc_start, tables.offset
-        self.bitmap.mark(p_indices=indices, p_word=word, p_doc_start=doc_start, p_block_offset=offset)
+        doc_start, offset, *_, start = tables
+        self.bitmap.mark(p_indices=indices, p_word=word, p_doc_start=doc_start, p_block_offset=offset, **start)
         self.count(p_word=word, p_count=total)
         total.cumsum_(0)
         self.place(
-            p_indices=indices, p_word=word, p_sum=total, p_pair=pair, p_doc_start=doc_start, p_block_offset=offset
+            p_indices=indices,
+            p_word=word,
+            p_sum=total,
+            p_pair=pair,
+            p_doc_start=doc_start,
+            p_block_offset=offset,
+            **start,
         )
         self.cut(p_total=total, p_low=low, p_high=high, p_last_segment=last, p_item=item)
         n = self.per_chunk
