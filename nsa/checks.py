@@ -137,12 +137,6 @@ def check_position(position: Tensor, x: Tensor, block: int) -> None:
 def check_sequences(
     q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, *, name: str = "q", start: str = "q_start"
 ) -> None:
-    require(
-        cu_seqlens is None or q_start is None,
-        start,
-        "given together with cu_seqlens",
-        "one of the two: a cache holds one sequence a row",
-    )
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens, "n+1", (torch.int32,), "int32")
         check_same("cu_seqlens", "device", cu_seqlens.device, name, q.device)
@@ -395,13 +389,18 @@ def check_branch_values(
     """The values of what a branch (`nsa.sequences`) is given: offsets, positions in the keys called `name`, indices."""
     if not can_read_values(k, strict):
         return
-    sequences = branch.sequences
-    check_cu_seqlens_values(sequences.cu_seqlens, sequences.length, strict)
-    if hasattr(branch, "stride"):
-        check_compressed_values(k, branch.block, branch.stride, sequences.cu_seqlens, strict)
-    check_q_start_values(sequences.q_start, sequences.length, branch.capacity(k.shape[1]), name, strict, start)
+    sequences, over_blocks = branch.sequences, hasattr(branch, "stride")
+    cu_seqlens, q_start = sequences.cu_seqlens, sequences.q_start
+    n_tokens, capacity = sequences.length, branch.capacity(k.shape[1])
+    if cu_seqlens is not None and q_start is not None:
+        # The documents are those of the keys, of which compressed ones do not tell how many tokens there are.
+        n_tokens = capacity = int(cu_seqlens[-1]) if over_blocks else k.shape[1]
+    check_cu_seqlens_values(cu_seqlens, n_tokens, strict)
+    if over_blocks:
+        check_compressed_values(k, branch.block, branch.stride, cu_seqlens, strict)
+    check_q_start_values(q_start, sequences.length, capacity, name, strict, start)
     for x in indices:
-        check_indices_values(x, branch.select_block, k.shape[1], sequences.cu_seqlens, strict)
+        check_indices_values(x, branch.select_block, k.shape[1], cu_seqlens, q_start, strict)
 
 
 def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool) -> None:
@@ -410,13 +409,17 @@ def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool
     check_branch_values(branches.compressed, k_cmp, "k_cmp", [], strict)
     check_branch_values(branches.selected, k_sel, "k_sel", [], strict)
     check_branch_values(branches.sliding, k_win, "k_win", [], strict, start="window_start")
+    q_start, window_start = branches.selected.sequences.q_start, branches.sliding.sequences.q_start
+    if branches.selected.sequences.cu_seqlens is not None and q_start is not None and window_start is not None:
+        accepted = f"q_start, {q_start.tolist()}: cu_seqlens describes the sliding keys too"
+        require(torch.equal(q_start, window_start), "window_start", window_start.tolist(), accepted)
     check_gates_values(gates, strict)
     names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     check_finite(strict, **dict(zip(names, inputs, strict=True)))
 
 
 def check_indices_values(
-    indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, strict: bool
+    indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, q_start: Tensor | None, strict: bool
 ) -> None:
     """Ascending block numbers inside the sequence, distinct, then -1 to the end."""
     if not can_read_values(indices, strict):
@@ -424,7 +427,7 @@ def check_indices_values(
     if cu_seqlens is None:
         n_blocks = torch.full((1,), -(-n_keys // select_block), device=indices.device)
     else:
-        packed = documents(cu_seqlens, indices.shape[1])
+        packed = documents(cu_seqlens, indices.shape[1], q_start)
         n_blocks = -(-packed.lengths // select_block)[packed.index].view(1, -1, 1, 1)
     inside = (indices >= -1) & (indices < n_blocks)
     low, high = int(indices.min()), int(indices.max())

@@ -186,7 +186,7 @@ WRONG_CALLS = [
     Wrong("window_start is negative", "attention", "window_start", put(window_start=ints(-1, 0))),
     Wrong("window_start is int64", "attention", "window_start.dtype", put(window_start=ints(0, 0, dtype=torch.int64))),
     Wrong("cu_seqlens ends late", "attention", "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
-    Wrong("q_start with cu_seqlens", "attention", "q_start", put(q_start=ints(0)), packed=True),
+    Wrong("q_start past the documents", "attention", "q_start", put(q_start=ints(1)), packed=True),
     Wrong("strict, a NaN in v_win", "attention", "v_win", put(v_win=with_value(math.nan), strict=True)),
     Wrong("window past 64 bits", WINDOW, "window", put(window=2**70)),
     # What a tensor is.
@@ -309,7 +309,7 @@ WRONG_CALLS = [
     Wrong("q_start past the keys", SELECTED, "q_start", put(q_start=ints(0, 1))),
     Wrong("q_start past the compressed blocks", COMPRESSED, "q_start", put(q_start=ints(0, 4))),
     Wrong("q_start past the compressed blocks", CHOICE, "q_start", put(q_start=ints(4, 0))),
-    Wrong("q_start with cu_seqlens", WINDOW, "q_start", put(q_start=ints(0)), packed=True),
+    Wrong("q_start past the documents", WINDOW, "q_start", put(q_start=ints(1)), packed=True),
     Wrong(
         "fewer cached keys than queries",
         WINDOW,

@@ -4,8 +4,8 @@ Shapes: `q [B,S,Hq,Dk]`, keys and values `[B,N,G,D]` contiguous in `D`, `lse` th
 
 Every function takes:
     cu_seqlens: int32 `[n+1]`, offsets of the documents of a varlen batch, which is `B = 1`.
-    q_start: int32 `[B]`, for keys that come from a cache: row `b`'s first query sits at position `q_start[b]` of keys
-        that start at position 0.
+    q_start: int32 `[B]`, for queries that are part of longer rows of keys (a cache, a shard of a sequence): query `i`
+        of row `b` is token `q_start[b] + i` of its keys. With `cu_seqlens`, that is what describes the keys.
     scale: of the scores; by default `Dk ** -0.5`.
     backend: "auto" or a backend's name; a named one never falls back.
     strict: turn every fallback into an error, and check values on the GPU too.

@@ -95,6 +95,8 @@ class FlashBackend:
             return f"FlashAttention runs the compressed and the sliding branch, not {problem.op}"
         if problem.n_queries < 1:
             return "there are no queries"
+        if problem.cached and problem.packed:
+            return "queries start in the middle of documents"
         if problem.cached and problem.backward:
             return "a cache has no gradient"
         if problem.cached and problem.op == "compressed" and problem.n_queries > 1:

@@ -178,10 +178,10 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chun
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
         number_c = number[:, c0:c1]
-        if packed:
-            number_c = number_c - blocks.offset[c0]
         # The queries of a cache may lie anywhere among its keys.
         cached = sequences.q_start is not None
+        if packed and not cached:
+            number_c = number_c - blocks.offset[c0]
         first_token, first_position = first_places(blocks) if cached else reached(blocks, c0, c1)
         n_blocks = first_token.numel()
         tiles = cut_tiles(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
