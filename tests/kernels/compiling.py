@@ -64,7 +64,8 @@ TARGETS = {
 class Shape:
     """`length` is long enough that counts are multiples of 16 and neither one nor small, as in use.
 
-    `selected_only`: the branch that holds most in shared memory, where all of them take too long to compile.
+    `offset`: the queries are the last half of the keys, by `q_start`. `selected_only`: the branch that holds most in
+    shared memory, where all of them take too long to compile.
     """
 
     heads: int
@@ -73,6 +74,7 @@ class Shape:
     d_v: int
     dtype: str = "bfloat16"
     packed: bool = False
+    offset: bool = False
     length: int = 2048
     selected_only: bool = False
 
@@ -82,6 +84,7 @@ SHAPES = {
     "32/8/128 packed": Shape(32, 8, 128, 128, packed=True),
     "12/2/64": Shape(12, 2, 64, 64),
     "32/8/64": Shape(32, 8, 64, 64),
+    "32/8/64 offset": Shape(32, 8, 64, 64, offset=True),
     "192/128": Shape(32, 8, 192, 128),
     "256": Shape(16, 2, 256, 256),
     "64/1/256": Shape(64, 1, 256, 256),
@@ -233,16 +236,18 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
     block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
-    dtype, length = getattr(torch, shape.dtype), shape.length
-    cu = torch.tensor([0, length // 4, length], dtype=torch.int32) if shape.packed else None
-    sequences = Sequences(1, length, torch.device("cpu"), cu)
-    pooling = Pooling(sequences, block, stride)
+    dtype, device, n_keys = getattr(torch, shape.dtype), torch.device("cpu"), shape.length
+    cu = torch.tensor([0, n_keys // 4, n_keys], dtype=torch.int32) if shape.packed else None
+    length = n_keys // 2 if shape.offset else n_keys
+    q_start = torch.tensor([n_keys - length], dtype=torch.int32) if shape.offset else None
+    sequences = Sequences(1, length, device, cu, q_start)
+    pooling = Pooling(Sequences(1, n_keys, device, cu), block, stride)
 
     def tensor(n: int, heads: int, *width: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(1, n, heads, *width, dtype=kind)
 
     q = tensor(length, shape.heads, shape.d_k)
-    k, v = tensor(length, shape.groups, shape.d_k), tensor(length, shape.groups, shape.d_v)
+    k, v = tensor(n_keys, shape.groups, shape.d_k), tensor(n_keys, shape.groups, shape.d_v)
     k_cmp, v_cmp = tensor(pooling.count, shape.groups, shape.d_k), tensor(pooling.count, shape.groups, shape.d_v)
     o = do = tensor(length, shape.heads, shape.d_v)
     lse = tensor(length, shape.heads, kind=torch.float32)
