@@ -63,10 +63,9 @@ def run(case: Case, dtype: torch.dtype) -> None:
     gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)
     outputs = (o, o_sel, o_win, gates)
     combine.combine_forward(*outputs)
-    combine.combine_backward(upstream.do, *outputs)
+    *_, products = combine.combine_backward(upstream.do, *outputs)
     # The three as parts of one gradient.
-    products = combine.gates_backward(upstream.do, *outputs)
-    row_statistics(Upstream(upstream.do, None, gates[..., 0], products[..., 0]), saved, case.groups)
+    row_statistics(Upstream(upstream.do, None, gates[..., 0], products[..., 0].float()), saved, case.groups)
     lses = (lse, lse_sel, lse_win)
     _, gated = prepare.prepare_backward(upstream.do, outputs[:3], lses, gates, case.groups)
     dq, _, _ = selected.selected_backward(gated[1], saved_sel, over.selected)

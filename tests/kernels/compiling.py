@@ -284,7 +284,6 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     with recorder.at("combine"):
         combine.combine_forward(o, o, o, gates)
         combine.combine_backward(do, o, o, o, gates)
-        combine.gates_backward(do, o, o, o, gates)
         prepare.prepare_backward(do, (o, o, o), (lse, lse, lse), gates, shape.groups)
     with recorder.at("compress"):
         compress.compress_mean_forward(k, pooling)

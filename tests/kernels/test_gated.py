@@ -97,13 +97,6 @@ def test_a_small_gate_costs_no_digits_in_fp16(branch: str, gate: float) -> None:
         assert_norms_close(named(backward(do, gate=gates, product=known)), exact, plain)
 
 
-def test_the_gates_alone() -> None:
-    o_cmp, o_sel, o_win, do = (torch.randn(2, 5, 3, 24, device=DEVICE) for _ in range(4))
-    gates = torch.rand(2, 5, 3, 3, device=DEVICE)
-    whole = backend.combine_backward(do, o_cmp, o_sel, o_win, gates)
-    assert torch.equal(backend.gates_backward(do, o_cmp, o_sel, o_win, gates), whole[3])
-
-
 @pytest.mark.parametrize(("batch", "length", "heads", "groups"), [(2, 45, 3, 2), (1, 70, 6, 1), (1, 32, 4, 1)])
 def test_one_launch_prepares_all_branches(batch: int, length: int, heads: int, groups: int) -> None:
     """To the bit what the gates' gradients and each branch's own row statistics are, padding included."""
@@ -116,7 +109,7 @@ def test_one_launch_prepares_all_branches(batch: int, length: int, heads: int, g
     gates[:, ::3] = 0.0
     do = torch.randn_like(outputs[0])
     d_gates, upstreams = backend.prepare_backward(do, outputs, lses, gates, groups)
-    products = backend.gates_backward(do, *outputs, gates)
+    *_, products = backend.combine_backward(do, *outputs, gates)
     assert torch.equal(d_gates, products)
     for i, (o, lse, upstream) in enumerate(zip(outputs, lses, upstreams, strict=True)):
         alone = Upstream(do, None, gates[..., i], products[..., i])

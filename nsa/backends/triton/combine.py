@@ -100,7 +100,7 @@ def combine_backward_kernel(
     stride_gb, stride_gt, stride_gh, stride_gc, stride_db, stride_dt, stride_dh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The three branch gradients, if wanted, are laid out alike (`stride_d*`); `d_gates` is contiguous."""
+    """The three branch gradients are laid out alike (`stride_d*`); `d_gates` is contiguous."""
     i_tile = tl.program_id(0)
     i_b = tl.program_id(1)
     o_gate, m_row = row_offsets(i_tile, n_rows, stride_gt, stride_gh, HEADS, BLOCK_R)
@@ -110,22 +110,21 @@ def combine_backward_kernel(
     b_cmp = load_tile(o_cmp, i_b, i_tile, n_rows, stride_cb, stride_ct, stride_ch, HEADS, D, BLOCK_R, BLOCK_D)
     b_sel = load_tile(o_sel, i_b, i_tile, n_rows, stride_sb, stride_st, stride_sh, HEADS, D, BLOCK_R, BLOCK_D)
     b_win = load_tile(o_win, i_b, i_tile, n_rows, stride_wb, stride_wt, stride_wh, HEADS, D, BLOCK_R, BLOCK_D)
-    if d_cmp is not None:
-        b_gc = tl.load(p_g, mask=m_row, other=0.0).to(tl.float32)
-        b_gs = tl.load(p_g + stride_gc, mask=m_row, other=0.0).to(tl.float32)
-        b_gw = tl.load(p_g + 2 * stride_gc, mask=m_row, other=0.0).to(tl.float32)
-        b_dc = b_gc[:, None] * b_do
-        store_tile(d_cmp, b_dc, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
-        b_ds = b_gs[:, None] * b_do
-        store_tile(d_sel, b_ds, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
-        b_dw = b_gw[:, None] * b_do
-        store_tile(d_win, b_dw, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+    b_gc = tl.load(p_g, mask=m_row, other=0.0).to(tl.float32)
+    b_gs = tl.load(p_g + stride_gc, mask=m_row, other=0.0).to(tl.float32)
+    b_gw = tl.load(p_g + 2 * stride_gc, mask=m_row, other=0.0).to(tl.float32)
+    b_dc = b_gc[:, None] * b_do
+    store_tile(d_cmp, b_dc, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+    b_ds = b_gs[:, None] * b_do
+    store_tile(d_sel, b_ds, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
+    b_dw = b_gw[:, None] * b_do
+    store_tile(d_win, b_dw, i_b, i_tile, n_rows, stride_db, stride_dt, stride_dh, HEADS, D, BLOCK_R, BLOCK_D)
     tl.store(p_dg, tl.sum(b_do * b_cmp, 1).to(d_gates.dtype.element_ty), mask=m_row)
     tl.store(p_dg + 1, tl.sum(b_do * b_sel, 1).to(d_gates.dtype.element_ty), mask=m_row)
     tl.store(p_dg + 2, tl.sum(b_do * b_win, 1).to(d_gates.dtype.element_ty), mask=m_row)
 
 
-def bound(o: Layout, gates: Layout, tile: Tile, **others: Layout | None) -> tuple[tuple[int, int], dict[str, object]]:
+def bound(o: Layout, gates: Layout, tile: Tile, **others: Layout) -> tuple[tuple[int, int], dict[str, object]]:
     """Grid and arguments of either kernel; `others`, named as for `strides`, are `[B, S, Hq, D]` too."""
     batch, length, heads, dim = o.shape
     block_d = triton.next_power_of_2(dim)
@@ -150,14 +149,10 @@ def plan_forward(o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, til
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def plan_backward(
-    do: Layout, o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None, gates_only: bool
-) -> Launch:
+def plan_backward(do: Layout, o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None) -> Launch:
     tile = tile or default_tile(o_cmp, backward=True)
-    grads = None if gates_only else new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
+    grads = new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
     grid, arguments = bound(o_cmp, gates, tile, y_bth=do, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win, d_bth=grads)
-    if gates_only:
-        arguments |= {"d_cmp": None, "d_sel": None, "d_win": None}
     return Launch(combine_backward_kernel, grid, **arguments)
 
 
@@ -174,7 +169,7 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the three branches and of the gates."""
     layouts = (layout(do), layout(o_cmp), layout(o_sel), layout(o_win), layout(gates))
-    launch = plan_backward(*layouts, tile, gates_only=False)
+    launch = plan_backward(*layouts, tile)
     d_cmp, d_sel, d_win, d_gates = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (o_cmp, o_sel, o_win, gates)
     )
@@ -183,14 +178,3 @@ def combine_backward(
         d_cmp=d_cmp, d_sel=d_sel, d_win=d_win, d_gates=d_gates,
     )  # fmt: skip
     return d_cmp, d_sel, d_win, d_gates
-
-
-def gates_backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None
-) -> Tensor:
-    """The gradient of the gates alone, in fp32."""
-    layouts = (layout(do), layout(o_cmp), layout(o_sel), layout(o_win), layout(gates))
-    launch = plan_backward(*layouts, tile, gates_only=True)
-    d_gates = torch.empty(gates.shape, dtype=torch.float32, device=gates.device)
-    launch(do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates, d_gates=d_gates)
-    return d_gates
