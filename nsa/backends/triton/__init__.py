@@ -28,13 +28,13 @@ name = "triton"
 compiles = True
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST_HEAD = 256
-WIDTH_STEP = 16
-MOST_HEADS_PER_GROUP = 64
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 16
+MAX_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
 # Of a group whose keys and values are both wider than 128 in fp32, on GPUs with little shared memory: the rows of one
 # query are then 64 KB, and are held beside a block's keys.
-MOST_WIDE_HEADS_ON_SMALL = 32
+MAX_WIDE_HEADS_ON_SMALL = 32
 
 
 def installed() -> bool:
@@ -74,17 +74,19 @@ def supports(problem: Problem) -> str | None:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
     if problem.dtype not in DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {problem.dtype}"
-    if problem.d_k % WIDTH_STEP or problem.d_v % WIDTH_STEP:
-        return f"head widths are {problem.d_k} and {problem.d_v}, multiples of {WIDTH_STEP} are served"
-    if max(problem.d_k, problem.d_v) > WIDEST_HEAD:
-        return f"head widths are {problem.d_k} and {problem.d_v}, at most {WIDEST_HEAD} is served"
-    if problem.heads_per_group > MOST_HEADS_PER_GROUP:
-        return f"{problem.heads_per_group} heads share a group, at most {MOST_HEADS_PER_GROUP} is served"
+    if problem.d_k % HEAD_DIM_STEP or problem.d_v % HEAD_DIM_STEP:
+        return (
+            f"head_dim is {problem.d_k} (keys) and {problem.d_v} (values), multiples of {HEAD_DIM_STEP} are supported"
+        )
+    if max(problem.d_k, problem.d_v) > MAX_HEAD_DIM:
+        return f"head_dim is {problem.d_k} (keys) and {problem.d_v} (values), at most {MAX_HEAD_DIM} is supported"
+    if problem.heads_per_group > MAX_HEADS_PER_GROUP:
+        return f"{problem.heads_per_group} heads per group, at most {MAX_HEADS_PER_GROUP} are supported"
     wide = problem.dtype == torch.float32 and min(problem.d_k, problem.d_v) > 128
-    crowded = problem.op == "selected" and wide and problem.heads_per_group > MOST_WIDE_HEADS_ON_SMALL
+    crowded = problem.op == "selected" and wide and problem.heads_per_group > MAX_WIDE_HEADS_ON_SMALL
     if crowded and not interpreted and torch.cuda.get_device_capability() in SMALL_SHARED_MEMORY:
-        group = f"{problem.heads_per_group} heads a group of widths {problem.d_k} and {problem.d_v} in fp32"
-        return f"{group} need more shared memory than this GPU has, at most {MOST_WIDE_HEADS_ON_SMALL} are served"
+        group = f"{problem.heads_per_group} heads per group with head_dim {problem.d_k} and {problem.d_v} in fp32"
+        return f"{group} need more shared memory than this GPU has, at most {MAX_WIDE_HEADS_ON_SMALL} are supported"
     return None
 
 

@@ -27,7 +27,7 @@ COUNTS = [
 
 @triton.jit
 def gated(b_lse2, b_gate):
-    """The normaliser with which a probability comes out as `gate * p`.
+    """The LSE with which a probability comes out as `gate * p`.
 
     A branch that is mixed in with a gate has `dv = (gate * p)^T do` and `ds = gate * p * (do.v - do.o)`: its gradients
     are the plain ones of `do`, of these probabilities. A gate of 0 gives +inf, and 0; a gate is not negative.
@@ -135,8 +135,8 @@ def visible_keys(
     o_t, start, p_lo, p_hi, n_keys,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`[lo, hi)`, the keys that query `o_t` (a scalar or a tile) sees: looked up when packed, else computed from its
-    position `start + o_t`."""
+    """`[lo, hi)`, the keys that query `o_t` (a scalar or a tile) sees: looked up for varlen rows, else computed from
+    its position `start + o_t`."""
     if PACKED:
         lo, hi = tl.load(p_lo + o_t), tl.load(p_hi + o_t)
     elif SLIDING:

@@ -4,10 +4,10 @@
     dq[t] = scale * sum_n ds[t, n] k[n],   dk[n] = scale * sum_t ds[t, n] q[t],   dv[n] = sum_t p[t, n] do[t]
 
 Two kernels after the row statistics (`row_statistics.py`), no atomics, every output element written once:
-- `dq`, query-major: a program owns a tile of rows and runs over the keys they see, like the forward;
-- `dkv`, key-major: a program owns a tile of keys and runs over the rows that see them. It makes the scores transposed
+- `dq`, query-major: a CTA owns a tile of rows and runs over the keys they see, like the forward;
+- `dkv`, key-major: a CTA owns a tile of keys and runs over the rows that see them. It makes the scores transposed
   from the start, `s^T = k q^T`, because a dot whose operand is a transposed accumulator is miscompiled on Hopper by
-  Triton 3.4 to 3.7.0. Where there are few tiles of keys, their rows are split over several programs, whose fp32
+  Triton 3.4 to 3.7.0. Where there are few tiles of keys, their rows are split over several CTAs, whose fp32
   partials are summed afterwards in a fixed order (`partials.py`).
 """
 
@@ -190,11 +190,11 @@ def ranged_dkv_kernel(
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    MASK_ALL: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr, p_start=None,
+    SINGLE_LOOP: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of keys against one part of the rows that see it.
 
-    Tiles of keys vary fastest, so programs that run together stream the same rows. In the compressed branch a part is a
+    Tiles of keys vary fastest, so CTAs that run together stream the same rows. In the compressed branch a part is a
     fixed run of rows and the last one, which every key sees, goes first; in the sliding branch parts are counted from
     the first row that sees the tile. The parts lie `[n_parts, B, N, G, D]`; a part that sees nothing writes its zeros.
     """
@@ -239,14 +239,14 @@ def ranged_dkv_kernel(
     b_dk = tl.zeros([BLOCK_N, BLOCK_DK], dtype=tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
 
-    if MASK_ALL:
+    if SINGLE_LOOP:
         i_full = i_stop
     b_dk, b_dv = attend_dkv(
         b_k, b_v, b_dk, b_dv, b_first, b_end, i_start, i_full, q, do, lse2, delta, i_b, i_g, i_bg, n_queries,
         n_rows_padded, scale_log2, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
         H, D_K, D_V, BLOCK_M, BLOCK_DK, BLOCK_DV, True, DESC_Q, DESC_STAT,
     )  # fmt: skip
-    if not MASK_ALL:
+    if not SINGLE_LOOP:
         if SLIDING or PACKED:
             i_edge = tl.minimum(tl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop)
         else:
@@ -274,17 +274,17 @@ def ranged_dkv_kernel(
 
 
 def split_keys(
-    sliding: bool, span: int, tile: SplitTile, n_programs: int, n_rows: int, heads: int, n_sms: int
+    sliding: bool, span: int, tile: SplitTile, n_ctas: int, n_rows: int, heads: int, n_sms: int
 ) -> tuple[int, int]:
     """How many parts the rows of a tile of keys are split into, and how many rows a part has.
 
-    In the compressed branch half of the programs see (nearly) nothing, so twice as many are wanted.
+    In the compressed branch half of the CTAs see (nearly) nothing, so twice as many are wanted.
     """
     block_m = tile.block_m
     if sliding:
         n_rows = min(n_rows, (tile.block_n + span) * heads + block_m)
     wanted = (1 if sliding else 2) * tile.waves * n_sms
-    n_parts = max(1, min(wanted // n_programs, n_rows // (tile.min_row_tiles * block_m)))
+    n_parts = max(1, min(wanted // n_ctas, n_rows // (tile.min_row_tiles * block_m)))
     part_rows = triton.cdiv(triton.cdiv(n_rows, n_parts), block_m) * block_m
     return triton.cdiv(n_rows, part_rows), part_rows
 
@@ -358,9 +358,9 @@ class Plan:
         self.n_parts = 0
         if n_keys == 0:
             return
-        n_programs = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
+        n_ctas = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
         self.n_parts, part_rows = split_keys(
-            visibility.sliding, visibility.span, cut, n_programs, n_rows_padded, heads, sm_count(q.device)
+            visibility.sliding, visibility.span, cut, n_ctas, n_rows_padded, heads, sm_count(q.device)
         )
         if self.n_parts > 1:
             self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
@@ -370,13 +370,13 @@ class Plan:
         self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None
         self.dkv = Launch(
             ranged_dkv_kernel,
-            (n_programs * self.n_parts,),
+            (n_ctas * self.n_parts,),
             n_parts=self.n_parts,
             part_rows=part_rows,
             stride_xp=k.shape.numel(),
             stride_yp=v.shape.numel(),
             **shared(cut),
-            MASK_ALL=cut.single_loop,
+            SINGLE_LOOP=cut.single_loop,
             DESC_Q=self.describe_dkv_rows is not None,
             DESC_STAT=self.describe_statistics is not None,
         )

@@ -2,8 +2,8 @@
 
     o[t] = sum_n p[t, n] v[n],   p[t, n] = exp(scale * q[t].k[n] - lse[t])   over   lo[t] <= n < hi[t]
 
-Grid: one program per (tile of BLOCK_M rows, batch and group); the last rows, which see most keys, start first. A
-program owns its rows and writes their `o` and `lse` once. `lo` and `hi` never decrease along a row of tokens, so the
+Grid: one CTA per (tile of BLOCK_M rows, batch and group); the last rows, which see most keys, start first. A CTA
+owns its rows and writes their `o` and `lse` once. `lo` and `hi` never decrease along a row of tokens, so the
 first and the last query of a tile bound what it reads, and what lies between is seen by every row and needs no mask.
 
 Of that range a query may see selected blocks only: a bitmap then hides the others, tile by tile of keys. That reads
