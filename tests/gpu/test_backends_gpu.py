@@ -276,8 +276,9 @@ def test_a_training_step_never_waits_for_the_device(config: NSAConfig) -> None:
         step()
 
 
-def test_decoding_never_waits_and_replays_as_a_cuda_graph() -> None:
-    attn = NSAAttention(CONFIGS["sdpa"]).cuda().bfloat16().eval()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoding_never_waits_and_replays_as_a_cuda_graph(backend: str) -> None:
+    attn = NSAAttention(CONFIGS[backend]).cuda().bfloat16().eval()
     x = torch.randn(3, 200, attn.config.dim, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         whole = attn(x)
