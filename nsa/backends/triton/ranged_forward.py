@@ -188,6 +188,8 @@ class Plan:
             BLOCK_DK=block_width(d_k),
             BLOCK_DV=block_width(d_v),
             **visibility.constants,
+            **visibility.absent("p_lo", "p_hi"),
+            **({} if select_block > 0 else {"p_word": None}),
             SELECT_BLOCK=select_block,
             DESC_Q=self.describe_q is not None,
             DESC_KV=self.describe_kv is not None,
@@ -196,17 +198,8 @@ class Plan:
             maxnreg=tile.max_registers,
         )
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        tables: dict[str, Tensor | None],
-        word: Tensor | None = None,
-    ) -> None:
-        """Writes `o` and natural `lse`, contiguous. `tables`: those of `Visibility.query_tables`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor) -> None:
+        """Writes `o` and natural `lse`, contiguous. `tables`: those of `Visibility.query_tables`, and `p_word`."""
         describe_q, describe_kv = self.describe_q, self.describe_kv
         self.launch(
             q=q if describe_q is None else describe_q(q),
@@ -214,7 +207,6 @@ class Plan:
             v=v if describe_kv is None else describe_kv[1](v),
             p_o=o,
             p_lse=lse,
-            p_word=word,
             **tables,
         )
 
@@ -232,5 +224,5 @@ def ranged_forward(
     planned = plan(layout(q), layout(k), layout(v), visibility, branch.scale, tile)
     o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
-    planned(q, k, v, o, lse, visibility.query_tables(ranges))
+    planned(q, k, v, o, lse, **visibility.query_tables(ranges))
     return o, lse

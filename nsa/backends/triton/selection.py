@@ -447,6 +447,7 @@ class SelectionPlan:
             "R": ratio,
             "OVERLAP": overlap,
             "PACKED": varlen,
+            **({} if varlen else {"document": None, "cu_seqlens": None, "k_offset": None}),
         }
 
         def score(lo: int, hi: int) -> Launch | None:
@@ -537,32 +538,17 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, t
         selection.scale,
         tile,
     )
-    document = k_offset = None
+    tables = {} if sequences.q_start is None else start_table(sequences.q_start)
     if cu_seqlens is not None:
-        document = sequences.documents.index.int()
-        k_offset = compressed_offsets(cu_seqlens, block, stride).int()
-        cu_seqlens = cu_seqlens.int()
-    start = start_table(sequences)
+        tables |= {
+            "document": sequences.documents.index.int(),
+            "cu_seqlens": cu_seqlens.int(),
+            "k_offset": compressed_offsets(cu_seqlens, block, stride).int(),
+        }
     indices = torch.empty(planned.shape, dtype=torch.int32, device=q.device)
     importance = torch.empty(planned.scratch, dtype=torch.float32, device=q.device)
     for score, select in planned.chunks:
         if score is not None:
-            score(
-                q=q,
-                k_cmp=k_cmp,
-                lse=lse,
-                importance=importance,
-                document=document,
-                cu_seqlens=cu_seqlens,
-                k_offset=k_offset,
-                **start,
-            )
-        select(
-            importance=importance,
-            indices=indices,
-            document=document,
-            cu_seqlens=cu_seqlens,
-            k_offset=k_offset,
-            **start,
-        )
+            score(q=q, k_cmp=k_cmp, lse=lse, importance=importance, **tables)
+        select(importance=importance, indices=indices, **tables)
     return indices

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.backends.triton import tuning
 from nsa.backends.triton.launch import Descriptor, Layout
-from nsa.sequences import Ranges, Sequences
+from nsa.sequences import Ranges
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,6 @@ class BackwardTile:
     dkv: SplitTile
 
 
-NO_QUERY_TABLES: dict[str, Tensor | None] = {"p_lo": None, "p_hi": None}
-NO_KEY_TABLES: dict[str, Tensor | None] = {"p_first": None, "p_end": None}
-
-
 class Visibility(NamedTuple):
     """What of `Ranges` a kernel is compiled for: all but tensors. These are the bounds of packed documents, which
     `q_start` is part of, or `q_start` itself (`offset`)."""
@@ -84,24 +80,27 @@ class Visibility(NamedTuple):
     def constants(self) -> dict[str, Any]:
         return {"SLIDING": self.sliding, "SPAN": self.span, "STRIDE": self.stride, "PACKED": self.packed}
 
-    def query_tables(self, ranges: Ranges) -> dict[str, Tensor | None]:
-        """What a kernel is given to tell which keys a query sees, by argument name."""
+    def absent(self, *tables: str) -> dict[str, None]:
+        """The arguments, of these that only varlen rows have, that are None in every call."""
+        return {} if self.packed else dict.fromkeys(tables)
+
+    def query_tables(self, ranges: Ranges) -> dict[str, Tensor]:
+        """What tells a kernel which keys a query sees, by argument name."""
         if self.packed:
             return {"p_lo": ranges.lo.int(), "p_hi": ranges.hi.int()}
-        return {**NO_QUERY_TABLES, **start_table(ranges.sequences)} if self.offset else NO_QUERY_TABLES
+        return {} if ranges.sequences.q_start is None else start_table(ranges.sequences.q_start)
 
-    def key_tables(self, ranges: Ranges) -> dict[str, Tensor | None]:
+    def key_tables(self, ranges: Ranges) -> dict[str, Tensor]:
         """The same for a kernel that asks which queries see a key."""
         if self.packed:
             first, end = ranges.keys
             return {"p_first": first.int(), "p_end": end.int()}
-        return {**NO_KEY_TABLES, **start_table(ranges.sequences)} if self.offset else NO_KEY_TABLES
+        return {} if ranges.sequences.q_start is None else start_table(ranges.sequences.q_start)
 
 
-def start_table(sequences: Sequences) -> dict[str, Tensor]:
-    """`q_start` as kernels take it, by argument name; nothing where there is none."""
-    q_start = sequences.q_start
-    return {} if q_start is None else {"p_start": q_start.int().contiguous()}
+def start_table(q_start: Tensor) -> dict[str, Tensor]:
+    """`q_start` as kernels take it, by argument name."""
+    return {"p_start": q_start.int().contiguous()}
 
 
 def block_width(head_dim: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.backends.triton.ranged_forward import Plan
 from nsa.backends.triton.selected.index import Bitmap, Shapes, Tables
-from nsa.backends.triton.tiles import NO_QUERY_TABLES, Tile, Visibility, candidates, pick_forward, tile_width
+from nsa.backends.triton.tiles import Tile, Visibility, candidates, pick_forward, tile_width
 
 
 def dense_tile(shapes: Shapes) -> Tile | None:
@@ -38,4 +38,4 @@ class DenseForward:
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
     ) -> None:
         """Writes `o` and natural `lse`."""
-        self.attend(q, k, v, o, lse, {**NO_QUERY_TABLES, **tables.start}, self.bitmap(indices, tables))
+        self.attend(q, k, v, o, lse, p_word=self.bitmap(indices, tables), **tables.start)

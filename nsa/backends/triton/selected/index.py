@@ -255,7 +255,7 @@ FIXED_LENGTH = Tables()
 
 
 def block_tables(sequences: Sequences, n_keys: int, select_block: int) -> Tables:
-    start = start_table(sequences)
+    start = {} if sequences.q_start is None else start_table(sequences.q_start)
     if sequences.cu_seqlens is None:
         return FIXED_LENGTH._replace(start=start) if start else FIXED_LENGTH
     blocks = Blocks(sequences, n_keys, select_block)
