@@ -1,4 +1,4 @@
-"""`nsa doctor`: what this machine has, what is set, who would serve a shape, and whether each backend is right here.
+"""`nsa doctor`: versions, settings, which backend runs a shape, and whether each backend is right on this machine.
 
     nsa doctor
     nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --dtype bfloat16 --device cuda
@@ -6,7 +6,7 @@
     nsa doctor --probe --repro crash.py
     nsa doctor --config 125m --set batch_size=16
 
-`diagnose` gathers, `render` writes it out, `run` prints: nothing else touches the terminal.
+`diagnose` collects a `Report`, `render_report` formats it, `run` prints it.
 """
 
 from __future__ import annotations
@@ -42,47 +42,52 @@ from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import boot, preflight
 from nsa.train.config import TrainConfig, find_config, load_config, parse_set
+from nsa.train.step import DTYPES
 from nsa.train.yaml_file import read_yaml
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class BackendState:
+    """Whether a backend can run here, and why not."""
+
     name: str
     available: bool
     note: str
-    # Installed, and cannot be imported.
+    # Installed, but its import fails.
     broken: bool = False
 
 
 @dataclass(frozen=True)
 class SettingState:
+    """A setting with its effective value and where that came from."""
+
     name: str
     env: str
     value: bool | int | str | None
     source: Source
     meaning: str
-    # The part of nsa without which the setting does nothing, where it cannot be had here.
+    # The part of nsa that the setting needs and that is missing here.
     missing: str | None
 
 
 @dataclass(frozen=True)
 class Report:
+    """Everything that `nsa doctor` found."""
+
     versions: Versions
     gpus: tuple[Gpu, ...]
-    # Driver, libraries and switches of torch, as `machine.runtime` has them.
+    # Driver, libraries and flags of torch, from `machine.runtime`.
     runtime: Mapping[str, Any]
     backends: tuple[BackendState, ...]
-    # The file that the Triton kernels have their tiles from, or what is wrong with it.
+    # The file that the Triton kernels read their tiles from, or the error in it.
     tiles: str
     # Which branches may use FlashAttention and why, and its libraries.
     flash: Mapping[str, str]
     settings: tuple[SettingState, ...]
     unknown_names: Mapping[str, str]
-    # Exports of earlier runbooks that nothing needs any more, and why.
+    # Variables of earlier runbooks that have no effect any more, and why.
     retired_names: Mapping[str, str]
-    # Debugging aids that slow a run down.
+    # Debug modes that slow a run down.
     debug_modes: tuple[str, ...]
     counts: Mapping[str, Mapping[str, int]]
     forward: Explanation
@@ -93,11 +98,12 @@ class Report:
 
     @property
     def failures(self) -> list[Check]:
+        """Checks whose error is above the tolerance."""
         return [check for check in self.checks if not check.agrees]
 
     @property
     def obstacles(self) -> list[str]:
-        """What keeps from running what should run here."""
+        """What prevents backends from running that should run here."""
         broken = [f"{backend.name} {backend.note}" for backend in self.backends if backend.broken]
         return [
             *broken,
@@ -107,10 +113,11 @@ class Report:
 
     @property
     def healthy(self) -> bool:
+        """Whether every backend runs and agrees with the reference."""
         return not self.failures and not self.obstacles
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types that JSON knows; an infinite error is null."""
+        """The report as JSON types; an infinite error is null."""
         routes = {"forward": self.forward, "backward": self.backward}
         return {
             "healthy": self.healthy,
@@ -148,7 +155,17 @@ def diagnose(
     *,
     probe_failures: Sequence[str] = (),
 ) -> Report:
-    """Everything the doctor can say; `problem` is the attention whose route and head shape are asked about."""
+    """Collect the report.
+
+    Args:
+        problem: The attention whose route is explained; the self-test takes its heads, dtype and device.
+        router: The router to report on, with its settings.
+        environ: Environment to search for unknown names. Default: this process's.
+        probe_failures: One sentence per library that failed when it was probed.
+
+    Returns:
+        The report, self-test included.
+    """
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
@@ -163,7 +180,7 @@ def diagnose(
         counts=counts_so_far().as_dict(),
         forward=router.explain(replace(problem, backward=False)),
         backward=router.explain(replace(problem, backward=True)),
-        # A backend is tested where its name would get it: what a setting switches off is not called.
+        # A backend that a setting disables is not called.
         checks=tuple(
             self_test(
                 list(router.backends.values()), problem, partial(router.reason_against, named=True), show_compilation
@@ -174,7 +191,7 @@ def diagnose(
 
 
 def show_compilation(kernel: str, done: int, total: int) -> None:
-    """A line that counts, where somebody watches; else one at the end."""
+    """A progress line on a terminal; elsewhere one line at the end."""
     watched = sys.stderr is not None and sys.stderr.isatty()
     if watched or done == total:
         end = "\n" if done == total or not watched else "\r"
@@ -192,18 +209,18 @@ def backend_states(router: Router) -> tuple[BackendState, ...]:
 
 
 def tiles_origin(config: Settings) -> str:
-    """What the kernels of a process with these settings read. A broken file is a finding, not the doctor's end."""
+    """The tiles file that kernels read with these settings, or the error in it."""
     file = tuning.user_file(config)
     try:
         found = tuning.origin(file)
         if file is not None and tuning.is_file(file) and triton.installed():
-            # A kernel would look at its own tiles alone, at its first call.
+            # A kernel reads only its own tiles, at its first call.
             from nsa.bench.kernels import check_file
 
             check_file(file)
     except ValueError as error:
         return f"WRONG: {error}"
-    # Kernels read their tiles once in a process, from where the environment says.
+    # Kernels read their tiles once per process, from the file that the environment names.
     return found if file == tuning.user_file() else f"{found}; the self-test did not run with these"
 
 
@@ -271,15 +288,16 @@ def setting_states(router: Router) -> tuple[SettingState, ...]:
     )
 
 
-def render(report: Report) -> str:
+def render_report(report: Report) -> str:
+    """The report as text, in titled sections."""
     sections = {
         "versions": render_versions(report),
         "backends": render_backends(report),
-        "flash attention": table(report.flash.items()),
+        "flash attention": format_table(report.flash.items()),
         "settings": render_settings(report),
         "what ran in this process": render_counts(report.counts),
         "route": render_routes(report),
-        "self-test": f"{selftest.tested(report.forward.problem)}\n{render_checks(report.checks)}",
+        "self-test": f"{selftest.describe_shapes(report.forward.problem)}\n{render_checks(report.checks)}",
         "verdict": render_verdict(report),
     }
     return "\n\n".join(f"{title}\n{indent(body)}" for title, body in sections.items())
@@ -302,12 +320,12 @@ def render_versions(report: Report) -> str:
         ("tf32", tf32),
         ("variables", variables or "none of torch's is set"),
     ]
-    return "\n".join([table(rows), *([versions.triton_note] if versions.triton_note else [])])
+    return "\n".join([format_table(rows), *([versions.triton_note] if versions.triton_note else [])])
 
 
 def render_backends(report: Report) -> str:
     rows = [(b.name, "yes" if b.available else f"{'BROKEN' if b.broken else 'no'}: {b.note}") for b in report.backends]
-    return "\n".join([table(rows), f"tiles of the kernels: {report.tiles}"])
+    return "\n".join([format_table(rows), f"tiles of the kernels: {report.tiles}"])
 
 
 def render_settings(report: Report) -> str:
@@ -319,22 +337,22 @@ def render_settings(report: Report) -> str:
         f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
     ]
     retired = [f"{name} is no longer needed: {why}" for name, why in report.retired_names.items()]
-    return "\n".join([table(rows), *unknown, *retired, *(f"slow: {mode}" for mode in report.debug_modes)])
+    return "\n".join([format_table(rows), *unknown, *retired, *(f"slow: {mode}" for mode in report.debug_modes)])
 
 
 def render_counts(counts: Mapping[str, Mapping[str, int]]) -> str:
     rows = [(kind, what, str(n)) for kind, counted in counts.items() for what, n in counted.items()]
-    return table(rows) if rows else "nothing yet; the self-test below does not count"
+    return format_table(rows) if rows else "nothing yet; the self-test below does not count"
 
 
 def render_routes(report: Report) -> str:
-    """One row an op; the reasons against the others once, with the ops they hold for."""
+    """One row per op, then each reason against a backend once, with the ops that it holds for."""
     rows = [("op", "forward", "backward", "why")]
     against: dict[tuple[str, str], list[str]] = {}
     for op, forward in report.forward.routes.items():
         backward = report.backward.routes[op]
-        served = "-" if op == "scores" else str(backward.chosen)
-        rows.append((op, str(forward.chosen), served, forward.why))
+        backward_name = "-" if op == "scores" else str(backward.chosen)
+        rows.append((op, str(forward.chosen), backward_name, forward.why))
         for route, mode in ((forward, ""), (backward, " backward")):
             for name, reason in route.reasons.items():
                 against.setdefault((name, reason), []).append(op + mode)
@@ -344,19 +362,19 @@ def render_routes(report: Report) -> str:
         for (name, reason), where in against.items()
     ]
     shape = str(report.forward.problem).removeprefix("attention ")
-    return "\n".join([shape, table(rows), *reasons])
+    return "\n".join([shape, format_table(rows), *reasons])
 
 
 def scope(where: Sequence[str]) -> str:
-    """The ops a reason holds for; a backward only where its forward differs."""
+    """The ops that a reason holds for; a backward pass only where its forward differs."""
     ops = [op for op in where if not op.endswith(" backward") or op.removesuffix(" backward") not in where]
     return f" for {', '.join(ops)}"
 
 
 def render_checks(checks: Sequence[Check]) -> str:
-    """One row per backend, op and dtype: the quantity that comes closest to its allowance, or is furthest past it.
+    """One row per backend, op and dtype: the quantity with the largest error relative to its tolerance.
 
-    What a backend declines, or raises, has a row of its own with the cases that it holds for.
+    What a backend declines or raises has its own row, with the cases that it holds for.
     """
     rows = [("backend", "op", "dtype", "worst", "error", "allowed", "")]
     grouped: dict[tuple[str, str, str, str], list[Check]] = {}
@@ -371,7 +389,7 @@ def render_checks(checks: Sequence[Check]) -> str:
         verdict = "ok" if worst.agrees else "WRONG"
         place = f"{worst.quantity}, {worst.case}"
         rows.append((backend, op, dtype, place, f"{worst.error:.2e}", f"{worst.allowed:.2e}", verdict))
-    return table(rows)
+    return format_table(rows)
 
 
 def render_verdict(report: Report) -> str:
@@ -381,26 +399,24 @@ def render_verdict(report: Report) -> str:
         return f"every backend that runs here agrees with the reference, but {'; '.join(report.obstacles)}"
     wrong = {check.backend for check in report.failures}
     right = [b.name for b in reversed(report.backends) if b.available and b.name not in wrong]
-    # sdpa before the reference, which builds whole score matrices.
+    # sdpa rather than the reference, which builds full score matrices.
     instead = "sdpa" if "sdpa" in right else next(iter(right), None)
     lines = [*map(sentence, report.failures), *report.obstacles]
     if instead:
-        advice = (
-            f'Until that is mended, pass backend="{instead}" (NSAConfig(backend="{instead}"), or to each of nsa.ops)'
-        )
+        advice = f'Until this is fixed, pass backend="{instead}" to NSAConfig, or to each function of nsa.ops'
     else:
-        advice = "Nothing here is right: suspect torch or the hardware before this library"
-    return "\n".join([*lines, f"{advice}. A report is welcome, with the output of `nsa doctor --json`."])
+        advice = "No backend is right: suspect torch or the hardware before this library"
+    return "\n".join([*lines, f"{advice}. Please report it with the output of `nsa doctor --json`."])
 
 
 def sentence(check: Check) -> str:
-    """What is wrong with a backend."""
+    """A failed check in one sentence."""
     where = f"{check.backend} is wrong in {check.op} ({check.quantity}, {check.case}, {check.dtype})"
     return f"{where}: {check.note or f'error {check.error:.2e}, allowed {check.allowed:.2e}'}"
 
 
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Columns padded to their widest cell, the last one not."""
+def format_table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns padded to their longest cell, except the last."""
     rows = list(rows)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
@@ -412,16 +428,17 @@ def indent(text: str) -> str:
 
 
 def load_settings(args: argparse.Namespace) -> Settings:
-    """The settings that the arguments and this process's environment give."""
+    """The settings from the arguments and this process's environment."""
     file = settings.read_file(args.settings_file) if args.settings_file else None
     with warnings.catch_warnings():
-        # The report names unknown variables itself; whoever asks for this process's own settings later warns no more.
+        # The report lists unknown variables itself; reading this process's settings later does not warn again.
         warnings.simplefilter("ignore")
         settings.current()
         return Settings.load(file=file, command_line=settings.parse_overrides(args.setting))
 
 
-def problem_of(args: argparse.Namespace) -> Problem:
+def requested_problem(args: argparse.Namespace) -> Problem:
+    """The shape given by the flags."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda'; accepted: 'cpu', because torch sees no GPU here")
@@ -434,8 +451,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem.of_config(config, batch=given["batch"], length=given["seq_len"], dtype=dtype, device=device)
 
 
-def config_of(args: argparse.Namespace, config: Settings) -> TrainConfig:
-    """The run to come, with what else the arguments say of it."""
+def requested_run(args: argparse.Namespace, config: Settings) -> TrainConfig:
+    """The planned run: `--config` with the flags that change it."""
     for name in SHAPE:
         flag = f"--{name.replace('_', '-')}"
         nsa.config.require(
@@ -446,7 +463,7 @@ def config_of(args: argparse.Namespace, config: Settings) -> TrainConfig:
 
 
 def device_given(args: argparse.Namespace) -> bool:
-    """Whether the command line or the config names a device; else the best one here is taken."""
+    """Whether the command line or the config names a device; otherwise the best one here is used."""
     named = (args.device, parse_set(args.set).get("device"), read_yaml(find_config(args.config)).get("device"))
     return any(device not in (None, "auto") for device in named)
 
@@ -454,50 +471,58 @@ def device_given(args: argparse.Namespace) -> bool:
 def check_run(
     config: TrainConfig, report: Report, router: Router, *, device_given: bool
 ) -> tuple[list[str], list[str]]:
-    """What keeps a run to come from starting, and what is worth knowing about it."""
+    """Problems that prevent a planned run from starting, and notes about it."""
     notes: list[str] = []
     found = preflight.problems(config, router, notes=notes, device_given=device_given)
     return [*report.debug_modes, *found, *map(sentence, report.failures), *report.obstacles], notes
 
 
-def to_mend(wrong: list[str]) -> str:
-    return "\n".join([f"[WRONG] {len(wrong)} to mend before this run:", *(f"- {line}" for line in wrong)])
+def list_problems(problems: list[str]) -> str:
+    return "\n".join([f"[WRONG] {len(problems)} problems to fix before this run:", *(f"- {line}" for line in problems)])
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
-    """The command: 0 when every backend agrees with the reference, nothing failed in a probe that was asked for, and a
-    run to come can start; else 1."""
+    """Run the command.
+
+    Args:
+        args: The parsed flags of `nsa doctor`.
+        make_router: Builds the router from settings.
+
+    Returns:
+        0 if every backend agrees with the reference, no probe failed and a planned run can start; else 1.
+
+    Raises:
+        ValueError: A flag has a wrong value or is given without the one it needs.
+    """
     loaded = load_settings(args)
     nsa.config.require(bool(args.config) or not args.set, "--set", args.set, "nothing without --config")
     if args.repro is not None:
-        # A probe takes a while, and what it found must not be lost at its end.
+        # Checked first: a probe takes a while and its result must not be lost.
         writable = args.repro.parent.is_dir() and not args.repro.is_dir()
         nsa.config.require(writable, "--repro", str(args.repro), "a file in a folder that is there")
-    config = config_of(args, loaded) if args.config else None
-    problem, router = (
-        problem_of(args) if config is None else boot.problem_of(config, backward=False),
-        make_router(loaded),
-    )
+    config = requested_run(args, loaded) if args.config else None
+    problem = requested_problem(args) if config is None else boot.problem_of(config, backward=False)
+    router = make_router(loaded)
     if config is not None and preflight.missing_device(config) is not None:
-        # The self-test would run on a device that is not there.
-        print(to_mend(preflight.problems(config, router)))
+        # The self-test would run on the missing device.
+        print(list_problems(preflight.problems(config, router)))
         return 1
     probe_failures: tuple[str, ...] = ()
     if args.probe or args.repro:
         attn = None if config is None else config.model.attn
-        told, probe_failures = probe(router, problem, attn, args.repro)
-        print(f"probe\n{indent(told)}\n")
-    if problem.device == "cuda" and any(map(selftest.compiles, router.backends.values())):
-        print("the first self-test on a machine compiles the kernels, which takes half a minute ...", file=sys.stderr)
+        text, probe_failures = probe(router, problem, attn, args.repro)
+        print(f"probe\n{indent(text)}\n")
+    if problem.device == "cuda" and any(map(selftest.compiles_kernels, router.backends.values())):
+        print("the first self-test on a machine compiles the kernels: about half a minute ...", file=sys.stderr)
     report = diagnose(problem, router, probe_failures=probe_failures)
-    print(render(report))
+    print(render_report(report))
     ready, record = report.healthy, report.to_dict()
     if config is not None:
         problems, notes = check_run(config, report, router, device_given=device_given(args))
         ready = not problems
         record |= {"ready": ready, "problems": problems, "notes": notes}
         print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run')}")
-        print(f"\n{to_mend(problems) if problems else '[OK] Environment validated'}")
+        print(f"\n{list_problems(problems) if problems else '[OK] Environment validated'}")
     if args.json:
         print(json.dumps(record, allow_nan=False))
     return 0 if ready else 1

@@ -1,18 +1,17 @@
-"""Does each backend agree with the reference on this machine: every op, forward and each gradient, in two seconds.
+"""Compares each backend with the reference on this machine: every op, forward and each gradient, in about two seconds.
 
-Each op runs on a short plain batch, a short packed one, and forward on a few queries at the end of cached keys, in fp32
-and in the dtype asked for; kernels that are compiled first, which takes a minute and is remembered, in the latter only.
-Gradients are taken as `nsa.ops` takes them, and as a layer does: through a gate, and added to a `dq` that is there.
-An error is a distance from the reference in fp64; the reference in the same dtype has one too, and a backend may have
-twice that and a rounding more.
+Each op runs on a short fixed-length batch, a short varlen batch and, forward only, a few queries at the end of cached
+keys, in fp32 and in the requested dtype. Backends that compile kernels, which takes a minute and is cached, run in the
+requested dtype only. Gradients are computed as `nsa.ops` computes them and as a layer does: through a gate, and
+accumulated into an existing `dq`. `nsa.testing` defines the error and the tolerance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,18 @@ from torch import Tensor
 
 from nsa import reference
 from nsa.backends.problem import OPS, Problem
+from nsa.backends.reference import arguments_of
 from nsa.backends.routing import problem_for_op
+from nsa.dtypes import HALF, dtype_name
 from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
+from nsa.testing import max_error, tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One quantity of one op, compared. `note` tells why there is nothing to compare."""
+    """One quantity of one op, compared with the reference; `note` is the reason when nothing was compared."""
 
     backend: str
     op: str
@@ -42,47 +44,58 @@ class Check:
 
     @property
     def agrees(self) -> bool:
+        """Whether the error is within the tolerance."""
         return self.error <= self.allowed
 
     @property
     def badness(self) -> float:
-        """How much of the allowance is used up; above 1 is wrong."""
+        """The error as a multiple of the tolerance; above 1 is wrong."""
         if self.error == 0:
             return 0.0
         return self.error / self.allowed if self.allowed else math.inf
 
 
-# Blocks as in the paper; a short sequence has four or five of them, so one of the chosen is chosen freely.
-KNOBS: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 64, "window": 100}
-SELECTION: dict[str, Any] = {"n_select": 3, "n_init": 1, "n_local": 1}
-# Packed: a document of one token, one too short for a compressed block, and two of odd lengths.
-CASES = {"plain": (259,), "packed": (1, 31, 26, 201), "cached": (259,)}
-# Cached: so many queries in each row, the first of them here: one that sees no compressed block yet, one at the end.
+# The paper's block sizes. A short sequence has four or five selection blocks, so one is selected by importance.
+HYPERPARAMETERS: dict[str, Any] = {
+    "block": 32,
+    "stride": 16,
+    "select_block": 64,
+    "window": 100,
+    "n_select": 3,
+    "n_init": 1,
+    "n_local": 1,
+}
+# Varlen: a document of one token, one too short for a compressed block, and two of odd lengths.
+CASES = {"fixed-length": (259,), "varlen": (1, 31, 26, 201), "cached": (259,)}
+# Cached: queries per row, and the position of each row's first: one that sees no compressed block yet, one at the end.
 N_CACHED_QUERIES = 5
 CACHED_STARTS = (28, 254)
 
 # The branches' outputs, in the order of their gates.
-BRANCHES = ("o_cmp", "o_sel", "o_win")
+BRANCH_OUTPUTS = ("o_cmp", "o_sel", "o_win")
 
-# The largest groups and heads that the self-test runs on a GPU.
-MOST_HEADS, WIDEST = 64, 256
+# The largest group and head_dim that the self-test runs on a GPU.
+MAX_HEADS_PER_GROUP, MAX_HEAD_DIM = 64, 256
 
-# What a backend may raise on inputs that it took: a BackendFailure or an error of torch's, which are RuntimeErrors, or
-# a refusal. Anything else is a bug in it, or here, and shows its traceback.
-FINDINGS = (RuntimeError, ValueError)
+# What a backend may raise on inputs that it accepted: a BackendFailure or an error of torch, which are RuntimeErrors,
+# or a ValueError. Anything else is a bug and keeps its traceback.
+REPORTED_ERRORS = (RuntimeError, ValueError)
+
+# The reason why a backend, by name, does not run a problem here; None if it does.
+ReasonAgainst = Callable[[str, Problem], str | None]
 
 
 @dataclass(frozen=True)
-class Pull:
-    """One backward pass: the outputs whose gradients are given, the inputs whose gradients come back."""
+class BackwardPass:
+    """One backward pass: the outputs whose gradients are given and the inputs whose gradients are returned."""
 
     function: str
     outputs: tuple[str, ...]
     leaves: tuple[str, ...]
     label: str = ""
-    # As in a layer, where a branch's output meets this one of the gates, and its `dq` may be added to another branch's.
+    # As in a layer, where a branch's output is multiplied by this gate and `dq` may be accumulated into another.
     gate: int | None = None
-    added: bool = False
+    accumulated: bool = False
 
     @property
     def quantities(self) -> list[str]:
@@ -90,265 +103,193 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Stage:
+class OpSpec:
     """How an op is called, in the reference and in a backend."""
 
     op: str
-    spec: Callable[..., Any]
-    forward: str
-    backward: str
+    reference: Callable[..., Any]
+    # What a backend is given besides tensors; the gated sum takes tensors only.
+    kind: type | None
     leaves: tuple[str, ...]
     fixed: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("o", "lse")
-    knobs: tuple[str, ...] = ()
-    # What a backend is given for them; the gated sum has no hyperparameters.
-    kind: type | None = None
-    shared: tuple[str, ...] = ("scale", "cu_seqlens", "q_start")
-    # A branch's place among the gates.
+    # A branch's position among the gates.
     gate: int | None = None
 
-    def pulls(self, trial: Trial) -> list[Pull]:
-        """Nobody trains through a cache. Few ask for the gradient of `lse`: a backend may have a path without it."""
-        if trial.q_start is not None:
-            return []
-        first, *rest = self.outputs
-        pulls = [Pull(self.backward, (first,), self.leaves)]
-        if rest:
-            pulls.append(Pull(self.backward, self.outputs, self.leaves, " with dlse"))
+    @property
+    def name(self) -> str:
+        """What the names of a backend's functions start with."""
+        return self.reference.__name__.removesuffix("_attention")
+
+    def backward_passes(self, inputs: CaseInputs) -> Iterator[BackwardPass]:
+        """Caches are not trained through. A backend may have a path of its own where `lse` has no gradient."""
+        if inputs.sequences.q_start is not None:
+            return
+        function, first = f"{self.name}_backward", self.outputs[:1]
+        yield BackwardPass(function, first, self.leaves)
+        if len(self.outputs) > 1:
+            yield BackwardPass(function, self.outputs, self.leaves, " with dlse")
         if self.gate is not None:
-            pull = Pull(self.backward, (first,), self.leaves, " gated", gate=self.gate)
-            pulls += [pull, replace(pull, label=" gated and added", added=True)]
+            yield BackwardPass(function, first, self.leaves, " gated", self.gate)
+            yield BackwardPass(function, first, self.leaves, " gated and added", self.gate, accumulated=True)
         if self.op == "combine":
-            pulls.append(Pull("prepare_backward", (first,), ("gates",), " alone"))
-        return pulls
+            yield BackwardPass("prepare_backward", first, ("gates",), " alone")
 
 
-STAGES = (
-    Stage(
-        "compress",
-        reference.compress_mean,
-        "compress_mean_forward",
-        "compress_mean_backward",
-        kind=Pooling,
-        leaves=("k",),
-        outputs=("mean",),
-        knobs=("block", "stride"),
-        shared=("cu_seqlens",),
-    ),
-    Stage(
-        "compress",
-        reference.gather_blocks,
-        "gather_blocks_forward",
-        "gather_blocks_backward",
-        kind=Pooling,
-        leaves=("v", "position"),
-        outputs=("blocks",),
-        knobs=("block", "stride"),
-        shared=("cu_seqlens",),
-    ),
-    Stage(
-        "compressed",
-        reference.compressed_attention,
-        "compressed_forward",
-        "compressed_backward",
-        kind=Compressed,
-        leaves=("q", "k_cmp", "v_cmp"),
-        knobs=("block", "stride"),
-        gate=0,
-    ),
-    Stage(
-        "selected",
-        reference.selected_attention,
-        "selected_forward",
-        "selected_backward",
-        kind=Selected,
-        leaves=("q", "k", "v"),
-        fixed=("indices",),
-        knobs=("select_block",),
-        gate=1,
-    ),
-    Stage(
-        "sliding",
-        reference.sliding_attention,
-        "sliding_forward",
-        "sliding_backward",
-        kind=Sliding,
-        leaves=("q", "k", "v"),
-        knobs=("window",),
-        gate=2,
-    ),
-    Stage(
-        "combine",
-        reference.combine,
-        "combine_forward",
-        "combine_backward",
-        leaves=(*BRANCHES, "gates"),
-        outputs=("o",),
-        shared=(),
-    ),
+OP_SPECS = (
+    OpSpec("compress", reference.compress_mean, Pooling, leaves=("k",), outputs=("mean",)),
+    OpSpec("compress", reference.gather_blocks, Pooling, leaves=("v", "position"), outputs=("blocks",)),
+    OpSpec("compressed", reference.compressed_attention, Compressed, leaves=("q", "k_cmp", "v_cmp"), gate=0),
+    OpSpec("selected", reference.selected_attention, Selected, leaves=("q", "k", "v"), fixed=("indices",), gate=1),
+    OpSpec("sliding", reference.sliding_attention, Sliding, leaves=("q", "k", "v"), gate=2),
+    OpSpec("combine", reference.combine, None, leaves=(*BRANCH_OUTPUTS, "gates"), outputs=("o",)),
 )
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One case in one dtype: the inputs, rounded to it, and what all stages share."""
+class CaseInputs:
+    """One case in one dtype: the tensors, rounded to it, and what all ops share."""
 
     case: str
     dtype: torch.dtype
     problem: Problem
-    tensors: Mapping[str, Tensor]
-    cu_seqlens: Tensor | None
-    q_start: Tensor | None
+    sequences: Sequences
     scale: float
+    tensors: Mapping[str, Tensor]
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """A cache changes nothing about the mixture, which has no keys, and has no whole sequence to compress."""
-        return tuple(stage for stage in STAGES if self.q_start is None or "q_start" in stage.shared)
+    def specs(self) -> tuple[OpSpec, ...]:
+        """With a cache, only ops that read its keys: the gated sum has none, compression needs the whole sequence."""
+        return tuple(spec for spec in OP_SPECS if self.sequences.q_start is None or spec.gate is not None)
 
-    def positional(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def cast(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The named tensors, floating-point ones in `dtype`."""
         tensors = [self.tensors[name] for name in names]
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
-    def keywords(self, stage: Stage) -> dict[str, Any]:
-        return {name: KNOBS[name] for name in stage.knobs} | {name: self.shared[name] for name in stage.shared}
-
-    def posed(self, op: str) -> Problem:
+    def problem_of(self, op: str) -> Problem:
         """The problem of one op, as the router knows it."""
-        return problem_for_op(self.problem, op, KNOBS["block"], KNOBS["stride"])
+        return problem_for_op(self.problem, op, HYPERPARAMETERS["block"], HYPERPARAMETERS["stride"])
 
-    def branch(self, stage: Stage) -> Any:
-        """The sequences and hyperparameters as a backend takes them."""
-        assert stage.kind is not None
-        keywords = self.keywords(stage)
-        places = [keywords.pop(name, None) for name in ("cu_seqlens", "q_start")]
-        return stage.kind(self.sequences(*places), **keywords)
+    def branch(self, kind: type) -> Any:
+        """The sequences and hyperparameters as a backend takes them: a `Compressed`, `Selection`, ..."""
+        values = HYPERPARAMETERS | {"scale": self.scale}
+        names = [field.name for field in fields(kind) if field.name != "sequences"]
+        return kind(self.sequences, **{name: values[name] for name in names})
 
-    @property
-    def selection(self) -> Selection:
-        sizes = {name: KNOBS[name] for name in ("block", "stride", "select_block")}
-        return Selection(self.sequences(self.cu_seqlens, self.q_start), **SELECTION, **sizes, scale=self.scale)
-
-    def sequences(self, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Sequences:
-        q = self.tensors["q"]
-        return Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        return {"scale": self.scale, "cu_seqlens": self.cu_seqlens, "q_start": self.q_start}
+    def keywords(self, kind: type | None) -> dict[str, Any]:
+        """The same as keyword arguments of the reference."""
+        return {} if kind is None else arguments_of(self.branch(kind))
 
     def products(self, branch: int, o: Tensor) -> Tensor:
-        """`do . o` of all branches side by side, in fp32 as a kernel sums it; `o` is that of one of them."""
-        outputs = [self.tensors[name] for name in BRANCHES]
+        """`do . o` of all branches, in fp32 as a kernel sums it: `[B,S,Hq,3]`; `o` is the output of `branch`."""
+        outputs = [self.tensors[name] for name in BRANCH_OUTPUTS]
         outputs[branch] = o
         do = self.tensors["do"].to(self.tensors["dlse"].dtype)
         return torch.stack([(do * x).sum(dim=-1) for x in outputs], dim=-1)
 
-    def check(self, backend: str, op: str, quantity: str, **found: Any) -> Check:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return Check(backend=backend, op=op, dtype=dtype, case=self.case, quantity=quantity, **found)
-
-
-# Why a backend, by name, does not run a problem here; None when it does.
-Obstacle = Callable[[str, Problem], str | None]
+    def check(self, backend: str, op: str, quantity: str = "-", **found: Any) -> Check:
+        return Check(backend=backend, op=op, dtype=dtype_name(self.dtype), case=self.case, quantity=quantity, **found)
 
 
 def self_test(
     backends: Sequence[Any],
     shape: Problem,
-    obstacle: Obstacle | None = None,
+    reason_against: ReasonAgainst | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Check]:
-    """Every op of every backend against the reference, with the heads, the device and the dtype of `shape`.
+    """Compare every op of every backend with the reference.
 
-    `obstacle` is asked before a backend runs, so that what a setting switches off stays off. By default the
-    backend's own `supports` is. `progress(kernel, done, total)` is called while kernels are compiled.
+    Args:
+        backends: Modules or objects with the functions of a backend.
+        shape: Heads, head_dim, device and dtype to test; sizes are reduced by `reduced_shape`.
+        reason_against: Called before a backend runs, so that a disabled backend stays off. Default: its `supports`.
+        progress: Called as `progress(kernel, done, total)` while kernels are compiled.
+
+    Returns:
+        One check per backend, op, dtype, case and quantity.
     """
     by_name = {backend.name: backend for backend in backends}
-    ask = obstacle or (lambda name, problem: by_name[name].supports(problem))
+    ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
     for backend in backends:
         if hasattr(backend, "compile_ahead"):
             backend.compile_ahead(partial(run_all, backend, shape, ask), progress)
     checks = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
-        tested = [backend for backend in backends if dtype == shape.dtype or not compiles(backend)]
+        tested = [backend for backend in backends if dtype == shape.dtype or not compiles_kernels(backend)]
         for case in CASES:
-            trial = make_trial(case, dtype, affordable(shape, dtype))
-            for stage in trial.stages:
-                checks += check_stage(stage, trial, tested, ask)
-            checks += check_selection(trial, tested, ask)
+            inputs = draw_inputs(case, dtype, reduced_shape(shape, dtype))
+            for spec in inputs.specs:
+                checks += compare_op(spec, inputs, tested, ask)
+            checks += compare_selection(inputs, tested, ask)
     rank = {backend.name: i for i, backend in enumerate(backends)}
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
 
 
-def run_all(backend: Any, shape: Problem, obstacle: Obstacle) -> None:
-    """Everything that `check_stage` will run of a backend, for its kernels; what fails now is found there."""
+def run_all(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:
+    """Run whatever the self-test will run of a backend, so that its kernels are compiled; errors are reported later."""
     for case in CASES:
-        trial = make_trial(case, shape.dtype, affordable(shape, shape.dtype))
-        for stage in trial.stages:
-            if obstacle(backend.name, trial.posed(stage.op)) is None:
-                with suppress(*FINDINGS):
-                    run_backend(backend, stage, trial)
-        if obstacle(backend.name, trial.posed("scores")) is None:
-            with suppress(*FINDINGS):
-                q, k = trial.positional(("q", "k_cmp"), trial.dtype)
-                backend.select_blocks(q, k, trial.tensors["lse_cmp"], trial.selection)
+        inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
+        for spec in inputs.specs:
+            if reason_against(backend.name, inputs.problem_of(spec.op)) is None:
+                with suppress(*REPORTED_ERRORS):
+                    run_backend(backend, spec, inputs)
+        if reason_against(backend.name, inputs.problem_of("scores")) is None:
+            with suppress(*REPORTED_ERRORS):
+                select(backend, inputs)
 
 
-def compiles(backend: Any) -> bool:
-    """Whether the backend's kernels are compiled when they first run: then not for a dtype nobody asked about."""
+def compiles_kernels(backend: Any) -> bool:
+    """Whether the backend compiles kernels when they first run: then only for the requested dtype."""
     return getattr(backend, "compiles", False)
 
 
-def affordable(shape: Problem, dtype: torch.dtype) -> Problem:
-    """At most two groups; on a CPU few heads too, and narrow ones, the more so for half precision, for which many CPUs
-    have no arithmetic: more would take minutes and test nothing else."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    on_cpu = shape.device == "cpu"
+def reduced_shape(shape: Problem, dtype: torch.dtype) -> Problem:
+    """`shape` with at most two groups, and on a CPU with few heads and a small head_dim.
+
+    Half precision is reduced further, because many CPUs emulate it: more would take minutes and test nothing else.
+    """
+    half, on_cpu = dtype in HALF, shape.device == "cpu"
     groups = min(shape.n_groups, 1 if on_cpu and half else 2)
-    heads = min(shape.heads_per_group, 2 if on_cpu and half else 3 if on_cpu else MOST_HEADS)
-    width = 8 if on_cpu and half else 16 if on_cpu else WIDEST
-    d_k, d_v = min(shape.d_k, width), min(shape.d_v, width)
+    heads = min(shape.heads_per_group, 2 if on_cpu and half else 3 if on_cpu else MAX_HEADS_PER_GROUP)
+    head_dim = 8 if on_cpu and half else 16 if on_cpu else MAX_HEAD_DIM
+    d_k, d_v = min(shape.d_k, head_dim), min(shape.d_v, head_dim)
     if d_k == d_v and shape.d_k != shape.d_v:
-        # Widths that differ do so at this size too: a mix-up of the two would not show otherwise.
+        # Keep d_k and d_v different: a mix-up of the two would not show otherwise.
         d_k, d_v = (d_k, d_v // 2) if shape.d_k > shape.d_v else (d_k // 2, d_v)
     return replace(shape, n_heads=groups * heads, n_groups=groups, d_k=d_k, d_v=d_v)
 
 
-def tested(shape: Problem) -> str:
-    """What the self-test runs for `shape`, in words."""
-    parts = []
-    for dtype in dict.fromkeys((torch.float32, shape.dtype)):
-        run = affordable(shape, dtype)
-        name = str(dtype).removeprefix("torch.")
-        parts.append(f"{name} with {run.n_heads} heads in {run.n_groups} groups, {run.d_k}/{run.d_v} wide")
-    return "ran " + "; ".join(parts)
+def describe_shapes(shape: Problem) -> str:
+    """The shapes that the self-test runs for `shape`, in one line."""
+    runs = {dtype_name(dtype): reduced_shape(shape, dtype) for dtype in dict.fromkeys((torch.float32, shape.dtype))}
+    return "ran " + "; ".join(
+        f"{name} with {run.n_heads} heads in {run.n_groups} groups, head_dim {run.d_k}/{run.d_v}"
+        for name, run in runs.items()
+    )
 
 
-def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
+def draw_inputs(case: str, dtype: torch.dtype, shape: Problem) -> CaseInputs:
+    """Random tensors for one case, on the device of `shape`."""
     lengths = torch.tensor(CASES[case])
-    packed, cached = case == "packed", case == "cached"
+    varlen, cached = case == "varlen", case == "cached"
     n_keys = int(lengths.sum())
     n_queries = N_CACHED_QUERIES if cached else n_keys
     batch = len(CACHED_STARTS) if cached else 1
-    problem = replace(
-        shape,
-        batch=batch,
-        n_queries=n_queries,
-        n_keys=n_keys,
-        dtype=dtype,
-        packed=packed,
-        cached=cached,
-        backward=False,
-    )
-    n_cmp = problem_for_op(problem, "compressed", KNOBS["block"], KNOBS["stride"]).n_keys
+    sizes = {"batch": batch, "n_queries": n_queries, "n_keys": n_keys}
+    problem = replace(shape, **sizes, dtype=dtype, packed=varlen, cached=cached, backward=False)
+    cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if varlen else None
+    q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
+    sequences = Sequences(batch, n_queries, torch.device(shape.device), cu_seqlens, q_start)
+    inputs = CaseInputs(case, dtype, problem, sequences, shape.d_k**-0.5, {})
+    n_cmp = inputs.problem_of("compressed").n_keys
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64).to(shape.device, dtype)
 
-    rows, groups = (batch, n_queries, shape.n_heads), shape.n_groups
+    rows, groups, block = (batch, n_queries, shape.n_heads), shape.n_groups, HYPERPARAMETERS["block"]
     tensors = {
         "q": draw(*rows, shape.d_k),
         "k_cmp": draw(batch, n_cmp, groups, shape.d_k),
@@ -359,125 +300,124 @@ def make_trial(case: str, dtype: torch.dtype, shape: Problem) -> Trial:
         "do": draw(*rows, shape.d_v),
         "dq": draw(*rows, shape.d_k),
         "dlse": draw(*rows).to(lse_dtype),
-        "position": draw(KNOBS["block"], shape.d_v),
+        "position": draw(block, shape.d_v),
         "dmean": draw(batch, n_cmp, groups, shape.d_k),
-        "dblocks": draw(batch, n_cmp, groups, KNOBS["block"] * shape.d_v),
-    } | {name: draw(*rows, shape.d_v) for name in BRANCHES}
-    cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if packed else None
-    q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
-    trial = Trial(case, dtype, problem, tensors, cu_seqlens, q_start, shape.d_k**-0.5)
+        "dblocks": draw(batch, n_cmp, groups, block * shape.d_v),
+    } | {name: draw(*rows, shape.d_v) for name in BRANCH_OUTPUTS}
+    inputs = replace(inputs, tensors=tensors)
 
-    # What later stages take from earlier ones comes from the reference, so that each is judged alone.
-    q, k_cmp, v_cmp = trial.positional(("q", "k_cmp", "v_cmp"), torch.float64)
-    compression = {"block": KNOBS["block"], "stride": KNOBS["stride"], **trial.shared}
-    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **compression)
-    indices = reference.select_blocks(q, k_cmp, lse, select_block=KNOBS["select_block"], **SELECTION, **compression)
-    return replace(trial, tensors={**tensors, "lse_cmp": lse.to(lse_dtype), "indices": indices})
+    # What one op takes from another comes from the reference, so that each is tested alone.
+    q, k_cmp, v_cmp = inputs.cast(("q", "k_cmp", "v_cmp"), torch.float64)
+    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **inputs.keywords(Compressed))
+    indices = reference.select_blocks(q, k_cmp, lse, **inputs.keywords(Selection))
+    return replace(inputs, tensors={**tensors, "lse_cmp": lse.to(lse_dtype), "indices": indices})
 
 
-def check_stage(stage: Stage, trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -> list[Check]:
-    quantities = [*stage.outputs, *(name for pull in stage.pulls(trial) for name in pull.quantities)]
-    truth = run_reference(stage, trial, torch.float64)
-    rounded = run_reference(stage, trial, trial.dtype)
-    extra = cancellation(stage, trial)
-    allowed = [
-        allowance(x, exact) + (extra if name.startswith(("dq", "dk")) else 0.0)
-        for name, x, exact in zip(quantities, rounded, truth, strict=True)
-    ]
-    problem = trial.posed(stage.op)
-
-    checks = []
+def compare_op(
+    spec: OpSpec, inputs: CaseInputs, backends: Sequence[Any], reason_against: ReasonAgainst
+) -> Iterator[Check]:
+    """Checks of one op, forward and every backward pass, for each backend."""
+    passes = list(spec.backward_passes(inputs))
+    quantities = [*spec.outputs, *(name for backward in passes for name in backward.quantities)]
+    exact = run_reference(spec, inputs, torch.float64)
+    plain = run_reference(spec, inputs, inputs.dtype)
+    cancelled = cancellation_error(spec, inputs)
+    problem = inputs.problem_of(spec.op)
     for backend in backends:
-        reason = obstacle(backend.name, problem)
-        if reason is None and stage.pulls(trial):
-            reason = obstacle(backend.name, replace(problem, backward=True))
+        reason = reason_against(backend.name, problem)
+        if reason is None and passes:
+            reason = reason_against(backend.name, replace(problem, backward=True))
         if reason:
-            checks.append(trial.check(backend.name, stage.op, "-", note=f"declines: {reason}"))
+            yield inputs.check(backend.name, spec.op, note=f"declines: {reason}")
             continue
         try:
-            found = run_backend(backend, stage, trial)
-        except FINDINGS as error:
-            checks.append(raised(trial, backend, stage.op, error))
+            found = run_backend(backend, spec, inputs)
+        except REPORTED_ERRORS as error:
+            yield failed_check(inputs, backend, spec.op, error)
             continue
-        for name, x, like, exact, most in zip(quantities, found, rounded, truth, allowed, strict=True):
-            off = distance(x, exact) if x.dtype == like.dtype else math.inf
-            checks.append(trial.check(backend.name, stage.op, name, error=off, allowed=most))
-    return checks
+        for name, x, like, right in zip(quantities, found, plain, exact, strict=True):
+            # A result is rounded once to its dtype. Before that, `p * (dp - delta)` has three factors that a fused
+            # backward rounds in fp32, and whose errors do not cancel as they do in autograd's softmax.
+            rounding = torch.finfo(like.dtype).eps + 3 * torch.finfo(torch.float32).eps
+            allowed = tolerance(like, right, rounding=rounding)
+            allowed += cancelled if name.startswith(("dq", "dk")) else 0.0
+            error = max_error(x, right) if x.dtype == like.dtype else math.inf
+            yield inputs.check(backend.name, spec.op, name, error=error, allowed=allowed)
 
 
-def run_reference(stage: Stage, trial: Trial, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Outputs and gradients by autograd, in `dtype`."""
-    leaves = [x.clone().requires_grad_() for x in trial.positional(stage.leaves, dtype)]
-    fixed = trial.positional(stage.fixed, dtype)
-    outputs = as_tuple(stage.spec(*leaves, *fixed, **trial.keywords(stage)))
+def run_reference(spec: OpSpec, inputs: CaseInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Outputs, and gradients by autograd, in `dtype`."""
+    leaves = [x.clone().requires_grad_() for x in inputs.cast(spec.leaves, dtype)]
+    fixed = inputs.cast(spec.fixed, dtype)
+    outputs = as_tuple(spec.reference(*leaves, *fixed, **inputs.keywords(spec.kind)))
     gradients: list[Tensor] = []
-    for pull in stage.pulls(trial):
-        if pull.added:
-            # The pass before was the same, without a sum.
-            dq, *others = gradients[-len(pull.leaves) :]
-            gradients += (trial.tensors["dq"].to(dtype) + dq, *others)
+    for backward in spec.backward_passes(inputs):
+        if backward.accumulated:
+            # The pass before was the same, without an existing `dq`.
+            dq, *others = gradients[-len(backward.leaves) :]
+            gradients += (inputs.tensors["dq"].to(dtype) + dq, *others)
             continue
-        pulled = outputs[: len(pull.outputs)]
-        grads = [trial.tensors[f"d{name}"].to(x.dtype) for name, x in zip(pull.outputs, pulled, strict=True)]
-        if pull.gate is not None:
-            grads[0] = grads[0] * trial.tensors["gates"].to(dtype)[..., pull.gate, None]
-        wanted = [x for name, x in zip(stage.leaves, leaves, strict=True) if name in pull.leaves]
-        gradients += torch.autograd.grad(pulled, wanted, grads, retain_graph=True)
+        differentiated = outputs[: len(backward.outputs)]
+        grads = [
+            inputs.tensors[f"d{name}"].to(x.dtype) for name, x in zip(backward.outputs, differentiated, strict=True)
+        ]
+        if backward.gate is not None:
+            grads[0] = grads[0] * inputs.tensors["gates"].to(dtype)[..., backward.gate, None]
+        wanted = [x for name, x in zip(spec.leaves, leaves, strict=True) if name in backward.leaves]
+        gradients += torch.autograd.grad(differentiated, wanted, grads, retain_graph=True)
     return (*(x.detach() for x in outputs), *gradients)
 
 
-def run_backend(backend: Any, stage: Stage, trial: Trial) -> tuple[Tensor, ...]:
+def run_backend(backend: Any, spec: OpSpec, inputs: CaseInputs) -> tuple[Tensor, ...]:
     """Outputs and gradients by the backend's own functions."""
-    inputs = trial.positional((*stage.leaves, *stage.fixed), trial.dtype)
-    branch = () if stage.kind is None else (trial.branch(stage),)
-    outputs = as_tuple(getattr(backend, stage.forward)(*inputs, *branch))
+    tensors = inputs.cast((*spec.leaves, *spec.fixed), inputs.dtype)
+    branch = () if spec.kind is None else (inputs.branch(spec.kind),)
+    outputs = as_tuple(getattr(backend, f"{spec.name}_forward")(*tensors, *branch))
     gradients: list[Tensor] = []
-    for pull in stage.pulls(trial):
-        grads = [trial.tensors[f"d{name}"] if name in pull.outputs else None for name in stage.outputs]
-        backward = getattr(backend, pull.function)
-        results: tuple[Tensor, ...]
-        if pull.function == "prepare_backward":
-            results = (prepare(backend, trial, {})[0],)
-        elif stage.op == "combine":
-            results = as_tuple(backward(*grads, *inputs))
-        elif stage.op == "compress":
-            results = as_tuple(backward(*grads, *branch))
+    for backward in spec.backward_passes(inputs):
+        grads = [inputs.tensors[f"d{name}"] if name in backward.outputs else None for name in spec.outputs]
+        function = getattr(backend, backward.function)
+        if backward.function == "prepare_backward":
+            gradients.append(prepare_gates(backend, inputs, {})[0])
+        elif spec.op == "combine":
+            gradients += as_tuple(function(*grads, *tensors))
+        elif spec.op == "compress":
+            gradients += as_tuple(function(*grads, *branch))
         else:
-            results = backward(upstream(backend, trial, pull, grads, outputs), saved(inputs, outputs), *branch)
-        gradients += results
+            q, k, v, *indices = tensors
+            saved = Saved(q, k, v, *outputs, *indices)
+            gradients += function(upstream_of(backend, inputs, backward, grads, outputs), saved, *branch)
     return (*outputs, *gradients)
 
 
-def saved(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Saved:
-    q, k, v, *indices = inputs
-    return Saved(q, k, v, *outputs, *indices)
-
-
-def upstream(
-    backend: Any, trial: Trial, pull: Pull, grads: list[Tensor | None], outputs: tuple[Tensor, ...]
+def upstream_of(
+    backend: Any, inputs: CaseInputs, backward: BackwardPass, grads: list[Tensor | None], outputs: tuple[Tensor, ...]
 ) -> Upstream:
+    """What a branch's backward pass starts from."""
     do, dlse = grads
     assert do is not None
-    if pull.gate is None:
+    if backward.gate is None:
         return Upstream(do, dlse)
     if hasattr(backend, "prepare_backward"):
-        # As the layer has it: one function prepares all branches, of which this is one.
-        prepared = prepare(backend, trial, {pull.gate: outputs})[1][pull.gate]
+        # As in a layer: one function prepares all branches, of which this is one.
+        upstream = prepare_gates(backend, inputs, {backward.gate: outputs})[1][backward.gate]
     else:
-        # Columns of what all gates have in one tensor.
-        gate = trial.tensors["gates"][..., pull.gate]
-        prepared = Upstream(do, dlse, gate, trial.products(pull.gate, outputs[0])[..., pull.gate])
-    # Added to in place.
-    return prepared._replace(dq=trial.tensors["dq"].clone() if pull.added else None)
+        # Columns of one tensor that holds all gates.
+        gate = inputs.tensors["gates"][..., backward.gate]
+        upstream = Upstream(do, dlse, gate, inputs.products(backward.gate, outputs[0])[..., backward.gate])
+    # Accumulated in place.
+    return upstream._replace(dq=inputs.tensors["dq"].clone() if backward.accumulated else None)
 
 
-def prepare(backend: Any, trial: Trial, known: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, tuple[Upstream, ...]]:
-    """`prepare_backward` of the drawn outputs, those `known` of a branch in their place."""
-    drawn = [(trial.tensors[name], trial.tensors["lse_cmp"]) for name in BRANCHES]
+def prepare_gates(
+    backend: Any, inputs: CaseInputs, known: Mapping[int, tuple[Tensor, ...]]
+) -> tuple[Tensor, tuple[Upstream, ...]]:
+    """`prepare_backward` on random outputs, except for the branches whose `(o, lse)` is `known`."""
+    tensors = inputs.tensors
+    drawn = [(tensors[name], tensors["lse_cmp"]) for name in BRANCH_OUTPUTS]
     outputs, lses = zip(*(known.get(branch, pair) for branch, pair in enumerate(drawn)), strict=True)
-    tensors = trial.tensors
     found: tuple[Tensor, tuple[Upstream, ...]] = backend.prepare_backward(
-        tensors["do"], outputs, lses, tensors["gates"], trial.problem.n_groups
+        tensors["do"], outputs, lses, tensors["gates"], inputs.problem.n_groups
     )
     return found
 
@@ -486,104 +426,81 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def distance(x: Tensor, exact: Tensor) -> float:
-    """Largest absolute error; infinite for another shape, a NaN, or an infinity that is not the same one."""
-    if x.shape != exact.shape:
-        return math.inf
-    error = (x.double() - exact).abs().masked_fill_(x.double() == exact, 0.0)
-    return float(error.nan_to_num(nan=math.inf, posinf=math.inf).max()) if error.numel() else 0.0
-
-
-def cancellation(stage: Stage, trial: Trial) -> float:
-    """What is left of `dp - delta` where they cancel: the rounding of two fp32 sums of the size `|do| |v|`, which then
-    meets a key in `dq` and a query in `dk`. With few heads and keys it is all there is."""
-    if "scale" not in stage.shared:
+def cancellation_error(spec: OpSpec, inputs: CaseInputs) -> float:
+    """What is left of `dp - delta` where they cancel: the rounding of two fp32 sums of the size `|do| |v|`, which is
+    then multiplied by a key in `dq` and a query in `dk`. With few heads and keys nothing else is left."""
+    if spec.gate is None:
         return 0.0
-    q, k, v = trial.positional(stage.leaves, torch.float64)
-    do = trial.tensors["do"].double()
+    q, k, v = inputs.cast(spec.leaves, torch.float64)
+    do = inputs.tensors["do"].double()
     size = float(do.norm(dim=-1).max() * v.norm(dim=-1).max() * torch.maximum(q.abs().max(), k.abs().max()))
-    return torch.finfo(torch.float32).eps * trial.scale * size
+    return torch.finfo(torch.float32).eps * inputs.scale * size
 
 
-def allowance(rounded: Tensor, exact: Tensor) -> float:
-    """Twice the reference's error in the same dtype, and a floor in roundings of the largest value.
+def select(backend: Any, inputs: CaseInputs) -> Tensor:
+    q, k = inputs.cast(("q", "k_cmp"), inputs.dtype)
+    indices: Tensor = backend.select_blocks(q, k, inputs.tensors["lse_cmp"], inputs.branch(Selection))
+    return indices
 
-    A result is rounded once to its dtype; before that, `p * (dp - delta)` has three factors that a fused backward
-    rounds in fp32, and whose errors do not cancel as they do in autograd's softmax.
+
+def compare_selection(inputs: CaseInputs, backends: Sequence[Any], reason_against: ReasonAgainst) -> Iterator[Check]:
+    """A selection has no rounding error: what is compared is how much fp64 importance it misses.
+
+    Importances that are off by `e` swap two blocks only if these differ by less than `2e`, so the reference's own error
+    bounds what each block that is not forced may cost.
     """
-    largest = float(exact.masked_fill(exact.isinf(), 0.0).abs().max())
-    roundings = 3 * torch.finfo(torch.float32).eps + torch.finfo(rounded.dtype).eps
-    own = distance(rounded, exact)
-    # A reference that is itself infinitely wrong allows nothing.
-    return (2 * own if math.isfinite(own) else 0.0) + roundings * largest
+    low = (*inputs.cast(("q", "k_cmp"), inputs.dtype), inputs.tensors["lse_cmp"])
+    exact = inputs.cast(("q", "k_cmp", "lse_cmp"), torch.float64)
+    selection = inputs.keywords(Selection)
+    counts = {name: HYPERPARAMETERS[name] for name in ("n_select", "n_init", "n_local")}
+    scoring = {name: value for name, value in selection.items() if name not in counts}
+    importance, rounded = (reference.selection_importance(*tensors, **scoring).double() for tensors in (exact, low))
+    off = float((rounded - importance).abs().max()) + torch.finfo(low[2].dtype).eps * float(importance.max())
+    n_free = counts["n_select"] - counts["n_init"] - counts["n_local"]
 
-
-def check_selection(trial: Trial, backends: Sequence[Any], obstacle: Obstacle) -> list[Check]:
-    """A choice of blocks has no rounding error: what counts is how much fp64 importance it misses.
-
-    Importances that are off by `e` swap two blocks only if these differ by less than `2e`: from the reference's own
-    error follows what each freely chosen block may cost.
-    """
-    q64, k64, lse64 = trial.positional(("q", "k_cmp", "lse_cmp"), torch.float64)
-    q, k = trial.positional(("q", "k_cmp"), trial.dtype)
-    lse = trial.tensors["lse_cmp"]
-    keywords = {"block": KNOBS["block"], "stride": KNOBS["stride"], "select_block": KNOBS["select_block"]}
-    keywords |= trial.shared
-    importance = importance_of(q64, k64, lse64, keywords)
-    off = float((importance_of(q, k, lse, keywords) - importance).abs().max())
-    off += torch.finfo(lse.dtype).eps * float(importance.max())
-    n_free = SELECTION["n_select"] - SELECTION["n_init"] - SELECTION["n_local"]
-
-    best = reference.select_blocks(q64, k64, lse64, **SELECTION, **keywords)
-    rounded = reference.select_blocks(q, k, lse, **SELECTION, **keywords)
-    worth = worth_of_blocks(importance, q, trial.cu_seqlens, trial.q_start)
-    allowed = 2 * (missed(rounded, best, worth) + n_free * 2 * off)
-
-    problem = trial.posed("scores")
-    checks = []
+    best, plain = (reference.select_blocks(*tensors, **selection) for tensors in (exact, low))
+    value = block_values(importance, inputs)
+    allowed = 2 * (missed_importance(plain, best, value) + n_free * 2 * off)
+    problem = inputs.problem_of("scores")
     for backend in backends:
-        reason = obstacle(backend.name, problem)
+        reason = reason_against(backend.name, problem)
         if reason:
-            checks.append(trial.check(backend.name, "scores", "-", note=f"declines: {reason}"))
+            yield inputs.check(backend.name, "scores", note=f"declines: {reason}")
             continue
         try:
-            chosen = backend.select_blocks(q, k, lse, trial.selection)
-        except FINDINGS as error:
-            checks.append(raised(trial, backend, "scores", error))
+            selected = select(backend, inputs)
+        except REPORTED_ERRORS as error:
+            yield failed_check(inputs, backend, "scores", error)
             continue
-        loss = missed(chosen, best, worth)
-        checks.append(trial.check(backend.name, "scores", "missed", error=loss, allowed=allowed))
-    return checks
+        missed = missed_importance(selected, best, value)
+        yield inputs.check(backend.name, "scores", "missed", error=missed, allowed=allowed)
 
 
-def importance_of(q: Tensor, k_cmp: Tensor, lse: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-    return reference.selection_importance(q, k_cmp, lse, **keywords).double()
-
-
-def worth_of_blocks(importance: Tensor, q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
-    """`[B,S,G,J]`: a forced block is worth more than all others together, one not yet begun costs everything."""
-    _, t = locate_queries(q, cu_seqlens, q_start)
-    own = (t // KNOBS["select_block"])[:, :, None, None]
-    j = torch.arange(importance.shape[-1], device=q.device)
-    forced = (j < SELECTION["n_init"]) | (j > own - SELECTION["n_local"])
+def block_values(importance: Tensor, inputs: CaseInputs) -> Tensor:
+    """`[B,S,G,J]`: a forced block counts more than all others together; one that starts after the query is never
+    right."""
+    _, t = locate_queries(inputs.tensors["q"], inputs.sequences.cu_seqlens, inputs.sequences.q_start)
+    own = (t // HYPERPARAMETERS["select_block"])[:, :, None, None]
+    j = torch.arange(importance.shape[-1], device=importance.device)
+    forced = (j < HYPERPARAMETERS["n_init"]) | (j > own - HYPERPARAMETERS["n_local"])
     return importance.masked_fill(forced, 1e3).masked_fill(j > own, -math.inf)
 
 
-def missed(chosen: Tensor, best: Tensor, worth: Tensor) -> float:
-    """The most a query loses by its choice; infinite where that is not a valid list of as many blocks."""
-    if chosen.shape != best.shape or chosen.dtype != best.dtype or bool((chosen >= worth.shape[-1]).any()):
+def missed_importance(selected: Tensor, best: Tensor, value: Tensor) -> float:
+    """The most that a query's selection is below the best one; infinite where it is no valid list of as many blocks."""
+    if selected.shape != best.shape or selected.dtype != best.dtype or bool((selected >= value.shape[-1]).any()):
         return math.inf
-    before, after = chosen[..., :-1], chosen[..., 1:]
-    in_order = (after == -1) | ((before != -1) & (after > before))
-    if bool(((chosen >= 0) != (best >= 0)).any()) or not bool(in_order.all()):
+    before, after = selected[..., :-1], selected[..., 1:]
+    ascending = (after == -1) | ((before != -1) & (after > before))
+    if bool(((selected >= 0) != (best >= 0)).any()) or not bool(ascending.all()):
         return math.inf
 
     def total(indices: Tensor) -> Tensor:
-        return worth.gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0.0).sum(dim=-1)
+        return value.gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0.0).sum(dim=-1)
 
-    return max(0.0, float((total(best) - total(chosen)).max()))
+    return max(0.0, float((total(best) - total(selected)).max()))
 
 
-def raised(trial: Trial, backend: Any, op: str, error: Exception) -> Check:
+def failed_check(inputs: CaseInputs, backend: Any, op: str, error: Exception) -> Check:
     first_line = (str(error).splitlines() or [""])[0]
-    return trial.check(backend.name, op, "-", error=math.inf, note=f"{type(error).__name__}: {first_line}")
+    return inputs.check(backend.name, op, error=math.inf, note=f"{type(error).__name__}: {first_line}")

@@ -1,6 +1,6 @@
-"""What the tests share: problems to draw, inputs to fill them with, and how close is close enough.
+"""What the tests share: strategies for problems, random inputs for them, and assertions.
 
-Counts of blocks, legal selections and tolerances are worked out a second time, not taken from `nsa`.
+Block counts and legal selections are computed a second time, not taken from `nsa`. Tolerances come from `nsa.testing`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa.sequences import Compressed, Pooling, Selected, Selection, Sequences, Sliding
+from nsa.testing import TOLERANCE_FACTOR, finite, max_error, tolerance
 
 # The three branches that attend; each is one function of `nsa.ops` and one of `nsa.reference`.
 BRANCHES = ("compressed", "selected", "sliding")
 
 # The two functions that phi is made of, again one of each module.
 COMPRESSIONS = ("compress_mean", "gather_blocks")
-
-# A kernel may be off by this many times what plain torch in the same dtype is off by, both against fp64.
-TOLERANCE_FACTOR = 2
-# And by this many roundings of what is summed: where plain torch happens to be exact, nothing else could pass.
-ROUNDINGS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +332,8 @@ def assert_within_derived_tolerance(
         assert got.dtype == plain.dtype, f"{name} is {got.dtype}, plain torch gives {plain.dtype}"
         assert got.shape == reference.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(reference.shape)}"
         assert torch.equal(got.isinf(), reference.isinf()), f"{name} is infinite in other places than the reference"
-        if reference.numel() == 0:
-            continue
-        size = float(finite(reference).abs().max()) if sizes is None else sizes[name]
-        error = largest_difference(got, reference)
-        allowed = TOLERANCE_FACTOR * largest_difference(plain, reference)
-        allowed += ROUNDINGS * torch.finfo(got.dtype).eps * size
+        error = max_error(got, reference)
+        allowed = tolerance(plain, reference, size=None if sizes is None else sizes[name])
         assert error <= allowed, f"{name} is off by {error:.3e}; plain torch in {got.dtype} allows {allowed:.3e}"
 
 
@@ -360,15 +352,6 @@ def assert_norms_close(
         allowed = TOLERANCE_FACTOR * (plain.double() - reference).norm() + torch.finfo(got.dtype).eps / 2 * size
         error = (got.double() - reference).norm()
         assert error <= allowed, f"{name} is off by {error / size:.2e} of its norm, allowed {allowed / size:.2e}"
-
-
-def finite(x: Tensor) -> Tensor:
-    return x.masked_fill(x.isinf(), 0.0)
-
-
-def largest_difference(x: Tensor, reference: Tensor) -> float:
-    """NaN when either has one: a comparison with it then fails."""
-    return float((finite(x).double() - finite(reference)).abs().max())
 
 
 def mean_compress(x: Tensor, case: Case) -> Tensor:

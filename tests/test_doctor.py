@@ -84,7 +84,7 @@ def test_a_healthy_machine_has_every_section_and_status_0(
     assert "sdpa       yes" in text
 
 
-def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
+def test_every_op_and_gradient_is_checked_in_every_layout() -> None:
     checks = examine(sdpa)
     looked_at = {(check.op, check.quantity, check.case) for check in checks}
     attention = {
@@ -97,7 +97,7 @@ def test_every_op_and_gradient_is_looked_at_plain_packed_and_cached() -> None:
         "scores": ["missed"],
         "combine": ["o", "do_cmp", "do_sel", "do_win", "dgates", "dgates alone"],
     }
-    whole = {(op, q, case) for op in OPS for q in quantities[op] for case in ("plain", "packed")}
+    whole = {(op, q, case) for op in OPS for q in quantities[op] for case in ("fixed-length", "varlen")}
     forward = {(op, q, "cached") for op in attention for q in ("o", "lse")} | {("scores", "missed", "cached")}
     assert looked_at == whole | forward
     assert not failing(checks)
@@ -245,7 +245,7 @@ def test_a_wrong_backend_is_named_with_its_error_and_what_to_do(capsys: pytest.C
     wrong = patient(sliding_backward=off_by(sdpa.sliding_backward, 0, 0.25))
     assert run_doctor("--json", backends=(wrong, sdpa, reference)) == 1
     text = capsys.readouterr().out
-    assert "triton is wrong in sliding (dq, plain, float32): error 2.50e-01, allowed " in text
+    assert "triton is wrong in sliding (dq, fixed-length, float32): error 2.50e-01" in text
     assert 'pass backend="sdpa"' in text
     assert "WRONG" in text
     report = json.loads(text.splitlines()[-1])
@@ -261,7 +261,7 @@ def test_a_backend_that_raises_is_a_finding_not_a_crash(error: Exception, capsys
     assert run_doctor("--json", backends=(patient(selected_forward=raises, select_blocks=raises), sdpa)) == 1
     text = capsys.readouterr().out
     for op in ("selected", "scores"):
-        assert f"triton is wrong in {op} (-, plain, float32): {type(error).__name__}: {error}" in text
+        assert f"triton is wrong in {op} (-, fixed-length, float32): {type(error).__name__}: {error}" in text
     assert [c["error"] for c in json.loads(text.splitlines()[-1])["checks"] if not c["agrees"]] == [None] * 6
 
 
@@ -526,7 +526,7 @@ def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path) -> None:
 def test_a_gpu_is_named_with_capability_and_driver(capsys: pytest.CaptureFixture[str]) -> None:
     report = doctor.diagnose(SHAPE, Router([sdpa, reference], Settings()), environ={})
     report = replace(report, gpus=(machine.Gpu("NVIDIA H200", "9.0", 139.8, "570.1"),), checks=())
-    assert "gpu        NVIDIA H200, capability 9.0, 139.8 GiB, driver 570.1" in doctor.render(report)
+    assert "gpu        NVIDIA H200, capability 9.0, 139.8 GiB, driver 570.1" in doctor.render_report(report)
 
 
 def test_counters_of_this_process_are_shown(environment: Callable[..., None]) -> None:
@@ -536,7 +536,7 @@ def test_counters_of_this_process_are_shown(environment: Callable[..., None]) ->
     ops.sliding_attention(q, q, q, window=4)
     report = doctor.diagnose(SHAPE, Router([sdpa], Settings()), environ={})
     assert report.counts["calls"] == {"sliding/sdpa": 1}
-    assert "calls  sliding/sdpa  1" in doctor.render(report)
+    assert "calls  sliding/sdpa  1" in doctor.render_report(report)
 
 
 def test_the_command_line_shows_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -583,7 +583,7 @@ def test_few_heads_are_no_false_alarm(shape: tuple[int, int, int]) -> None:
 
 def test_a_huge_shape_is_tested_at_a_size_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor("--heads", "4096", "--groups", "1", "--d-k", "256", "--d-v", "256") == 0
-    assert "ran float32 with 3 heads in 1 groups, 16/16 wide" in capsys.readouterr().out
+    assert "3 heads in 1 groups, head_dim 16/16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -593,7 +593,7 @@ def test_widths_that_differ_still_do_where_they_are_cut(
     widths: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     shape = replace(SHAPE, d_k=widths[0], d_v=widths[1], device=device)
-    small = selftest.affordable(shape, dtype)
+    small = selftest.reduced_shape(shape, dtype)
     assert (small.d_k > small.d_v) == (widths[0] > widths[1])
     assert (small.d_k < small.d_v) == (widths[0] < widths[1])
     assert small.d_k <= shape.d_k
@@ -601,7 +601,7 @@ def test_widths_that_differ_still_do_where_they_are_cut(
 
 
 def test_widths_that_a_gpu_takes_are_left_alone() -> None:
-    small = selftest.affordable(replace(SHAPE, d_k=256, d_v=192, device="cuda"), torch.bfloat16)
+    small = selftest.reduced_shape(replace(SHAPE, d_k=256, d_v=192, device="cuda"), torch.bfloat16)
     assert (small.d_k, small.d_v) == (256, 192)
 
 

@@ -189,6 +189,7 @@ LAYERS = (
     (
         "checks",
         "config",
+        "dtypes",
         "files",
         "geometry",
         "lazy",
@@ -198,6 +199,7 @@ LAYERS = (
         "settings",
         "reference",
         "tensor_file",
+        "testing",
     ),
     ("backends",),
     ("ops",),

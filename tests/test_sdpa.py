@@ -11,8 +11,6 @@ import pytest
 import torch
 from helpers import (
     BRANCHES,
-    ROUNDINGS,
-    TOLERANCE_FACTOR,
     Case,
     Inputs,
     assert_close,
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from nsa import ops, reference
 from nsa.backends.sdpa import layout
+from nsa.testing import tolerance
 
 TIGHT = 1e-10
 LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
@@ -243,8 +242,7 @@ def test_a_choice_in_low_precision_errs_no_more_than_plain_torch_would(dtype: to
     chosen = ops.select_blocks(
         inputs.q, inputs.k_cmp, lse, **case.selection, backend="sdpa", cu_seqlens=case.cu_seqlens
     )
-    plain_error = float((importance_of(inputs, case).double() - exact).abs().max())
-    error = TOLERANCE_FACTOR * plain_error + ROUNDINGS * torch.finfo(torch.float32).eps * float(exact.max())
+    error = tolerance(importance_of(inputs, case), exact)
     least, greatest = importance_at_the_cut(exact, chosen, case)
     # Two blocks may change places when both are off by the error, towards each other.
     assert (least >= greatest - 2 * error).all()

@@ -11,6 +11,7 @@ from interpreted import DEVICE, worth_trying  # isort: skip
 
 from nsa import reference
 from nsa.backends.triton import combine
+from nsa.testing import max_error, tolerance
 
 SMALL = combine.Tile(elements=256, num_warps=4)
 
@@ -32,8 +33,7 @@ def assert_close(got: list[Tensor], args: list[Tensor], do: Tensor) -> None:
     for x, e, p in zip(got, exact, plain, strict=True):
         assert x.dtype == args[0].dtype
         assert x.is_contiguous()
-        bound = 2 * (p.double() - e).abs().max() + 1e-6 * e.abs().max()
-        assert (x.double() - e).abs().max() <= bound
+        assert max_error(x, e) <= tolerance(p, e, rounding=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

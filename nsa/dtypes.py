@@ -1,0 +1,18 @@
+"""What the code asks of a torch dtype: is it half precision, what sums are kept in, what it is called."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which sums over `x` are accumulated: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"bfloat16"` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
