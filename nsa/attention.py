@@ -158,19 +158,19 @@ class NSAAttention(nn.Module):
             )
             try:
                 o, indices = self.attend(
-                    past.asked(q),
+                    past.tokens.rotate_queries(q),
                     past.compressed,
                     past.selected,
                     past.window,
-                    past.asked(gates),
+                    past.tokens.rotate_queries(gates),
                     every_branch,
-                    q_start=past.q_start,
+                    q_start=past.tokens.q_start,
                     window_start=past.window_start,
                 )
             except Exception:
                 cache.discard()
                 raise
-            o, indices = (past.answered(answer, x.shape[1]) for answer in (o, indices))
+            o, indices = (past.tokens.restore_order(result, x.shape[1]) for result in (o, indices))
             cache.commit(past)
         return self.o_proj(o.flatten(2)), indices, gates
 

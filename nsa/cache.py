@@ -1,11 +1,11 @@
-"""What one NSA layer remembers while it generates.
+"""The KV cache of one NSA layer.
 
-Four stores: every selected-branch key and value; the last `w` of the sliding branch; the compressed blocks; and the raw
-tail that the next compressed block still needs. All are allocated once and written in place, so that their addresses
-never change, and every index is computed on the device, so that a step can be captured in a CUDA graph and replayed.
+Four stores: all keys and values of the selected branch; the last `w` of the sliding branch; the compressed blocks; and
+the raw tail that the next compressed block still needs. All are allocated once and written in place, so their addresses
+never change, and every index is computed on the device, so a step can be captured in a CUDA graph and replayed.
 
-Each store has one place more than it needs. What must not be kept (padding, a block that is not complete yet) is
-written there: a step then does the same work whatever the lengths are, and nothing ever reads that place.
+Each store has one spare slot at its end. What must not be kept (padding, an incomplete block) is written there: a step
+does the same work whatever the lengths are, and nothing ever reads that slot.
 """
 
 from __future__ import annotations
@@ -23,44 +23,73 @@ from nsa.geometry import n_compressed, n_compressed_of
 Pair = tuple[Tensor, Tensor]
 
 
+class NewTokens(NamedTuple):
+    """Where a step's `T` new tokens go, and where their queries are placed.
+
+    Every query must lie among the keys, even one of padding or of a token that does not fit. Where a row's queries
+    would run past the end, they start `shift` positions earlier, rotated so that the queries of tokens that fit stay at
+    their positions and the others come before them.
+    """
+
+    position: Tensor  # [B, T], at most max_len of the new tokens: the rest is padding or does not fit
+    keep: Tensor  # [B, T] which of them are real and fit
+    q_start: Tensor  # [B] position of the first query
+    shift: Tensor | None  # [B]; None: no row's queries are rotated
+
+    @classmethod
+    def place(cls, start: Tensor, end: Tensor, n_new: int, max_len: int, *, crowded: bool) -> NewTokens:
+        """`start, end [B]`: row lengths before and after. `crowded`: some row's queries may run past `max_len`."""
+        n_queries = min(n_new, max_len)
+        position = start[:, None] + torch.arange(n_queries, device=start.device)
+        q_start = start.clamp_max(max_len - n_queries) if crowded else start
+        # A single query cannot be rotated.
+        return cls(position, position < end[:, None], q_start, start - q_start if crowded and n_new > 1 else None)
+
+    def rotate_queries(self, x: Tensor) -> Tensor:
+        """`[B, n_new, ...]` in the order of the tokens to `[B, T, ...]` in the order of the queries."""
+        if self.shift is None:
+            return x
+        n_queries = self.position.shape[1]
+        return take(x, (torch.arange(n_queries, device=x.device) - self.shift[:, None]) % n_queries)
+
+    def restore_order(self, x: Tensor, n_new: int) -> Tensor:
+        """`[B, T, ...]` in the order of the queries back to `[B, n_new, ...]` in the order of the tokens."""
+        if self.shift is None:
+            return x
+        return take(x, (torch.arange(n_new, device=x.device) + self.shift[:, None]) % x.shape[1])
+
+
 class Step(NamedTuple):
-    """What a step attends to, its own tokens included, where its first query lies in it, and what `commit` takes in."""
+    """The keys and values that a staged step attends to, its own tokens included, and what `commit` stores."""
 
     compressed: Pair
     selected: Pair
     window: Pair
-    q_start: Tensor  # [B] in the selected keys, counted from position 0
-    window_start: Tensor  # [B] in the sliding keys, which start later
+    window_start: Tensor  # [B] place of the first query in the sliding keys, which do not start at position 0
+    tokens: NewTokens
     new_raw: Pair
     new_window: Pair
-    position: Tensor  # [B, T] of the new tokens
     end: Tensor  # [B] the new lengths
-    keep: Tensor  # [B, T] which of the new tokens are real and fit
     longest: int
-    turn: Tensor | None  # [B] by how many places a row's queries are turned; None: no row's are
-
-    def asked(self, x: Tensor) -> Tensor:
-        """What each new token brings, `[B, T, ...]`, in the order in which the queries are asked."""
-        if self.turn is None:
-            return x
-        n_asked = self.position.shape[1]
-        return take(x, (torch.arange(n_asked, device=x.device) - self.turn[:, None]) % n_asked)
-
-    def answered(self, x: Tensor, n_new: int) -> Tensor:
-        """What each query was answered, back in the order of the `n_new` tokens."""
-        if self.turn is None:
-            return x
-        return take(x, (torch.arange(n_new, device=x.device) + self.turn[:, None]) % x.shape[1])
 
 
 class NSACache:
-    """The cache of one layer for `batch_size` rows of up to `max_len` tokens, each row with a length of its own.
+    """The cache of one layer for `batch_size` rows of up to `max_len` tokens, each row with its own length.
 
-    `max_rollback` is how many tokens `crop` can always take back; it costs that many extra places in the two rings.
-    `static=True` fixes every shape at its full capacity: for CUDA graphs and compiled steps. No length is then known to
-    the host, so a row drops the tokens that do not fit instead of raising, and what it returns for those means nothing;
-    with `strict` in its config the device is asked, and it raises. What a shape shows is refused either way: a step of
-    more than `max_len` tokens that has no mask.
+    Args:
+        config: The layer's config.
+        batch_size: Rows.
+        max_len: Most tokens per row.
+        dtype: Of keys and values.
+        device: Where they are stored.
+        max_rollback: How many tokens `crop` can always remove; costs that many extra slots in the two ring buffers.
+        static: Fix every shape at full capacity, for CUDA graphs and compiled steps. The host then knows no lengths: a
+            row drops tokens that do not fit instead of raising, and their outputs are undefined. With `config.strict`
+            the lengths are read from the device, and a row that overflows raises. A step of more than `max_len` tokens
+            without a mask raises either way.
+
+    Raises:
+        ValueError: An argument has a wrong type or value.
     """
 
     def __init__(
@@ -87,12 +116,8 @@ class NSACache:
         self.max_rollback = max_rollback
         self.static = static
 
-        def store(places: int) -> Pair:
-            shape = (batch_size, places + 1, config.n_kv_groups)
-            return (
-                torch.zeros(*shape, config.d_k, dtype=dtype, device=device),
-                torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
-            )
+        def store(slots: int) -> Pair:
+            return new_store(config, batch_size, slots, dtype, device)
 
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
@@ -101,29 +126,25 @@ class NSACache:
             self.window = Ring(store(min(config.w + max_rollback, max_len)), reach=config.w - 1)
             self.tail = Ring(store(min(config.l + max_rollback, max_len)), reach=config.l - 1)
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-            # The longest each row has been since it was reset: what the rings have overwritten.
+            # The longest that each row has been since its reset: what the rings have overwritten.
             self.high_water = torch.zeros_like(self.lengths)
-        # No row is longer than this. Known to the host without asking the device, at times too large.
+        # An upper bound on the row lengths that the host knows without reading the device.
         self.longest = 0
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
         return self.selected[0].dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of all buffers."""
         return self.lengths.device
 
     def buffers(self) -> tuple[Tensor, ...]:
-        """Everything with a row per sequence."""
-        return (
-            *self.selected,
-            *self.compressed,
-            *self.window.pair,
-            *self.tail.pair,
-            self.lengths,
-            self.high_water,
-        )
+        """All tensors, each with `batch_size` rows."""
+        stores = (*self.selected, *self.compressed, *self.window.pair, *self.tail.pair)
+        return (*stores, self.lengths, self.high_water)
 
     @torch.no_grad()
     def stage(
@@ -135,16 +156,23 @@ class NSACache:
         compress: Callable[[Tensor, Tensor, Tensor], Pair],
         counts: Tensor | None = None,
     ) -> Step:
-        """Lay in the keys and values of `T` new tokens a row, and hand out what these tokens attend to.
+        """Write the keys and values of `T` new tokens per row and return what these tokens attend to.
 
-        `raw` is what blocks are compressed from. `compress(k_blocks, v_blocks, positions)` turns blocks `[B,E,l,G,D]`
-        that start at `positions [B,E]` into one key and one value each. `counts [B]`: how many of the `T` are real, the
-        first ones; the rest is padding. Nothing that a later step would miss is touched before `commit`: a step that is
-        refused half way leaves the cache as it was.
+        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was.
 
-        Every query must lie among the keys, also one of padding or of a token that does not fit. Where a row's would
-        run past the end, they are asked from further back, turned so that those of the tokens that fit stay at their
-        positions and the others come before them: `Step.asked` and `Step.answered` turn there and back.
+        Args:
+            raw: Keys and values that blocks are compressed from, `[B, T, G, D]` each.
+            selected: Keys and values of the selected branch, `[B, T, G, D]` each.
+            window: Keys and values of the sliding branch, `[B, T, G, D]` each.
+            compress: `compress(k_blocks, v_blocks, positions)` turns blocks `[B, E, l, G, D]` that start at
+                `positions [B, E]` into one key and one value each.
+            counts: `[B]` how many of the `T` tokens are real, the first ones; the rest is padding. Default: all.
+
+        Returns:
+            The staged step; its queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
+
+        Raises:
+            ValueError: The dtype or batch is not the cache's, or the tokens do not fit.
         """
         for x in (*raw, *selected, *window):
             accepted = f"what the layer computes, {x.dtype}: pass dtype= to new_cache"
@@ -153,76 +181,65 @@ class NSACache:
         n_new = selected[0].shape[1]
         accepted = f"at most the cache's max_len = {self.max_len}"
         require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
-        # Whether some row's queries, padding included, may run past the end.
         crowded = self.static or self.longest + n_new > self.max_len
         longest = self.longest_after(n_new, counts)
         start = self.lengths.clone()
         end = (start + (n_new if counts is None else counts.int())).clamp_max(self.max_len)
-        # The real tokens come first: of what is longer than the cache, the rest is padding or does not fit.
-        n_asked = min(n_new, self.max_len)
-        raw, selected, window = (pair_of(x[:, :n_asked] for x in pair) for pair in (raw, selected, window))
-        position = start[:, None] + torch.arange(n_asked, device=self.device)
-        keep = position < end[:, None]
-        q_start = start.clamp_max(self.max_len - n_asked) if crowded else start
+        tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
+        n_queries = tokens.position.shape[1]
+        raw, selected, window = (pair_of(x[:, :n_queries] for x in pair) for pair in (raw, selected, window))
 
-        # Both lie behind the present end, where nothing is read until the lengths say so.
-        write(self.selected, position, selected, keep)
+        # Both are past the current lengths, where nothing is read until the lengths change.
+        write_slots(self.selected, tokens.position, selected, tokens.keep)
         self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
         n_blocks = n_compressed(self.max_len if crowded else longest, self.config.l, self.config.d)
         return Step(
             compressed=pair_of(x[:, :n_blocks] for x in self.compressed),
             selected=self.selected,
-            window=self.window.recent(start, window, asked_from=q_start),
-            q_start=q_start,
-            window_start=q_start.clamp_max(self.window.reach),
+            window=self.window.recent(start, window, q_start=tokens.q_start),
+            window_start=tokens.q_start.clamp_max(self.window.reach),
+            tokens=tokens,
             new_raw=raw,
             new_window=window,
-            position=position,
             end=end,
-            keep=keep,
             longest=longest,
-            # A single query has nowhere to turn to.
-            turn=start - q_start if crowded and n_new > 1 else None,
         )
 
     @torch.no_grad()
     def commit(self, step: Step) -> None:
-        """Take the tokens of a staged step in for good."""
-        self.window.write(step.position, step.end, step.new_window, step.keep)
-        self.tail.write(step.position, step.end, step.new_raw, step.keep)
+        """Append the tokens of a staged step."""
+        self.window.write(step.tokens, step.end, step.new_window)
+        self.tail.write(step.tokens, step.end, step.new_raw)
         self.lengths.copy_(step.end)
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
         self.longest = step.longest
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Forget a staged step that was refused."""
-        self.clear_behind(self.lengths)
+        """Remove a staged step that failed."""
+        self.clear_after(self.lengths)
 
-    def clear_behind(self, lengths: Tensor) -> None:
-        """What is hidden is still multiplied, by zero; a NaN that was taken back must not come through that way."""
+    def clear_after(self, lengths: Tensor) -> None:
+        """Zero what lies past `lengths [B]`: masked keys are still multiplied by 0, and 0 * NaN is NaN."""
         clear_from(self.selected, lengths)
         clear_from(self.compressed, n_compressed_of(lengths, self.config.l, self.config.d))
 
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
-        """No row will be longer than this after `n_new` more tokens, of which `counts [B]` are real."""
+        """An upper bound on the row lengths after `n_new` more tokens, of which `counts [B]` are real."""
         if self.static:
-            # In a compiled step nobody can be asked.
+            # A compiled step cannot read the device.
             if self.config.strict and not torch.compiler.is_compiling():
-                self.exactly_after(n_new, counts)
+                self.exact_longest_after(n_new, counts)
             return self.max_len
         longest = self.longest + n_new
-        # The host's bound counts padding and rows since cut short; ask the device before giving up.
-        return longest if longest <= self.max_len else self.exactly_after(n_new, counts)
+        # The host's bound includes padding and rows that were cropped since: read the device before raising.
+        return longest if longest <= self.max_len else self.exact_longest_after(n_new, counts)
 
-    def exactly_after(self, n_new: int, counts: Tensor | None) -> int:
-        """The longest row after the step, by the lengths on the device; a ValueError where it does not fit."""
+    def exact_longest_after(self, n_new: int, counts: Tensor | None) -> int:
+        """The longest row after the step, from the lengths on the device; a ValueError where it does not fit."""
         longest = int((self.lengths + (n_new if counts is None else counts)).max())
-        if longest > self.max_len:
-            raise ValueError(
-                f"the cache would hold {longest} tokens; accepted: at most max_len = {self.max_len}. "
-                "Make the cache longer, or reset or crop it"
-            )
+        accepted = f"at most max_len = {self.max_len} tokens: make the cache longer, or reset or crop it"
+        require(longest <= self.max_len, "the cache's new length", longest, accepted)
         return longest
 
     def emit_blocks(
@@ -231,7 +248,7 @@ class NSACache:
         """Compress the blocks whose last token has just arrived."""
         block, stride = self.config.l, self.config.d
         if block > self.max_len:
-            # None will ever be complete, and laying one out would cost its length at every step.
+            # No block will ever be complete; gathering one would cost its length at every step.
             return
         n_new = recent[0].shape[1] - self.tail.reach
         index = n_compressed_of(start, block, stride)[:, None] + torch.arange(-(-n_new // stride), device=self.device)
@@ -239,10 +256,17 @@ class NSACache:
         first = index * stride - self.tail.first_position(start)[:, None]
         token = (first[..., None] + torch.arange(block, device=self.device)).clamp_max(recent[0].shape[1] - 1)
         k_blocks, v_blocks = (take(x, token.flatten(1)).unflatten(1, token.shape[1:]) for x in recent)
-        write(self.compressed, index, compress(k_blocks, v_blocks, index * stride), complete)
+        write_slots(self.compressed, index, compress(k_blocks, v_blocks, index * stride), complete)
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Forget everything, or the given rows (indices, or a bool a row). Memory stays where it is."""
+        """Empty the cache; memory stays allocated.
+
+        Args:
+            rows: Row indices, int `[n]`, or a mask, bool `[batch_size]`. Default: all rows.
+
+        Raises:
+            ValueError: `rows` is no such tensor, or holds an index outside `[0, batch_size)`.
+        """
         if rows is None:
             for buffer in self.buffers():
                 buffer.zero_()
@@ -255,7 +279,14 @@ class NSACache:
                 buffer[rows.long()] = 0
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row `b` continue what row `rows[b]` holds: beam search."""
+        """Replace row `b` by row `rows[b]`, as beam search does.
+
+        Args:
+            rows: int `[batch_size]`, each in `[0, batch_size)`.
+
+        Raises:
+            ValueError: `rows` is no such tensor.
+        """
         self.check_rows(rows)
         require(tuple(rows.shape) == (self.batch_size,), "rows.shape", tuple(rows.shape), f"({self.batch_size},)")
         for buffer in self.buffers():
@@ -268,10 +299,14 @@ class NSACache:
         require(inside, "rows", rows.tolist(), f"rows 0 to {self.batch_size - 1}")
 
     def crop(self, lengths: int | Tensor) -> None:
-        """Cut every row to at most `lengths` tokens (one number, or one a row); negative: take that many back.
+        """Truncate every row to at most `lengths` tokens.
 
-        Counted from the longest a row has been, `max_rollback` tokens can always be taken back; further is an error
-        unless the rings still reach.
+        Args:
+            lengths: One number, or int `[batch_size]`. Negative: remove that many tokens. `max_rollback` tokens can
+                always be removed, counted from the longest that a row has been; more only if the rings still hold them.
+
+        Raises:
+            ValueError: `lengths` has a wrong type or shape, or asks for more tokens back than the cache has kept.
         """
         accepted = f"an integer, or {self.batch_size} of them in a tensor"
         require(isinstance(lengths, int | Tensor) and not isinstance(lengths, bool), "lengths", lengths, accepted)
@@ -282,81 +317,95 @@ class NSACache:
         wanted = torch.as_tensor(lengths, device=self.device)
         require(wanted.dtype in (torch.int32, torch.int64), "lengths.dtype", wanted.dtype, accepted)
         require(tuple(wanted.shape) in ((), (self.batch_size,)), "lengths.shape", tuple(wanted.shape), accepted)
-        # In 64 bits until it is known to be small.
+        # int64 until it is known to be small.
         present = self.lengths.long()
         wanted = torch.where(wanted < 0, present + wanted, wanted.expand_as(present).long())
-        require(bool((wanted >= 0).all()), "lengths", lengths, "no more tokens taken back than there are")
+        require(bool((wanted >= 0).all()), "lengths", lengths, "at most as many tokens removed as there are")
         kept = torch.minimum(present, wanted).int()
         for ring in (self.window, self.tail):
-            lost = (kept - ring.reach).clamp_min(0) < self.high_water - ring.places
+            lost = (kept - ring.reach).clamp_min(0) < self.high_water - ring.slots
             require(
                 not bool((lost & (kept > 0) & (kept < self.lengths)).any()),
                 "lengths",
                 lengths,
-                f"at most max_rollback = {self.max_rollback} tokens taken back",
+                f"at most max_rollback = {self.max_rollback} tokens removed",
             )
-        self.clear_behind(kept)
+        self.clear_after(kept)
         self.lengths.copy_(kept)
         self.high_water.copy_(torch.where(kept == 0, 0, self.high_water))
         self.longest = int(kept.max())
 
     def bytes_used(self) -> int:
-        """Memory held, all rows."""
+        """Memory allocated for all rows, in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
-        """What one decoding step must read of the keys and values of all rows, each `length` long (default: as now)."""
+        """Bytes of keys and values that one decoding step reads, all rows.
+
+        Args:
+            length: The length of every row. Default: the current lengths.
+
+        Raises:
+            ValueError: `length` is not an integer in `[0, max_len]`.
+        """
         if length is not None:
             require_int("length", length, at_least=0)
             require(length <= self.max_len, "length", length, f"at most max_len = {self.max_len}")
         lengths = self.lengths.tolist() if length is None else [length] * self.batch_size
-        a_token = self.config.n_kv_groups * (self.config.d_k + self.config.d_v) * self.selected[0].element_size()
-        return sum(self.config.reads_per_step(n) for n in lengths) * a_token
+        bytes_per_token = sum(x[0, 0].nbytes for x in self.selected)
+        return sum(self.config.reads_per_step(n) for n in lengths) * bytes_per_token
 
 
 class Ring:
-    """The last tokens of every row, each at its position modulo the number of places."""
+    """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`."""
 
     def __init__(self, pair: Pair, *, reach: int) -> None:
         self.pair = pair
-        self.places = pair[0].shape[1] - 1
-        # How many tokens before the first new one are asked for: no more than there can be.
-        self.reach = min(reach, self.places - 1)
+        self.slots = pair[0].shape[1] - 1
+        # How many tokens before the first new one are read: no more than there can be.
+        self.reach = min(reach, self.slots - 1)
 
     def first_position(self, start: Tensor) -> Tensor:
         return (start - self.reach).clamp_min(0)
 
-    def recent(self, start: Tensor, new: Pair, *, asked_from: Tensor | None = None) -> Pair:
-        """The up to `reach` tokens before position `start [B]` and the new ones behind them: `[B, reach + T, G, D]`.
+    def recent(self, start: Tensor, new: Pair, *, q_start: Tensor | None = None) -> Pair:
+        """The up to `reach` tokens before position `start [B]`, then the new ones: `[B, reach + T, G, D]`.
 
-        A row with fewer tokens before it starts at position 0 and has unused places at the end, after its new tokens.
-        `asked_from [B]`: the places are those of queries that start there, before `start`; some may be unused at the
-        beginning too. An unused place holds a new token: what the ring has let go could be anything.
+        A row with fewer tokens before `start` begins at position 0 and has unused places at the end. `q_start [B]`: the
+        places are those of queries that start there, before `start`; some may be unused at the beginning too. An unused
+        place holds a new token, because what the ring has overwritten could be anything.
         """
         n_new = new[0].shape[1]
-        first = self.first_position(start if asked_from is None else asked_from)
+        first = self.first_position(start if q_start is None else q_start)
         position = first[:, None] + torch.arange(self.reach + n_new, device=start.device)
         since_start = position - start[:, None]
         is_old = ((since_start < 0) & (since_start >= -self.reach))[..., None, None]
-        place = position % self.places
+        slot = position % self.slots
         fresh = since_start.clamp(0, n_new - 1)
         return pair_of(
-            torch.where(is_old, take(old, place), take(x, fresh)) for old, x in zip(self.pair, new, strict=True)
+            torch.where(is_old, take(old, slot), take(x, fresh)) for old, x in zip(self.pair, new, strict=True)
         )
 
-    def write(self, position: Tensor, end: Tensor, new: Pair, keep: Tensor) -> None:
-        # Of more new tokens than places only the last stay: two writes to one place would race.
-        keep = keep & (position >= end[:, None] - self.places)
-        write(self.pair, position % self.places, new, keep)
+    def write(self, tokens: NewTokens, end: Tensor, new: Pair) -> None:
+        # Of more new tokens than slots only the last stay: two writes to one slot would race.
+        keep = tokens.keep & (tokens.position >= end[:, None] - self.slots)
+        write_slots(self.pair, tokens.position % self.slots, new, keep)
 
 
 def check_device(device: torch.device | str) -> None:
-    """Torch can put a tensor there: its own errors name no argument."""
+    """A ValueError if torch cannot use `device`: its own errors do not name the argument."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"device is {device!r}; accepted: a device that torch has here ({reason})") from error
+        raise ValueError(f"device is {device!r}; accepted: a device that torch can use here ({reason})") from error
+
+
+def new_store(config: NSAConfig, batch_size: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> Pair:
+    """Zeros for the keys and values of `slots` tokens and one spare slot: `[B, slots + 1, G, D]` each."""
+    shape = (batch_size, slots + 1, config.n_kv_groups)
+    k, v = (torch.zeros(*shape, head_dim, dtype=dtype, device=device) for head_dim in (config.d_k, config.d_v))
+    return k, v
 
 
 def pair_of(tensors: Iterable[Tensor]) -> Pair:
@@ -365,10 +414,10 @@ def pair_of(tensors: Iterable[Tensor]) -> Pair:
 
 
 def clear_from(pair: Pair, length: Tensor) -> None:
-    """Zero every place from `length [B]` on."""
+    """Zero every slot from `length [B]` on."""
     for store in pair:
-        behind = torch.arange(store.shape[1], device=store.device) >= length[:, None]
-        store.masked_fill_(behind[..., None, None], 0.0)
+        after = torch.arange(store.shape[1], device=store.device) >= length[:, None]
+        store.masked_fill_(after[..., None, None], 0.0)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -377,8 +426,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x[row, index.long()]
 
 
-def write(pair: Pair, index: Tensor, new: Pair, keep: Tensor) -> None:
-    """Write `new [B, M, G, D]` at `index [B, M]`, or at the spare last place where it is not to be kept."""
+def write_slots(pair: Pair, index: Tensor, new: Pair, keep: Tensor) -> None:
+    """Write `new [B, M, G, D]` at `index [B, M]`, or into the spare last slot where `keep [B, M]` is False."""
     row = torch.arange(index.shape[0], device=index.device)[:, None]
     for store, values in zip(pair, new, strict=True):
         store[row, torch.where(keep, index, store.shape[1] - 1).long()] = values

@@ -253,7 +253,7 @@ def test_flex_attention_is_told_what_the_ops_are_told(block: int, length: int, m
     inputs = tuple(x.detach() for x in leaves(2, length))
     expected = attention.attend(*inputs)
     monkeypatch.setattr(alternatives, "compiled_flex_attention", lambda: flex_attention)
-    monkeypatch.setattr(BigBirdAttention, "flex_serves", lambda *_: True)
+    monkeypatch.setattr(BigBirdAttention, "can_use_flex", lambda *_: True)
     torch.testing.assert_close(attention.attend(*inputs), expected)
 
 
@@ -296,7 +296,7 @@ def test_flex_attention_does_not_break_a_compiled_model_s_graph(monkeypatch: pyt
     x = torch.randn(1, 256, 24)
     with torch.no_grad():
         expected = attention(x)
-        monkeypatch.setattr(BigBirdAttention, "flex_serves", lambda *_: True)
+        monkeypatch.setattr(BigBirdAttention, "can_use_flex", lambda *_: True)
         actual = torch.compile(attention, backend="eager", fullgraph=True)(x)
     torch.testing.assert_close(actual, expected)
 
@@ -307,7 +307,9 @@ def test_flex_attention_serves_long_sequences_on_a_gpu_unless_a_backend_is_named
         knobs = {"window": block, "n_global": 1, "n_random": 1, "seed": 0, "layer": 0}
         attention = BigBirdAttention(config, block=block, **knobs)
         attention.flex_compiles = True
-        return attention.flex_serves(SimpleNamespace(is_cuda=device == "cuda", shape=(1, length), dtype=torch.bfloat16))
+        return attention.can_use_flex(
+            SimpleNamespace(is_cuda=device == "cuda", shape=(1, length), dtype=torch.bfloat16)
+        )
 
     assert serves(1024)
     assert not serves(1024, device="cpu")

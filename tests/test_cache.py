@@ -557,10 +557,10 @@ def test_real_tokens_that_do_not_fit_are_refused_by_their_number() -> None:
     attn = layer()
     cache = attn.new_cache(2, 12)
     mask = torch.arange(15) < torch.tensor([[13], [2]])
-    with pytest.raises(ValueError, match=r"13 tokens.*max_len = 12"):
+    with pytest.raises(ValueError, match=r"13.*max_len = 12"):
         attn(tokens(15, batch=2), cache=cache, attention_mask=mask)
     attn(tokens(10, batch=2), cache=cache)
-    with pytest.raises(ValueError, match=r"13 tokens.*max_len = 12"):
+    with pytest.raises(ValueError, match=r"13.*max_len = 12"):
         attn(tokens(15, batch=2), cache=cache, attention_mask=torch.arange(15) < torch.tensor([[0], [3]]))
     assert cache.lengths.tolist() == [10, 10]
 
@@ -623,7 +623,7 @@ def test_a_strict_static_cache_asks_the_device_and_refuses(sizes: list[int]) -> 
     cache = attn.new_cache(2, 10, static=True)
     x = tokens(sum(sizes), batch=2)
     attn(x[:, : sizes[0]], cache=cache)
-    with pytest.raises(ValueError, match=rf"would hold {sum(sizes)} tokens; accepted: at most max_len = 10"):
+    with pytest.raises(ValueError, match=rf"{sum(sizes)}.*max_len = 10"):
         attn(x[:, sizes[0] :], cache=cache)
     assert cache.lengths.tolist() == [sizes[0]] * 2
 

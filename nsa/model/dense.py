@@ -1,7 +1,7 @@
-"""Dense causal attention with grouped heads: the other side of every A/B, with the interface of NSAAttention.
+"""Dense causal grouped-query attention: the baseline that NSA is compared with, with NSAAttention's interface.
 
-Everything that attends to raw keys and values of its own tokens is built on it (`alternatives.py`): projections, RoPE,
-padding and the walk through a cache are here, once; what a query sees is `attend`.
+The other baselines (`alternatives.py`) derive from it: projections, RoPE, padding and the cache are here; `attend`
+decides what a query sees.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops, settings
 from nsa.attention import real_tokens_first
-from nsa.cache import Pair, pair_of, take, write
+from nsa.cache import NewTokens, Pair, new_store, pair_of, write_slots
 from nsa.config import NSAConfig, require
+from nsa.dtypes import HALF
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
 
@@ -26,10 +27,13 @@ WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 class DenseAttention(nn.Module):
-    """`[B, S, dim]` to `[B, S, dim]`; of `config` it reads the widths, the heads, RoPE and the backend.
+    """Dense causal attention, `[B, S, dim]` to `[B, S, dim]`.
 
-    Whole sequences go to torch's SDPA. Packed documents and cached keys are the sliding branch with a window that
-    holds everything: one op, bounded memory, whichever backend serves it.
+    Fixed-length sequences go to torch's SDPA. Varlen batches and cached keys use the sliding branch with a window as
+    long as the keys: one op, bounded memory, any backend.
+
+    Args:
+        config: `dim`, the heads, the head_dims, RoPE and the backend are used.
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -50,6 +54,7 @@ class DenseAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> DenseCache:
+        """A cache for `batch_size` rows of up to `max_len` tokens; dtype and device default to the parameters'."""
         return DenseCache(self.config, batch_size, max_len, **self.cache_options(dtype, device))
 
     def cache_options(self, dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
@@ -57,7 +62,7 @@ class DenseAttention(nn.Module):
         return {"dtype": dtype or weight.dtype, "device": device or weight.device, "keys_seen": self.keys_seen}
 
     def keys_seen(self, length: int) -> int:
-        """How many keys the last of `length` tokens attends to."""
+        """How many keys the last of `length` tokens sees."""
         return length
 
     def forward(
@@ -68,7 +73,20 @@ class DenseAttention(nn.Module):
         attention_mask: Tensor | None = None,
         cache: DenseCache | None = None,
     ) -> Tensor:
-        """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0."""
+        """Attend.
+
+        Args:
+            x: `[B, S, dim]`.
+            cu_seqlens: int32 `[n + 1]`, offsets of the documents of a varlen batch (`B = 1`).
+            attention_mask: bool `[B, S]`; False marks padding, whose output is 0.
+            cache: Keys and values of earlier tokens; `x` is appended to it.
+
+        Returns:
+            `[B, S, dim]`.
+
+        Raises:
+            ValueError: `cu_seqlens` is given with a cache or a mask, or the tokens do not fit into the cache.
+        """
         require(cu_seqlens is None or cache is None, "cache", "given with cu_seqlens", "one of the two")
         require(
             cu_seqlens is None or attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two"
@@ -76,7 +94,7 @@ class DenseAttention(nn.Module):
         order, counts = None, None
         if attention_mask is not None:
             order, counts = real_tokens_first(attention_mask)
-            # Zeros in place of padding: what it held may not be finite, and 0 * NaN is NaN.
+            # Padding may hold NaN, and 0 * NaN is NaN.
             x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
 
         angles = self.angles(x, cu_seqlens, cache)
@@ -95,13 +113,13 @@ class DenseAttention(nn.Module):
         return y
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
-        """RoPE's for the positions of `x [B, S, dim]`."""
+        """RoPE angles for the positions of `x [B, S, dim]`."""
         batch, length, _ = x.shape
         if cu_seqlens is None and cache is None:
             return self.rope.table(length, x.device, x.dtype)
         start, limit = (None, length) if cache is None else (cache.lengths, cache.max_len)
         positions = query_positions(batch, length, cu_seqlens, start, x.device)
-        # Only padding can lie past the end of a cache.
+        # Only padding can be past the end of a cache.
         return self.rope.angles(positions.clamp_max(limit - 1), x.dtype, limit=limit)
 
     def attend(
@@ -114,13 +132,13 @@ class DenseAttention(nn.Module):
 
     def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
         past = cache.append(new, counts)
-        o = self.attend(past.rotate_queries(q), past.keys, past.values, q_start=past.q_start)
-        return past.restore_order(o, q.shape[1])
+        o = self.attend(past.tokens.rotate_queries(q), *past.pair, q_start=past.q_start)
+        return past.tokens.restore_order(o, q.shape[1])
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        # Only the flash kernel reads a group's keys once; the others would fall back to whole score matrices.
-        grouped = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and not self.no_flash
+        # Only the flash kernel supports GQA; the others would fall back to full score matrices.
+        grouped = q.device.type == "cuda" and q.dtype in HALF and not self.no_flash
         if not grouped:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         kernels: AbstractContextManager[None] = sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()
@@ -145,33 +163,25 @@ class DenseAttention(nn.Module):
 
 
 class Past(NamedTuple):
-    """What a step attends to, its own tokens included.
+    """The keys and values that a step attends to, its own tokens included."""
 
-    Every query must lie among the keys, also one of padding. Where a row's padding would run past the end of the cache,
-    its queries start `shift` places earlier, rotated so that those of real tokens stay at their positions.
-    """
-
-    keys: Tensor
-    values: Tensor
-    q_start: Tensor  # [B] where the first query lies in them
-    n_queries: int
-    shift: Tensor | None  # [B]; None: no row's queries are rotated
-
-    def rotate_queries(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` in the order of the tokens to `[B, n_queries, ...]` in that of the queries."""
-        if self.shift is None:
-            return x
-        return take(x, (torch.arange(self.n_queries, device=x.device) - self.shift[:, None]) % self.n_queries)
-
-    def restore_order(self, x: Tensor, n_new: int) -> Tensor:
-        """`[B, n_queries, ...]` back to the order of the `n_new` tokens."""
-        if self.shift is None:
-            return x
-        return take(x, (torch.arange(n_new, device=x.device) + self.shift[:, None]) % self.n_queries)
+    pair: Pair
+    q_start: Tensor  # [B] place of the first query among the keys
+    tokens: NewTokens
 
 
 class DenseCache:
-    """Every key and value of `batch_size` rows of up to `max_len` tokens, each row with a length of its own."""
+    """All keys and values of `batch_size` rows of up to `max_len` tokens, each row with its own length.
+
+    Args:
+        config: The layer's config.
+        batch_size: Rows.
+        max_len: Most tokens per row.
+        dtype: Of keys and values.
+        device: Where they are stored.
+        keys_seen: `keys_seen(length)` is the number of keys that the last of `length` tokens sees.
+        slots: Tokens kept per row. Default: all.
+    """
 
     def __init__(
         self,
@@ -182,32 +192,35 @@ class DenseCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         keys_seen: Callable[[int], int],
-        places: int | None = None,
+        slots: int | None = None,
     ) -> None:
-        """`keys_seen(length)`: what the last of that many tokens attends to. `places`: tokens kept (default: all)."""
         self.config = config
         self.max_len = max_len
         self.keys_seen = keys_seen
-        self.pair = new_store(config, batch_size, places or max_len, dtype, device)
+        self.pair = new_store(config, batch_size, slots or max_len, dtype, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        # No row is longer than this; known without asking the device.
+        # An upper bound on the row lengths that the host knows without reading the device.
         self.longest = 0
 
     @torch.no_grad()
     def append(self, new: Pair, counts: Tensor | None) -> Past:
-        """Take in `T` tokens a row, the first `counts [B]` of them real; the rest is padding and is not kept."""
-        start, q_start, position, keep = self.advance(new, counts)
-        n_queries = position.shape[1]
-        write(self.pair, position, pair_of(x[:, :n_queries] for x in new), keep)
-        if q_start is start:
-            keys, values = (x[:, : self.longest] for x in self.pair)
-            return Past(keys, values, start, n_queries, None)
-        keys, values = (x[:, : self.max_len] for x in self.pair)
-        return Past(keys, values, q_start, n_queries, start - q_start)
+        """Append tokens and return what they attend to.
 
-    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Make every row longer by its new tokens: `[B]` how long it was and where its queries start, `[B, T]` where
-        the tokens go and which to keep; of more tokens than `max_len` the first ones, because the rest is padding."""
+        Args:
+            new: Keys and values of `T` tokens per row, `[B, T, G, D]` each.
+            counts: `[B]` how many of the `T` are real, the first ones; the rest is padding and is not kept.
+
+        Raises:
+            ValueError: The dtype is not the cache's, or the tokens do not fit.
+        """
+        _, new, tokens, crowded = self.advance(new, counts)
+        write_slots(self.pair, tokens.position, new, tokens.keep)
+        n_keys = self.max_len if crowded else self.longest
+        return Past(pair_of(x[:, :n_keys] for x in self.pair), tokens.q_start, tokens)
+
+    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Pair, NewTokens, bool]:
+        """Lengthen every row by its new tokens: `[B]` its old length, the tokens that may fit, where they go, and
+        whether some row's queries may run past `max_len`."""
         n_new = new[0].shape[1]
         require(
             new[0].dtype == self.pair[0].dtype, "the keys' dtype", new[0].dtype, f"{self.pair[0].dtype}, the cache's"
@@ -215,19 +228,18 @@ class DenseCache:
         longest = self.longest + n_new
         crowded = longest > self.max_len
         if crowded:
-            # The host's bound counts padding: ask the device before giving up.
+            # The host's bound includes padding: read the device before raising.
             longest = int((self.lengths + (n_new if counts is None else counts)).max())
             require(longest <= self.max_len, "the cache's length", longest, f"at most max_len = {self.max_len}")
         start = self.lengths.clone()
         end = start + n_new if counts is None else start + counts.int()
-        n_queries = min(n_new, self.max_len)
-        position = start[:, None] + torch.arange(n_queries, device=start.device)
+        tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
         self.lengths.copy_(end)
         self.longest = longest
-        q_start = start.clamp_max(self.max_len - n_queries) if crowded else start
-        return start, q_start, position, position < end[:, None]
+        return start, pair_of(x[:, : self.max_len] for x in new), tokens, crowded
 
     def reset(self) -> None:
+        """Empty the cache; memory stays allocated."""
         self.lengths.zero_()
         self.longest = 0
 
@@ -235,20 +247,11 @@ class DenseCache:
         return self.pair
 
     def bytes_used(self) -> int:
-        """Memory held, all rows."""
+        """Memory allocated for all rows, in bytes."""
         return sum(x.nbytes for x in (*self.stores(), self.lengths))
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
-        """What one decoding step must read of the keys and values of all rows, each `length` long (default: as now)."""
+        """Bytes of keys and values that one decoding step reads, all rows, each `length` long (default: as now)."""
         lengths = self.lengths.tolist() if length is None else [length] * self.lengths.numel()
-        a_token = sum(x[0, 0].nbytes for x in self.pair)
-        return sum(self.keys_seen(n) for n in lengths) * a_token
-
-
-def new_store(config: NSAConfig, batch_size: int, places: int, dtype: torch.dtype, device: torch.device | str) -> Pair:
-    """Keys and values of `places` tokens, and one place more: padding is written there, and nothing reads it."""
-    shape = (batch_size, places + 1, config.n_kv_groups)
-    return (
-        torch.zeros(*shape, config.d_k, dtype=dtype, device=device),
-        torch.zeros(*shape, config.d_v, dtype=dtype, device=device),
-    )
+        bytes_per_token = sum(x[0, 0].nbytes for x in self.pair)
+        return sum(self.keys_seen(n) for n in lengths) * bytes_per_token
