@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit of the code, its configs and the versions of what it stands on."""
+"""Provenance of results: the commit of the code, installed versions, and the folder of configs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 
-def installed(package: str) -> str | None:
-    # Slow to import, and a command's help does not need it.
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    # Slow to import, and not needed for a command's help.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -17,20 +18,20 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout this package is in, `+` when files differ from it; None outside one."""
+    """The commit of the checkout that this package is in, with `+` if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
     try:
-        answers = [
+        outputs = [
             subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
             for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain"))
         ]
     except (OSError, subprocess.CalledProcessError):
         return None
-    return answers[0] + ("+" if answers[1] else "")
+    return outputs[0] + ("+" if outputs[1] else "")
 
 
 def configs_folder() -> Path:
-    """`configs/`: inside the package when installed from a wheel, beside it in a checkout."""
+    """The folder `configs/`: in the package when installed from a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

@@ -8,7 +8,7 @@ import pytest
 
 from nsa import cli
 from nsa.bench import host
-from nsa.bench.results import read
+from nsa.bench.results import read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     out = tmp_path / "host.csv"
     flags = ["--heads", "4/2/16", "--lengths", "40", "--out", str(out), "--commit", "abc"]
     assert cli.main(["bench", "host", *flags]) == 0
-    rows = read(out)
+    rows = read_rows(out)
     kinds = {(row.suite, row.op, row.impl, row.mode) for row in rows}
     implementations = ("nsa-auto", "dense-sdpa")
     assert kinds == {

@@ -16,8 +16,18 @@ from torch import Tensor
 from nsa import bench, cli
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import DTYPES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Entry, Key, Tuned
-from nsa.bench.attention import Shape
-from nsa.bench.tune import Outcome, Trial, Tuner, crossover, difference, fastest, longest_ahead, table, try_tiles
+from nsa.bench.attention import AttentionShape
+from nsa.bench.tune import (
+    Candidates,
+    TileTime,
+    Tuner,
+    crossover,
+    error_ratio,
+    fastest,
+    last_faster_size,
+    render_tiles,
+    try_tiles,
+)
 
 # What CI compiles for (tests/kernels/compiling.py), and relatives nobody has compiled for.
 SERVED = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -34,11 +44,11 @@ class Tile:
 
 
 def tuned(**rows: int) -> Tuned:
-    """`tuned(sm_90_128=4)`: the half-precision tiles of `scores`, by family and width."""
+    """`tuned(sm_90_128=4)`: the half-precision tiles of `scores`, by family and head_dim."""
     tiles = {}
     for name, value in rows.items():
-        family, width = name.removeprefix("sm_").split("_")
-        tiles[Key((int(family[:-1]), int(family[-1])), "scores", "half", int(width))] = entry(rows=value)
+        family, head_dim = name.removeprefix("sm_").split("_")
+        tiles[Key((int(family[:-1]), int(family[-1])), "scores", "half", int(head_dim))] = entry(rows=value)
     return Tuned(tiles, {})
 
 
@@ -46,8 +56,8 @@ def entry(**fields: Any) -> Entry:
     return Entry(fields, None, Path("tiles.json"))
 
 
-def rows_of(table: Tuned, gpu: tuple[int, int], width: int) -> int:
-    return table.tile("scores", Tile, gpu, width, "half").rows
+def rows_of(table: Tuned, gpu: tuple[int, int], head_dim: int) -> int:
+    return table.tile("scores", Tile, gpu, head_dim, "half").rows
 
 
 def test_a_gpu_has_its_own_tile_else_its_nearest_relatives() -> None:
@@ -67,15 +77,15 @@ def test_what_fits_a_large_gpu_is_never_given_to_another() -> None:
 
 def test_narrow_heads_take_a_wider_tile_but_a_relatives_own_width_first() -> None:
     table = tuned(sm_90_64=1, sm_90_256=4, sm_100_128=2)
-    assert [rows_of(table, (9, 0), width) for width in WIDTHS] == [1, 2, 4, 4]
+    assert [rows_of(table, (9, 0), head_dim) for head_dim in WIDTHS] == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
-    ("d_k", "d_v", "width"),
+    ("d_k", "d_v", "head_dim"),
     [(16, 16, 64), (64, 64, 64), (80, 64, 128), (64, 128, 128), (192, 128, 192), (128, 256, 192), (192, 144, 256)],
 )
-def test_head_widths_fall_into_classes(d_k: int, d_v: int, width: int) -> None:
-    assert tuning.width_class(d_k, d_v) == width
+def test_head_widths_fall_into_classes(d_k: int, d_v: int, head_dim: int) -> None:
+    assert tuning.width_class(d_k, d_v) == head_dim
 
 
 def test_thresholds_come_from_the_nearest_relative_too() -> None:
@@ -198,8 +208,8 @@ def test_every_gpu_has_a_tile_for_everything(gpu: tuple[int, int], kinds: dict[s
     packaged = tuning.read(PACKAGED)
     for kernel in KERNELS:
         for dtype in DTYPES:
-            for width in WIDTHS:
-                packaged.tile(kernel, kinds[kernel], gpu, width, dtype)
+            for head_dim in WIDTHS:
+                packaged.tile(kernel, kinds[kernel], gpu, head_dim, dtype)
     for name in THRESHOLDS:
         assert packaged.threshold(name, gpu) > 0
 
@@ -211,28 +221,34 @@ def test_provenance_is_whole_or_absent() -> None:
 
 
 def test_each_tile_is_measured_once_and_the_one_in_use_first(kinds: dict[str, type]) -> None:
-    from nsa.bench.kernels import serves, tile_in_use, tiles_worth_measuring
+    from nsa.bench.kernels import is_used, tile_in_use, tiles_to_measure
 
     packaged = tuning.read(PACKAGED)
     for gpu in SERVED:
-        for shape in (Shape(1, 64, 64, 4, 128), Shape(1, 64, 8, 2, 64), Shape(1, 64, 16, 2, 256)):
-            served = [kernel for kernel in KERNELS if serves(kernel, shape)]
+        for shape in (
+            AttentionShape(1, 64, 64, 4, 128),
+            AttentionShape(1, 64, 8, 2, 64),
+            AttentionShape(1, 64, 16, 2, 256),
+        ):
+            served = [kernel for kernel in KERNELS if is_used(kernel, shape)]
             assert len(served) == len(KERNELS) - 1, "one of the two kinds of scores"
             for kernel in served:
-                tiles = tiles_worth_measuring(kernel, shape, gpu, packaged)
+                tiles = tiles_to_measure(kernel, shape, gpu, packaged)
                 assert tiles[0] == tile_in_use(kernel, shape, gpu, packaged)
                 assert len(set(tiles)) == len(tiles)
                 assert all(type(tile) is kinds[kernel] for tile in tiles)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", [Shape(1, 64, 64, 4, 128), Shape(1, 64, 12, 2, 64)], ids=["128", "64"])
-def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: Shape, kinds: dict[str, type]) -> None:
-    from nsa.bench.kernels import candidates, serves, tile_in_use
+@pytest.mark.parametrize(
+    "shape", [AttentionShape(1, 64, 64, 4, 128), AttentionShape(1, 64, 12, 2, 64)], ids=["128", "64"]
+)
+def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: AttentionShape, kinds: dict[str, type]) -> None:
+    from nsa.bench.kernels import is_used, kernel_candidates, tile_in_use
 
     current = tile_in_use(kernel, shape, (9, 0), tuning.read(PACKAGED))
-    if serves(kernel, shape):
-        assert current in candidates(kernel, shape, (9, 0), current)
+    if is_used(kernel, shape):
+        assert current in kernel_candidates(kernel, shape, (9, 0), current)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +278,7 @@ def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
 RIGHT = torch.arange(1.0, 9.0)
 
 
-def attempt(tiles: list[float], results: dict[float, Tensor | Exception]) -> list[Outcome]:
+def attempt(tiles: list[float], results: dict[float, Tensor | Exception]) -> list[TileTime]:
     """Tiles without a result of their own give the right one."""
 
     def run(tile: float) -> tuple[Tensor]:
@@ -297,7 +313,7 @@ def test_a_wrong_tile_is_reported_and_never_chosen(wrong: Tensor) -> None:
 def test_a_tile_that_does_not_run_is_reported_and_skipped() -> None:
     refusal = RuntimeError("out of shared memory\nRequired: 300000")
     outcomes = attempt([1.0, 2.0], {1.0: refusal})
-    assert outcomes == [Outcome(1.0, None, "does not run: out of shared memory"), Outcome(2.0, 2.0)]
+    assert outcomes == [TileTime(1.0, None, "does not run: out of shared memory"), TileTime(2.0, 2.0)]
     assert fastest(attempt([1.0], {1.0: refusal})) is None
 
 
@@ -313,17 +329,17 @@ def test_nan_of_the_tile_in_use_is_nobodys_measure() -> None:
 
 def test_roundings_are_allowed_and_so_are_queries_that_see_nothing() -> None:
     nothing = torch.tensor([-torch.inf, 1.0, 2.0])
-    assert difference([RIGHT * (1 + 2**-8), nothing], [RIGHT, nothing]) < 1
-    assert difference([nothing], [torch.tensor([0.0, 1.0, 2.0])]) == torch.inf
+    assert error_ratio([RIGHT * (1 + 2**-8), nothing], [RIGHT, nothing]) < 1
+    assert error_ratio([nothing], [torch.tensor([0.0, 1.0, 2.0])]) == torch.inf
 
 
 def test_a_choice_of_blocks_may_differ_in_a_row_of_thousands() -> None:
     expected = torch.zeros(5000, 4, dtype=torch.int32)
     actual = expected.clone()
     actual[:3, 0] = 1
-    assert difference([actual], [expected]) < 1
+    assert error_ratio([actual], [expected]) < 1
     actual[:10, 0] = 1
-    assert difference([actual], [expected]) > 1
+    assert error_ratio([actual], [expected]) > 1
 
 
 @pytest.mark.parametrize(
@@ -349,7 +365,7 @@ def test_the_threshold_is_where_one_way_stays_ahead(times: dict[int, tuple[float
     ],
 )
 def test_the_threshold_is_up_to_where_one_way_stays_ahead(times: dict[int, tuple[float, float]], expected: int) -> None:
-    assert longest_ahead(times) == expected
+    assert last_faster_size(times) == expected
 
 
 class Silent:
@@ -362,7 +378,7 @@ class Silent:
 def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) -> None:
     path, bar = tmp_path / "tiles.json", Silent()
     tuning.write(path, tuned(sm_90_128=1, sm_86_128=2))
-    trial = Trial("scores", Shape(1, 64, 64, 4, 128), (Tile(3), Tile(4)))
+    trial = Candidates("scores", AttentionShape(1, 64, 64, 4, 128), (Tile(3), Tile(4)))
     tuner = Tuner(path, (9, 0), {"gpu": "H200"}, bar, lambda call: [float(call.args[0].rows)] * 5)
     outcomes = tuner.measure(trial, lambda tile: (RIGHT,))
     assert bar.last == f"2 scores 64/4/128 B=1 S=64 {Tile(4)}"
@@ -370,7 +386,7 @@ def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) ->
     assert (rows_of(found, (9, 0), 128), rows_of(found, (8, 6), 128)) == (3, 2)
     measured = found.tiles[Key((9, 0), "scores", "half", 128)].measured
     assert measured == {"shape": "64/4/128 B=1 S=64", "ms": 3.0, "gpu": "H200"}
-    lines = table({trial: [*outcomes, Outcome(Tile(5), None, "wrong: x")]}).splitlines()
+    lines = render_tiles({trial: [*outcomes, TileTime(Tile(5), None, "wrong: x")]}).splitlines()
     assert lines[1].startswith(">    3.000 ms")
     assert lines[1].endswith("(was in use)")
     assert lines[3].endswith("wrong: x")
@@ -383,7 +399,7 @@ def parse(*words: str) -> argparse.Namespace:
 class NothingToRun:
     """A workbench whose calls only say what they are, and for which length."""
 
-    def __init__(self, shape: Shape, smooth: float) -> None:
+    def __init__(self, shape: AttentionShape, smooth: float) -> None:
         self.length = shape.length
 
     def run(self, kernel: str, tile: Any) -> tuple[int, str]:
@@ -422,7 +438,7 @@ def test_a_threshold_alone_may_be_asked_for(
     monkeypatch.setattr(kernels, "Workbench", NothingToRun)
     monkeypatch.setattr(tune, "time_calls", milliseconds)
     monkeypatch.setattr(tune.backend, "available", lambda: None)
-    monkeypatch.setattr(tune, "environment", lambda device, commit: {})
+    monkeypatch.setattr(tune, "origin_columns", lambda device, commit: {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     path = tmp_path / "tiles.json"
     assert bench.run(parse("--kernels", threshold, "--out", str(path))) == 0

@@ -1,4 +1,4 @@
-"""Benchmarks: `nsa bench SUITE`. A suite is a module here with `run`; its rows go through results.py."""
+"""Benchmarks: `nsa bench SUITE`. A suite is a module here with `run(args)`; `results.py` writes its rows."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ from importlib import import_module
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the suite `args.suite` and return its exit status."""
     status: int = import_module(f"nsa.bench.{args.suite}").run(args)
     return status

@@ -1,4 +1,4 @@
-"""Attention alone: from q, raw k, v and gates to o, and each branch, beside dense attention in the same run.
+"""Attention without the layer, from q, k, v and gates to o, and each branch, next to dense attention.
 
 nsa bench attention --heads 64/4/128 12/2/64 --lengths 8192 65536 --out benchmarks/results/h200/attention.csv
 """
@@ -19,57 +19,64 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
-from nsa.bench.results import Row, append, environment, quantiles
+from nsa.bench.results import Row, append
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
 
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
 WARMUP_MS, MEASURE_MS = 50, 300
-FEWEST_CALLS = 3
+MIN_CALLS = 3
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
+    """The sizes of one attention call; keys and values have the same head_dim."""
+
     batch: int
     length: int
     n_heads: int
     n_groups: int
-    width: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.n_heads}/{self.n_groups}/{self.head_dim} B={self.batch} S={self.length}"
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The shape columns of a row."""
+        sizes = (self.batch, self.length, self.n_heads, self.n_groups, self.head_dim, self.head_dim)
+        return dict(zip(("B", "S", "Hq", "G", "Dk", "Dv"), sizes, strict=True))
 
     def config(self, backend: str) -> NSAConfig:
-        dim = self.n_heads * self.width
-        return NSAConfig(
-            dim=dim,
-            n_heads=self.n_heads,
-            n_kv_groups=self.n_groups,
-            d_k=self.width,
-            d_v=self.width,
-            phi="mean",
-            backend=backend,
-        )
+        """The paper's hyperparameters at these sizes, with mean compression."""
+        d = self.head_dim
+        heads = {"n_heads": self.n_heads, "n_kv_groups": self.n_groups, "d_k": d, "d_v": d}
+        return NSAConfig(dim=self.n_heads * d, **heads, phi="mean", backend=backend)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Tensor
+    """Leaves of one attention call, with gradients."""
+
+    q: Tensor  # [B, S, Hq, D]
+    k: Tensor  # [B, S, G, D]
+    v: Tensor  # [B, S, G, D]
+    gates: Tensor  # [B, S, Hq, 3]
 
     @classmethod
-    def of(cls, shape: Shape, dtype: torch.dtype, device: str, smooth: float) -> Inputs:
-        """Random tensors. `smooth` in [0, 1) makes each query resemble the one before it, as in a trained model, whose
-        neighbouring queries choose mostly the same blocks."""
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, device: str, smooth: float) -> Inputs:
+        """Random tensors. `smooth` in [0, 1): correlation of neighbouring queries, which select mostly the same blocks
+        in a trained model."""
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(heads: int, width: int) -> Tensor:
-            size = (shape.batch, shape.length, heads, width)
+        def normal(heads: int, head_dim: int) -> Tensor:
+            size = (shape.batch, shape.length, heads, head_dim)
             return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
-        q = normal(shape.n_heads, shape.width)
+        q = normal(shape.n_heads, shape.head_dim)
         if smooth:
             q = smoothed(q, smooth)
-        k, v = normal(shape.n_groups, shape.width), normal(shape.n_groups, shape.width)
+        k, v = (normal(shape.n_groups, shape.head_dim) for _ in range(2))
         gates = normal(shape.n_heads, 3).sigmoid()
         q, k, v, gates = (x.to(dtype).requires_grad_() for x in (q, k, v, gates))
         return cls(q, k, v, gates)
@@ -87,21 +94,21 @@ def smoothed(q: Tensor, share: float) -> Tensor:
     return total
 
 
-def whole_nsa(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """Mean compression and one K/V for the three branches."""
+def nsa_forward(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """NSA with mean compression and one K/V for the three branches."""
     means: dict[str, Any] = {"block": config.l, "stride": config.d, "backend": config.backend}
     k_cmp, v_cmp = (ops.compress_mean(x, **means) for x in (inputs.k, inputs.v))
     return nsa_attention(inputs.q, k_cmp, v_cmp, inputs.k, inputs.v, inputs.k, inputs.v, inputs.gates, config=config)
 
 
-def dense(inputs: Inputs) -> Tensor:
+def dense_forward(inputs: Inputs) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A forward function of fixed tensors, and which of them get a gradient."""
+    """A forward function of fixed tensors, and the tensors that get a gradient."""
 
     op: str
     impl: str
@@ -110,16 +117,16 @@ class Task:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def whole_task(impl: str, inputs: Inputs, shape: Shape) -> Task:
+def attention_task(impl: str, inputs: Inputs, shape: AttentionShape) -> Task:
     if impl in DENSE:
         tensors = (inputs.q, inputs.k, inputs.v)
-        return Task("attention", impl, lambda: dense(inputs), tensors, lambda: sdpa_kernel(DENSE[impl]))
+        return Task("attention", impl, lambda: dense_forward(inputs), tensors, lambda: sdpa_kernel(DENSE[impl]))
     config = shape.config(impl.removeprefix("nsa-"))
-    return Task("attention", impl, lambda: whole_nsa(inputs, config), (inputs.q, inputs.k, inputs.v, inputs.gates))
+    return Task("attention", impl, lambda: nsa_forward(inputs, config), (inputs.q, inputs.k, inputs.v, inputs.gates))
 
 
-def branch_tasks(impl: str, inputs: Inputs, shape: Shape) -> Iterator[Task]:
-    """Each stage on its own, on the inputs the stages before it give."""
+def branch_tasks(impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[Task]:
+    """Each stage alone, on the outputs of the stages before it."""
     config = shape.config(impl.removeprefix("nsa-"))
     backend: dict[str, Any] = {"backend": config.backend}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d, **backend}
@@ -158,8 +165,19 @@ def branch_tasks(impl: str, inputs: Inputs, shape: Shape) -> Iterator[Task]:
 def time_calls(
     call: Callable[[], object], *, warmup_ms: float = WARMUP_MS, measure_ms: float = MEASURE_MS, most: int = 200
 ) -> list[float]:
-    """Milliseconds of single calls, by events; a buffer larger than the cache is overwritten before each. Nothing waits
-    for a call, so that the host runs ahead and what it costs shows only where it is slower than the GPU."""
+    """Milliseconds of single calls, by CUDA events, with a cold L2 cache.
+
+    The host does not wait for a call, so its own time shows only where it is slower than the GPU.
+
+    Args:
+        call: What to time.
+        warmup_ms: Milliseconds of calls before the measurement.
+        measure_ms: Milliseconds of measured calls.
+        most: Most measured calls.
+
+    Returns:
+        One time per measured call.
+    """
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def times(count: int) -> list[float]:
@@ -176,13 +194,13 @@ def time_calls(
     rough = max(times(1)[0], 1e-3)
     if rough < warmup_ms:
         times(round(warmup_ms / rough))
-    return times(max(FEWEST_CALLS, min(most, round(measure_ms / rough))))
+    return times(max(MIN_CALLS, min(most, round(measure_ms / rough))))
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The same work as one CUDA graph: what is timed is then the GPU's time alone.
+    """The replay of `call` as one CUDA graph, for the GPU's time alone.
 
-    The caller is on a side stream, where the forward pass must have run too: a backward pass runs where it did.
+    The caller is on a side stream, and the forward pass must have run there too: its backward uses the same stream.
     """
     call()
     torch.cuda.synchronize()
@@ -193,39 +211,22 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that is allocated at once, inputs included."""
+    """Peak allocated memory of one call, inputs included."""
     torch.cuda.reset_peak_memory_stats()
     call()
     return torch.cuda.max_memory_allocated()
 
 
-def measure(
-    task: Task, shape: Shape, dtype: torch.dtype, suite: str, commit: str | None, graphs: bool = False
+def measure_task(
+    task: Task, shape: AttentionShape, dtype: torch.dtype, suite: str, commit: str | None, graphs: bool = False
 ) -> Iterator[Row]:
-    """Rows for forward and, where there is a gradient, backward, with the peak of a forward and backward pass."""
+    """A row for forward and, with leaves, one for backward, whose peak memory is that of both passes."""
     prepared = captured if graphs else lambda call: call
 
     def row(mode: str, times: list[float], peak: int) -> Row:
-        p20, p50, p80 = quantiles(times)
-        return Row(
-            suite=suite,
-            op=task.op,
-            impl=task.impl + ("-graphs" if graphs else ""),
-            mode=mode,
-            B=shape.batch,
-            S=shape.length,
-            Hq=shape.n_heads,
-            G=shape.n_groups,
-            Dk=shape.width,
-            Dv=shape.width,
-            dtype=str(dtype).removeprefix("torch."),
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            peak_gib=round(peak / 2**30, 3),
-            tokens_per_s=None,
-            **environment(torch.device("cuda"), commit),
-        )
+        impl = task.impl + ("-graphs" if graphs else "")
+        columns = {"suite": suite, "op": task.op, "impl": impl, "mode": mode, **shape.columns}
+        return Row.measured(times, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak, **columns)
 
     def gradients(out: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, task.leaves, grad, retain_graph=again)
@@ -248,42 +249,46 @@ def measure(
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:
+    """`"64/4/128"` to 64 query heads, 4 groups and head_dim 128; a ValueError for anything else."""
     parts = text.split("/")
-    require(len(parts) == 3 and all(p.isdigit() for p in parts), "--heads", text, "heads/groups/width, as in 64/4/128")
-    n_heads, n_groups, width = map(int, parts)
-    require(min(n_heads, n_groups, width) > 0, "--heads", text, "numbers of at least 1")
-    require(n_heads % n_groups == 0, "--heads", text, "as many heads in every group")
-    return n_heads, n_groups, width
+    accepted = "heads/groups/head_dim, as in 64/4/128"
+    require(len(parts) == 3 and all(p.isdigit() for p in parts), "--heads", text, accepted)
+    n_heads, n_groups, head_dim = map(int, parts)
+    require(min(n_heads, n_groups, head_dim) > 0, "--heads", text, "numbers of at least 1")
+    require(n_heads % n_groups == 0, "--heads", text, "a multiple of the groups as heads")
+    return n_heads, n_groups, head_dim
 
 
 def run(args: argparse.Namespace) -> int:
+    """`nsa bench attention`: returns the exit status."""
     require(torch.cuda.is_available(), "nsa bench attention", "started without a GPU", "a machine with a CUDA GPU")
     require(0 <= args.smooth < 1, "--smooth", args.smooth, "a number in [0, 1)")
     suite = "attention" if not args.smooth else f"attention-smooth-{args.smooth:g}"
-    for n_heads, n_groups, width in map(parse_heads, args.heads):
+    for heads in map(parse_heads, args.heads):
         for length in args.lengths:
-            run_shape(Shape(args.batch_size, length, n_heads, n_groups, width), args, suite)
+            run_shape(AttentionShape(args.batch_size, length, *heads), args, suite)
     return 0
 
 
-def run_shape(shape: Shape, args: argparse.Namespace, suite: str) -> None:
+def run_shape(shape: AttentionShape, args: argparse.Namespace, suite: str) -> None:
     inputs = Inputs.of(shape, torch.bfloat16, "cuda", args.smooth)
     for impl in args.impl:
-        tasks: Iterable[Task] = [whole_task(impl, inputs, shape)]
+        tasks: Iterable[Task] = [attention_task(impl, inputs, shape)]
         if args.branches and impl not in DENSE:
-            # The branches' own inputs are made when their turn comes: they must not count in the whole's memory.
+            # Lazily: the branches' inputs must not count in the peak memory of the whole.
             tasks = chain(tasks, branch_tasks(impl, inputs, shape))
         try:
             for task in tasks:
-                report(task, shape, args, suite)
+                measure_and_print(task, shape, args, suite)
         except torch.OutOfMemoryError as error:
-            # The others, and other shapes, are still worth knowing.
-            print(f"{impl} is left out at {shape}: {str(error).splitlines()[0]}")
+            # Go on with the other implementations and shapes.
+            print(f"{impl} is skipped at {shape}: {str(error).splitlines()[0]}")
     print(json.dumps(asdict(shape)))
 
 
-def report(task: Task, shape: Shape, args: argparse.Namespace, suite: str) -> None:
-    for row in measure(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
+def measure_and_print(task: Task, shape: AttentionShape, args: argparse.Namespace, suite: str) -> None:
+    """Measure one task, print its rows and append them to `args.out`."""
+    for row in measure_task(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
         print(
             f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<18} {row.mode} "
             f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",

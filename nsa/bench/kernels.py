@@ -1,4 +1,4 @@
-"""The kernels that can be tuned: which tiles are worth measuring at a shape, and how one is run there."""
+"""The kernels that can be tuned: their candidate tiles at a shape, and how to run one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nsa.backends import triton as backend
 from nsa.backends.triton import combine, selected, selection, tiles, tuning
 from nsa.backends.triton.selected import BackwardTile, ForwardTile
 from nsa.backends.triton.tuning import Gpu, Tuned
-from nsa.bench.attention import Inputs, Shape
+from nsa.bench.attention import AttentionShape, Inputs
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 DTYPE = torch.bfloat16
-# Times worth measuring of how far the key-major kernel splits its work.
+# Candidate numbers of waves that the key-major kernel splits its work into.
 WAVES = (2, 4, 8, 16)
 
 KINDS: dict[str, type] = {
@@ -38,31 +38,37 @@ KINDS: dict[str, type] = {
 
 
 def check_file(path: Path) -> None:
-    """A ValueError for the first tile of the file that no kernel could take."""
+    """Check every tile of a tiles file.
+
+    Raises:
+        ValueError: A tile does not fit its kernel; the message names the file and the tile.
+    """
     for key, entry in tuning.read(path).tiles.items():
         tuning.build(KINDS[key.kernel], key, entry)
 
 
-def serves(kernel: str, shape: Shape) -> bool:
+def is_used(kernel: str, shape: AttentionShape) -> bool:
+    """Whether the kernel runs at this shape: one of the two score kernels does not."""
     few = shape.n_heads // shape.n_groups <= selection.FEW_HEADS
     return {"scores": not few, "scores-few-heads": few}.get(kernel, True)
 
 
-def tile_in_use(kernel: str, shape: Shape, gpu: Gpu, tuned: Tuned) -> Any:
-    width = tuning.width_class(shape.width, shape.width)
+def tile_in_use(kernel: str, shape: AttentionShape, gpu: Gpu, tuned: Tuned) -> Any:
+    """The tile that the kernel runs with now."""
+    width = tuning.width_class(shape.head_dim, shape.head_dim)
     return tuned.tile(kernel, KINDS[kernel], gpu, width, tuning.dtype_class(DTYPE))
 
 
-def tiles_worth_measuring(kernel: str, shape: Shape, gpu: Gpu, tuned: Tuned) -> list[Any]:
-    """The tile in use, then the others, each once."""
+def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: Gpu, tuned: Tuned) -> list[Any]:
+    """The tile in use, then the other candidates, each once."""
     current = tile_in_use(kernel, shape, gpu, tuned)
-    return list(dict.fromkeys([current, *candidates(kernel, shape, gpu, current)]))
+    return list(dict.fromkeys([current, *kernel_candidates(kernel, shape, gpu, current)]))
 
 
-def candidates(kernel: str, shape: Shape, gpu: Gpu, current: Any) -> list[Any]:
+def kernel_candidates(kernel: str, shape: AttentionShape, gpu: Gpu, current: Any) -> list[Any]:
     branch, _, part = kernel.partition("-")
     if branch in ("compressed", "sliding"):
-        width = tuning.width_class(shape.width, shape.width)
+        width = tuning.width_class(shape.head_dim, shape.head_dim)
         cuts: tuple[Any, ...] = tiles.candidates(part, width, large=tuning.is_large(gpu))
         if part != "dkv":
             return list(cuts)
@@ -79,11 +85,11 @@ def candidates(kernel: str, shape: Shape, gpu: Gpu, current: Any) -> list[Any]:
 
 
 class Workbench:
-    """One shape's tensors, each stage's inputs being what the stage before gives, and the kernels over them."""
+    """The tensors of one shape, each stage's inputs from the stage before, and the kernels on them."""
 
-    def __init__(self, shape: Shape, smooth: float, device: str = "cuda", dtype: torch.dtype = DTYPE) -> None:
+    def __init__(self, shape: AttentionShape, smooth: float, device: str = "cuda", dtype: torch.dtype = DTYPE) -> None:
         config = shape.config("triton")
-        scale = shape.width**-0.5
+        scale = shape.head_dim**-0.5
         inputs = Inputs.of(shape, dtype, device, smooth)
         self.q, self.k, self.v, self.gates = (x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
         sequences = Sequences(shape.batch, shape.length, self.q.device)
@@ -102,7 +108,11 @@ class Workbench:
         self.do = torch.randn_like(self.q)
 
     def run(self, kernel: str, tile: Any) -> tuple[Tensor, ...]:
-        """What the kernel's launcher gives with this tile. A launcher of two kernels has the other's as it is."""
+        """The outputs of a kernel's launcher with this tile; where it launches two kernels, the other keeps its own.
+
+        Raises:
+            ValueError: There is no such kernel.
+        """
         q, k, v, do = self.q, self.k, self.v, self.do
         upstream = Upstream(do)
         branches = (self.compressed[0], self.selected[0], self.slid[0], self.gates)
@@ -133,7 +143,7 @@ class Workbench:
         raise ValueError(f"kernel is {kernel!r}; accepted: {', '.join(KINDS)}")
 
     def select_densely(self) -> tuple[Tensor, ...]:
-        """The selected forward that reads every block; its tile is the compressed forward's."""
+        """The selected forward that reads every block, with the tile of the compressed forward."""
         return backend.selected_forward(self.q, self.k, self.v, self.indices, self.over_selected, method="dense")
 
     def backward_tile(self, kernel: str, tile: Any, *, sliding: bool) -> tiles.BackwardTile:

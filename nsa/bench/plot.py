@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa.bench.results import Row, read
+from nsa.bench.results import Row, read_rows
 from nsa.config import require
 
-# Ours in greens, the kernels darkest, dense in greys: the eye finds the comparison without the legend.
+# NSA in green, darkest for the kernels; dense attention in grey.
 COLOURS = {
     "nsa-triton": "#0b6e4f",
     "nsa-triton-compiled": "#064e38",
@@ -35,11 +35,16 @@ COLOURS = {
     "sdpa-math": "#dcb98f",
 }
 OTHER_COLOUR = "#b0722f"
-NAMES = {"fwd": "forward", "bwd": "backward", "train": "training"}
+MODE_LABELS = {"fwd": "forward", "bwd": "backward", "train": "training"}
 
 
-def draw(rows: list[Row], out: Path) -> None:
-    """One line an implementation over the sequence length: tokens a second for training, else milliseconds."""
+def draw_figure(rows: list[Row], out: Path) -> None:
+    """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds.
+
+    Args:
+        rows: At least one row.
+        out: The picture to write, PNG or SVG by its suffix.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +53,7 @@ def draw(rows: list[Row], out: Path) -> None:
     panels: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         panels[row.mode, f"{row.op}, heads {row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
-    # Directions below each other, shapes side by side.
+    # One row of panels per mode, one column per shape.
     modes = sorted({mode for mode, _ in panels}, key=["fwd", "bwd", "train"].index)
     shapes = list(dict.fromkeys(shape for _, shape in panels))
     size = (5.2 * len(shapes), 3.8 * len(modes))
@@ -72,9 +77,9 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
         colour = COLOURS.get(impl, COLOURS.get(impl.removesuffix("-graphs"), OTHER_COLOUR))
         axis.plot([row.S for row in points], values, marker="o", label=impl, color=colour)
     axis.set(
-        title=f"{shape}: {NAMES.get(mode, mode)}",
+        title=f"{shape}: {MODE_LABELS.get(mode, mode)}",
         xlabel="sequence length",
-        ylabel="thousand tokens a second" if rate else "milliseconds",
+        ylabel="thousand tokens/s" if rate else "milliseconds",
         xscale="log",
         yscale="linear" if rate else "log",
     )
@@ -86,14 +91,15 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
 
 
 def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
-    """A tick at each length that was measured, and nowhere else."""
+    """Ticks at the measured lengths only."""
     axis.set_xticks(sorted(lengths), [f"{n // 1024}k" if n >= 1024 else str(n) for n in sorted(lengths)])
     axis.minorticks_off()
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [row for path in args.rows for row in read(path)]
+    """`nsa bench plot`: returns the exit status."""
+    rows = [row for path in args.rows for row in read_rows(path)]
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
-    draw(rows, args.out)
+    draw_figure(rows, args.out)
     print(f"wrote {args.out}")
     return 0

@@ -1,4 +1,4 @@
-"""One measurement, one row; the files that plots and tables are drawn from."""
+"""Benchmark rows and the CSV files that hold them: one measurement, one row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, get_type_hints
 import torch
 
 from nsa.config import require
-from nsa.origin import commit, installed
+from nsa.dtypes import dtype_name
+from nsa.origin import commit, installed_version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Shapes as run; milliseconds are quantiles over repetitions. None: not measured there, an empty cell."""
+    """One measurement: shapes as run, milliseconds as quantiles over repetitions. None is an empty cell."""
 
     suite: str
     op: str  # attention for the whole, else compressed, scores, selected, sliding, combine, decode, train
@@ -40,12 +41,51 @@ class Row:
     commit: str | None
     date: str
 
+    @classmethod
+    def measured(
+        cls,
+        milliseconds: list[float],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        commit: str | None = None,
+        peak_bytes: int | None = None,
+        tokens_per_s: float | None = None,
+        **columns: Any,
+    ) -> Row:
+        """The row of one measurement.
+
+        Args:
+            milliseconds: One time per repetition.
+            dtype: Of the inputs.
+            device: What was measured.
+            commit: Recorded instead of this checkout's commit.
+            peak_bytes: Peak memory.
+            tokens_per_s: Throughput.
+            **columns: The remaining columns: suite, op, impl, mode and the shape.
+        """
+        p20, p50, p80 = quantiles(milliseconds)
+        return cls(
+            **columns,
+            dtype=dtype_name(dtype),
+            p20_ms=p20,
+            p50_ms=p50,
+            p80_ms=p80,
+            peak_gib=None if peak_bytes is None else round(peak_bytes / 2**30, 3),
+            tokens_per_s=tokens_per_s,
+            **origin_columns(torch.device(device), commit),
+        )
+
 
 COLUMNS = tuple(field.name for field in fields(Row))
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a row; a new file starts with the column names."""
+    """Append a row to a CSV file; a new file starts with the column names.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
         file.seek(0)
@@ -58,17 +98,18 @@ def append(path: Path, row: Row) -> None:
         writer.writerow(["" if value is None else value for value in (getattr(row, name) for name in COLUMNS)])
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file that `append` wrote."""
     with path.open(newline="") as file:
-        return [parse(cells) for cells in csv.DictReader(file)]
+        return [parse_row(cells) for cells in csv.DictReader(file)]
 
 
-def parse(cells: dict[str, str]) -> Row:
+def parse_row(cells: dict[str, str]) -> Row:
     def value(name: str, kind: Any) -> Any:
         text = cells[name]
         if kind in (int, float, str):
             return kind(text)
-        # The others are optional: `float | None` or `str | None`.
+        # The other columns are optional: `float | None` or `str | None`.
         return None if text == "" else (float(text) if kind == float | None else text)
 
     return Row(**{name: value(name, kind) for name, kind in get_type_hints(Row).items()})
@@ -80,12 +121,12 @@ def quantiles(milliseconds: list[float]) -> tuple[float, float, float]:
     return round(p20.item(), 4), round(p50.item(), 4), round(p80.item(), 4)
 
 
-def environment(device: torch.device, recorded_commit: str | None = None) -> dict[str, Any]:
-    """The columns that say where a row comes from: gpu, torch, triton, commit, date."""
+def origin_columns(device: torch.device, recorded_commit: str | None = None) -> dict[str, Any]:
+    """The columns that record where a row comes from: gpu, torch, triton, commit, date."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "triton": installed("triton"),
+        "triton": installed_version("triton"),
         "commit": recorded_commit or commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }

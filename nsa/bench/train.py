@@ -1,10 +1,10 @@
-"""Training throughput: the trainer's own step on synthetic tokens.
+"""Training throughput: the trainer's step on synthetic tokens.
 
 nsa bench train --preset 125m --seq-len 2048 --batch-size 8 --attention nsa --steps 20
 nsa bench train --preset 125m --seq-len 2048 8192 32768 --tokens 65536 --attention nsa dense
 nsa bench train --preset 125m --batch-size 1 2 4 --attention nsa dense --out benchmarks/results/h200/train.csv
 
-`nsa plan` takes a row as measured where model, length, batch size, backend and mode are the run's.
+`nsa plan` uses a row whose model, length, batch size, backend and mode are those of the planned run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from itertools import pairwise
 import torch
 
 from nsa.backends.routing import router
-from nsa.bench.results import Row, append, environment, quantiles
+from nsa.bench.results import Row, append
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.generate import usable_device
 from nsa.model import LM, LMConfig
-from nsa.train.step import TrainStep
+from nsa.train.step import DTYPES, TrainStep
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-# A learning rate that moves the parameters and cannot blow them up on random tokens.
+# Moves the parameters without diverging on random tokens.
 LR = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBench:
-    """What is measured."""
+    """The configuration of one measurement.
+
+    Raises:
+        ValueError: A count is not a positive integer, or `dtype` is unknown.
+    """
 
     model: LMConfig
     batch_size: int
@@ -54,10 +56,12 @@ class TrainBench:
 
 @dataclass(frozen=True)
 class Measurement:
+    """A row and what else is printed with it."""
+
     row: Row
     tflops: float
     params: int
-    calls: dict[str, int]  # how often each backend ran each op in the measured steps
+    calls: dict[str, int]  # calls by op and backend in the measured steps
 
     def __str__(self) -> str:
         r = self.row
@@ -68,14 +72,14 @@ class Measurement:
                 f"{r.impl}, {self.params / 1e6:.1f}M parameters, {r.gpu}",
                 f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}",
                 f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}",
-                f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model arithmetic",
+                f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model FLOPs",
                 f"backends: {calls or 'torch SDPA'}",
             ]
         )
 
 
 class Runner:
-    """A model, its train step and tokens for it."""
+    """A model, its training step and a batch of random tokens."""
 
     def __init__(self, bench: TrainBench) -> None:
         self.bench = bench
@@ -92,7 +96,7 @@ class Runner:
         self.batch = Batch(*tokens, cu_seqlens=None)
 
     def run(self, steps: int) -> list[float]:
-        """Milliseconds of each step, read when all are done: the host runs ahead as it does in training."""
+        """Milliseconds of each step, read at the end: the host runs ahead, as in training."""
         on_gpu = self.device.type == "cuda"
         marks: list[torch.cuda.Event | float] = []
 
@@ -116,16 +120,20 @@ class Runner:
             torch.cuda.synchronize()
 
     def measure(self) -> Measurement:
-        self.forget()
+        """Warm up, then time `bench.steps` steps."""
+        self.reset_counts()
         self.run(self.bench.warmup)
-        # A graph that is replayed calls nobody and allocates nothing: what counts is who was captured, and its memory.
+        # Replaying a graph makes no calls and allocates nothing: the calls and memory of its capture count.
         if not self.bench.cuda_graphs:
-            self.forget()
-        p20, p50, p80 = quantiles(self.run(self.bench.steps))
-        tokens = self.bench.batch_size * self.bench.model.seq_len
-        rate = tokens / p50 * 1e3
+            self.reset_counts()
+        times = self.run(self.bench.steps)
         attn = self.bench.model.attn
-        row = Row(
+        row = Row.measured(
+            times,
+            dtype=DTYPES[self.bench.dtype],
+            device=self.device,
+            commit=self.bench.commit,
+            peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             suite="train",
             op="train",
             impl=self.impl(),
@@ -136,40 +144,32 @@ class Runner:
             G=attn.n_kv_groups,
             Dk=attn.d_k,
             Dv=attn.d_v,
-            dtype=self.bench.dtype,
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            peak_gib=self.peak_gib(),
-            tokens_per_s=round(rate, 1),
-            **environment(self.device, self.bench.commit),
         )
+        rate = row.B * row.S / row.p50_ms * 1e3
+        row = replace(row, tokens_per_s=round(rate, 1))
         calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}
         flops = rate * self.model.flops_per_token(self.bench.model.seq_len)
         return Measurement(row, flops / 1e12, sum(self.model.parameter_counts().values()), calls)
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         router().counts.calls.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def impl(self) -> str:
-        """By what ran, not by what was asked for: under auto the ops may have had several backends."""
-        served = sorted({backend for _, backend in router().counts.calls})
+        """Named after the backends that ran: under `auto` there may be several."""
+        backends = sorted({backend for _, backend in router().counts.calls})
         kind = self.bench.model.attention
-        name = f"{kind}-{'+'.join(served) or 'sdpa'}{'-gc' if self.bench.gc else ''}"
+        name = f"{kind}-{'+'.join(backends) or 'sdpa'}{'-gc' if self.bench.gc else ''}"
         return name + ("-graphs" if self.bench.cuda_graphs else "-compiled" if self.bench.compile else "")
 
-    def peak_gib(self) -> float | None:
-        return round(torch.cuda.max_memory_allocated() / 2**30, 3) if self.device.type == "cuda" else None
-
     def check_sync(self, steps: int = 3) -> None:
-        """Run steps in which waiting for the device is an error."""
+        """Run steps in which a host synchronization is an error; a ValueError on a CPU, which has none."""
         require(
             self.device.type == "cuda",
             "--check-sync",
-            f"on {self.device}",
-            "a CUDA device: a CPU has nothing to wait for",
+            f"given with --device {self.device}",
+            "a CUDA device",
         )
         self.run(self.bench.warmup)
         torch.cuda.set_sync_debug_mode("error")
@@ -190,6 +190,7 @@ def elapsed_ms(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -
 
 
 def run(args: argparse.Namespace) -> int:
+    """`nsa bench train`: returns the exit status."""
     on_gpu = torch.cuda.is_available()
     if args.device is not None:
         usable_device(args.device)
@@ -223,12 +224,12 @@ def bench_of(args: argparse.Namespace, model: LMConfig, batch_size: int) -> Trai
 
 
 def run_one(bench: TrainBench, args: argparse.Namespace) -> None:
-    # What an earlier one compiled is its own: its graphs hold its memory.
+    # CUDA graphs of an earlier measurement would keep its memory.
     torch.compiler.reset()
     runner = Runner(bench)
     if args.check_sync:
         runner.check_sync()
-        print("no host synchronisation in a training step")
+        print("no host synchronization in a training step")
         return
     measurement = runner.measure()
     print(measurement)

@@ -1,5 +1,4 @@
-"""Attention alone on what a trained model gives it: its neighbouring queries choose much the same blocks, which random
-ones do not.
+"""Attention on the tensors of a trained model, whose neighbouring queries select mostly the same blocks, and on noise.
 
 nsa bench trained --run runs/125m --lengths 2048 32768
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention import NSAAttention
-from nsa.bench.attention import Shape, Task, report
+from nsa.bench.attention import AttentionShape, Task, measure_and_print
 from nsa.config import require
 from nsa.data import open_loader
 from nsa.functional import nsa_attention
@@ -25,15 +24,18 @@ from nsa.train.boot import config_of
 
 
 def middle_layer(model: LM) -> NSAAttention:
+    """The middle one of the model's NSA layers; a ValueError if it has none."""
     layers = [layer.attention for layer in model.blocks if isinstance(layer.attention, NSAAttention)]
     require(bool(layers), "--run", "a model without NSA", "one that was trained with --attention nsa")
     return layers[len(layers) // 2]
 
 
 @torch.no_grad()
-def given_to(model: LM, layer: NSAAttention, tokens: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], float]:
-    """The tensors that `layer` attends with when `model` reads `tokens`; and of the blocks that a query chooses, the
-    part that the query before it chose too."""
+def inputs_of_layer(
+    model: LM, layer: NSAAttention, tokens: Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor, ...], float]:
+    """The arguments of `nsa_attention` in `layer` when `model` reads `tokens [B, S]`, and `shared_selection` of its
+    blocks."""
     inputs: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.autocast(tokens.device.type, dtype):
@@ -45,23 +47,23 @@ def given_to(model: LM, layer: NSAAttention, tokens: Tensor, dtype: torch.dtype)
         compressed = layer.compress_all(raw, None, 0)
         _, stats = layer(x, return_stats=True)
     tensors = (q, *compressed, *selected, *window, gates)
-    return tuple(x.to(dtype) for x in tensors), shared_choice(stats.indices)
+    return tuple(x.to(dtype) for x in tensors), shared_selection(stats.indices)
 
 
-def shared_choice(indices: Tensor) -> float:
-    """Of `indices [B, S, G, n]`, -1 for none: how many of each query's blocks are among those of the query before."""
+def shared_selection(indices: Tensor) -> float:
+    """The share of selected blocks that the query before selected too; `indices [B, S, G, n]`, -1 for none."""
     own, before = indices[:, 1:, ..., None], indices[:, :-1, :, None]
-    chosen = own >= 0
-    return float(((own == before) & chosen).sum() / chosen.sum().clamp_min(1))
+    selected = own >= 0
+    return float(((own == before) & selected).sum() / selected.sum().clamp_min(1))
 
 
-def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Iterator[tuple[Shape, Task]]:
-    """The whole attention of one layer on the run's own data, and on random tensors of the same shapes."""
+def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Iterator[tuple[AttentionShape, Task]]:
+    """The attention of one layer on the run's own data, and on random tensors of the same shapes."""
     config = config_of(run)
     model = load_model(run, "cuda")
     layer = middle_layer(model)
     c = layer.config
-    shape = Shape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
+    shape = AttentionShape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
     with open_loader(
         config.data,
         split="train",
@@ -71,8 +73,8 @@ def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Itera
         vocab_size=config.model.vocab_size,
     ) as loader:
         tokens = next(loader).tokens.view(batch, length).to("cuda")
-    trained, shared = given_to(model, layer, tokens, torch.bfloat16)
-    print(f"S={length}: {shared:.0%} of the blocks that a query chooses were chosen by the query before it", flush=True)
+    trained, shared = inputs_of_layer(model, layer, tokens, torch.bfloat16)
+    print(f"S={length}: neighbouring queries share {shared:.0%} of their selected blocks", flush=True)
     noise = (*(torch.randn_like(x) for x in trained[:-1]), torch.rand_like(trained[-1]))
     for op, tensors in (("trained", trained), ("random", noise)):
         leaves = tuple(x.contiguous().requires_grad_() for x in tensors)
@@ -82,8 +84,9 @@ def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Itera
 
 
 def run(args: argparse.Namespace) -> int:
+    """`nsa bench trained`: returns the exit status."""
     require(torch.cuda.is_available(), "nsa bench trained", "started without a GPU", "a machine with a CUDA GPU")
     for length in args.lengths:
         for shape, task in trained_tasks(args.run, args.batch_size, length, args.impl):
-            report(task, shape, args, "trained")
+            measure_and_print(task, shape, args, "trained")
     return 0

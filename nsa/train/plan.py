@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from nsa import settings
-from nsa.bench.results import Row, read
+from nsa.bench.results import Row, read_rows
 from nsa.config import require, require_positive_int, require_positive_number
 from nsa.model import LM, PRESETS, AttentionKind, LMConfig
 from nsa.model.loss import ROWS
@@ -396,7 +396,7 @@ def model_without_length(config: LMConfig) -> dict[str, Any]:
 
 def measurements(folder: Path) -> list[Row]:
     """Every row of training under a folder of results; none where there is no such folder."""
-    return [row for path in sorted(folder.glob("*/train.csv")) for row in read(path)]
+    return [row for path in sorted(folder.glob("*/train.csv")) for row in read_rows(path)]
 
 
 # The table.

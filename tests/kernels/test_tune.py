@@ -13,13 +13,13 @@ from interpreted import DEVICE  # isort: skip
 
 from nsa.backends.triton import combine, tuning
 from nsa.backends.triton.tuning import KERNELS, Key
-from nsa.bench.attention import Shape
-from nsa.bench.kernels import Workbench, serves, tile_in_use
-from nsa.bench.tune import Trial, Tuner, difference
+from nsa.bench.attention import AttentionShape
+from nsa.bench.kernels import Workbench, is_used, tile_in_use
+from nsa.bench.tune import Candidates, Tuner, error_ratio
 from nsa.train.progress import Lines
 
 GPU = (9, 0)
-SHAPE = Shape(batch=1, length=70, n_heads=10, n_groups=2, width=16)
+SHAPE = AttentionShape(batch=1, length=70, n_heads=10, n_groups=2, head_dim=16)
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,16 @@ def bench() -> Workbench:
     return Workbench(SHAPE, 0.0, DEVICE, torch.float16)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if serves(kernel, SHAPE)])
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if is_used(kernel, SHAPE)])
 def test_every_kernel_runs_by_the_tile_in_use(kernel: str, bench: Workbench) -> None:
     tile = tile_in_use(kernel, SHAPE, GPU, tuning.read(tuning.PACKAGED))
     results = bench.run(kernel, tile)
-    assert difference(results, results) == 0
+    assert error_ratio(results, results) == 0
 
 
 def test_a_kernel_is_tuned_into_a_file(bench: Workbench, tmp_path: Path) -> None:
     kernel, path = "combine-forward", tmp_path / "tiles.json"
-    trial = Trial(kernel, SHAPE, (combine.Tile(256, 4), combine.Tile(64, 4)))
+    trial = Candidates(kernel, SHAPE, (combine.Tile(256, 4), combine.Tile(64, 4)))
     tuner = Tuner(path, GPU, {}, Lines(2), lambda call: [float(call.args[-1].elements)] * 5)
     outcomes = tuner.measure(trial, partial(bench.run, kernel))
     assert [outcome.ms for outcome in outcomes] == [256.0, 64.0]
