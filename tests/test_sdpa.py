@@ -352,7 +352,7 @@ def test_unused_space_after_packed_compressed_blocks_is_not_read() -> None:
 @given(case=short_case, budget=st.sampled_from([1, 97, 1000, 20_000]))
 def test_a_small_score_budget_changes_nothing(branch: str, case: Case, budget: int) -> None:
     inputs = random_inputs(case)
-    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+    with mock.patch.dict(layout.MAX_SCORES, cpu=budget):
         got = sdpa_results(branch, inputs, case)
     assert_close(got, reference_results(branch, inputs, case), TIGHT)
 
@@ -369,7 +369,7 @@ def test_chunks_of_a_pack_of_tiny_documents_reach_their_own_blocks(
     documents = [40, *documents]
     case = Case(length=sum(documents), documents=tuple(documents), groups=2, heads=2, select_block=select_block)
     inputs = random_inputs(case)
-    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+    with mock.patch.dict(layout.MAX_SCORES, cpu=budget):
         got = sdpa_results("selected", inputs, case)
     assert_close(got, reference_results("selected", inputs, case), TIGHT)
 
@@ -380,7 +380,7 @@ def test_a_small_score_budget_does_not_change_the_choice(case: Case, budget: int
     expected = reference_choice(inputs, case)
     least, greatest = importance_at_the_cut(importance_of(inputs, case), expected, case)
     apart = least - greatest > TIGHT
-    with mock.patch.dict(layout.SCORE_BUDGET, cpu=budget):
+    with mock.patch.dict(layout.MAX_SCORES, cpu=budget):
         assert torch.equal(choose(inputs, case)[apart], expected[apart])
 
 
@@ -390,7 +390,7 @@ def test_a_budget_of_one_still_serves_a_cache(branch: str) -> None:
     inputs = random_inputs(case)
     tail = inputs.but(q=inputs.q[:, 40:], indices=inputs.indices[:, 40:])
     options = {"q_start": torch.tensor([40, 40], dtype=torch.int32)}
-    with mock.patch.dict(layout.SCORE_BUDGET, cpu=1):
+    with mock.patch.dict(layout.MAX_SCORES, cpu=1):
         got = sdpa_results(branch, tail, case, **options)
     assert_close(got, reference_results(branch, tail, case, **options), TIGHT)
 

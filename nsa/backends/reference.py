@@ -1,6 +1,6 @@
-"""The specification as a backend: forward as it stands, backward by autograd through a second forward.
+"""The reference as a backend: its forward, and autograd through a second forward as backward.
 
-It serves `backend="reference"` and parity runs. It builds whole score matrices: for short sequences only.
+Used for `backend="reference"` and parity runs. It builds full score matrices, so it is for short sequences only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ combine_forward = reference.combine
 
 
 def supports(problem: Problem) -> str | None:
-    """Everything is supported, slowly."""
+    """None: every problem is supported."""
     return None
 
 
 def arguments_of(branch: Any) -> dict[str, Any]:
-    """A branch as the keyword arguments of the reference, which knows no objects of ours."""
+    """A branch object as keyword arguments of a function of `nsa.reference`."""
     named = {field.name: getattr(branch, field.name) for field in fields(branch) if field.name != "sequences"}
     named["cu_seqlens"] = branch.sequences.cu_seqlens
     return named if isinstance(branch, Pooling) else {**named, "q_start": branch.sequences.q_start}
@@ -47,7 +47,7 @@ def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling) -> Tens
 
 
 def attention_forward(attention: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Contiguous, as the ops' fakes promise; with one head per group einsum leaves its own order."""
+    """Contiguous outputs, as the ops' fakes promise; with one head per group einsum returns others."""
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *tensors, branch = args
@@ -62,12 +62,12 @@ selected_forward = attention_forward(reference.selected_attention)
 sliding_forward = attention_forward(reference.sliding_attention)
 
 
-def gradients(
+def vjp(
     forward: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], *fixed: Tensor, **arguments: Any
 ) -> tuple[Tensor, ...]:
-    """`torch.func.vjp`, because the body of an op runs below the layer where plain autograd records."""
-    pull_back = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **arguments), *inputs)[1]
-    return tuple(g.contiguous() for g in pull_back(grads if len(grads) > 1 else grads[0]))
+    """Gradients of `inputs`; `torch.func.vjp`, because autograd does not record inside the body of an op."""
+    pullback = torch.func.vjp(lambda *leaves: forward(*leaves, *fixed, **arguments), *inputs)[1]
+    return tuple(g.contiguous() for g in pullback(grads if len(grads) > 1 else grads[0]))
 
 
 def attention_backward(attention: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -75,7 +75,7 @@ def attention_backward(attention: Callable[..., Any]) -> Callable[..., tuple[Ten
     def backward(upstream: Upstream, saved: Saved, branch: Any) -> tuple[Tensor, Tensor, Tensor]:
         grads = (upstream.do, torch.zeros_like(saved.lse) if upstream.dlse is None else upstream.dlse)
         fixed = () if saved.indices is None else (saved.indices,)
-        dq, dk, dv = gradients(attention, (saved.q, saved.k, saved.v), grads, *fixed, **arguments_of(branch))
+        dq, dk, dv = vjp(attention, (saved.q, saved.k, saved.v), grads, *fixed, **arguments_of(branch))
         return dq, dk, dv
 
     return backward
@@ -89,35 +89,31 @@ sliding_backward = attention_backward(reference.sliding_attention)
 def combine_backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_cmp, d_sel, d_win, d_gates = gradients(reference.combine, (o_cmp, o_sel, o_win, gates), (do,))
+    d_cmp, d_sel, d_win, d_gates = vjp(reference.combine, (o_cmp, o_sel, o_win, gates), (do,))
     return d_cmp, d_sel, d_win, d_gates
-
-
-def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
-    return combine_backward(do, o_cmp, o_sel, o_win, gates)[3]
 
 
 def prepare_backward(
     do: Tensor, outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, n_groups: int
 ) -> tuple[Tensor, tuple[Upstream, ...]]:
     o_cmp, o_sel, o_win = outputs
-    products = gates_backward(do, o_cmp, o_sel, o_win, gates)
+    *_, products = combine_backward(do, o_cmp, o_sel, o_win, gates)
     return products, gated_upstreams(do, gates, products)
 
 
-# Both compressions are linear: their gradients are the same wherever they are taken, and nothing was kept for them.
+# Both compressions are linear: their gradients do not depend on the input, and nothing is saved for them.
 
 
 def compress_mean_backward(dout: Tensor, pooling: Pooling) -> Tensor:
-    batch, _, groups, width = dout.shape
-    x = dout.new_zeros(batch, pooling.sequences.length, groups, width)
-    (dx,) = gradients(reference.compress_mean, (x,), (dout,), **arguments_of(pooling))
+    batch, _, groups, head_dim = dout.shape
+    x = dout.new_zeros(batch, pooling.sequences.length, groups, head_dim)
+    (dx,) = vjp(reference.compress_mean, (x,), (dout,), **arguments_of(pooling))
     return dx
 
 
 def gather_blocks_backward(dout: Tensor, pooling: Pooling) -> tuple[Tensor, Tensor]:
-    batch, _, groups, width = dout.shape
-    x = dout.new_zeros(batch, pooling.sequences.length, groups, width // pooling.block)
-    position = dout.new_zeros(pooling.block, width // pooling.block)
-    dx, dposition = gradients(reference.gather_blocks, (x, position), (dout,), **arguments_of(pooling))
+    batch, _, groups, block_dim = dout.shape
+    position = dout.new_zeros(pooling.block, block_dim // pooling.block)
+    x = dout.new_zeros(batch, pooling.sequences.length, groups, position.shape[1])
+    dx, dposition = vjp(reference.gather_blocks, (x, position), (dout,), **arguments_of(pooling))
     return dx, dposition

@@ -1,8 +1,8 @@
-"""The path that always works: torch alone, any device, forward and backward, memory linear in the sequence.
+"""The backend that always works: torch only, any device, forward and backward, memory linear in the sequence length.
 
-Queries are taken in chunks whose scores fit a fixed budget. The compressed and the sliding branch are one computation,
-because in both every query sees one contiguous range of keys (`ranged.py`); the selected branch turns the choice round
-and lets each block gather the queries that chose it (`selected.py`). Nothing here reads a value back to the host.
+Queries are processed in chunks whose scores fit a fixed budget. The compressed and the sliding branch are one
+computation, because in both every query sees one contiguous range of keys (`ranged.py`). In the selected branch each
+block gathers the queries that selected it (`selected.py`). Nothing here reads a value back to the host.
 """
 
 from nsa.backends.problem import Problem
@@ -12,7 +12,7 @@ from nsa.backends.sdpa.branches import (
     sliding_backward,
     sliding_forward,
 )
-from nsa.backends.sdpa.combine import combine_backward, combine_forward, gates_backward, prepare_backward
+from nsa.backends.sdpa.combine import combine_backward, combine_forward, prepare_backward
 from nsa.backends.sdpa.compress import (
     compress_mean_backward,
     compress_mean_forward,
@@ -26,7 +26,7 @@ name = "sdpa"
 
 
 def supports(problem: Problem) -> str | None:
-    """Everything is served; the reasons other backends give start here as `None`."""
+    """None: every problem is supported."""
     return None
 
 
@@ -37,7 +37,6 @@ __all__ = [
     "compress_mean_forward",
     "compressed_backward",
     "compressed_forward",
-    "gates_backward",
     "gather_blocks_backward",
     "gather_blocks_forward",
     "name",

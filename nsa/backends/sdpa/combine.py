@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.gated import gated_upstreams
-from nsa.backends.sdpa.layout import sum_dtype
+from nsa.dtypes import sum_dtype
 from nsa.sequences import Upstream
 
 
@@ -25,18 +25,17 @@ def combine_backward(
     total = sum_dtype(do)
     g_cmp, g_sel, g_win = gates.to(total).unsqueeze(-2).unbind(dim=-1)
     d_cmp, d_sel, d_win = ((do.to(total) * g).to(do.dtype) for g in (g_cmp, g_sel, g_win))
-    return d_cmp, d_sel, d_win, gates_backward(do, o_cmp, o_sel, o_win, gates).to(gates.dtype)
+    return d_cmp, d_sel, d_win, gate_products(do, (o_cmp, o_sel, o_win)).to(gates.dtype)
 
 
-def gates_backward(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
+def gate_products(do: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """`sum(do * o)` of each branch, `[B,S,Hq,3]`: the gradient of the gates, before it is rounded."""
     total = sum_dtype(do)
-    products = [(do.to(total) * o.to(total)).sum(dim=-1) for o in (o_cmp, o_sel, o_win)]
-    return torch.stack(products, dim=-1)
+    return torch.stack([(do.to(total) * o.to(total)).sum(dim=-1) for o in outputs], dim=-1)
 
 
 def prepare_backward(
     do: Tensor, outputs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, n_groups: int
 ) -> tuple[Tensor, tuple[Upstream, ...]]:
-    o_cmp, o_sel, o_win = outputs
-    products = gates_backward(do, o_cmp, o_sel, o_win, gates)
+    products = gate_products(do, outputs)
     return products.to(gates.dtype), gated_upstreams(do, gates, products)

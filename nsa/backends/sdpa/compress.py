@@ -1,7 +1,7 @@
-"""Block means, and blocks in a row for a Linear, with their gradients.
+"""Block means, and blocks flattened for a Linear, with their gradients.
 
-A token is in at most `l/d` blocks: its gradient is gathered from them one after the other, never added by the blocks,
-which on a GPU would take float atomics and give other bits each time.
+A token is in at most `l/d` blocks. Its gradient is gathered from them in order, not scattered by the blocks, which on a
+GPU would take float atomics and would not be deterministic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.backends.sdpa.layout import sum_dtype
+from nsa.dtypes import sum_dtype
 from nsa.sequences import Pooling
 
 
@@ -20,13 +20,13 @@ def compress_mean_forward(x: Tensor, pooling: Pooling) -> Tensor:
 
 
 def compress_mean_backward(dout: Tensor, pooling: Pooling) -> Tensor:
-    of_each_token = dout[:, :, None].expand(-1, -1, pooling.block, -1, -1)
-    return (token_gradient(of_each_token, pooling) / pooling.block).to(dout.dtype)
+    per_token = dout[:, :, None].expand(-1, -1, pooling.block, -1, -1)
+    return (token_gradient(per_token, pooling) / pooling.block).to(dout.dtype)
 
 
 def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling) -> Tensor:
     blocks, used = blocks_of(x, pooling)
-    # Written where it stays: left to itself, torch would lay the sum out like the blocks, and copy it once more.
+    # With `out`, because torch would give the sum the strides of the blocks and copy it once more.
     placed = torch.add(blocks, position, out=x.new_empty(blocks.shape))
     if used is not None:
         placed.masked_fill_(~used[:, None, None, None], 0.0)
@@ -43,23 +43,23 @@ def gather_blocks_backward(dout: Tensor, pooling: Pooling) -> tuple[Tensor, Tens
 
 
 def blocks_of(x: Tensor, pooling: Pooling) -> tuple[Tensor, Tensor | None]:
-    """`[B,N,G,l,D]`, of fixed-length rows a view of `x`; of packed ones, also which of the slots hold a block."""
-    batch, length, groups, width = x.shape
+    """`[B,N,G,l,D]`, a view of fixed-length `x`; for varlen also `[N]`, which slots hold a block."""
+    batch, length, groups, head_dim = x.shape
     block = pooling.block
     if pooling.sequences.cu_seqlens is not None:
         start, _, used = pooling.starts
         token = (start[:, None] + torch.arange(block, device=x.device)).clamp_max(length - 1)
         return x[:, token].transpose(2, 3), used
     if pooling.count == 0:
-        return x.new_empty(batch, 0, groups, block, width), None
+        return x.new_empty(batch, 0, groups, block, head_dim), None
     return x.unfold(1, block, pooling.stride).transpose(3, 4), None
 
 
 def token_gradient(dblocks: Tensor, pooling: Pooling) -> Tensor:
-    """Sums over the blocks that hold each token: `dblocks [B,N,l,G,D]` to `[B,S,G,D]`, wide."""
+    """Sums over the blocks that hold each token: `dblocks [B,N,l,G,D]` to `[B,S,G,D]` in `sum_dtype`."""
     length, stride = pooling.sequences.length, pooling.stride
-    batch, n_slots, block, groups, width = dblocks.shape
-    total = torch.zeros(batch, length, groups, width, dtype=sum_dtype(dblocks), device=dblocks.device)
+    batch, n_slots, block, groups, head_dim = dblocks.shape
+    total = torch.zeros(batch, length, groups, head_dim, dtype=sum_dtype(dblocks), device=dblocks.device)
     if n_slots == 0:
         return total
     if pooling.sequences.cu_seqlens is None:

@@ -1,6 +1,6 @@
-"""Group-major copies of the inputs: a group's heads share its keys.
+"""Group-major copies of the inputs: the heads of a group share its keys.
 
-`q [B,S,Hq,D]` becomes `[B*G, S, h, D]`, so that one product serves all heads of a group and keys are never repeated.
+`q [B,S,Hq,D]` becomes `[B*G, S, h, D]`, so that one matmul covers all heads of a group and keys are never repeated.
 """
 
 from __future__ import annotations
@@ -8,25 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Score elements alive at once where scores are written out. On a GPU a chunk must be large enough to fill it; on a CPU
-# small enough for its caches. Where they are fused away, what is bounded is the mask and the gathered rows.
-SCORE_BUDGET = {"cuda": 1 << 26, "cpu": 1 << 22}
-FUSED_SCORE_BUDGET = 1 << 28
+from nsa.dtypes import HALF
+
+# Score elements in memory at once: enough to fill a GPU, few enough for the caches of a CPU. The fused kernel stores no
+# scores; there the budget bounds the mask and the gathered rows.
+MAX_SCORES = {"cuda": 1 << 26, "cpu": 1 << 22}
+MAX_FUSED_SCORES = 1 << 28
 
 
 def score_budget(x: Tensor, *, fused: bool) -> int:
-    return FUSED_SCORE_BUDGET if fused else SCORE_BUDGET.get(x.device.type, SCORE_BUDGET["cuda"])
+    return MAX_FUSED_SCORES if fused else MAX_SCORES.get(x.device.type, MAX_SCORES["cuda"])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Half precision is multiplied as it is on a GPU, with fp32 sums; a CPU has no such product and widens it."""
-    if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
+    """The dtype of matmul operands: a GPU multiplies half precision with fp32 sums, a CPU casts it to fp32."""
+    if x.dtype in HALF and x.device.type == "cpu":
         return torch.float32
     return x.dtype
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def group_queries(x: Tensor, n_groups: int) -> Tensor:
@@ -40,8 +38,8 @@ def group_rows(x: Tensor, n_groups: int) -> Tensor:
     return x.unflatten(2, (n_groups, -1)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def group_normalisers(lse: Tensor, n_groups: int) -> Tensor:
-    """`lse` for a backward pass: a row that saw nothing gets +inf, which makes its probabilities exactly zero."""
+def group_lse(lse: Tensor, n_groups: int) -> Tensor:
+    """`lse` for a backward pass: +inf for a row without visible keys, which makes its probabilities exactly zero."""
     return group_rows(lse.masked_fill(lse == float("-inf"), float("inf")), n_groups)
 
 
@@ -56,7 +54,6 @@ def group_keys(x: Tensor) -> Tensor:
 
 
 def ungroup_keys(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """`[B*G, N, D]` back to `[B,N,G,D]`; copied also where a slice is contiguous by itself: an output of an op begins
-    its storage."""
+    """`[B*G, N, D]` back to `[B,N,G,D]`; always a copy, because an op's output must start at its storage."""
     x = x.unflatten(0, (batch, -1)).transpose(1, 2)
     return x.to(dtype, memory_format=torch.contiguous_format, copy=True)

@@ -1,10 +1,9 @@
 """Attention in which every query sees one contiguous range `[lo, hi)` of keys.
 
-The compressed branch (complete blocks of one's document) and the sliding branch (the last `w` tokens of it) are both
-of this form, for plain, packed and cached sequences. Queries are cut into tiles, and every tile attends to a slice of
-keys of one width that holds its ranges: a band along the diagonal for the window, the front of the keys for the
-compressed branch. As many tiles as the budget allows go at once, so memory is bounded and a window costs a band, not a
-square.
+The compressed branch (complete blocks of the document) and the sliding branch (its last `w` tokens) have this form, for
+fixed-length, varlen and cached sequences. Queries are split into tiles, and every tile attends to a slice of keys that
+contains its ranges: a band along the diagonal for the window, the first keys for the compressed branch. As many tiles
+as the budget allows are processed at once: memory is bounded, and a window costs a band, not a square.
 """
 
 from __future__ import annotations
@@ -18,64 +17,65 @@ from torch import Tensor
 
 from nsa.backends.sdpa.layout import (
     group_keys,
-    group_normalisers,
+    group_lse,
     group_queries,
     group_rows,
     score_budget,
-    sum_dtype,
     ungroup_keys,
     ungroup_queries,
 )
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
+from nsa.dtypes import sum_dtype
 from nsa.sequences import Ranges, Saved, Upstream
 
-SHORTEST_TILE = 16
+MIN_TILE = 16
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What each query sees, and slices of keys that hold it, the latter known without reading the former.
+    """The ranges of the queries, and slices of keys that contain them, known without reading the ranges.
 
-    The slice of the tile that starts at query `c` starts at key `c - before` if `along` (a band), else at key 0;
-    `width(tile, c1)` keys suffice for tiles of that many queries which end before query `c1`.
+    The slice of the tile that starts at query `c` starts at key `c - before` if `along` (a band), else at key 0. It has
+    `n_slice_keys(tile, c1)` keys for tiles of that many queries that end before query `c1`.
     """
 
     ranges: Ranges
     tile: int
     along: bool
     before: int
-    width: Callable[[int, int], int]
+    n_slice_keys: Callable[[int, int], int]
 
     @property
     def n_queries(self) -> int:
         return self.ranges.sequences.length
 
     def tile_within(self, rows: int, budget: int) -> int:
-        """Queries a tile: halved until a single tile of every row fits the budget."""
+        """Queries per tile: halved until one tile of every row fits the budget."""
         size = self.tile
-        while size > SHORTEST_TILE and rows * size * self.width(size, self.n_queries) > budget:
+        while size > MIN_TILE and rows * size * self.n_slice_keys(size, self.n_queries) > budget:
             size //= 2
         return size
 
-    def groups(self, rows: int, budget: int) -> Iterator[Group]:
+    def groups(self, rows: int, budget: int) -> Iterator[TileGroup]:
+        """All tiles, in groups that fit the budget."""
         size = self.tile_within(rows, budget)
         n_tiles = -(-self.n_queries // size)
         first = 0
         while first < n_tiles:
             count = n_tiles - first
-            while count > 1 and rows * count * size * self.width(size, (first + count) * size) > budget:
+            while count > 1 and rows * count * size * self.n_slice_keys(size, (first + count) * size) > budget:
                 count = -(-count // 2)
-            yield Group(self, size, first, count)
+            yield TileGroup(self, size, first, count)
             first += count
 
     def empty(self) -> Tensor:
-        """`[B or 1, S]`: queries that see nothing."""
+        """`[B or 1, S]`: queries without visible keys."""
         return self.ranges.lo >= self.ranges.hi
 
 
 @dataclass(frozen=True)
-class Group:
-    """`count` tiles of `size` queries from tile `first` on, done at once; the last may reach past the last query."""
+class TileGroup:
+    """`count` tiles of `size` queries from tile `first` on, processed at once; the last may be partly empty."""
 
     tiling: Tiling
     size: int
@@ -91,12 +91,13 @@ class Group:
         return min(self.c0 + self.count * self.size, self.tiling.n_queries)
 
     @property
-    def width(self) -> int:
-        return self.tiling.width(self.size, self.c1)
+    def n_keys(self) -> int:
+        """Keys per slice."""
+        return self.tiling.n_slice_keys(self.size, self.c1)
 
     @property
     def step(self) -> int:
-        """How many keys the slices of neighbouring tiles are apart."""
+        """Distance in keys between the slices of neighbouring tiles."""
         return self.size if self.tiling.along else 0
 
     def tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -111,59 +112,59 @@ class Group:
         """Tiles `[R * count, size, ...]` back to the group's queries `[R, c1 - c0, ...]`."""
         return x.unflatten(0, (-1, self.count)).flatten(1, 2)[:, : self.c1 - self.c0]
 
-    def key_numbers(self) -> Tensor:
-        """`[count, width]`; outside `[0, N)` where a slice reaches past the keys."""
+    def key_indices(self) -> Tensor:
+        """`[count, n_keys]`; outside `[0, N)` where a slice reaches past the keys."""
         device = self.tiling.ranges.sequences.device
         start = (self.first + torch.arange(self.count, device=device)) * self.step
         if self.tiling.along:
             start = start - self.tiling.before
-        return start[:, None] + torch.arange(self.width, device=device)
+        return start[:, None] + torch.arange(self.n_keys, device=device)
 
     def keys(self, x: Tensor) -> Tensor:
-        """`[R, N, D]` to the tiles' slices `[R * count, width, D]`."""
-        number = self.key_numbers().clamp(0, x.shape[1] - 1)
-        return x.index_select(1, number.flatten()).unflatten(1, number.shape).flatten(0, 1)
+        """`[R, N, D]` to the tiles' slices `[R * count, n_keys, D]`."""
+        index = self.key_indices().clamp(0, x.shape[1] - 1)
+        return x.index_select(1, index.flatten()).unflatten(1, index.shape).flatten(0, 1)
 
     def hidden(self, rows: int) -> Tensor:
-        """`[rows * count, size, width]`, for `rows` of batch and group."""
+        """The mask `[rows * count, size, n_keys]`, for `rows = B * G`."""
         lo, hi = (self.tiles(x).unflatten(0, (-1, self.count)) for x in (self.tiling.ranges.lo, self.tiling.ranges.hi))
-        key = self.key_numbers()[:, None]
+        key = self.key_indices()[:, None]
         hidden = (key < lo[..., None]) | (key >= hi[..., None])
         per_batch = rows // hidden.shape[0]
         return hidden[:, None].expand(-1, per_batch, -1, -1, -1).flatten(0, 2)
 
     def add_keys(self, total: Tensor, x: Tensor) -> None:
-        """Add the slices' gradients `x [R * count, width, D]` to `total [R, before + N + ..., D]`, in a fixed order."""
+        """Add the slices' gradients `x [R * count, n_keys, D]` to `total [R, before + N + ..., D]`, in order."""
         x = x.unflatten(0, (-1, self.count))
         if not self.tiling.along:
-            total[:, : self.width] += x.sum(dim=1)
+            total[:, : self.n_keys] += x.sum(dim=1)
             return
-        # Slices overlap; cut into pieces one step long, the pieces of the same rank do not.
-        for begin in range(0, self.width, self.step):
+        # Slices overlap; split into pieces of one step, pieces of the same index do not.
+        for begin in range(0, self.n_keys, self.step):
             piece = x[:, :, begin : begin + self.step]
             place = self.c0 + begin
             target = total[:, place : place + self.count * self.step].unflatten(1, (self.count, self.step))
             target[:, :, : piece.shape[2]] += piece
 
 
-def key_totals(keys: Tensor, group: Group) -> Tensor:
-    """Zeros for the sums of `Group.add_keys`: the keys, with room for what slices reach past them on both sides."""
+def key_totals(keys: Tensor, group: TileGroup) -> Tensor:
+    """Zeros for `TileGroup.add_keys`: the keys, padded by what slices reach past them on both sides."""
     tiling = group.tiling
-    places = keys.shape[1]
+    length = keys.shape[1]
     if tiling.along:
         n_tiles = -(-tiling.n_queries // group.size)
-        places = n_tiles * group.step + group.width + group.step
-    return torch.zeros(keys.shape[0], places, keys.shape[2], dtype=sum_dtype(keys), device=keys.device)
+        length = n_tiles * group.step + group.n_keys + group.step
+    return torch.zeros(keys.shape[0], length, keys.shape[2], dtype=sum_dtype(keys), device=keys.device)
 
 
-def ranged_forward(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor]:
     batch, _, n_heads, _ = q.shape
     n_groups = k.shape[2]
     qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
     o = torch.zeros(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full(qg.shape[:3], float("-inf"), dtype=sum_dtype(q), device=q.device)
     for group in tiling.groups(batch * n_heads, score_budget(q, fused=is_fused(q, v))):
-        if group.width > 0:
+        if group.n_keys > 0:
             hidden = group.hidden(qg.shape[0])
             o_tiles, lse_tiles = tile_forward(group.tiles(qg), group.keys(kg), group.keys(vg), hidden, scale)
             o[:, group.c0 : group.c1] = group.queries(o_tiles)
@@ -173,21 +174,21 @@ def ranged_forward(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, scale: float
     return o.masked_fill_(empty[..., None], 0.0), lse.masked_fill_(empty, float("-inf"))
 
 
-def ranged_backward(upstream: Upstream, saved: Saved, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def tiled_backward(upstream: Upstream, saved: Saved, tiling: Tiling, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     do, dlse, *_ = upstream
     q, k, v, o, lse, _ = saved
     batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
     qg, kg, vg = group_queries(q, n_groups), group_keys(k), group_keys(v)
-    dog, og, lse_g = group_queries(do, n_groups), group_queries(o, n_groups), group_normalisers(lse, n_groups)
+    dog, og, lse_g = group_queries(do, n_groups), group_queries(o, n_groups), group_lse(lse, n_groups)
     dlse_g = None if dlse is None else group_rows(dlse, n_groups)
     dq = torch.zeros(qg.shape, dtype=q.dtype, device=q.device)
     dk, dv = torch.zeros_like(kg), torch.zeros_like(vg)
     groups = list(tiling.groups(batch * n_heads, score_budget(q, fused=dlse is None and is_fused(q, v))))
-    if groups[-1].width > 0:
+    if groups[-1].n_keys > 0:
         dk, dv = key_totals(kg, groups[0]), key_totals(vg, groups[0])
     for group in groups:
-        if group.width > 0:
+        if group.n_keys > 0:
             dq_tiles, dk_tiles, dv_tiles = tile_backward(
                 group.tiles(dog),
                 None if dlse_g is None else group.tiles(dlse_g),

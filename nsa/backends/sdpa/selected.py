@@ -1,13 +1,13 @@
-"""The selected branch, turned round: every block gathers the queries that chose it.
+"""The selected branch by block: every block gathers the queries that selected it.
 
-Gathering keys for each query would move `n_select * select_block` rows a query; gathering queries for each block moves
-`n_select * h`, an order of magnitude less, and turns tiny products into full ones. The pairs (query, chosen block) of a
-chunk are sorted by block and cut into tiles of `M` queries; each tile attends to its one block, and a query's partial
-results are put together with their log-sum-exp. The number of tiles has a bound that is known without asking the GPU,
-so nothing waits. With `M = 1` this is the plain gather that a single decoding step wants.
+Gathering keys per query would move `n_select * select_block` rows for each query; gathering queries per block moves
+`n_select * h`, an order of magnitude less, and makes the matmuls larger. The pairs (query, selected block) of a chunk
+are sorted by block and split into tiles of `M` queries. Each tile attends to its one block, and the partials of a query
+are merged by their LSE. The number of tiles has a bound that depends on shapes alone, so the host never waits. With
+`M = 1` this is the plain gather that a decoding step needs.
 
-The gradients of keys and values are sums over a block's tiles, which lie next to each other: a segment sum in a fixed
-order, so two runs give the same bits.
+The gradients of keys and values are sums over a block's tiles, which are contiguous: a segment sum in a fixed order,
+bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from torch import Tensor
 from nsa.backends.gated import without_gate
 from nsa.backends.sdpa.layout import (
     compute_dtype,
-    group_normalisers,
+    group_lse,
     group_queries,
     group_rows,
     score_budget,
-    sum_dtype,
     ungroup_queries,
 )
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
+from nsa.dtypes import sum_dtype
 from nsa.geometry import exclusive_offsets
 from nsa.sequences import Blocks, Saved, Selected, Upstream
 
 MAX_TILE = 64
-# A document's first block may be read by few, yet takes a tile: its keys, values and unused places weigh as many pairs.
+# A document's first block may be read by few queries, yet takes a tile, whose memory equals that of this many pairs.
 PAIRS_PER_EXTRA_BLOCK = 16
 
 
-def first_places(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """`[J]` where each block starts among the row's keys, and in its document."""
+def block_starts(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """`[J]` first token of each block in the row, and its position in the document."""
     if blocks.sequences.cu_seqlens is None:
         first = torch.arange(blocks.count, device=blocks.sequences.device) * blocks.size
         return first, first
     return blocks.places[:2]
 
 
-def reached(blocks: Blocks, c0: int, c1: int) -> tuple[Tensor, Tensor]:
-    """`first_places` of what queries `[c0, c1)` can read, from number `offset[c0]` on.
+def readable_blocks(blocks: Blocks, c0: int, c1: int) -> tuple[Tensor, Tensor]:
+    """`block_starts` of the blocks that queries `[c0, c1)` can read, from block `offset[c0]` on.
 
-    A chunk has no more documents than queries, however many lie around it.
+    A chunk has no more documents than queries, whatever the number in the batch.
     """
-    first_token, first_position = first_places(blocks)
+    first_token, first_position = block_starts(blocks)
     n_blocks = -(-c1 // blocks.size)
     if blocks.sequences.cu_seqlens is None:
         return first_token[:n_blocks], first_position[:n_blocks]
@@ -61,24 +61,24 @@ def reached(blocks: Blocks, c0: int, c1: int) -> tuple[Tensor, Tensor]:
 
 
 def n_extra(blocks: Blocks) -> int:
-    """Blocks there can be on top of one per `size` tokens: one for each document of a varlen batch."""
+    """The most blocks on top of one per `size` tokens: one for each document of a varlen batch."""
     return 0 if blocks.sequences.cu_seqlens is None else blocks.sequences.documents.count
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A chunk's pairs, sorted by block and cut into tiles of `M`; a pair's number is `(row * C + query) * n + slot`."""
+    """A chunk's pairs, sorted by block and split into tiles of `M`; pair `(row * C + query) * n + slot`."""
 
-    pair: Tensor  # [T * M] pair in each place, 0 where the place is unused
+    pair: Tensor  # [T * M] pair at each place, 0 where the place is unused
     used: Tensor  # [T, M]
-    place: Tensor  # [P] where each pair went; the first place of the last tile for a pair that reads nothing
-    row: Tensor  # [T] which row (batch and group) of keys
-    block: Tensor  # [T] which block of it
-    per_block: Tensor  # [rows * J] how many tiles each block has; unused tiles follow, the last one always unused
+    place: Tensor  # [P] place of each pair; the first place of the last tile for a pair that reads nothing
+    row: Tensor  # [T] row (batch and group) of keys
+    block: Tensor  # [T] block of that row
+    per_block: Tensor  # [rows * J] tiles per block; unused tiles follow, the last one is always unused
 
 
-def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
-    """`number [R, C, n]`: the block each pair reads, below 0 for none. Shapes depend on shapes alone."""
+def split_pairs(number: Tensor, n_blocks: int, size: int) -> Tiles:
+    """`number [R, C, n]`: the block that each pair reads, below 0 for none. No shape depends on values."""
     rows = number.shape[0]
     device = number.device
     n_keys = rows * n_blocks
@@ -110,8 +110,8 @@ def cut_tiles(number: Tensor, n_blocks: int, size: int) -> Tiles:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Queries `[c0, c1)` of every row, cut into tiles, with what forward and backward both gather."""
+class QueryChunk:
+    """Queries `[c0, c1)` of every row, split into tiles, with the indices that forward and backward gather by."""
 
     c0: int
     c1: int
@@ -120,14 +120,14 @@ class Chunk:
     token: Tensor  # [T, L] (b * N + key) * G + g
     hidden: Tensor  # [T, M, L]
     n_select: int
-    first_token: Tensor  # [J] where the blocks of each row start
+    first_token: Tensor  # [J] first token of each block
 
     def gather_queries(self, x: Tensor) -> Tensor:
         """`[R, S, h, ...]` to `[T, M, h, ...]`."""
         return x.flatten(0, 1).index_select(0, self.query).unflatten(0, self.tiles.used.shape)
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """`[B, N, G, D]` to `[T, L, D]`; a cache is read here and nowhere else, so only what was chosen is touched."""
+        """`[B, N, G, D]` to `[T, L, D]`; a cache is read here only, so only selected blocks are touched."""
         x = x.flatten(0, 2).index_select(0, self.token.flatten())
         return x.to(compute_dtype(x)).view(*self.token.shape, -1)
 
@@ -137,17 +137,17 @@ class Chunk:
         return x.flatten(0, 1).index_select(0, self.tiles.place).unflatten(0, (-1, self.c1 - self.c0, self.n_select))
 
     def row_sum(self, x: Tensor) -> Tensor:
-        """`[T, M, h]` summed over all places of the same query, and handed back to each of them."""
+        """`[T, M, h]` summed over all places of the same query, and broadcast back to them."""
         total = self.per_pair(x, missing=0.0).sum(dim=2)
         query = torch.div(self.tiles.pair, self.n_select, rounding_mode="floor")
         return total.flatten(0, 1).index_select(0, query).view_as(x)
 
     def add_blocks(self, total: Tensor, x: Tensor) -> None:
-        """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in their order.
+        """Add per-tile key gradients `x [T, L, D]` to `total [B, N, G, D]`, a block's tiles in order.
 
         A document's last block reaches past its end, where it adds exact zeros: no token gets two contributions.
         """
-        batch, n_keys, n_groups, width = total.shape
+        batch, n_keys, n_groups, head_dim = total.shape
         device = x.device
         lengths = self.tiles.per_block
         lengths = torch.cat([lengths, (x.shape[0] - lengths.sum())[None]])
@@ -156,20 +156,21 @@ class Chunk:
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         g = torch.arange(n_groups, device=device).view(1, -1, 1, 1)
         row = (b * n_keys + token.clamp_max(n_keys - 1)) * n_groups + g
-        total.view(-1, width).index_add_(0, row.flatten(), sums.view(-1, width))
+        total.view(-1, head_dim).index_add_(0, row.flatten(), sums.view(-1, head_dim))
 
 
-def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chunk]:
+def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[QueryChunk]:
+    """Chunks of queries with at most `pairs_at_once` pairs each."""
     batch, n_queries, n_groups, n_select = indices.shape
     sequences, n_keys, select_block = blocks.sequences, blocks.n_keys, blocks.size
-    packed = sequences.cu_seqlens is not None
+    varlen = sequences.cu_seqlens is not None
     device = indices.device
     rows = batch * n_groups
     position = sequences.positions.expand(batch, -1).repeat_interleave(n_groups, dim=0)
     number = indices.long().transpose(1, 2).flatten(0, 1)
-    # A block that starts after its query holds nothing the query may see: the same as no block.
+    # A block that starts after its query has no visible key: the same as no block.
     reads = (number >= 0) & (number * select_block <= position[..., None])
-    if packed:
+    if varlen:
         number = number + blocks.offset[:, None]
     number = torch.where(reads, number, -1)
 
@@ -178,13 +179,13 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chun
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
         number_c = number[:, c0:c1]
-        # The queries of a cache may lie anywhere among its keys.
-        cached = sequences.q_start is not None
-        if packed and not cached:
+        if varlen:
             number_c = number_c - blocks.offset[c0]
-        first_token, first_position = first_places(blocks) if cached else reached(blocks, c0, c1)
+        # Queries of a cache may be anywhere among its keys.
+        cached = sequences.q_start is not None
+        first_token, first_position = block_starts(blocks) if cached else readable_blocks(blocks, c0, c1)
         n_blocks = first_token.numel()
-        tiles = cut_tiles(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
+        tiles = split_pairs(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
 
         query_of_pair = torch.div(tiles.pair, n_select, rounding_mode="floor")
         row = torch.div(query_of_pair, c1 - c0, rounding_mode="floor")
@@ -192,7 +193,7 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chun
         token = first_token[tiles.block][:, None] + inner
         key_position = first_position[tiles.block][:, None] + inner
         q_position = torch.where(tiles.used, position.flatten()[query].view_as(tiles.used), -1)
-        yield Chunk(
+        yield QueryChunk(
             c0=c0,
             c1=c1,
             tiles=tiles,
@@ -205,18 +206,18 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Chun
 
 
 def key_row(row: Tensor, n_groups: int, n_keys: int) -> Tensor:
-    """Where row `b * G + g` starts when `[B, N, G, D]` is read as rows of `D`."""
+    """Index of row `b * G + g` when `[B, N, G, D]` is viewed as rows of `D`."""
     return torch.div(row, n_groups, rounding_mode="floor") * (n_keys * n_groups) + row % n_groups
 
 
 def chunk_size(pairs_per_row: int, n_select: int, n_extra: int) -> int:
-    """Queries at once: a chunk has `n_select` pairs for each, and up to one extra block for each, `n_extra` in all."""
+    """Queries per chunk: each has `n_select` pairs and up to one extra block, `n_extra` in total."""
     few_extra = (pairs_per_row - n_extra * PAIRS_PER_EXTRA_BLOCK) // n_select
     return max(1, few_extra, pairs_per_row // (n_select + PAIRS_PER_EXTRA_BLOCK))
 
 
 def tile_size(pairs_per_row: int, n_blocks: int) -> int:
-    """The largest power of two that keeps unused places below about half of the work; a block wastes half a tile."""
+    """The largest power of two that keeps unused places below about half; a block wastes half a tile on average."""
     size = 1
     while size < MAX_TILE and 2 * size * n_blocks <= pairs_per_row:
         size *= 2
@@ -230,7 +231,7 @@ def pairs_within_budget(q: Tensor, heads: int, select_block: int, *, fused: bool
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, branch: Selected) -> tuple[Tensor, Tensor]:
     batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
-    # A block wider than the keys holds them all: the same as one as wide as they are.
+    # A block longer than the keys holds them all.
     blocks = Blocks(branch.sequences, n_keys, min(branch.select_block, n_keys))
     qg = group_queries(q, n_groups)
     o = torch.empty(*qg.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -256,10 +257,10 @@ def selected_backward(upstream: Upstream, saved: Saved, branch: Selected) -> tup
     assert indices is not None
     batch, _, n_heads, _ = q.shape
     n_keys, n_groups = k.shape[1:3]
-    # A block wider than the keys holds them all: the same as one as wide as they are.
+    # A block longer than the keys holds them all.
     blocks = Blocks(branch.sequences, n_keys, min(branch.select_block, n_keys))
     qg, dog, og = (group_queries(x, n_groups) for x in (q, do, o))
-    lse_g = group_normalisers(lse, n_groups)
+    lse_g = group_lse(lse, n_groups)
     dlse_g = None if dlse is None else group_rows(dlse, n_groups)
     dq = torch.empty(qg.shape, dtype=q.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=sum_dtype(q), device=q.device)

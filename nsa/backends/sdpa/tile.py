@@ -1,10 +1,10 @@
 """Attention on a batch of tiles: each tile's queries, all heads of a group, over one shared set of keys.
 
-Two ways to the same result. Torch's fused memory-efficient kernel serves half precision on a GPU: no score is ever
-written to memory. Everything else multiplies, masks and normalises in plain steps. The fused kernel is called so that
-two runs give the same bits (no split over keys), and keys reach all heads of a group through a stride of zero.
+Half precision on a GPU runs in torch's fused memory-efficient kernel, which stores no scores; all else is matmul, mask
+and softmax. The fused kernel is called without a split over keys, so it is bitwise deterministic, and the heads of
+a group share keys through a stride of zero.
 
-A row that sees no key comes out undefined: the caller knows which rows those are, and sets them.
+A row without visible keys is undefined: the caller sets those rows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
-# The fused kernel takes tiles as the third grid dimension, which CUDA bounds.
+from nsa.dtypes import HALF
+
+# The fused kernel has tiles in the third grid dimension, which CUDA limits.
 MAX_TILES = 65_535
-# Its normalisers lie in rows padded to this many queries, its masks in rows padded to this many keys.
+# It pads rows of LSEs to this many queries and rows of masks to this many keys.
 LSE_ALIGNMENT = 32
 MASK_ALIGNMENT = 8
 NO_CUSTOM_MASK = 0
 
 
 def is_fused(q: Tensor, v: Tensor) -> bool:
-    """Whether the fused kernel takes these: its loads are eight half-precision numbers wide."""
+    """Whether the fused kernel supports these: it loads eight half-precision numbers at once."""
     return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
 
 
@@ -32,8 +33,7 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) 
     """`q [T,M,h,Dk]`, `k [T,N,Dk]`, `v [T,N,Dv]`, `hidden [T,M,N]`: `o [T,M,h,Dv]`, and `lse [T,M,h]` at least fp32."""
     if not is_fused(q, v):
         return plain_forward(q, k, v, hidden, scale)
-    parts = [fused_forward(*part, scale=scale) for part in split_tiles(q, k, v, hidden)]
-    return join(parts)
+    return join_tiles([fused_forward(*part, scale=scale) for part in split_tiles(q, k, v, hidden)])
 
 
 def tile_backward(
@@ -48,15 +48,14 @@ def tile_backward(
     scale: float,
     row_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `q` `[T,M,h,Dk]`, of `k` and `v` `[T,N,D]` summed over heads.
+    """Gradients of `q` `[T,M,h,Dk]`, and of `k` and `v` `[T,N,D]` summed over heads.
 
-    `o` and `lse` are those of the whole row; `lse = +inf` marks an empty row. Where the tiles hold parts of rows,
-    `row_sum` takes sums over each tile's keys, `[T,M,h]`, to those over all keys of the same row.
+    `o` and `lse` are those of the whole row; `lse = +inf` marks an empty row. Where tiles share a row, `row_sum`
+    turns sums over each tile's keys, `[T,M,h]`, into sums over all keys of the row.
     """
     if dlse is not None or not is_fused(q, v):
         return plain_backward(do, dlse, q, k, v, lse, hidden, scale, row_sum or (lambda x: x))
-    parts = [fused_backward(*part, scale=scale) for part in split_tiles(do, q, k, v, o, lse, hidden)]
-    return join(parts)
+    return join_tiles([fused_backward(*part, scale=scale) for part in split_tiles(do, q, k, v, o, lse, hidden)])
 
 
 def split_tiles(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -66,24 +65,24 @@ def split_tiles(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*(x.split(MAX_TILES) for x in tensors), strict=True))
 
 
-def join(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
+def join_tiles(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return results[0] if len(results) == 1 else tuple(torch.cat(pieces) for pieces in zip(*results, strict=True))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched `a @ b` whose result is not rounded to half precision."""
+    """Batched `a @ b` with an fp32 result for half precision."""
     if a.dtype in HALF:
         return torch.bmm(a, b, out_dtype=torch.float32)
-    # Torch's batched product on a CPU can be many times slower on a transposed operand than on a copy of it.
+    # On a CPU bmm can be many times slower on a transposed operand than on a copy of it.
     return torch.bmm(a, b) if b.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
 
 
 def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """`[T, M, h, N]` scaled scores, -inf where hidden; keys that are equal have equal scores."""
+    """`[T, M, h, N]` scaled scores, -inf where hidden; equal keys have equal scores."""
     tiles, queries, heads, _ = q.shape
     rows = q.flatten(1, 2)
     if rows.shape[1] == 1:
-        # Never a single row: a matrix-vector product sums the last keys in another order than the others.
+        # A matrix-vector product would sum the last keys in another order than the others.
         rows = rows.expand(-1, 2, -1)
     scores = product(rows, k.transpose(1, 2))[:, : queries * heads].mul_(scale).view(tiles, queries, heads, k.shape[1])
     return scores.masked_fill_(hidden[:, :, None], float("-inf"))
@@ -92,8 +91,8 @@ def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = plain_scores(q, k, hidden, scale)
     p = scores.softmax(dim=-1)
-    # The largest probability is 1 / sum(exp(s - max)): the normaliser for the price of two maxima. It is put together
-    # in fp64, because the backward pass raises e to it: every rounding here is a relative error of each probability.
+    # The largest probability is 1 / sum(exp(s - max)), which gives the LSE at the cost of two maxima. It is computed in
+    # fp64, because each rounding here becomes a relative error of every probability in the backward pass.
     lse = scores.amax(dim=-1).double() - p.amax(dim=-1).double().log()
     o = product(p.flatten(1, 2).to(v.dtype), v)
     return o.view(*q.shape[:3], -1), lse
@@ -112,9 +111,9 @@ def plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As exact as autograd through a softmax, however large the scores are.
 
-    `lse` is rounded by up to `eps * |lse|`, which would be a relative error of every probability: they are divided by
-    their sum, which would be 1. And the mean of `dp` is summed from the same products that it is subtracted from, not
-    taken from `do . o`: where one key has all the weight, the two then cancel.
+    The rounding of `lse` would be a relative error of every probability, so they are divided by their sum, which would
+    otherwise be 1. The mean of `dp` is summed from the products that it is subtracted from, not taken from `do . o`:
+    where one key has all the weight, the two then cancel.
     """
     p = plain_scores(q, k, hidden, scale).sub_(lse[..., None]).exp_()
     total = row_sum(p.sum(dim=-1))
@@ -132,7 +131,7 @@ def plain_backward(
 
 
 def fused_bias(q: Tensor, hidden: Tensor) -> Tensor:
-    """The mask as the kernel reads it: `[T, h, M, N]` of 0 and -inf, rows padded, tiles and heads by stride zero."""
+    """The mask for the fused kernel: `[T, h, M, N]` of 0 and -inf, rows padded, heads by a stride of zero."""
     n_keys = hidden.shape[-1]
     padded = -(-n_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
     bias = torch.zeros(*hidden.shape[:-1], padded, dtype=q.dtype, device=q.device)[..., :n_keys]
