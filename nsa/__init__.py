@@ -1,4 +1,4 @@
-"""Native sparse attention: a compressed view of everything, a few blocks in full, a sliding window, a learned gate."""
+"""Native sparse attention (NSA): compressed, selected and sliding-window branches, combined by a learned gate."""
 
 from typing import TYPE_CHECKING
 

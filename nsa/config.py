@@ -1,4 +1,4 @@
-"""The knobs of one NSA layer, checked when they are set."""
+"""The hyperparameters of an NSA layer, checked when they are set, and how an argument error is raised."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-Branch = Literal["cmp", "sel", "win"]
-BRANCHES: tuple[Branch, ...] = get_args(Branch)
+BranchName = Literal["cmp", "sel", "win"]
+BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
 
-# How values are written in an error.
+# How values are formatted in an error.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 400
 SHORT.maxlist = SHORT.maxtuple = SHORT.maxset = SHORT.maxdict = 40
 SHORT.maxlevel = 4
 
-# "auto", and the names of the backends there are, whether this machine can run them or not.
+# "auto" and all backends, whether this machine can run them or not.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, the rest blended."""
+    """Llama-3's RoPE scaling: long wavelengths are stretched by `factor`, short ones kept, the rest interpolated.
+
+    Raises:
+        ValueError: A field is not a positive number, `factor` is below 1, or the two bounds are in the wrong order.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
@@ -45,39 +49,43 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """One NSA layer. The one-letter names are the paper's: `l`, `d` compression block and stride, `w` window."""
+    """The hyperparameters of one NSA layer; one-letter names are the paper's.
+
+    Raises:
+        ValueError: A field has a wrong type or value, or two do not fit each other.
+    """
 
     dim: int
-    n_heads: int
+    n_heads: int  # query heads
     n_kv_groups: int
-    d_k: int
-    d_v: int
+    d_k: int  # head_dim of queries and keys
+    d_v: int  # head_dim of values
 
-    l: int = 32  # noqa: E741  the paper's name
-    d: int = 16
-    l_sel: int = 64
-    n_sel: int = 16
-    n_init: int = 1
-    n_local: int = 2
-    w: int = 512
+    l: int = 32  # noqa: E741  tokens per compression block
+    d: int = 16  # stride of the compression blocks
+    l_sel: int = 64  # tokens per selection block
+    n_sel: int = 16  # selected blocks, forced ones included
+    n_init: int = 1  # first blocks that are always selected
+    n_local: int = 2  # last blocks that are always selected, the query's own included
+    w: int = 512  # sliding window
 
-    # How a block of l keys becomes one: "mlp" learns it (the paper), "mean" averages.
+    # How a block of l keys becomes one: a learned MLP (the paper) or the mean.
     phi: Literal["mlp", "mean"] = "mlp"
-    phi_hidden: int | None = None  # None: twice the width of what is compressed
-    # Rotate the compressed key ("after" phi, at the block's first position) or the raw keys ("before" phi).
+    phi_hidden: int | None = None  # None: twice the head_dim
+    # Apply RoPE to the compressed key ("after" phi, at the block's first position) or to the raw keys ("before" phi).
     compress_rope: Literal["after", "before"] = "after"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
 
-    # One K/V for the three branches: what a converted dense checkpoint has.
+    # One K/V for the three branches, as in a converted dense checkpoint.
     share_kv: bool = False
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     gate_hidden: int | None = None  # None: a quarter of dim
-    # Pin the gate to one branch, for ablations.
-    force_branch: Branch | None = None
+    # Fix the gate to one branch, for ablations.
+    force_branch: BranchName | None = None
 
     backend: str = "auto"
-    # Turn every fallback into an error, and look at values that a GPU would have to be asked for.
+    # Make every fallback an error, and check values on the GPU too, which synchronizes.
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -89,22 +97,16 @@ class NSAConfig:
             if getattr(self, name) is not None:
                 require_positive_int(name, getattr(self, name))
         check_heads(self.n_heads, self.n_kv_groups, heads_name="n_heads", groups_name="n_kv_groups")
-        require(self.d_k % 2 == 0, "d_k", self.d_k, "an even width, because RoPE rotates pairs")
+        require(self.d_k % 2 == 0, "d_k", self.d_k, "an even head_dim, because RoPE rotates pairs")
         check_compression(self.l, self.d, block_name="l", stride_name="d")
-        check_selection(
-            self.d,
-            self.l_sel,
-            self.n_sel,
-            self.n_init,
-            self.n_local,
-            names={"stride": "d", "select_block": "l_sel", "n_select": "n_sel"},
-        )
+        names = {"stride": "d", "select_block": "l_sel", "n_select": "n_sel"}
+        check_selection(self.d, self.l_sel, self.n_sel, self.n_init, self.n_local, names=names)
         for name in ("share_kv", "strict"):
             require_bool(name, getattr(self, name))
         check_backend(self.backend)
-        for name in ("phi", "compress_rope", "gate"):
-            choices = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
-            require(getattr(self, name) in choices[name], name, getattr(self, name), f"one of {choices[name]}")
+        options = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
+        for name, accepted in options.items():
+            require(getattr(self, name) in accepted, name, getattr(self, name), f"one of {accepted}")
         require(self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}")
         require_positive_number("rope_theta", self.rope_theta)
         require(
@@ -116,16 +118,23 @@ class NSAConfig:
 
     @property
     def heads_per_group(self) -> int:
+        """Query heads per KV group."""
         return self.n_heads // self.n_kv_groups
 
     def reads_per_step(self, length: int) -> int:
-        """Keys that one decoding step reads in the three branches, for the last query of `length` tokens.
+        """Keys that one decoding step reads in the three branches.
 
-        At most `N_cmp + n_sel * l_sel + min(w, length)`. Less where the sequence has fewer than `n_sel` blocks, and
-        where its last block is not full: of the query's own block only the tokens up to the query exist. With
-        `n_local = 0` the query's own block is selected by score like any other, and this is the count without it.
+        At most `N_cmp + n_sel * l_sel + min(w, length)`; less if the sequence has fewer than `n_sel` blocks or its last
+        block is not full. With `n_local = 0` the query's own block is selected by importance like any other, and this
+        is the count without it.
+
+        Args:
+            length: Tokens up to and including the query.
+
+        Raises:
+            ValueError: `length` is not an integer of at least 0.
         """
-        # A config is read before torch is imported.
+        # Imported here: configs are importable without torch.
         from nsa.geometry import n_compressed
 
         require_int("length", length, at_least=0)
@@ -136,22 +145,27 @@ class NSAConfig:
         return n_compressed(length, self.l, self.d) + selected + min(self.w, length)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only: what a checkpoint or a JSON file holds."""
+        """The config as JSON types, for a checkpoint or a file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> NSAConfig:
-        require(isinstance(values, dict), "values", values, "a dict of knobs")
-        check_keys("values", values, cls)
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: A key is unknown or missing, or a value is wrong.
+        """
+        require(isinstance(values, dict), "values", values, "a dict of hyperparameters")
+        check_field_names("values", values, cls)
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
-            check_keys("rope_scaling", scaling, RopeScaling)
+            check_field_names("rope_scaling", scaling, RopeScaling)
             values = {**values, "rope_scaling": RopeScaling(**scaling)}
         return cls(**values)
 
 
-def check_keys(name: str, values: dict[str, Any], cls: type[NSAConfig] | type[RopeScaling]) -> None:
-    """The keys of `values` are fields of `cls`, and none that it needs is missing."""
+def check_field_names(name: str, values: dict[str, Any], cls: type) -> None:
+    """A ValueError unless the keys of `values` are fields of the dataclass `cls` and no required one is missing."""
     known = {field.name for field in fields(cls)}
     needed = {field.name for field in fields(cls) if field.default is MISSING}
     unknown, missing = sorted(set(values) - known, key=str), sorted(needed - set(values))
@@ -160,22 +174,33 @@ def check_keys(name: str, values: dict[str, Any], cls: type[NSAConfig] | type[Ro
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
-    """Raise the one kind of argument error there is: the name, what it was, what is accepted."""
+    """Check an argument.
+
+    Args:
+        condition: Whether the value is accepted.
+        name: The argument.
+        value: What it was.
+        accepted: What is accepted, in words.
+
+    Raises:
+        ValueError: `condition` is False; the message holds the other three.
+    """
     if not condition:
         raise ValueError(f"{name} is {shortened(value)}; accepted: {accepted}")
 
 
 def shortened(value: object) -> str:
-    """`repr(value)`, but never long: a value out of a file may hold itself a million times."""
+    """`repr(value)`, abbreviated: a value from a file may be huge, or contain itself."""
     try:
         text = SHORT.repr(value)
     except ValueError:
-        # Python refuses to spell an integer of more than some thousand digits.
+        # Python does not convert an integer of more than a few thousand digits.
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 1000 else f"{text[:1000]} ..."
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
+    """`require` an int, not a bool, in `[at_least, 2^62)`."""
     # Torch's ops take 64-bit integers.
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     require(valid, name, value, f"an integer of at least {at_least}")
@@ -183,20 +208,24 @@ def require_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def require_bool(name: str, value: object) -> None:
+    """`require` a bool."""
     require(isinstance(value, bool), name, value, "True or False")
 
 
 def require_positive_number(name: str, value: object) -> None:
+    """`require` a positive finite int or float."""
     # Compared, not converted: an integer may be too large for a float.
     positive = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
     require(positive, name, value, "a positive finite number")
 
 
 def require_positive_int(name: str, value: object) -> None:
+    """`require` an int of at least 1."""
     require_int(name, value, at_least=1)
 
 
 def check_backend(name: object) -> None:
+    """`require` "auto" or the name of a backend; the error suggests the nearest one."""
     require(isinstance(name, str), "backend", name, "'auto' or a backend's name")
     nearest = difflib.get_close_matches(str(name).lower(), BACKENDS, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
@@ -204,10 +233,12 @@ def check_backend(name: object) -> None:
 
 
 def check_heads(n_heads: int, n_groups: int, *, heads_name: str, groups_name: str) -> None:
+    """`require` the same number of heads in every group."""
     require(n_heads % n_groups == 0, heads_name, n_heads, f"a multiple of {groups_name} = {n_groups}")
 
 
 def check_compression(block: int, stride: int, *, block_name: str = "block", stride_name: str = "stride") -> None:
+    """`require` a block that is a multiple of the stride."""
     require_positive_int(block_name, block)
     require_positive_int(stride_name, stride)
     require(block % stride == 0, block_name, block, f"a multiple of {stride_name} = {stride}")
@@ -217,10 +248,10 @@ def check_compression(block: int, stride: int, *, block_name: str = "block", str
 def check_selection(
     stride: int, select_block: int, n_select: int, n_init: int, n_local: int, *, names: dict[str, str] | None = None
 ) -> None:
-    names = names or {}
-    stride_name = names.get("stride", "stride")
-    select_name = names.get("select_block", "select_block")
-    count_name = names.get("n_select", "n_select")
+    """`require` hyperparameters of block selection; `names`: what the caller calls them."""
+    stride_name, select_name, count_name = (
+        (names or {}).get(name, name) for name in ("stride", "select_block", "n_select")
+    )
     require_positive_int(select_name, select_block)
     require_positive_int(count_name, n_select)
     require_int("n_init", n_init, at_least=0)

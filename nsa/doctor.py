@@ -312,7 +312,7 @@ def render_versions(report: Report) -> str:
     for gpu in report.gpus:
         facts = f"capability {gpu.capability}, {gpu.memory_gib} GiB, driver {gpu.driver}"
         rows.append(("gpu", f"{gpu.name}, {facts}"))
-    tf32 = ", ".join(f"{where} {settings.shown(on)}" for where, on in libraries["tf32"].items())
+    tf32 = ", ".join(f"{where} {settings.show_value(on)}" for where, on in libraries["tf32"].items())
     variables = ", ".join(f"{name}={value}" for name, value in libraries["variables"].items())
     rows += [
         *((name, str(libraries[name] or "none")) for name in ("driver", "cuda", "cudnn")),
@@ -332,7 +332,7 @@ def render_settings(report: Report) -> str:
     rows = [("setting", "environment", "value", "source", "meaning")]
     for state in report.settings:
         note = f" [no effect here without {state.missing}]" if state.missing else ""
-        rows.append((state.name, state.env, settings.shown(state.value), state.source, state.meaning + note))
+        rows.append((state.name, state.env, settings.show_value(state.value), state.source, state.meaning + note))
     unknown = [
         f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
     ]

@@ -1,4 +1,4 @@
-"""Package attributes that are imported on first use, so that `nsa --help` does not wait for torch (PEP 562)."""
+"""Package attributes that are imported on first use (PEP 562), so that `nsa --help` does not import torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from typing import Any
 def lazy_attributes(
     package: str, exports: Mapping[str, tuple[str, ...]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose attributes are its submodules and its `exports`.
+    """`__getattr__` and `__dir__` for a package whose attributes are its submodules and its `exports`.
 
     Args:
-        package: its `__name__`.
-        exports: by module, the names that the package re-exports from it.
+        package: Its `__name__`.
+        exports: The names that the package re-exports, by module.
+
+    Returns:
+        The two functions, to be assigned in the package's `__init__`.
     """
-    homes = {name: module for module, names in exports.items() for name in names}
+    modules = {name: module for module, names in exports.items() for name in names}
 
     def get(name: str) -> Any:
-        if name in homes:
-            value = getattr(import_module(homes[name]), name)
+        if name in modules:
+            value = getattr(import_module(modules[name]), name)
             setattr(sys.modules[package], name, value)
             return value
         if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:

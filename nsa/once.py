@@ -1,8 +1,8 @@
-"""Gradients that cannot be differentiated again, and say so.
+"""Gradients that raise when they are differentiated again.
 
-`torch.autograd.function.once_differentiable` is not enough. It raises only where an incoming gradient requires grad,
-and only if the engine comes by: asked for the gradient of given tensors, `torch.autograd.grad` leaves out every node
-that does not lead to them. What is left out makes the second derivative wrong, not missing.
+`torch.autograd.function.once_differentiable` is not enough. It raises only if an incoming gradient requires grad and
+the engine visits the node: `torch.autograd.grad` skips every node that does not lead to the given tensors, and a second
+derivative without it is wrong, not missing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ from torch import Tensor
 def differentiable_once(
     message: str, grads: Sequence[Tensor | None], sources: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """`grads` of a backward pass. With `create_graph`, to differentiate them with respect to `sources`, which they were
-    computed from, raises a RuntimeError with `message`."""
+    """Make the gradients of a backward pass raise when they are differentiated.
+
+    Args:
+        message: Of the RuntimeError.
+        grads: Gradients, any shapes.
+        sources: The tensors that `grads` were computed from.
+
+    Returns:
+        `grads`; under `create_graph`, differentiating them with respect to `sources` raises.
+    """
     linked = [x for x in sources if x is not None and x.requires_grad]
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not linked:
         return tuple(grads)
-    given = [x for x in grads if x is not None]
-    handed_on = iter(DifferentiableOnce.apply(message, len(given), *given, *linked))
-    return tuple(None if x is None else next(handed_on) for x in grads)
+    tensors = [x for x in grads if x is not None]
+    guarded = iter(DifferentiableOnce.apply(message, len(tensors), *tensors, *linked))
+    return tuple(None if x is None else next(guarded) for x in grads)
 
 
 class DifferentiableOnce(torch.autograd.Function):
+    """The identity on the first `n_grads` tensors; its backward raises."""
+
     @staticmethod
     def forward(ctx: Any, message: str, n_grads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.message = message

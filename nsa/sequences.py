@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import (
-    Documents,
+    TokenDocuments,
     compressed_of_tokens,
     compressed_offsets,
     compressed_starts,
@@ -41,7 +41,7 @@ class Sequences:
     q_start: Tensor | None = None
 
     @cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> TokenDocuments:
         assert self.cu_seqlens is not None, "only varlen sequences have documents"
         return documents(self.cu_seqlens, self.length, self.q_start)
 

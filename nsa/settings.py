@@ -1,7 +1,7 @@
-"""The one place that reads environment variables, once.
+"""Settings from environment variables, which no other module reads.
 
-Every setting has a type, a default, a meaning and the environment name that users' runbooks hold. A value is taken from
-the command line, else the environment, else a config file, else the default, and remembers which.
+Every setting has a type, a default, a description and an environment name. Its value comes from the command line, else
+the environment, else a config file, else the default; `Settings.source` reports which.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from nsa.config import require
+
 Source = Literal["default", "file", "environment", "command line"]
 Value = bool | int | str | None
 
@@ -23,14 +25,14 @@ ROUTING = "nsa.backends.routing"
 FLASH = "nsa.backends.flash"
 TUNING = "nsa.backends.triton.tuning"
 
-# Exports of earlier runbooks for what is built in now: accepted, without effect.
+# Variables of earlier runbooks for what is built in now: accepted, without effect.
 RETIRED = {
     "NSA_PREFILL_BATCHED": "prefill is always batched",
-    "NSA_USE_SEL_PACK": "every backend has one path for the selected branch, for packed rows too",
+    "NSA_USE_SEL_PACK": "every backend has one path for the selected branch, varlen included",
     "NSA_SEL_RANGES_V2": "selected blocks are passed as indices, and nothing converts them to ranges",
 }
 
-# Variables of torch and CUDA that change a run's speed or memory. They are reported, and not ours to set.
+# Variables of torch and CUDA that change a run's speed or memory. They are reported, never set.
 TORCH_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
@@ -41,39 +43,38 @@ TORCH_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What there is to know about one setting besides its value."""
+    """A setting without its value."""
 
     name: str
     env: str
     default: Value
     meaning: str
-    # An integer setting's smallest value; the others have none.
+    # The smallest value of an integer setting.
     at_least: int
-    # The module without which the setting changes nothing.
+    # The module without which the setting has no effect.
     needs: str
 
     @property
     def kind(self) -> type:
-        # A setting without a default is a number that someone else decides.
+        """bool, int or str; a setting without a default is an int."""
         return int if self.default is None else type(self.default)
 
     @property
     def accepted(self) -> str:
+        """What is accepted, in words."""
         if self.kind is str:
             return "a path"
         return "true or false" if self.kind is bool else f"an integer of at least {self.at_least}"
 
     def parse(self, text: str, label: str) -> bool | int | str:
-        """The value that `text` spells; `label` names it in the error."""
+        """Parse `text`; a ValueError names it `label`."""
         if self.kind is str:
             return self.check(text.strip(), label)
         if self.kind is bool:
             lowered = text.strip().lower()
-            if lowered in ("1", "true", "yes", "on"):
-                return True
-            if lowered in ("0", "false", "no", "off", ""):
-                return False
-            raise ValueError(f"{label} is {text!r}; accepted: 1/true/yes/on or 0/false/no/off")
+            on, off = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+            require(lowered in on + off, label, text, "1/true/yes/on or 0/false/no/off")
+            return lowered in on
         try:
             value = int(text)
         except ValueError:
@@ -81,15 +82,14 @@ class Setting:
         return self.check(value, label)
 
     def check(self, value: Any, label: str) -> bool | int | str:
-        """A value that already has a type, as a file or a program gives it."""
-        # An exact type: True is no integer here.
+        """Check a typed value, as from a file or a program; a ValueError names it `label`."""
+        # The exact type: True is not an integer.
         valid = type(value) is self.kind
         if self.kind is int:
             valid = valid and value >= self.at_least
         elif self.kind is str:
             valid = valid and value != ""
-        if not valid:
-            raise ValueError(f"{label} is {value!r}; accepted: {self.accepted}")
+        require(valid, label, value, self.accepted)
         return value
 
 
@@ -102,43 +102,45 @@ def setting(env: str, default: Value, meaning: str, *, needs: str, at_least: int
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The effective values, and where each came from. `None`: not set, whoever needs the value decides."""
+    """The effective values and their sources; None: not set, the reader of the setting decides.
+
+    Raises:
+        ValueError: A value has a wrong type or is too small.
+    """
 
     force_parity: bool = setting(
-        "NSA_FORCE_PARITY", False, "the reference computes everything: slow, exact", needs=ROUTING
+        "NSA_FORCE_PARITY", False, "run the reference backend only: slow, exact", needs=ROUTING
     )
     use_fa2: bool = setting(
-        "NSA_USE_FA2", True, "FlashAttention-2 may serve the compressed and sliding branches", needs=FLASH
+        "NSA_USE_FA2", True, "FlashAttention-2 may run the compressed and sliding branches", needs=FLASH
     )
-    use_fa2_win: bool = setting("NSA_USE_FA2_WIN", True, "FlashAttention-2 may serve the sliding branch", needs=FLASH)
-    use_fa2_cmp: bool = setting(
-        "NSA_USE_FA2_CMP", True, "FlashAttention-2 may serve the compressed branch", needs=FLASH
-    )
+    use_fa2_win: bool = setting("NSA_USE_FA2_WIN", True, "FlashAttention-2 may run the sliding branch", needs=FLASH)
+    use_fa2_cmp: bool = setting("NSA_USE_FA2_CMP", True, "FlashAttention-2 may run the compressed branch", needs=FLASH)
     fa2_min_len_win: int | None = setting(
         "NSA_FA2_MIN_LEN_WIN",
         None,
-        "fewest keys for auto to pick FA-2 in the sliding branch; -1: never",
+        "fewest keys for auto to use FA-2 in the sliding branch; -1: never",
         needs=FLASH,
         at_least=-1,
     )
     fa2_min_len_cmp: int | None = setting(
         "NSA_FA2_MIN_LEN_CMP",
         None,
-        "fewest compressed keys for auto to pick FA-2 in that branch; -1: never",
+        "fewest keys for auto to use FA-2 in the compressed branch; -1: never",
         needs=FLASH,
         at_least=-1,
     )
     fa2_prefer_fp16: bool = setting(
-        "NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, and say so", needs=FLASH
+        "NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, with a warning", needs=FLASH
     )
     sdpa_no_flash: bool = setting(
-        "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not pick its flash kernel", needs="nsa.model"
+        "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not use its flash kernel", needs="nsa.model"
     )
     sdpa_audit: bool = setting(
-        "NSA_SDPA_AUDIT", False, "log which path serves each op and shape, and why, the first time", needs=ROUTING
+        "NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, the first time", needs=ROUTING
     )
     debug_timing: bool = setting(
-        "NSA_DEBUG_TIMING", False, "log every call with its milliseconds (waits for the GPU)", needs=ROUTING
+        "NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)", needs=ROUTING
     )
     tuned_tiles: str = setting(
         "NSA_TUNED_TILES",
@@ -154,7 +156,7 @@ class Settings:
         "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", needs="nsa.data"
     )
     fwe_prefetch: bool = setting(
-        "NSA_FWE_PREFETCH", True, "the streaming loader works ahead in the background", needs="nsa.data"
+        "NSA_FWE_PREFETCH", True, "the streaming loader prefetches in the background", needs="nsa.data"
     )
     fwe_queue: int | None = setting("NSA_FWE_Q", None, "batches the streaming loader keeps ready", needs="nsa.data")
     test_fa2: bool = setting("NSA_TEST_FA2", False, "run the tests that need the flash_attn package", needs=FLASH)
@@ -168,12 +170,13 @@ class Settings:
                 each.check(value, each.name)
 
     def source(self, name: str) -> Source:
+        """Where the value of a setting came from."""
         return self.sources.get(name, "default")
 
     def describe(self, name: str) -> str:
-        """A setting as a reason: what it is and who said so."""
+        """A setting with its value and source, as the reason in a message."""
         value = getattr(self, name)
-        return f"{BY_NAME[name].env} is {shown(value)} ({self.source(name)})"
+        return f"{BY_NAME[name].env} is {show_value(value)} ({self.source(name)})"
 
     @classmethod
     def load(
@@ -183,7 +186,16 @@ class Settings:
         file: Mapping[str, Any] | None = None,
         command_line: Mapping[str, Any] | None = None,
     ) -> Settings:
-        """Put the sources together; later ones in the order file, environment, command line win."""
+        """Merge the sources: the command line over the environment over the file.
+
+        Args:
+            environ: Default: this process's environment. An unknown `NSA_*` name is a warning.
+            file: Values by setting name.
+            command_line: Values by setting name.
+
+        Raises:
+            ValueError: A value is wrong, or a name in `file` or `command_line` is no setting.
+        """
         environ = os.environ if environ is None else environ
         for name, near in unknown_names(environ).items():
             warnings.warn(f"{name} is not a setting of nsa; the nearest known name is {near}", stacklevel=2)
@@ -191,9 +203,9 @@ class Settings:
         values: dict[str, Any] = {}
         sources: dict[str, Source] = {}
         layers: tuple[tuple[Source, Mapping[str, Any]], ...] = (
-            ("file", checked(file or {}, "the config file")),
+            ("file", check_values(file or {}, "the config file")),
             ("environment", from_environ),
-            ("command line", checked(command_line or {}, "the command line")),
+            ("command line", check_values(command_line or {}, "the command line")),
         )
         for source, layer in layers:
             values.update(layer)
@@ -208,7 +220,8 @@ BY_NAME = {setting.name: setting for setting in SETTINGS}
 BY_ENV = {setting.env: setting for setting in SETTINGS}
 
 
-def shown(value: Value) -> str:
+def show_value(value: Value) -> str:
+    """`"unset"`, `"on"`, `"off"`, or the value."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -216,32 +229,33 @@ def shown(value: Value) -> str:
     return str(value)
 
 
-def find(name: str, where: str) -> Setting:
+def find_setting(name: str, where: str) -> Setting:
+    """The setting of that name; a ValueError suggests the nearest."""
     if name not in BY_NAME:
         near = nearest(name, BY_NAME)
         raise ValueError(f"{name!r} in {where} is not a setting; the nearest known name is {near}")
     return BY_NAME[name]
 
 
-def checked(given: Mapping[str, Any], where: str) -> dict[str, bool | int | str]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} is {given!r}; accepted: a mapping of name: value")
-    return {name: find(name, where).check(value, f"{name} in {where}") for name, value in given.items()}
+def check_values(given: Mapping[str, Any], where: str) -> dict[str, bool | int | str]:
+    """`given` if its names are settings and its values are valid, else a ValueError."""
+    require(isinstance(given, Mapping), where, given, "a mapping of name: value")
+    return {name: find_setting(name, where).check(value, f"{name} in {where}") for name, value in given.items()}
 
 
 def parse_overrides(texts: Iterable[str], where: str = "the command line") -> dict[str, bool | int | str]:
-    """`["name=value", ...]`, as a command line gives them; the last one of a name wins."""
+    """Parse `["name=value", ...]`; the last one of a name wins. Raises a ValueError for a wrong name or value."""
     overrides = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"{text!r} in {where} has no value; accepted: name=value")
-        overrides[name] = find(name, where).parse(value, f"{name} in {where}")
+        overrides[name] = find_setting(name, where).parse(value, f"{name} in {where}")
     return overrides
 
 
 def read_file(path: Path | str) -> dict[str, Any]:
-    """A JSON object of settings: `{"force_parity": true}`."""
+    """Read a JSON object of settings, as `{"force_parity": true}`; a ValueError names the file and what is wrong."""
     try:
         given = json.loads(Path(path).read_text())
     except OSError as error:
@@ -250,58 +264,57 @@ def read_file(path: Path | str) -> dict[str, Any]:
         raise ValueError(f"settings file {path} is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"settings file {path} holds a {type(given).__name__}; accepted: an object of name: value")
-    return checked(given, f"settings file {path}")
+    return check_values(given, f"settings file {path}")
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every `NSA_*` name of the environment that is not a setting and never was one, and the setting nearest to it."""
+    """The `NSA_*` names in the environment that are no settings, each with the nearest setting."""
     environ = os.environ if environ is None else environ
     names = [name for name in sorted(environ) if name.startswith("NSA_") and name not in BY_ENV | RETIRED]
     return {name: nearest(name, BY_ENV) for name in names}
 
 
 def retired_names(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every name of RETIRED that the environment has, and why it is no longer needed."""
+    """The names of RETIRED in the environment, each with the reason."""
     environ = os.environ if environ is None else environ
     return {name: why for name, why in RETIRED.items() if name in environ}
 
 
 def torch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Those of TORCH_VARIABLES that are set, with their values."""
+    """The TORCH_VARIABLES that are set, with their values."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in TORCH_VARIABLES if name in environ}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`, whichever way either is spelled: `NSA_USE_FA` or `use_fa`."""
+    """The known name most similar to `name`, with or without the prefix `NSA_` and in any case."""
     spelled = {candidate.lower().removeprefix("nsa_"): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower().removeprefix("nsa_"), spelled, n=1, cutoff=0.0)
     return spelled[close[0]]
 
 
-def user_path(text: str) -> Path | None:
-    """The path that `text` names, with the user's home for `~`; None where a user has none."""
+def expand_home(text: str) -> Path | None:
+    """The path `text` with `~` expanded; None if the user has no home folder."""
     expanded = os.path.expanduser(text)
     return None if expanded.startswith("~") else Path(expanded)
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment, with `changes`, for one that it starts."""
+    """This process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton is told, by a variable of its own, to run kernels in its interpreter, which takes CPU tensors."""
+    """Whether TRITON_INTERPRET makes Triton run kernels in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 @cache
 def current() -> Settings:
-    """The settings of this process, read from the environment the first time anyone asks."""
+    """The settings of this process, read from the environment at the first call."""
     return Settings.load()
 
 
 def first_on_machine() -> bool:
-    """Whether this process is the first that torchrun started on this machine, or was not started by it; known before
-    torch is imported."""
+    """Whether this process has local rank 0 or was not started by torchrun; needs no torch."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""A Llama-style language model with a choice of attention."""
+"""A Llama-style language model with selectable attention."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""A model in a folder: `model.json` says what it is, `model.safetensors` holds its parameters.
+"""Models on disk: a folder with `model.json`, the config, and `model.safetensors`, the parameters.
 
-`model.pt`, which earlier versions wrote where safetensors was not installed, is read with `weights_only=True`: neither
-format can run code.
+`model.pt`, which earlier versions wrote without safetensors, is loaded with `weights_only=True`: neither format can
+execute code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ MAX_CONFIG_BYTES = 2**20
 
 
 def save_model(model: LM, folder: Path) -> Path:
-    """Write the model into `folder`, durably, and return the file with its parameters."""
+    """Save a model durably.
+
+    Args:
+        model: Its config and parameters are saved.
+        folder: Created if it does not exist.
+
+    Returns:
+        The file with the parameters.
+    """
     make_folder(folder)
     path = folder / SAFE
     write_tensors(path, {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()})
@@ -36,29 +44,34 @@ def save_model(model: LM, folder: Path) -> Path:
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
-    """The model of `folder`, ready to generate. Who computes it is decided here: it was trained on another machine.
+    """Load a model that `save_model` wrote, in eval mode.
+
+    Args:
+        folder: Holds `model.json` and the parameters.
+        device: Where to put the parameters.
+        backend: Replaces the backend of the config, because the model may have been trained on another machine.
 
     Raises:
-        ValueError: A file is missing, damaged, or does not fit the other; the message names it.
+        ValueError: A file is missing, damaged, or does not match the other; the message names it.
     """
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
-    with naming(folder / CONFIG):
+    with name_in_errors(folder / CONFIG):
         values = parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
     path = parameters_file(folder)
     parameters = read_parameters(path)
-    with naming(folder / CONFIG), torch.device("meta"):
-        # Every layer has parameters. Refused before anything is built for so many.
+    with name_in_errors(folder / CONFIG), torch.device("meta"):
+        # Every layer has parameters: an absurd number is refused before any layer is built.
         n_layers, most = values.get("n_layers"), len(parameters)
         require(
             not isinstance(n_layers, int) or n_layers <= most, "n_layers", n_layers, f"at most {most} for {path.name}"
         )
         model = LM(LMConfig.from_dict(values).with_backend(backend))
     try:
-        # Copies: pages of a mapped file that somebody truncates later end the process with SIGBUS.
+        # Copies: reading a mapped file that is truncated later would raise SIGBUS.
         owned = {name: x.to(device, copy=True) for name, x in parameters.items()}
         model.load_state_dict(owned, assign=True)
     except RuntimeError as error:
-        # torch lists every tensor that does not fit, each on a line of its own.
+        # torch lists every mismatched tensor on its own line.
         raise ValueError(f"{path} does not fit {CONFIG}: {shorten(str(error), 300)}") from error
     return model.to(device).eval()
 
@@ -73,7 +86,7 @@ def parameters_file(folder: Path) -> Path:
 def read_parameters(path: Path) -> dict[str, Tensor]:
     if path.name == SAFE:
         return read_tensors(path)
-    with naming(path):
+    with name_in_errors(path):
         found = torch.load(path, map_location="cpu", weights_only=True)
         tensors = isinstance(found, dict) and all(
             isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items()
@@ -83,8 +96,8 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Whatever a reader makes of a file that was cut or changed, the message says which one it is."""
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Errors of a reader become a ValueError that names the file."""
     try:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, EOFError, UnpicklingError) as error:

@@ -1,11 +1,19 @@
-"""What a language model is: its sizes and its attention. Importable without torch."""
+"""The config of a language model. Importable without torch."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int, require_positive_number
+from nsa.config import (
+    NSAConfig,
+    check_field_names,
+    require,
+    require_bool,
+    require_int,
+    require_positive_int,
+    require_positive_number,
+)
 
 AttentionKind = Literal["nsa", "dense", "sliding", "longformer", "bigbird"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
@@ -13,19 +21,23 @@ ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 
 @dataclass(frozen=True, kw_only=True)
 class LMConfig:
-    """The model. `attn` holds the width, the heads and NSA's knobs; the others read what they share with it."""
+    """The model: sizes, attention, and in `attn` its dim, heads and NSA hyperparameters.
+
+    Raises:
+        ValueError: A field has a wrong type or value, or two do not fit each other.
+    """
 
     vocab_size: int
     n_layers: int
-    hidden: int  # inner width of the MLP
-    seq_len: int  # what it is trained at; RoPE sets no limit
+    hidden: int  # hidden size of the MLP
+    seq_len: int  # training length; RoPE sets no limit
     attn: NSAConfig
-    # One word for all layers, or one for each.
+    # One kind for all layers, or one per layer.
     attention: AttentionKind | tuple[AttentionKind, ...] = "nsa"
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
 
-    # What sliding, longformer and bigbird see, in tokens; bigbird's blocks, and how many of them are drawn by seed.
+    # Of sliding, longformer and bigbird, in tokens; then bigbird's block size and random blocks.
     window: int = 512
     n_global: int = 64
     block: int = 64
@@ -42,7 +54,7 @@ class LMConfig:
         accepted = f"one of {ATTENTION_KINDS}, or a tuple of n_layers = {self.n_layers} of them"
         if isinstance(self.attention, tuple):
             require(len(self.attention) == self.n_layers, "attention", self.attention, accepted)
-        # Not `kinds`: nothing here takes memory in proportion to a number of layers that may be absurd.
+        # Not `self.kinds`, which takes memory in proportion to n_layers, and that may be absurd.
         kinds = self.attention if isinstance(self.attention, tuple) else (self.attention,)
         require(all(kind in ATTENTION_KINDS for kind in kinds), "attention", self.attention, accepted)
         require(
@@ -55,7 +67,7 @@ class LMConfig:
             set(kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa"),
             "attn.backend",
             self.attn.backend,
-            "'auto' or 'sdpa' for dense attention, which torch's SDPA computes",
+            "'auto' or 'sdpa' for dense attention, which runs torch's SDPA",
         )
 
     @property
@@ -65,24 +77,23 @@ class LMConfig:
 
     @classmethod
     def preset(cls, name: str) -> LMConfig:
+        """The config of that name in PRESETS; a ValueError if there is none."""
         require(name in PRESETS, "preset", name, f"one of {sorted(PRESETS)}")
         return PRESETS[name]
 
     def with_backend(self, backend: str) -> LMConfig:
+        """The same config with another attention backend."""
         return replace(self, attn=replace(self.attn, backend=backend))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only: what a checkpoint holds."""
+        """The config as JSON types, for a checkpoint."""
         values = asdict(self)
         return values if isinstance(self.attention, str) else {**values, "attention": list(self.attention)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LMConfig:
-        known = {field.name for field in fields(cls)}
-        needed = {field.name for field in fields(cls) if field.default is MISSING}
-        unknown, missing = sorted(set(values) - known), sorted(needed - set(values))
-        require(not unknown, "values", unknown, f"keys among {sorted(known)}")
-        require(not missing, "values", sorted(values), f"at least {missing} too")
+        """The inverse of `to_dict`; a ValueError names unknown, missing and wrong keys."""
+        check_field_names("values", values, cls)
         values = {**values, "attn": NSAConfig.from_dict(values["attn"])}
         if isinstance(values.get("attention"), list):
             values["attention"] = tuple(values["attention"])
@@ -90,8 +101,8 @@ class LMConfig:
 
 
 PRESETS = {
-    # Learns the look of Python on two CPU cores in a minute or so. The paper's blocks, but fewer of them and a shorter
-    # window: at 512 tokens every branch still has something to leave out.
+    # Trains on two CPU cores in about a minute. The paper's block sizes, with fewer selected blocks and a shorter
+    # window, so that every branch is sparse at 512 tokens.
     "tiny": LMConfig(
         vocab_size=256,
         n_layers=2,

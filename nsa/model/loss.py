@@ -1,8 +1,7 @@
-"""The language-model loss without ever holding the logits of a whole batch.
+"""Cross-entropy of a language model without storing the logits of a whole batch.
 
-The logits of a 125M model at `S = 2048, B = 8` are 3.3 GB in fp32, and a loss needs several copies. Here a few rows at
-a time are multiplied, reduced to their loss and turned into their gradient, all in the forward; the backward only
-scales what is already there.
+The logits of a 125M model at `S = 2048, B = 8` are 3.3 GB in fp32, and a loss needs several copies. Here the forward
+computes logits, loss and gradient for a few rows at a time; the backward only scales the gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.config import require
+from nsa.dtypes import sum_dtype
 from nsa.once import differentiable_once
 
 IGNORE = -100
@@ -24,33 +24,33 @@ ONCE = (
     "derivatives, apply torch.nn.functional.cross_entropy to the logits"
 )
 
-# Rows whose logits are alive at once: enough to fill a GPU's matrix units, 0.4 GB of fp32 at a vocabulary of 50k.
-ROWS = 2048
+# Rows whose logits are in memory at once: enough to fill a GPU, 0.4 GB of fp32 at a vocabulary of 50k.
+CHUNK_ROWS = 2048
 
-# Columns are added up to a multiple of this and masked: a matrix whose rows do not start on an aligned address, as a
-# vocabulary of 50257 gives, falls off the fast path of the matrix units.
+# The vocabulary is padded to a multiple of this and masked: unaligned rows, as with 50257 tokens, make matmuls slow.
 ALIGNMENT = 64
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, rows: int = ROWS, strict: bool = False
+    x: Tensor, weight: Tensor, targets: Tensor, *, rows: int = CHUNK_ROWS, strict: bool = False
 ) -> Tensor:
-    """Mean cross-entropy of `x @ weight.T` against `targets`. Products are taken in `x`'s dtype, softmax and sums in
-    fp32 or wider. Differentiable once.
+    """Mean cross-entropy of the logits `x @ weight.T`, differentiable once.
+
+    Matmuls are in `x`'s dtype, softmax and sums in fp32 or fp64.
 
     Args:
         x: `[..., D]`.
         weight: `[V, D]`.
-        targets: `[...]` int64, each in `[0, V)`, or -100 for a position that does not count.
-        rows: rows whose logits are held at once.
-        strict: check the values of targets on a GPU too, which waits for the device.
+        targets: int64 `[...]`, each in `[0, V)`, or -100 for a position that is ignored.
+        rows: Rows whose logits are in memory at once.
+        strict: Check the values of `targets` on a GPU too, which synchronizes.
 
     Returns:
         A scalar. Where the values of `targets` are not checked (on a GPU without `strict`, and in compiled code), a
         target outside the vocabulary makes the loss and every gradient NaN.
 
     Raises:
-        ValueError: `targets` has another shape than `x` without its last dimension, or a value outside the vocabulary.
+        ValueError: `targets` is not shaped like `x` without its last dimension, or has a value outside the vocabulary.
     """
     shape = tuple(x.shape[:-1])
     require(tuple(targets.shape) == shape, "targets.shape", tuple(targets.shape), f"that of x without D, {shape}")
@@ -59,39 +59,39 @@ def chunked_cross_entropy(
         wrong = targets[~is_valid(targets, vocabulary)]
         require(wrong.numel() == 0, "targets", wrong[:1].tolist(), f"{IGNORE}, or 0 to {vocabulary - 1}")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        # Empty: they connect a second derivative to x and weight, and hold no memory until the backward.
+        # Empty tensors that link a second derivative to x and weight without holding memory.
         links = x[:0].clone(), weight[:0].clone()
         return ChunkedCrossEntropy.apply(x, weight, targets, rows, *links)
-    table = aligned(weight, x.dtype)
+    table = padded_table(weight, x.dtype)
     total = sum(row_losses(logp, t).sum() for _, t, logp in log_softmax_chunks(x, table, vocabulary, targets, rows))
-    return total / counted(targets, vocabulary)
+    return total / n_counted(targets, vocabulary)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, *links: Tensor) -> Tensor:
         vocabulary = weight.shape[0]
-        table = aligned(weight, x.dtype)
+        table = padded_table(weight, x.dtype)
         grad_x = torch.empty_like(x)
         grad_table = torch.zeros(table.shape, dtype=sum_dtype(x), device=x.device)
         total = torch.zeros((), dtype=sum_dtype(x), device=x.device)
         for chunk, t, logp in log_softmax_chunks(x, table, vocabulary, targets, rows):
             total = total + row_losses(logp, t).sum()
-            # d loss / d logits = softmax - one_hot. Rows that do not count are masked in the products' narrow side.
+            # d loss / d logits = softmax - one_hot. Ignored rows are masked in the smaller factors of the matmuls.
             grad = logp.exp_()
             grad.scatter_add_(1, as_index(t, grad), -torch.ones_like(grad[:, :1]))
             grad = grad.to(x.dtype)
             counts = (t != IGNORE)[:, None]
             grad_x[chunk] = (grad @ table) * counts
             grad_table += grad.T @ (x[chunk] * counts)
-        count = counted(targets, vocabulary)
+        count = n_counted(targets, vocabulary)
         ctx.save_for_backward(grad_x, grad_table[:vocabulary].to(weight.dtype), count, *links)
         return total / count
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, count, *links = ctx.saved_tensors
-        # Divided here, not in the forward: a softmax over many rows would underflow in fp16.
+        # Divided here, not in the forward, where it would underflow in fp16.
         scale = grad_loss / count
         with torch.no_grad():
             scaled = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
@@ -115,12 +115,12 @@ def row_losses(logp: Tensor, targets: Tensor) -> Tensor:
 
 
 def as_index(targets: Tensor, logp: Tensor) -> Tensor:
-    """`[rows, 1]`, inside the table whatever the targets are: `counted` takes care of those that are not valid."""
+    """`[rows, 1]`, clamped to the table; `n_counted` handles invalid targets."""
     return targets.clamp(0, logp.shape[1] - 1)[:, None]
 
 
-def aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The head's table in `dtype`, with rows of zeros up to a multiple of `ALIGNMENT`."""
+def padded_table(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The head's weight in `dtype`, with rows of zeros up to a multiple of `ALIGNMENT`."""
     return F.pad(weight.to(dtype), (0, 0, 0, -weight.shape[0] % ALIGNMENT))
 
 
@@ -128,11 +128,7 @@ def is_valid(targets: Tensor, vocabulary: int) -> Tensor:
     return (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
 
 
-def counted(targets: Tensor, vocabulary: int) -> Tensor:
-    """How many targets count, at least 1. NaN if any is invalid: the loss and every gradient are divided by it."""
+def n_counted(targets: Tensor, vocabulary: int) -> Tensor:
+    """Targets that are not ignored, at least 1; NaN if any is invalid. Divides the loss and every gradient."""
     count = (targets != IGNORE).sum().clamp_min(1)
     return torch.where(is_valid(targets, vocabulary).all(), count, float("nan"))
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

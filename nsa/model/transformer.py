@@ -1,7 +1,7 @@
-"""A Llama-style language model whose attention is one word of its configuration, or one word a layer.
+"""A Llama-style language model whose attention is selected by its config, for all layers or per layer.
 
-Shapes: B rows, S tokens, D = dim, V = vocabulary. The residual stream stays in the parameters' dtype (fp32 master
-weights under autocast); what enters a product is cast once, by the norm before it.
+Shapes: B batch, S tokens, D = dim, V = vocabulary. The residual stream stays in the parameters' dtype (fp32 master
+weights under autocast); matmul inputs are cast once, by the norm before them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ class LM(nn.Module):
     """Tokens `[B, S]` to logits `[B, S, V]`, or with targets to their mean loss.
 
     model = LM(LMConfig.preset("tiny"))
-    loss = model(tokens, targets)              # model(tokens, targets, cu_seqlens=cu) for packed documents, B = 1
+    loss = model(tokens, targets)              # model(tokens, targets, cu_seqlens=cu) for a varlen batch, B = 1
     caches = model.new_cache(batch_size, max_len)
     logits = model(new_tokens, caches=caches)  # prefill, a chunk, or one token
+
+    Args:
+        config: Sizes and attention.
     """
 
     def __init__(self, config: LMConfig) -> None:
@@ -43,12 +46,12 @@ class LM(nn.Module):
         dim = config.attn.dim
         self.embedding = nn.Embedding(config.vocab_size, dim)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.n_layers))
-        # One set of tables for all layers.
+        # All layers share one set of RoPE tables.
         for layer in self.blocks:
             layer.attention.rope = self.blocks[0].attention.rope
         self.norm = RMSNorm(dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(dim, config.vocab_size, bias=False)
-        # Activation checkpointing: keep only each layer's input and compute the rest again in the backward.
+        # Activation checkpointing: keep only each layer's input and recompute the rest in the backward.
         self.recompute = False
         self.compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
         self.reset_parameters()
@@ -61,8 +64,8 @@ class LM(nn.Module):
         self.compiled = torch.compile(run_layer, **options), torch.compile(chunked_cross_entropy, **options)
 
     def reset_parameters(self) -> None:
-        """GPT-2's: N(0, 0.02), and what is added to the residual stream divided by the root of how often that happens.
-        The gate and phi keep their own."""
+        """Initialise as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
+        their own initialisation."""
         std = 0.02
         nn.init.normal_(self.embedding.weight, std=std)
         if self.head is not None:
@@ -83,6 +86,21 @@ class LM(nn.Module):
         attention_mask: Tensor | None = None,
         caches: list[Cache] | None = None,
     ) -> Tensor:
+        """Compute logits or the loss.
+
+        Args:
+            tokens: int `[B, S]`.
+            targets: int64 `[B, S]`, -100 where ignored.
+            cu_seqlens: int32 `[n + 1]`, offsets of the documents of a varlen batch (`B = 1`).
+            attention_mask: bool `[B, S]`; False marks padding.
+            caches: One per layer, from `new_cache`; `tokens` are appended.
+
+        Returns:
+            Logits `[B, S, V]`, or with `targets` their mean loss, a scalar.
+
+        Raises:
+            ValueError: An argument has a wrong shape or value, or does not go with another.
+        """
         x = self.hidden(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask, caches=caches)
         if targets is None:
             return self.logits(x)
@@ -103,7 +121,7 @@ class LM(nn.Module):
         attention_mask: Tensor | None = None,
         caches: list[Cache] | None = None,
     ) -> Tensor:
-        """What the head reads: `[B, S, D]`."""
+        """The input of the head, `[B, S, D]`; arguments as in `forward`."""
         x = self.embedding(tokens)
         run, _ = self.parts
         recompute = self.recompute and self.training and caches is None
@@ -113,15 +131,17 @@ class LM(nn.Module):
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
+        """`[..., D]` to `[..., V]`."""
         return F.linear(x, self.head_weight)
 
     @property
     def blocks(self) -> Sequence[Layer]:
-        """`layers` with their type, which a ModuleList forgets."""
+        """`layers`, typed."""
         return cast(Sequence[Layer], self.layers)
 
     @property
     def head_weight(self) -> Tensor:
+        """`[V, D]`; the embedding's if tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def new_cache(
@@ -132,13 +152,11 @@ class LM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> list[Cache]:
-        """One cache a layer. Under autocast name autocast's dtype."""
+        """One cache per layer, for `batch_size` rows of up to `max_len` tokens; under autocast pass its dtype."""
         return [layer.attention.new_cache(batch_size, max_len, dtype=dtype, device=device) for layer in self.blocks]
 
-    # What the model costs.
-
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters by part; a tied head has none of its own."""
+        """Number of parameters by part; a tied head has none."""
         norms = [norm for layer in self.blocks for norm in (layer.attention_norm, layer.mlp_norm)]
         parts: dict[str, list[nn.Module]] = {
             "embedding": [self.embedding],
@@ -150,21 +168,21 @@ class LM(nn.Module):
         return {name: sum(p.numel() for m in modules for p in m.parameters()) for name, modules in parts.items()}
 
     def flops_per_token(self, length: int, *, backward: bool = True) -> float:
-        """What a token of a sequence of `length` costs on average: a multiply-add is two, a backward two forwards.
+        """Mean FLOPs per token in a sequence of `length`.
 
-        Only what the mathematics asks for: masked scores and recomputation do not count.
+        A multiply-add counts as two, a backward as two forwards; masked scores and recomputation do not count.
         """
         return sum(self.flops_by_part(length, backward=backward).values())
 
     def flops_by_part(self, length: int, *, backward: bool = True) -> dict[str, float]:
-        """`flops_per_token` of each kind of attention (projections and scores), of the MLPs and of the head."""
+        """`flops_per_token` of each kind of attention (projections and scores), the MLPs and the head."""
         require_positive_int("length", length)
         c = self.config.attn
         parts = dict.fromkeys((*self.config.kinds, "mlp", "head"), 0.0)
         parts["head"] += self.head_weight.numel()
-        # The mean over a sequence is the same in all layers of a kind.
+        # The same in all layers of a kind.
         keys = {kind: self.mean_keys(kind, length) for kind in set(self.config.kinds)}
-        # phi runs once a block and group, everything else once a token.
+        # phi runs once per block and group, everything else once per token.
         blocks = c.n_kv_groups * n_compressed(length, c.l, c.d) / length
         for kind, layer in zip(self.config.kinds, self.blocks, strict=True):
             parts["mlp"] += linear_weights(layer.mlp)
@@ -176,22 +194,22 @@ class LM(nn.Module):
         return {part: 2 * weights * (3 if backward else 1) for part, weights in parts.items()}
 
     def mean_keys(self, kind: AttentionKind, length: int) -> float:
-        """Keys that a query in a layer of `kind` is multiplied with, on average over `length` tokens."""
+        """Mean number of keys that a query sees in a layer of `kind`, over `length` tokens."""
         attention = self.blocks[self.config.kinds.index(kind)].attention
         seen = attention.config.reads_per_step if isinstance(attention, NSAAttention) else attention.keys_seen
         return sum(seen(t) for t in range(1, length + 1)) / length
 
     def kv_bytes(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Memory that caches for `length` tokens hold, all layers; `dtype` as in `new_cache`."""
+        """Bytes of the caches of all layers for `length` tokens; `dtype` as in `new_cache`."""
         return sum(cache.bytes_used() for cache in self.new_cache(batch_size, length, dtype=dtype, device="meta"))
 
     def kv_bytes_per_token(self, *, dtype: torch.dtype | None = None) -> float:
-        """What each further token of a long sequence adds to that: nothing in a layer that keeps a window alone."""
+        """Cache bytes per additional token of a long sequence; 0 in a layer that keeps only a window."""
         long = 1 << 20
         return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
 
     def kv_bytes_read(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Keys and values that one decoding step reads when every row is `length` long."""
+        """Bytes of keys and values that one decoding step reads when every row is `length` long."""
         caches = self.new_cache(batch_size, length, dtype=dtype, device="meta")
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 
@@ -236,6 +254,7 @@ class Layer(nn.Module):
 
 
 def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention:
+    """The attention module of one layer."""
     c, kind = config, config.kinds[layer]
     if kind == "nsa":
         return NSAAttention(c.attn)
@@ -257,7 +276,7 @@ def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`, handed on in the dtype that the next product takes: one cast instead of one a product."""
+    """`x / rms(x) * weight`, cast once to the dtype of the matmuls that follow."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -265,11 +284,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(product_dtype(x))
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(matmul_dtype(x))
 
 
 class SwiGLU(nn.Module):
-    """`outer(silu(a) * b)` with `a, b = inner(x)`: the gate and what it gates in one product."""
+    """`outer(silu(a) * b)` with `a, b = inner(x)`, one matmul for both."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -281,13 +300,13 @@ class SwiGLU(nn.Module):
         return self.outer(F.silu(gate) * value)
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else the tensor's own."""
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype if it is enabled, else the tensor's own."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def linear_weights(module: nn.Module) -> int:
-    """What one token is multiplied with in the products of `module`."""
+    """Number of weights in the Linear layers of `module`: its multiply-adds per token."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))

@@ -296,7 +296,7 @@ def user_path(name: str, value: object, accepted: str) -> Path:
     """The path that a person wrote, with the home folder for `~`; an empty one is an error, not the current folder."""
     text = str(value) if isinstance(value, str | Path) else ""
     require(text.strip() != "" and "\0" not in text, name, value, accepted)
-    expanded = settings.user_path(text)
+    expanded = settings.expand_home(text)
     require(expanded is not None, name, value, f"{accepted}; no user of that name has a home folder here")
     assert expanded is not None
     return expanded

@@ -27,7 +27,7 @@ from nsa import settings
 from nsa.bench.results import Row, read_rows
 from nsa.config import require, require_positive_int, require_positive_number
 from nsa.model import LM, PRESETS, AttentionKind, LMConfig
-from nsa.model.loss import ROWS
+from nsa.model.loss import CHUNK_ROWS
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
 from nsa.train.corpus import find_corpus
@@ -202,7 +202,7 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
     # With checkpointing every layer's input, and all of the one that is being done again.
     saved = 4.0 * c.attn.dim * len(layers) + max(layers) if config.gc else sum(layers)
     # Rows of logits in fp32 and rounded; the table once rounded, its gradient in fp32.
-    rows = min(ROWS, tokens) * c.vocab_size * (4 + width)
+    rows = min(CHUNK_ROWS, tokens) * c.vocab_size * (4 + width)
     table = c.vocab_size * c.attn.dim * (4 + width)
     return Memory(
         # Autocast keeps a rounded copy of every matrix while a forward lasts.

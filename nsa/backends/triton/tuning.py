@@ -155,7 +155,7 @@ def pick(kernel: str, kind: type[T], gpu: Gpu, d_k: int, d_v: int, dtype: torch.
 def user_file(config: settings.Settings | None = None) -> Path | None:
     """Where the user's own tiles are, or would be; None for a user without a home. By default those of this process."""
     config = config or settings.current()
-    return settings.user_path(config.tuned_tiles)
+    return settings.expand_home(config.tuned_tiles)
 
 
 def is_file(path: Path) -> bool:
