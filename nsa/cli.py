@@ -1,10 +1,10 @@
-"""The `nsa` command: a table of sub-commands, whose flags are parsed before anything slow is imported.
+"""The `nsa` command: sub-commands whose flags are parsed before anything slow is imported.
 
     nsa doctor --seq-len 8192
     nsa train --help
 
 The flags of a command are in `nsa.commands`; another module has `run(args)`, which does the work and returns the exit
-status. A `ValueError` or `OSError` from it is shown as one line, with status 2.
+status. A `ValueError` or `OSError` is printed as one line, with exit status 2.
 """
 
 from __future__ import annotations
@@ -24,41 +24,43 @@ import nsa
 
 
 class Command(NamedTuple):
+    """One sub-command."""
+
     module: str  # has `run`
     summary: str
-    memory: str  # what to lower when memory runs out
+    memory: str  # advice for when memory runs out
 
 
 COMMANDS = {
     "train": Command(
         "nsa.train",
         "train a language model",
-        "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc takes less",
+        "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
     ),
     "plan": Command(
-        "nsa.train.plan", "memory, time and cost of a run before it starts", "a smaller --set model.n_layers takes less"
+        "nsa.train.plan", "memory, time and cost of a run before it starts", "a smaller --set model.n_layers needs less"
     ),
     "generate": Command(
         "nsa.generate",
         "continue a prompt with a trained model",
-        "a shorter --prompt, fewer of them, or fewer --max-new-tokens take less",
+        "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
     ),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",
-        "a smaller --batch-size or shorter sequences take less",
+        "a smaller --batch-size or shorter sequences need less",
     ),
-    "data": Command("nsa.data.prepare", "turn text into shards of tokens", "a smaller --doc-batch takes less"),
+    "data": Command("nsa.data.prepare", "turn text into shards of tokens", "a smaller --doc-batch needs less"),
     "doctor": Command(
         "nsa.doctor",
-        "check this machine: versions, settings, routes, and whether every backend is right",
-        "a smaller --batch or --seq-len takes less",
+        "check this machine: versions, settings, routes, and every backend against the reference",
+        "a smaller --batch or --seq-len needs less",
     ),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a flag that does not exist with the one that is meant, in one line."""
+    """Reports an unknown flag in one line, with the nearest known one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
@@ -79,9 +81,9 @@ class Parser(argparse.ArgumentParser):
         if "--set" in known:
             from nsa.commands.train import suggestion
 
-            meant = suggestion(name, known)
-            if meant is not None:
-                return meant
+            suggested = suggestion(name, known)
+            if suggested is not None:
+                return suggested
         close = difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.7)
         return f"the nearest is {close[0]}" if close else None
 
@@ -111,22 +113,25 @@ def parser_of(name: str) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
+    Args:
+        argv: The arguments after `nsa`. Default: those of this process.
+
     Returns:
-        The exit status: the command's own; 2 for a mistake of the caller's; 1 where memory ran out; 128 and the
-        signal's number where the user, or whoever reads the output, ended it.
+        The exit status: the command's own; 2 for a wrong argument; 1 if memory runs out; 128 plus the signal's number
+        after SIGINT or SIGPIPE.
     """
     try:
         try:
             return run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # Here and not at exit, where an error could no longer be caught.
+            # Not at exit, where an error could no longer be caught.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except SystemExit as stopped:
-        # After help, or an error in the flags.
+        # From --help or an error in the flags.
         return stopped.code if isinstance(stopped.code, int) else 2
     except OSError as error:
-        # What was printed cannot be written: `nsa doctor | head -1`, or a full disk.
+        # The output cannot be written: `nsa doctor | head -1`, or a full disk.
         discard_output()
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
@@ -135,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: list[str]) -> int:
-    # Only the first word is read here: the flags after it are the command's own.
+    # Only the first word: the flags after it are the command's own.
     name = make_parser().parse_args(argv[:1]).command
     args = parser_of(name).parse_args(argv[1:])
     command = COMMANDS[name]
@@ -145,7 +150,7 @@ def run_command(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and output_is_closed():
             raise
-        # A wrong value or a file that is not there is the caller's to mend: the sentence helps, a traceback does not.
+        # A wrong value or a missing file is the user's to fix: one line helps, a traceback does not.
         print(f"nsa {name}: error: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
@@ -160,7 +165,7 @@ def run_command(argv: list[str]) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, torch's on a GPU, or its CPU allocator's, which has no type of its own."""
+    """Python's error, torch's on a GPU, or that of its CPU allocator, which has no type of its own."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -169,18 +174,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def output_is_closed() -> bool:
-    """Whether nobody reads stdout any more: a broken pipe may also be some connection's."""
+    """Whether stdout is a closed pipe: a BrokenPipeError may also come from a connection."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
     except (AttributeError, OSError):
-        # No stdout, or one that is no file.
+        # No stdout, or not a file.
         return False
     return bool(poll.poll(0))
 
 
 def discard_output() -> None:
-    """Nothing more is written, nor complained about when Python flushes at its end."""
+    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

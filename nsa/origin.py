@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 
-def installed_version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """The version of a package; None if it is not installed."""
     # Slow to import, and not needed for a command's help.
     from importlib.metadata import PackageNotFoundError, version

@@ -22,7 +22,7 @@ from nsa import reference
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.reference import arguments_of
 from nsa.backends.routing import problem_for_op
-from nsa.dtypes import HALF, dtype_name
+from nsa.dtypes import HALF_DTYPES, dtype_name
 from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
@@ -249,7 +249,7 @@ def reduced_shape(shape: Problem, dtype: torch.dtype) -> Problem:
 
     Half precision is reduced further, because many CPUs emulate it: more would take minutes and test nothing else.
     """
-    half, on_cpu = dtype in HALF, shape.device == "cpu"
+    half, on_cpu = dtype in HALF_DTYPES, shape.device == "cpu"
     groups = min(shape.n_groups, 1 if on_cpu and half else 2)
     heads = min(shape.heads_per_group, 2 if on_cpu and half else 3 if on_cpu else MAX_HEADS_PER_GROUP)
     head_dim = 8 if on_cpu and half else 16 if on_cpu else MAX_HEAD_DIM

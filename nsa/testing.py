@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE_FACTOR = 2
-ROUNDINGS = 4
+TOLERANCE_ROUNDINGS = 4
 
 
 def finite(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def tolerance(plain: Tensor, exact: Tensor, *, size: float | None = None, roundi
     """
     own = max_error(plain, exact)
     size = max_abs(exact) if size is None else size
-    rounding = ROUNDINGS * torch.finfo(plain.dtype).eps if rounding is None else rounding
+    rounding = TOLERANCE_ROUNDINGS * torch.finfo(plain.dtype).eps if rounding is None else rounding
     return (TOLERANCE_FACTOR * own if math.isfinite(own) else 0.0) + rounding * size
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nsa.config import require
 from nsa.dtypes import dtype_name
-from nsa.origin import commit, installed_version
+from nsa.origin import commit, package_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def origin_columns(device: torch.device, recorded_commit: str | None = None) -> 
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "triton": installed_version("triton"),
+        "triton": package_version("triton"),
         "commit": recorded_commit or commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -29,7 +29,7 @@ from nsa.backends.triton.tuning import Entry, Gpu, Key, Tuned
 from nsa.bench.attention import AttentionShape, parse_heads, time_calls
 from nsa.bench.results import origin_columns, quantiles
 from nsa.config import require, require_positive_int
-from nsa.testing import ROUNDINGS, relative_error
+from nsa.testing import TOLERANCE_ROUNDINGS, relative_error
 from nsa.train.progress import Progress, progress
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("64/4/128", "12/2/64", "16/2/256")
 # Relative error that a tile may have: a bf16 result is rounded by at most half of its eps.
-ALLOWED = ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2
+ALLOWED = TOLERANCE_ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2
 # Share of queries whose selection may differ, because two blocks are nearly equal.
 ALLOWED_ROWS = 1e-3
 # Heads per group at which the selected forward by query and by block are compared.

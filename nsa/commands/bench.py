@@ -12,20 +12,21 @@ IMPLEMENTATIONS = (*NSA, "dense-fa2", "dense-cudnn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure, and draw what was measured. `nsa bench SUITE --help` explains one suite."
+    """Add the flags to `parser`."""
+    parser.description = "Run a benchmark suite, or plot its rows. `nsa bench SUITE --help` explains one suite."
     parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8"
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     add_train(suites.add_parser("train", help="throughput of the training step"))
-    add_attention(suites.add_parser("attention", help="attention alone, whole and by branch, beside dense"))
-    add_host(suites.add_parser("host", help="host time and launches of an eager call, attention and layer"))
-    add_trained(suites.add_parser("trained", help="attention alone on what a trained model gives it, beside noise"))
-    add_flash(suites.add_parser("flash", help="where FlashAttention wins, and the routes that follow"))
-    add_tune(suites.add_parser("tune", help="the kernels' tiles, and write the fastest into a file"))
-    add_plot(suites.add_parser("plot", help="draw what the others measured"))
+    add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
+    add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
+    add_trained(suites.add_parser("trained", help="attention on the tensors of a trained model, next to noise"))
+    add_flash(suites.add_parser("flash", help="where FlashAttention is faster, and the routes file from that"))
+    add_tune(suites.add_parser("tune", help="tune the tiles of the kernels, and write the fastest into a file"))
+    add_plot(suites.add_parser("plot", help="plot the rows of the other suites"))
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where rows go, and what they say of the code where there is no git to ask."""
+    """Where rows are written, and the commit that they record where there is no git."""
     parser.add_argument("--out", type=path, help="append the rows to this CSV file")
     parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
 
@@ -37,13 +38,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), help="(default: 125m on a GPU, else tiny)")
     parser.add_argument("--attention", nargs="+", choices=ATTENTION_KINDS, default=["nsa"])
-    parser.add_argument("--backend", default="auto", help="of NSA's branches; a named one never falls back")
-    parser.add_argument("--seq-len", nargs="+", type=int, help="tokens in a sequence (default: the preset's)")
+    parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")
+    parser.add_argument("--seq-len", nargs="+", type=int, help="tokens per sequence (default: the preset's)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--batch-size", nargs="+", type=int, help="(default: 8 on a GPU, else 4)")
-    size.add_argument("--tokens", type=int, help="tokens in a batch, whatever the length of its sequences")
+    size.add_argument("--tokens", type=int, help="tokens per batch, for any sequence length")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the measured ones")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 on a GPU, else float32)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument(
@@ -55,26 +56,28 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         help="compile, and replay each pass as one CUDA graph, as `nsa train` does on a GPU (default: on a GPU)",
     )
     parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
-    parser.add_argument("--check-sync", action="store_true", help="prove that no step waits for the device, and stop")
+    parser.add_argument(
+        "--check-sync", action="store_true", help="only check that no step synchronizes with the device"
+    )
     add_output(parser)
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time attention from q, raw k, v and gates to o, beside dense attention, on this GPU."
+    parser.description = "Time attention from q, k, v and gates to o, next to dense attention, on this GPU."
     parser.epilog = "example: nsa bench attention --heads 64/4/128 --lengths 8192 65536 --branches"
-    parser.add_argument("--heads", nargs="+", default=["64/4/128"], metavar="H/G/D", help="heads/groups/width")
+    parser.add_argument("--heads", nargs="+", default=["64/4/128"], metavar="H/G/D", help="heads/groups/head_dim")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--branches", action="store_true", help="time NSA's stages one by one too")
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
-    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
+    parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
+    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
     add_output(parser)
 
 
 def add_host(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Time what the CPU needs to issue an eager call, and count its launches, beside dense attention."
+        "Time how long the CPU takes to issue an eager call, and count its launches, next to dense attention."
     )
     parser.epilog = "example: nsa bench host --heads 12/2/64 --lengths 2048 8192"
     parser.add_argument("--heads", nargs="+", default=["12/2/64"], metavar="H/G/D", help="heads/groups/head_dim")
@@ -85,30 +88,32 @@ def add_host(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trained(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time the attention of a trained model's middle layer on its own data, and on noise."
+    parser.description = "Time the attention of a trained model's middle layer on its own data and on noise."
     parser.epilog = "example: nsa bench trained --run runs/125m --lengths 2048 32768 --cuda-graphs"
     parser.add_argument("--run", type=path, required=True, help="a folder that `nsa train` wrote")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 32768])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--impl", nargs="+", choices=NSA, default=["nsa-triton"])
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay each as a CUDA graph: the GPU's time alone")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
     add_output(parser)
 
 
 def add_flash(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Time the compressed and the sliding branch on every backend, and write the routes that follow."
+        "Time the compressed and the sliding branch in every backend, and write which to use at which length."
     )
     parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
-    parser.add_argument("--widths", nargs="+", type=int, default=[64, 96, 128, 192])
+    parser.add_argument("--head-dims", "--widths", dest="widths", nargs="+", type=int, default=[64, 96, 128, 192])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads per group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
     parser.add_argument("--windows", nargs="+", type=int, default=[128, 512])
-    parser.add_argument("--documents", type=int, default=8, help="of each length, timed packed beside it whole")
-    parser.add_argument("--rows", type=path, help="measure nothing: take the rows of this CSV file")
-    parser.add_argument("--plot", type=path, help="draw the rows here")
-    parser.add_argument("--write", type=path, help="write the measured routes here; auto reads configs/routes.json")
+    parser.add_argument(
+        "--documents", type=int, default=8, help="documents per varlen batch, timed next to fixed-length"
+    )
+    parser.add_argument("--rows", type=path, help="read the rows of this CSV file instead of measuring")
+    parser.add_argument("--plot", type=path, help="plot the rows into this file")
+    parser.add_argument("--write", type=path, help="write the routes here; auto reads configs/routes.json")
     add_output(parser)
 
 
@@ -116,16 +121,18 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure the Triton kernels' tiles on this GPU and write the fastest into a file."
     parser.epilog = "example: nsa bench tune --kernels selected-backward --heads 64/4/128"
     parser.add_argument("--kernels", nargs="+", metavar="K", help="(default: all; a wrong name lists them)")
-    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help="heads/groups/width; the last of a width counts")
+    parser.add_argument(
+        "--heads", nargs="+", metavar="H/G/D", help="heads/groups/head_dim; the last one of a head_dim counts"
+    )
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of neighbouring queries, in [0, 1)")
+    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
     parser.add_argument("--out", type=path, help="the file to write (default: the user's own, NSA_TUNED_TILES)")
     parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Draw benchmark rows: one panel an op, mode and head shape, one line an implementation."
+    parser.description = "Plot benchmark rows: one panel per op, mode and head shape, one line per implementation."
     parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png"
     parser.add_argument("--rows", type=path, nargs="+", required=True, help="CSV files written by nsa bench")
-    parser.add_argument("--out", type=path, required=True, help="the picture, PNG or SVG by its ending")
+    parser.add_argument("--out", type=path, required=True, help="the picture, PNG or SVG by its suffix")

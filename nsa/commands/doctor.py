@@ -6,40 +6,42 @@ import argparse
 
 from nsa.commands.types import add_config_arguments, path
 
-# The shape that is routed where none is given: a 125M model's.
+# The default shape to route: a 125M model's.
 SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What this machine has, what is set, who would serve a shape, whether every backend is right."
+    """Add the flags to `parser`."""
+    parser.description = "Report versions, settings, which backend runs a shape, and whether every backend is right."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "examples:\n"
         "  nsa doctor\n"
         "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
         "  nsa doctor --setting force_parity=on --json | tail -1\n"
-        "  nsa doctor --config 125m --set batch_size=16     whether this machine is ready for that run\n\n"
-        "The exit status is 0 only if every backend agrees with the reference, under --probe every library passes,\n"
-        "and with --config this machine is ready for the run: it has the device that the run is meant for, no\n"
-        "debugging aid is on, and a step is not ten times slower than the plan."
+        "  nsa doctor --config 125m --set batch_size=16     is this machine ready for that run?\n\n"
+        "The exit status is 0 only if every backend agrees with the reference, with --probe every library passes,\n"
+        "and with --config this machine is ready for the run: it has the run's device, no debug mode is on, and a\n"
+        "step is not ten times slower than planned."
     )
-    shape = parser.add_argument_group("the shape to route (by default a 125M model's, or the config's)")
+    shape = parser.add_argument_group("the shape to route (default: a 125M model's, or the config's)")
     for name, default in SHAPE.items():
         shape.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default: {default}")
     shape.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda, float32 elsewhere"
     )
     shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    before = parser.add_argument_group("a run to come: is this machine ready for it?")
-    add_config_arguments(before)
+    add_config_arguments(parser.add_argument_group("a planned run: is this machine ready for it?"))
     add_setting_arguments(parser)
     flash = parser.add_argument_group("FlashAttention")
-    flash.add_argument("--probe", action="store_true", help="probe its libraries again, in child processes")
-    flash.add_argument("--repro", type=path, metavar="FILE", help="probe, and write the first failure as a script")
-    parser.add_argument("--json", action="store_true", help="the whole report as JSON, on the last line")
+    flash.add_argument("--probe", action="store_true", help="probe its libraries again, each in a child process")
+    flash.add_argument(
+        "--repro", type=path, metavar="FILE", help="probe, and write a script that reproduces the first failure"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what if these were set, over the environment; other commands read that alone")
+    group = parser.add_argument_group("settings to try, over the environment, which other commands read alone")
     group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")

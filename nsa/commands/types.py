@@ -1,4 +1,4 @@
-"""Types of flags, checked while they are parsed."""
+"""Types of command-line flags, checked while they are parsed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nsa.config import require
 from nsa.train.config import check_key, find_config, parse_set, unfolded, user_path
 from nsa.train.yaml_file import read_yaml
 
-T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 
 
-def reported(check: Callable[[str], T]) -> Callable[[str], T]:
-    """`check` as the type of a flag: its ValueError is shown as it is, after the flag's name."""
+def flag_type(check: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """`check` as the type of a flag: argparse prints its ValueError after the flag's name."""
 
-    def parse(text: str) -> T:
+    def parse(text: str) -> Parsed:
         try:
             return check(text)
         except (ValueError, OSError) as error:
@@ -26,55 +26,57 @@ def reported(check: Callable[[str], T]) -> Callable[[str], T]:
     return parse
 
 
-@reported
+@flag_type
 def path(text: str) -> Path:
-    """A path with the home folder for `~`; an empty one is an error, not the current folder."""
+    """A path with `~` expanded; an empty one is an error, not the current folder."""
     return user_path("path", text, "a path that is not empty")
 
 
-@reported
+@flag_type
 def folder(text: str) -> Path:
+    """An existing folder."""
     found = path(text)
     require(found.is_dir(), "path", text, "a folder that exists")
     return found
 
 
-@reported
+@flag_type
 def config_source(text: str) -> str:
-    """What `load_config` reads, with no key in it that does not exist."""
+    """A config that `load_config` can read, without unknown keys."""
     file = find_config(text)
     for key, value in unfolded(read_yaml(file), str(file)).items():
-        check_keys(key, value, f" (in {file})")
+        check_config_keys(key, value, f" (in {file})")
     return text
 
 
-@reported
+@flag_type
 def assignment(text: str) -> str:
-    """`key=value` with a key that exists."""
+    """`key=value` with a known key."""
     for key, value in parse_set([text]).items():
-        check_keys(key, value, "")
+        check_config_keys(key, value, "")
     return text
 
 
-def check_keys(key: str, value: Any, where: str) -> None:
+def check_config_keys(key: str, value: Any, where: str) -> None:
+    """A ValueError unless `key` and the keys nested in `value` exist; `where` is appended to its message."""
     try:
         check_key(key)
     except ValueError as error:
         raise ValueError(f"{error}{where}") from None
     if isinstance(value, dict):
         for inner, x in value.items():
-            check_keys(f"{key}.{inner}", x, where)
+            check_config_keys(f"{key}.{inner}", x, where)
 
 
 def add_config_arguments(group: Any, *, default: str | None = None, names: tuple[str, ...] = ("--config",)) -> None:
-    """`--config` and `--set`."""
-    said = f" (default: {default})" if default else ""
+    """Add `--config` and `--set` to a parser or group."""
+    suffix = f" (default: {default})" if default else ""
     group.add_argument(
         *names,
         type=config_source,
         metavar="CONFIG",
         default=default,
-        help=f"a name in configs/, a YAML file, or the folder of a run like it{said}",
+        help=f"a name in configs/, a YAML file, or the folder of a run{suffix}",
     )
     group.add_argument(
         "--set",

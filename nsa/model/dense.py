@@ -19,7 +19,7 @@ from nsa import ops, settings
 from nsa.attention import real_tokens_first
 from nsa.cache import NewTokens, Pair, new_store, pair_of, write_slots
 from nsa.config import NSAConfig, require
-from nsa.dtypes import HALF
+from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
 
@@ -138,7 +138,7 @@ class DenseAttention(nn.Module):
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # Only the flash kernel supports GQA; the others would fall back to full score matrices.
-        grouped = q.device.type == "cuda" and q.dtype in HALF and not self.no_flash
+        grouped = q.device.type == "cuda" and q.dtype in HALF_DTYPES and not self.no_flash
         if not grouped:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         kernels: AbstractContextManager[None] = sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()

@@ -1,4 +1,4 @@
-"""The three branches and their mixture: one masked softmax attention, three masks, one gated sum."""
+"""The three branches and their gated sum: one masked softmax attention with three masks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from nsa.reference.visibility import sees_compressed, sees_selected, sees_window
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Softmax attention of `q [B,S,Hq,Dk]` over the visible keys of its group; `visible [B,S,1 or G,N]`.
+    """Softmax attention over the visible keys.
 
-    Returns `o [B,S,Hq,Dv]` and the natural-log normaliser `lse [B,S,Hq]`. A query that sees nothing gets `o = 0` and
-    `lse = -inf`, and no gradient.
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k: `[B,N,G,Dk]`.
+        v: `[B,N,G,Dv]`.
+        visible: bool `[B,S,1 or G,N]`.
+        scale: Default: `Dk ** -0.5`.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and the natural-log LSE `lse [B,S,Hq]`, fp32 or fp64. A query without visible keys has `o = 0`,
+        `lse = -inf` and no gradient.
     """
     n_groups = k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -24,13 +32,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     visible = visible[:, :, :, None]
     empty = ~visible.any(dim=-1, keepdim=True)
 
-    # Half precision is widened here, once: from the scores to the probabilities everything is fp32.
+    # Half precision is cast to fp32 here: scores, LSE and probabilities.
     wide = lse_dtype(q)
     scores = torch.einsum("bsghd,bngd->bsghn", q.to(wide), k.to(wide)) * scale
-    # An all-masked row would give NaN gradients: let it be a row of zeros and discard what comes of it.
+    # A fully masked row would give NaN gradients: use zeros and discard the result.
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(empty, 0.0)
     if k.shape[1] == 0:
-        # The sum over nothing, which is still part of the graph.
+        # An empty sum, which is still part of the graph.
         lse = scores.sum(dim=-1).masked_fill(empty[..., 0], float("-inf"))
     else:
         lse = scores.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))
@@ -54,7 +62,18 @@ def compressed_attention(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The compressed branch: every block that is complete at the query's position, seen as one key and one value."""
+    """The compressed branch: every block that is complete at the query's position is one key and one value.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k_cmp: `[B,N,G,Dk]`, one key per block.
+        v_cmp: `[B,N,G,Dv]`.
+        block: Tokens per block.
+        stride: Tokens between the starts of two blocks.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `masked_attention`.
+    """
     visible = sees_compressed(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
     return masked_attention(q, k_cmp, v_cmp, visible[:, :, None], scale)
 
@@ -70,7 +89,18 @@ def selected_attention(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The selected branch: the tokens of the chosen blocks, in full; `indices [B,S,G,n]`, -1 for none."""
+    """The selected branch: the tokens of the selected blocks up to the query.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k: `[B,N,G,Dk]`.
+        v: `[B,N,G,Dv]`.
+        indices: int `[B,S,G,n]`, the blocks of each query and group, -1 for none.
+        select_block: Tokens per block.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `masked_attention`.
+    """
     visible = sees_selected(q, k.shape[1], indices, select_block, cu_seqlens, q_start)
     return masked_attention(q, k, v, visible, scale)
 
@@ -85,13 +115,23 @@ def sliding_attention(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sliding branch: the last `window` tokens, the query's own included."""
+    """The sliding branch: the last `window` tokens, the query's own included.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k: `[B,N,G,Dk]`.
+        v: `[B,N,G,Dv]`.
+        window: Number of tokens.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `masked_attention`.
+    """
     visible = sees_window(q, k.shape[1], window, cu_seqlens, q_start)
     return masked_attention(q, k, v, visible[:, :, None], scale)
 
 
 def combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
-    """The mixture: `gates [B,S,Hq,3]` weigh the compressed, selected and sliding outputs of each head."""
+    """The gated sum of the branches: outputs `[B,S,Hq,Dv]`, `gates [B,S,Hq,3]` in the order cmp, sel, win."""
     g_cmp, g_sel, g_win = gates.unsqueeze(-2).unbind(dim=-1)
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
 
@@ -109,21 +149,27 @@ def nsa_attention(
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The whole: compressed keys choose the blocks, three branches attend, the gate mixes them."""
-    packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-    compression: dict[str, Any] = {"block": config.l, "stride": config.d}
-    o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, **compression, **packed)
-    indices = select_blocks(
-        q,
-        k_cmp,
-        lse,
-        **compression,
-        select_block=config.l_sel,
-        n_select=config.n_sel,
-        n_init=config.n_init,
-        n_local=config.n_local,
-        **packed,
-    )
-    o_sel, _ = selected_attention(q, k_sel, v_sel, indices, select_block=config.l_sel, **packed)
-    o_win, _ = sliding_attention(q, k_win, v_win, window=config.w, **packed)
+    """The whole attention: block selection, three branches, their gated sum.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k_cmp: `[B,N,G,Dk]`, compressed keys.
+        v_cmp: `[B,N,G,Dv]`, compressed values.
+        k_sel: `[B,S,G,Dk]`; likewise `k_win`.
+        v_sel: `[B,S,G,Dv]`; likewise `v_win`.
+        k_win: Of the sliding branch.
+        v_win: Of the sliding branch.
+        gates: `[B,S,Hq,3]` in the order cmp, sel, win.
+        config: The hyperparameters.
+
+    Returns:
+        `o [B,S,Hq,Dv]`.
+    """
+    c, varlen = config, {"cu_seqlens": cu_seqlens}
+    compression: dict[str, Any] = {"block": c.l, "stride": c.d, **varlen}
+    counts = {"n_select": c.n_sel, "n_init": c.n_init, "n_local": c.n_local}
+    o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, **compression)
+    indices = select_blocks(q, k_cmp, lse, select_block=c.l_sel, **counts, **compression)
+    o_sel, _ = selected_attention(q, k_sel, v_sel, indices, select_block=c.l_sel, **varlen)
+    o_win, _ = sliding_attention(q, k_win, v_win, window=c.w, **varlen)
     return combine(o_cmp, o_sel, o_win, gates)

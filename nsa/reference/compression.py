@@ -1,4 +1,4 @@
-"""phi around its products: the mean of each block, or its tokens in a row for the MLP (Eq. 7)."""
+"""phi without its MLP: the mean of each block, or its flattened tokens (Eq. 7)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nsa.reference.visibility import locate_compressed
 
 
 def compress_mean(x: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The mean of each block's tokens: `x [B,S,G,D]` to `[B,N,G,D]`."""
+    """The mean of each block's tokens: `x [B,S,G,D]` to `[B,N,G,D]`, zeros in unused slots."""
     blocks, used = tokens_of_blocks(x, block, stride, cu_seqlens)
     return blocks.mean(dim=2).where(used[:, None, None], 0.0)
 
 
 def gather_blocks(x: Tensor, position: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each block's tokens one after the other, `position [l,D]` added: `x [B,S,G,D]` to `[B,N,G,l*D]`."""
+    """Each block's tokens plus `position [l,D]`, flattened: `x [B,S,G,D]` to `[B,N,G,l*D]`, 0 in unused slots."""
     blocks, used = tokens_of_blocks(x, block, stride, cu_seqlens)
     placed = (blocks + position[:, None]).where(used[:, None, None, None], 0.0)
     return placed.transpose(2, 3).flatten(3)
@@ -24,8 +24,8 @@ def gather_blocks(x: Tensor, position: Tensor, *, block: int, stride: int, cu_se
 def tokens_of_blocks(x: Tensor, block: int, stride: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """`[B,N,l,G,D]`, and `[N]` which slots hold a block.
 
-    A plain sequence has exactly its blocks. A pack has `S // d` slots: the documents' blocks one after the other, then
-    slots that hold none. What becomes of those is zero, and they pass no gradient.
+    A fixed-length sequence has exactly its blocks. A varlen batch has `S // d` slots: the documents' blocks, then
+    unused slots, whose result is zero and which pass no gradient.
     """
     length = x.shape[1]
     n_slots = len(range(0, length - block + 1, stride)) if cu_seqlens is None else length // stride

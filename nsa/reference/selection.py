@@ -1,8 +1,8 @@
-"""Which blocks a query reads in full: Eq. 8 to 12 of the paper, with ties and forced blocks made exact.
+"""Block selection: Eq. 8 to 12 of the paper, with ties and forced blocks made exact.
 
 Every sum that decides a selection has a fixed order, written out as additions of whole tensors. The order in which a
-matmul adds depends on where a row lies and on how many there are: keys that are equal would get scores that are not,
-and a cached step other ones than the whole sequence.
+matmul adds depends on the place and the number of rows: equal keys would get different scores, and a cached step other
+scores than the full sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nsa.reference.visibility import locate_compressed, locate_queries, sees_com
 
 
 def overlap_weights(n_compressed: int, n_blocks: int, block: int, stride: int, select_block: int) -> Tensor:
-    """`[N, J]`: tokens shared by compressed block `i` and selection block `j`, in units of the stride (Eq. 9)."""
+    """`[N, J]`: tokens that compressed block `i` and selection block `j` share, in units of the stride (Eq. 9)."""
     start = torch.arange(n_compressed)[:, None] * stride
     select_start = torch.arange(n_blocks) * select_block
     shared = torch.minimum(start + block, select_start + select_block) - torch.maximum(start, select_start)
@@ -35,9 +35,19 @@ def selection_importance(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`[B,S,G,J]`: how much of a group's compressed attention falls on each selection block (Eq. 8 to 10).
+    """The importance of each selection block: the compressed attention of a group that falls on it (Eq. 8 to 10).
 
-    Blocks whose compressed blocks have equal probabilities and overlaps, in the same order, are equal to the last bit.
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k_cmp: `[B,N,G,Dk]`.
+        lse: `[B,S,Hq]`, of the compressed branch.
+        block: Tokens per compressed block.
+        stride: Tokens between the starts of two compressed blocks.
+        select_block: Tokens per selection block.
+
+    Returns:
+        `[B,S,G,J]`. Blocks whose compressed blocks have the same probabilities and overlaps, in the same order, are
+        bitwise equal.
     """
     n_groups, n_cmp = k_cmp.shape[2], k_cmp.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -51,7 +61,7 @@ def selection_importance(
     # [B,S,G,N], head by head
     p = reduce(torch.add, p.unbind(dim=3))
 
-    # A block's place in its own document decides which selection blocks it overlaps.
+    # The index in the document decides which selection blocks a compressed block overlaps.
     _, inner = locate_compressed(n_cmp, block, stride, cu_seqlens, q.device)
     n_blocks = n_selection_blocks(q, k_cmp, block, stride, select_block, q_start)
     weights = overlap_weights(n_cmp, n_blocks, block, stride, select_block).to(p)
@@ -66,7 +76,7 @@ def selection_importance(
 def n_selection_blocks(
     q: Tensor, k_cmp: Tensor, block: int, stride: int, select_block: int, q_start: Tensor | None
 ) -> int:
-    """Enough selection blocks for every query; `k_cmp` tells how long a cached sequence can be."""
+    """Enough selection blocks for every query; with a cache, `k_cmp` bounds the length."""
     length = q.shape[1] if q_start is None else k_cmp.shape[1] * stride + block - 1
     return -(-length // select_block)
 
@@ -86,23 +96,28 @@ def select_blocks(
     q_start: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`[B,S,G,n_select]` int32: the blocks each group of each query reads, ascending, -1 where there are fewer.
+    """The blocks that each group of each query reads.
 
-    The first `n_init` blocks and the `n_local` that end at the query's own are always taken, the rest by importance,
-    ties to the lower index. The choice is not differentiable.
+    The first `n_init` blocks and the last `n_local`, the query's own included, are always selected, the rest by
+    importance, ties to the lower index. Not differentiable.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k_cmp: `[B,N,G,Dk]`.
+        lse: `[B,S,Hq]`, of the compressed branch.
+        block: Tokens per compressed block.
+        stride: Tokens between the starts of two compressed blocks.
+        select_block: Tokens per selection block.
+        n_select: Blocks to select, forced ones included.
+        n_init: First blocks that are forced.
+        n_local: Last blocks that are forced.
+
+    Returns:
+        int32 `[B,S,G,n_select]`, ascending, padded with -1 at the end.
     """
     with torch.no_grad():
-        importance = selection_importance(
-            q,
-            k_cmp,
-            lse,
-            block=block,
-            stride=stride,
-            select_block=select_block,
-            cu_seqlens=cu_seqlens,
-            q_start=q_start,
-            scale=scale,
-        )
+        blocks = {"block": block, "stride": stride, "select_block": select_block}
+        importance = selection_importance(q, k_cmp, lse, **blocks, cu_seqlens=cu_seqlens, q_start=q_start, scale=scale)
         n_blocks = importance.shape[-1]
         _, t = locate_queries(q, cu_seqlens, q_start)
         own = (t // select_block)[:, :, None, None]
@@ -112,7 +127,7 @@ def select_blocks(
         importance = importance.masked_fill(forced, float("inf")).masked_fill(~candidate, float("-inf"))
 
         # A stable sort keeps the lower index first among equals.
-        chosen = importance.argsort(dim=-1, descending=True, stable=True)[..., :n_select]
-        chosen = chosen.where(candidate.expand_as(importance).gather(-1, chosen), n_blocks).sort(dim=-1).values
-        chosen = torch.nn.functional.pad(chosen, (0, n_select - chosen.shape[-1]), value=n_blocks)
-        return chosen.where(chosen < n_blocks, -1).int()
+        index = importance.argsort(dim=-1, descending=True, stable=True)[..., :n_select]
+        index = index.where(candidate.expand_as(importance).gather(-1, index), n_blocks).sort(dim=-1).values
+        index = torch.nn.functional.pad(index, (0, n_select - index.shape[-1]), value=n_blocks)
+        return index.where(index < n_blocks, -1).int()

@@ -1,7 +1,7 @@
-"""Which query may look at which key: the masks of the three branches, straight from their definitions.
+"""The masks of the three branches, straight from their definitions.
 
-Every token has a document and a position in it. An unpacked row is one document. Queries are the tokens of their row
-of keys from `q_start` on, or all of them.
+Every token has a document and a position in it. A fixed-length row is one document, and so is a cached row, whose first
+query is at position `q_start` while its keys start at position 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def locate_queries(q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None)
 
 
 def locate_tokens(length: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Document and position of each of `length` tokens laid out one after the other, each `[length]`."""
+    """Document and position of each of `length` concatenated tokens, each `[length]`."""
     if cu_seqlens is None:
         return torch.zeros(length, dtype=torch.long, device=device), torch.arange(length, device=device)
     lengths = cu_seqlens.diff().tolist()
@@ -34,7 +34,7 @@ def locate_tokens(length: int, cu_seqlens: Tensor | None, device: torch.device) 
 def locate_compressed(
     n_blocks: int, block: int, stride: int, cu_seqlens: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Document and in-document index of each compressed block, each `[n_blocks]`; -1 marks unused space at the end."""
+    """Document and in-document index of each compressed block, each `[n_blocks]`; -1 for unused slots at the end."""
     if cu_seqlens is None:
         return torch.zeros(n_blocks, dtype=torch.long, device=device), torch.arange(n_blocks, device=device)
     counts = [0 if n < block else (n - block) // stride + 1 for n in cu_seqlens.diff().tolist()]
@@ -47,7 +47,7 @@ def locate_compressed(
 def sees_compressed(
     q: Tensor, n_blocks: int, block: int, stride: int, cu_seqlens: Tensor | None, q_start: Tensor | None
 ) -> Tensor:
-    """`[B, S, N]`: a query sees a compressed block once the block's last token is not after it."""
+    """`[B, S, N]`: a query sees a compressed block whose last token is not after it."""
     q_document, t = locate_queries(q, cu_seqlens, q_start)
     k_document, i = locate_compressed(n_blocks, block, stride, cu_seqlens, q.device)
     complete = i * stride + block - 1 <= t[..., None]
@@ -65,10 +65,10 @@ def sees_window(q: Tensor, n_keys: int, window: int, cu_seqlens: Tensor | None, 
 def sees_selected(
     q: Tensor, n_keys: int, indices: Tensor, select_block: int, cu_seqlens: Tensor | None, q_start: Tensor | None
 ) -> Tensor:
-    """`[B, S, G, N]`: the tokens of the chosen blocks, as far as the query's own position."""
+    """`[B, S, G, N]`: the tokens of the selected blocks up to the query's position."""
     q_document, t = locate_queries(q, cu_seqlens, q_start)
     k_document, position = locate_tokens(n_keys, cu_seqlens, q.device)
     block_of_key = position // select_block
-    chosen = (indices.long()[..., None] == block_of_key).any(dim=-2)
+    selected = (indices.long()[..., None] == block_of_key).any(dim=-2)
     causal = (position <= t[..., None]) & (k_document == q_document[..., None])
-    return chosen & causal[:, :, None]
+    return selected & causal[:, :, None]

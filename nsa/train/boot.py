@@ -19,7 +19,7 @@ from nsa.backends.routing import explain
 from nsa.config import require
 from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
-from nsa.origin import commit, installed_version
+from nsa.origin import commit, package_version
 from nsa.train.config import FILE, TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
 from nsa.train.guards import LOCK
@@ -138,7 +138,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "nsa": nsa.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": installed_version("triton"),
+        "triton": package_version("triton"),
         "machine": platform.node(),
         "system": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, ops, reference
 from nsa.functional import attention_kwargs
-from nsa.testing import ROUNDINGS, max_error, tolerance
+from nsa.testing import TOLERANCE_ROUNDINGS, max_error, tolerance
 
 
 def assert_close_to_fp64(
@@ -19,7 +19,7 @@ def assert_close_to_fp64(
     """The derived tolerance, plus the rounding of what cancels: `ds = p * (dp - delta)` is what two sums of the size
     `|do| |v|`, both kept in fp32, leave of each other; in a row with one key that is nothing but their rounding."""
     # Normal inputs stay below 4 deviations: |dp| below 4 sqrt(Dv), |k| and |q| below 4.
-    cancelled = ROUNDINGS * torch.finfo(torch.float32).eps * 4 * case.d_v**0.5 * 4 * case.d_k**-0.5
+    cancelled = TOLERANCE_ROUNDINGS * torch.finfo(torch.float32).eps * 4 * case.d_v**0.5 * 4 * case.d_k**-0.5
     # `dk` and `dv` are sums over every row of a group, kept in fp32 in the kernel's order; cuBLAS splits them further.
     summed = torch.finfo(torch.float32).eps * (case.length * case.heads) ** 0.5
     for name, reference_value in exact.items():

@@ -27,7 +27,7 @@ from nsa.backends.flash import FlashBackend
 from nsa.backends.flash.libraries import Library, find_libraries
 from nsa.sequences import Compressed, Saved, Sliding, Upstream
 from nsa.settings import Settings
-from nsa.testing import ROUNDINGS, max_error, tolerance
+from nsa.testing import TOLERANCE_ROUNDINGS, max_error, tolerance
 
 # Both sides of the kernels' tiles, and the smallest there are.
 LENGTHS = (
@@ -146,7 +146,7 @@ def too_far(found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str,
 
     `ds = p * (dp - delta)` is what two sums of the size `|do| |v|` leave of each other: their rounding stays.
     """
-    cancelled = ROUNDINGS * torch.finfo(torch.float32).eps * 4 * case.d_v**0.5 * 4 * case.d_k**-0.5
+    cancelled = TOLERANCE_ROUNDINGS * torch.finfo(torch.float32).eps * 4 * case.d_v**0.5 * 4 * case.d_k**-0.5
     wrong = []
     for name, value in exact.items():
         got = found[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.dtypes import HALF
+from nsa.dtypes import HALF_DTYPES
 
 # Score elements in memory at once: enough to fill a GPU, few enough for the caches of a CPU. The fused kernel stores no
 # scores; there the budget bounds the mask and the gathered rows.
@@ -22,7 +22,7 @@ def score_budget(x: Tensor, *, fused: bool) -> int:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of matmul operands: a GPU multiplies half precision with fp32 sums, a CPU casts it to fp32."""
-    if x.dtype in HALF and x.device.type == "cpu":
+    if x.dtype in HALF_DTYPES and x.device.type == "cpu":
         return torch.float32
     return x.dtype
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nsa.dtypes import HALF
+from nsa.dtypes import HALF_DTYPES
 
 # The fused kernel has tiles in the third grid dimension, which CUDA limits.
 MAX_TILES = 65_535
@@ -26,7 +26,7 @@ NO_CUSTOM_MASK = 0
 
 def is_fused(q: Tensor, v: Tensor) -> bool:
     """Whether the fused kernel supports these: it loads eight half-precision numbers at once."""
-    return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
+    return q.is_cuda and q.dtype in HALF_DTYPES and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
 
 
 def tile_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ def join_tiles(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Batched `a @ b` with an fp32 result for half precision."""
-    if a.dtype in HALF:
+    if a.dtype in HALF_DTYPES:
         return torch.bmm(a, b, out_dtype=torch.float32)
     # On a CPU bmm can be many times slower on a transposed operand than on a copy of it.
     return torch.bmm(a, b) if b.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
