@@ -214,7 +214,7 @@ def self_test(
     for backend in backends:
         if hasattr(backend, "compile_ahead"):
             backend.compile_ahead(partial(run_all, backend, shape, ask), progress)
-    checks = []
+    checks: list[Check] = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles_kernels(backend)]
         for case in CASES:
@@ -276,7 +276,7 @@ def draw_inputs(case: str, dtype: torch.dtype, shape: Problem) -> CaseInputs:
     n_keys = int(lengths.sum())
     n_queries = N_CACHED_QUERIES if cached else n_keys
     batch = len(CACHED_STARTS) if cached else 1
-    sizes = {"batch": batch, "n_queries": n_queries, "n_keys": n_keys}
+    sizes: dict[str, Any] = {"batch": batch, "n_queries": n_queries, "n_keys": n_keys}
     problem = replace(shape, **sizes, dtype=dtype, packed=varlen, cached=cached, backward=False)
     cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if varlen else None
     q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
@@ -336,13 +336,13 @@ def compare_op(
             yield failed_check(inputs, backend, spec.op, error)
             continue
         for name, x, like, right in zip(quantities, found, plain, exact, strict=True):
-            # A result is rounded once to its dtype. Before that, `p * (dp - delta)` has three factors that a fused
-            # backward rounds in fp32, and whose errors do not cancel as they do in autograd's softmax.
+            # A result is rounded once to its dtype. Before that, a fused backward rounds the three factors of
+            # `p * (dp - delta)` in fp32, and their errors do not cancel as they do in autograd's softmax.
             rounding = torch.finfo(like.dtype).eps + 3 * torch.finfo(torch.float32).eps
             allowed = tolerance(like, right, rounding=rounding)
             allowed += cancelled if name.startswith(("dq", "dk")) else 0.0
-            error = max_error(x, right) if x.dtype == like.dtype else math.inf
-            yield inputs.check(backend.name, spec.op, name, error=error, allowed=allowed)
+            off = max_error(x, right) if x.dtype == like.dtype else math.inf
+            yield inputs.check(backend.name, spec.op, name, error=off, allowed=allowed)
 
 
 def run_reference(spec: OpSpec, inputs: CaseInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:

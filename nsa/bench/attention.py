@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
-from nsa.bench.results import Row, append
+from nsa.bench.results import Row, append, make_row
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
 
@@ -50,7 +50,7 @@ class AttentionShape:
     def config(self, backend: str) -> NSAConfig:
         """The paper's hyperparameters at these sizes, with mean compression."""
         d = self.head_dim
-        heads = {"n_heads": self.n_heads, "n_kv_groups": self.n_groups, "d_k": d, "d_v": d}
+        heads: dict[str, Any] = {"n_heads": self.n_heads, "n_kv_groups": self.n_groups, "d_k": d, "d_v": d}
         return NSAConfig(dim=self.n_heads * d, **heads, phi="mean", backend=backend)
 
 
@@ -226,7 +226,7 @@ def measure_task(
     def row(mode: str, times: list[float], peak: int) -> Row:
         impl = task.impl + ("-graphs" if graphs else "")
         columns = {"suite": suite, "op": task.op, "impl": impl, "mode": mode, **shape.columns}
-        return Row.measured(times, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak, **columns)
+        return make_row(times, columns, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak)
 
     def gradients(out: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, task.leaves, grad, retain_graph=again)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.attention import NSAAttention
 from nsa.bench.attention import AttentionShape, Inputs, Task, dense_forward, nsa_forward, parse_heads
-from nsa.bench.results import Row, append, quantiles
+from nsa.bench.results import Row, append, make_row, quantiles
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
 
@@ -91,7 +91,7 @@ def measure_host(
     for mode, call in calls_of(task).items():
         host, wall = host_times(call, wait)
         columns = {"suite": "host", "op": task.op, "impl": task.impl, "mode": mode, **shape.columns}
-        row = Row.measured(host, dtype=dtype, device=device, commit=commit, **columns)
+        row = make_row(host, columns, dtype=dtype, device=device, commit=commit)
         times = f"host {row.p50_ms:7.3f} ms   wall {quantiles(wall)[1]:7.3f} ms"
         print(f"{shape!s:<28} {task.op:<10} {task.impl:<12} {mode:<8} {times}", flush=True)
         yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,43 +42,31 @@ class Row:
     commit: str | None
     date: str
 
-    @classmethod
-    def measured(
-        cls,
-        milliseconds: list[float],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        commit: str | None = None,
-        peak_bytes: int | None = None,
-        tokens_per_s: float | None = None,
-        **columns: Any,
-    ) -> Row:
-        """The row of one measurement.
-
-        Args:
-            milliseconds: One time per repetition.
-            dtype: Of the inputs.
-            device: What was measured.
-            commit: Recorded instead of this checkout's commit.
-            peak_bytes: Peak memory.
-            tokens_per_s: Throughput.
-            **columns: The remaining columns: suite, op, impl, mode and the shape.
-        """
-        p20, p50, p80 = quantiles(milliseconds)
-        return cls(
-            **columns,
-            dtype=dtype_name(dtype),
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            peak_gib=None if peak_bytes is None else round(peak_bytes / 2**30, 3),
-            tokens_per_s=tokens_per_s,
-            **origin_columns(torch.device(device), commit),
-        )
-
 
 COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def make_row(
+    milliseconds: list[float],
+    columns: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    commit: str | None = None,
+    peak_bytes: int | None = None,
+) -> Row:
+    """The row of one measurement; `columns`: suite, op, impl, mode and the shape."""
+    p20, p50, p80 = quantiles(milliseconds)
+    return Row(
+        **columns,
+        dtype=dtype_name(dtype),
+        p20_ms=p20,
+        p50_ms=p50,
+        p80_ms=p80,
+        peak_gib=None if peak_bytes is None else round(peak_bytes / 2**30, 3),
+        tokens_per_s=None,
+        **origin_columns(torch.device(device), commit),
+    )
 
 
 def append(path: Path, row: Row) -> None:

@@ -14,11 +14,12 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from nsa.backends.routing import router
-from nsa.bench.results import Row, append
+from nsa.bench.results import Row, append, make_row
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.generate import usable_device
@@ -128,23 +129,12 @@ class Runner:
             self.reset_counts()
         times = self.run(self.bench.steps)
         attn = self.bench.model.attn
-        row = Row.measured(
-            times,
-            dtype=DTYPES[self.bench.dtype],
-            device=self.device,
-            commit=self.bench.commit,
-            peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
-            suite="train",
-            op="train",
-            impl=self.impl(),
-            mode="train",
-            B=self.bench.batch_size,
-            S=self.bench.model.seq_len,
-            Hq=attn.n_heads,
-            G=attn.n_kv_groups,
-            Dk=attn.d_k,
-            Dv=attn.d_v,
-        )
+        columns: dict[str, Any] = {"suite": "train", "op": "train", "impl": self.impl(), "mode": "train"}
+        columns |= {"B": self.bench.batch_size, "S": self.bench.model.seq_len}
+        columns |= {"Hq": attn.n_heads, "G": attn.n_kv_groups, "Dk": attn.d_k, "Dv": attn.d_v}
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        dtype, commit = DTYPES[self.bench.dtype], self.bench.commit
+        row = make_row(times, columns, dtype=dtype, device=self.device, commit=commit, peak_bytes=peak)
         rate = row.B * row.S / row.p50_ms * 1e3
         row = replace(row, tokens_per_s=round(rate, 1))
         calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}

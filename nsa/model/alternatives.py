@@ -63,8 +63,8 @@ class SlidingAttention(DenseAttention):
         device: torch.device | str | None = None,
     ) -> WindowCache:
         """A cache that keeps the window and the global tokens."""
-        kept = {"window": self.window, "n_first": min(self.n_global, max_len)}
-        return WindowCache(self.config, batch_size, max_len, **kept, **self.cache_options(dtype, device))
+        options = self.cache_options(dtype, device) | {"n_first": min(self.n_global, max_len)}
+        return WindowCache(self.config, batch_size, max_len, window=self.window, **options)
 
     def keys_seen(self, length: int) -> int:
         return min(self.window + self.n_global, length)

@@ -109,7 +109,7 @@ class LM(nn.Module):
 
     @property
     def parts(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """What runs a layer and the loss. Compiled for training alone: other calls come in many shapes."""
+        """The functions that run a layer and the loss; compiled only for training, as other calls have many shapes."""
         plain = run_layer, chunked_cross_entropy
         return self.compiled if self.compiled is not None and self.training and torch.is_grad_enabled() else plain
 

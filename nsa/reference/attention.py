@@ -165,9 +165,10 @@ def nsa_attention(
     Returns:
         `o [B,S,Hq,Dv]`.
     """
-    c, varlen = config, {"cu_seqlens": cu_seqlens}
+    c = config
+    varlen: dict[str, Any] = {"cu_seqlens": cu_seqlens}
     compression: dict[str, Any] = {"block": c.l, "stride": c.d, **varlen}
-    counts = {"n_select": c.n_sel, "n_init": c.n_init, "n_local": c.n_local}
+    counts: dict[str, Any] = {"n_select": c.n_sel, "n_init": c.n_init, "n_local": c.n_local}
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, **compression)
     indices = select_blocks(q, k_cmp, lse, select_block=c.l_sel, **counts, **compression)
     o_sel, _ = selected_attention(q, k_sel, v_sel, indices, select_block=c.l_sel, **varlen)
