@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ REPORTED_ERRORS = (RuntimeError, ValueError)
 
 # The reason why a backend, by name, does not run a problem here; None if it does.
 ReasonAgainst = Callable[[str, Problem], str | None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -323,17 +324,11 @@ def compare_op(
     plain = run_reference(spec, inputs, inputs.dtype)
     cancelled = cancellation_error(spec, inputs)
     problem = inputs.problem_of(spec.op)
+    problems = [problem, *([replace(problem, backward=True)] if passes else [])]
     for backend in backends:
-        reason = reason_against(backend.name, problem)
-        if reason is None and passes:
-            reason = reason_against(backend.name, replace(problem, backward=True))
-        if reason:
-            yield inputs.check(backend.name, spec.op, note=f"declines: {reason}")
-            continue
-        try:
-            found = run_backend(backend, spec, inputs)
-        except REPORTED_ERRORS as error:
-            yield failed_check(inputs, backend, spec.op, error)
+        found = attempt(partial(run_backend, backend, spec, inputs), inputs, backend, problems, reason_against)
+        if isinstance(found, Check):
+            yield found
             continue
         for name, x, like, right in zip(quantities, found, plain, exact, strict=True):
             # A result is rounded once to its dtype. Before that, a fused backward rounds the three factors of
@@ -343,6 +338,22 @@ def compare_op(
             allowed += cancelled if name.startswith(("dq", "dk")) else 0.0
             off = max_error(x, right) if x.dtype == like.dtype else math.inf
             yield inputs.check(backend.name, spec.op, name, error=off, allowed=allowed)
+
+
+def attempt(
+    run: Callable[[], Result], inputs: CaseInputs, backend: Any, problems: list[Problem], reason_against: ReasonAgainst
+) -> Result | Check:
+    """`run()`, or a check that reports why the backend declines one of the problems, or what it raised."""
+    op = problems[0].op
+    for problem in problems:
+        reason = reason_against(backend.name, problem)
+        if reason:
+            return inputs.check(backend.name, op, note=f"declines: {reason}")
+    try:
+        return run()
+    except REPORTED_ERRORS as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        return inputs.check(backend.name, op, error=math.inf, note=f"{type(error).__name__}: {first_line}")
 
 
 def run_reference(spec: OpSpec, inputs: CaseInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -463,14 +474,9 @@ def compare_selection(inputs: CaseInputs, backends: Sequence[Any], reason_agains
     allowed = 2 * (missed_importance(plain, best, value) + n_free * 2 * off)
     problem = inputs.problem_of("scores")
     for backend in backends:
-        reason = reason_against(backend.name, problem)
-        if reason:
-            yield inputs.check(backend.name, "scores", note=f"declines: {reason}")
-            continue
-        try:
-            selected = select(backend, inputs)
-        except REPORTED_ERRORS as error:
-            yield failed_check(inputs, backend, "scores", error)
+        selected = attempt(partial(select, backend, inputs), inputs, backend, [problem], reason_against)
+        if isinstance(selected, Check):
+            yield selected
             continue
         missed = missed_importance(selected, best, value)
         yield inputs.check(backend.name, "scores", "missed", error=missed, allowed=allowed)
@@ -499,8 +505,3 @@ def missed_importance(selected: Tensor, best: Tensor, value: Tensor) -> float:
         return value.gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0.0).sum(dim=-1)
 
     return max(0.0, float((total(best) - total(selected)).max()))
-
-
-def failed_check(inputs: CaseInputs, backend: Any, op: str, error: Exception) -> Check:
-    first_line = (str(error).splitlines() or [""])[0]
-    return inputs.check(backend.name, op, error=math.inf, note=f"{type(error).__name__}: {first_line}")

@@ -165,19 +165,8 @@ def branch_tasks(impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[T
 def time_calls(
     call: Callable[[], object], *, warmup_ms: float = WARMUP_MS, measure_ms: float = MEASURE_MS, most: int = 200
 ) -> list[float]:
-    """Milliseconds of single calls, by CUDA events, with a cold L2 cache.
-
-    The host does not wait for a call, so its own time shows only where it is slower than the GPU.
-
-    Args:
-        call: What to time.
-        warmup_ms: Milliseconds of calls before the measurement.
-        measure_ms: Milliseconds of measured calls.
-        most: Most measured calls.
-
-    Returns:
-        One time per measured call.
-    """
+    """Milliseconds of single calls, by CUDA events, with a cold L2 cache. The host does not wait for a call, so its own
+    time shows only where it is slower than the GPU."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def times(count: int) -> list[float]:

@@ -38,11 +38,7 @@ KINDS: dict[str, type] = {
 
 
 def check_file(path: Path) -> None:
-    """Check every tile of a tiles file.
-
-    Raises:
-        ValueError: A tile does not fit its kernel; the message names the file and the tile.
-    """
+    """A ValueError names the first tile of a tiles file that does not fit its kernel."""
     for key, entry in tuning.read(path).tiles.items():
         tuning.build(KINDS[key.kernel], key, entry)
 
@@ -108,11 +104,7 @@ class Workbench:
         self.do = torch.randn_like(self.q)
 
     def run(self, kernel: str, tile: Any) -> tuple[Tensor, ...]:
-        """The outputs of a kernel's launcher with this tile; where it launches two kernels, the other keeps its own.
-
-        Raises:
-            ValueError: There is no such kernel.
-        """
+        """The outputs of a kernel's launcher with this tile; where it launches two kernels, the other keeps its own."""
         q, k, v, do = self.q, self.k, self.v, self.do
         upstream = Upstream(do)
         branches = (self.compressed[0], self.selected[0], self.slid[0], self.gates)

@@ -39,12 +39,7 @@ MODE_LABELS = {"fwd": "forward", "bwd": "backward", "train": "training"}
 
 
 def draw_figure(rows: list[Row], out: Path) -> None:
-    """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds.
-
-    Args:
-        rows: At least one row.
-        out: The picture to write, PNG or SVG by its suffix.
-    """
+    """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds."""
     import matplotlib
 
     matplotlib.use("Agg")

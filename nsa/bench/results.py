@@ -70,11 +70,7 @@ def make_row(
 
 
 def append(path: Path, row: Row) -> None:
-    """Append a row to a CSV file; a new file starts with the column names.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
+    """Append a row to a CSV file, whose first line is the column names; a ValueError if it has others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
         file.seek(0)

@@ -32,11 +32,7 @@ LR = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBench:
-    """The configuration of one measurement.
-
-    Raises:
-        ValueError: A count is not a positive integer, or `dtype` is unknown.
-    """
+    """The configuration of one measurement; a ValueError if a count or the dtype is wrong."""
 
     model: LMConfig
     batch_size: int

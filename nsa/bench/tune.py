@@ -84,17 +84,7 @@ def error_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def try_tiles(tiles: Sequence[Any], run: Run, timer: Timer, show: Callable[[Any], None]) -> list[TileTime]:
-    """Time each tile that runs and agrees with the first one that runs.
-
-    Args:
-        tiles: The candidates, the tile in use first.
-        run: Runs the kernel with a tile and returns its outputs.
-        timer: Milliseconds of repeated calls.
-        show: Called with each tile before it runs.
-
-    Returns:
-        One result per tile, in order.
-    """
+    """The time of each tile that runs and agrees with the first one that runs."""
     outcomes: list[TileTime] = []
     expected: tuple[Tensor, ...] | None = None
     for tile in tiles:
@@ -144,15 +134,7 @@ def last_faster_size(times: Mapping[int, tuple[float, float]]) -> int:
 
 
 class Tuner:
-    """Measures tiles and thresholds, and writes them over what the file holds.
-
-    Args:
-        out: The tiles file.
-        gpu: Compute capability.
-        origin: Recorded with each tile, as `origin_columns` returns it.
-        bar: Shows progress.
-        timer: Milliseconds of repeated calls.
-    """
+    """Measures tiles and thresholds, and writes them into `out` over what it holds; `origin` is recorded with each."""
 
     def __init__(self, out: Path, gpu: Gpu, origin: Mapping[str, Any], bar: Progress, timer: Timer) -> None:
         self.out, self.gpu, self.origin, self.bar, self.timer = out, gpu, origin, bar, timer

@@ -54,17 +54,9 @@ class SlidingAttention(DenseAttention):
         require_positive_int("window", window)
         self.window = window
 
-    def new_cache(
-        self,
-        batch_size: int,
-        max_len: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> WindowCache:
-        """A cache that keeps the window and the global tokens."""
-        options = self.cache_options(dtype, device) | {"n_first": min(self.n_global, max_len)}
-        return WindowCache(self.config, batch_size, max_len, window=self.window, **options)
+    def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> WindowCache:
+        n_first = min(self.n_global, max_len)
+        return WindowCache(self.config, batch_size, max_len, window=self.window, n_first=n_first, **options)
 
     def keys_seen(self, length: int) -> int:
         return min(self.window + self.n_global, length)

@@ -55,11 +55,12 @@ class DenseAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> DenseCache:
         """A cache for `batch_size` rows of up to `max_len` tokens; dtype and device default to the parameters'."""
-        return DenseCache(self.config, batch_size, max_len, **self.cache_options(dtype, device))
-
-    def cache_options(self, dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
         weight = self.k_proj.weight
-        return {"dtype": dtype or weight.dtype, "device": device or weight.device, "keys_seen": self.keys_seen}
+        options = {"dtype": dtype or weight.dtype, "device": device or weight.device, "keys_seen": self.keys_seen}
+        return self.make_cache(batch_size, max_len, options)
+
+    def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> DenseCache:
+        return DenseCache(self.config, batch_size, max_len, **options)
 
     def keys_seen(self, length: int) -> int:
         """How many keys the last of `length` tokens sees."""
