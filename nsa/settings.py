@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +100,10 @@ def setting(env: str, default: Value, meaning: str, *, needs: str, at_least: int
     )
 
 
+for_routing, for_flash = partial(setting, needs=ROUTING), partial(setting, needs=FLASH)
+for_train, for_data = partial(setting, needs="nsa.train"), partial(setting, needs="nsa.data")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The effective values and their sources; None: not set, the reader of the setting decides.
@@ -108,58 +112,40 @@ class Settings:
         ValueError: A value has a wrong type or is too small.
     """
 
-    force_parity: bool = setting(
-        "NSA_FORCE_PARITY", False, "run the reference backend only: slow, exact", needs=ROUTING
+    force_parity: bool = for_routing("NSA_FORCE_PARITY", False, "run the reference backend only: slow, exact")
+    use_fa2: bool = for_flash("NSA_USE_FA2", True, "FlashAttention-2 may run the compressed and sliding branches")
+    use_fa2_win: bool = for_flash("NSA_USE_FA2_WIN", True, "FlashAttention-2 may run the sliding branch")
+    use_fa2_cmp: bool = for_flash("NSA_USE_FA2_CMP", True, "FlashAttention-2 may run the compressed branch")
+    fa2_min_len_win: int | None = for_flash(
+        "NSA_FA2_MIN_LEN_WIN", None, "fewest keys for auto to use FA-2 in the sliding branch; -1: never", at_least=-1
     )
-    use_fa2: bool = setting(
-        "NSA_USE_FA2", True, "FlashAttention-2 may run the compressed and sliding branches", needs=FLASH
+    fa2_min_len_cmp: int | None = for_flash(
+        "NSA_FA2_MIN_LEN_CMP", None, "fewest keys for auto to use FA-2 in the compressed branch; -1: never", at_least=-1
     )
-    use_fa2_win: bool = setting("NSA_USE_FA2_WIN", True, "FlashAttention-2 may run the sliding branch", needs=FLASH)
-    use_fa2_cmp: bool = setting("NSA_USE_FA2_CMP", True, "FlashAttention-2 may run the compressed branch", needs=FLASH)
-    fa2_min_len_win: int | None = setting(
-        "NSA_FA2_MIN_LEN_WIN",
-        None,
-        "fewest keys for auto to use FA-2 in the sliding branch; -1: never",
-        needs=FLASH,
-        at_least=-1,
-    )
-    fa2_min_len_cmp: int | None = setting(
-        "NSA_FA2_MIN_LEN_CMP",
-        None,
-        "fewest keys for auto to use FA-2 in the compressed branch; -1: never",
-        needs=FLASH,
-        at_least=-1,
-    )
-    fa2_prefer_fp16: bool = setting(
-        "NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, with a warning", needs=FLASH
-    )
+    fa2_prefer_fp16: bool = for_flash("NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, with a warning")
     sdpa_no_flash: bool = setting(
         "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not use its flash kernel", needs="nsa.model"
     )
-    sdpa_audit: bool = setting(
-        "NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, the first time", needs=ROUTING
+    sdpa_audit: bool = for_routing(
+        "NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, the first time"
     )
-    debug_timing: bool = setting(
-        "NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)", needs=ROUTING
-    )
+    debug_timing: bool = for_routing("NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)")
     tuned_tiles: str = setting(
         "NSA_TUNED_TILES",
         "~/.cache/nsa/tuned.json",
         "the user's own tiles for the Triton kernels, which `nsa bench tune` writes",
         needs=TUNING,
     )
-    seq_len: int | None = setting("NSA_SEQ_LEN", None, "training sequence length", needs="nsa.train")
-    batch_size: int | None = setting("NSA_BATCH_SIZE", None, "training batch size", needs="nsa.train")
-    accum_batches: int | None = setting("NSA_ACCUM", None, "batches per optimizer step", needs="nsa.train")
-    no_gc: bool = setting("NSA_NO_GC", False, "no activation checkpointing", needs="nsa.train")
-    fwe_doc_batch: int | None = setting(
-        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader", needs="nsa.data"
+    seq_len: int | None = for_train("NSA_SEQ_LEN", None, "training sequence length")
+    batch_size: int | None = for_train("NSA_BATCH_SIZE", None, "training batch size")
+    accum_batches: int | None = for_train("NSA_ACCUM", None, "batches per optimizer step")
+    no_gc: bool = for_train("NSA_NO_GC", False, "no activation checkpointing")
+    fwe_doc_batch: int | None = for_data(
+        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader"
     )
-    fwe_prefetch: bool = setting(
-        "NSA_FWE_PREFETCH", True, "the streaming loader prefetches in the background", needs="nsa.data"
-    )
-    fwe_queue: int | None = setting("NSA_FWE_Q", None, "batches the streaming loader keeps ready", needs="nsa.data")
-    test_fa2: bool = setting("NSA_TEST_FA2", False, "run the tests that need the flash_attn package", needs=FLASH)
+    fwe_prefetch: bool = for_data("NSA_FWE_PREFETCH", True, "the streaming loader prefetches in the background")
+    fwe_queue: int | None = for_data("NSA_FWE_Q", None, "batches the streaming loader keeps ready")
+    test_fa2: bool = for_flash("NSA_TEST_FA2", False, "run the tests that need the flash_attn package")
 
     sources: Mapping[str, Source] = field(default_factory=dict)
 
