@@ -80,7 +80,7 @@ def test_chunked_loss_of_ignored_targets_is_zero() -> None:
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_a_target_outside_the_vocabulary_is_an_error(target: int, needs_grad: bool) -> None:
     x, weight = torch.randn(3, 12, requires_grad=needs_grad), torch.randn(50, 12)
-    with pytest.raises(ValueError, match=rf"targets is \[{target}\]; accepted: -100, or 0 to 49"):
+    with pytest.raises(ValueError, match=rf"targets is \[{target}\].*-100.* 49"):
         chunked_cross_entropy(x, weight, torch.tensor([1, target, -100]))
 
 
@@ -383,7 +383,7 @@ def test_a_config_from_before_the_alternatives_is_read() -> None:
 def test_a_config_that_lacks_something_is_named() -> None:
     values = PRESETS["tiny"].to_dict()
     del values["attn"]
-    with pytest.raises(ValueError, match="at least \\['attn'\\] too"):
+    with pytest.raises(ValueError, match="attn"):
         LMConfig.from_dict(values)
 
 
@@ -392,7 +392,7 @@ def test_a_config_that_lacks_something_is_named() -> None:
     [
         ({"attention": "linear"}, "attention is 'linear'"),
         ({"attention": ("nsa", "linear")}, "attention is .'nsa', 'linear'."),
-        ({"attention": ("nsa",)}, "a tuple of n_layers = 2"),
+        ({"attention": ("nsa",)}, "attention is .*n_layers = 2"),
         ({"attention": ["nsa", "dense"]}, "attention is"),
         ({"n_layers": 0}, "n_layers is 0"),
         ({"window": 0}, "window is 0"),
@@ -401,7 +401,7 @@ def test_a_config_that_lacks_something_is_named() -> None:
         ({"tie_embeddings": "never"}, "tie_embeddings is 'never'"),
         ({"n_global": -1}, "n_global is -1"),
         ({"n_random": -1}, "n_random is -1"),
-        ({"attention": "bigbird", "window": 100}, "window is 100; accepted: a multiple of block = 64"),
+        ({"attention": "bigbird", "window": 100}, "window is 100.*block = 64"),
     ],
 )
 def test_wrong_config_is_named(changes: dict[str, object], message: str) -> None:

@@ -76,7 +76,7 @@ def test_an_integer_is_read_from_text(setting: settings.Setting) -> None:
 @pytest.mark.parametrize("setting", PATHS, ids=lambda s: s.name)
 def test_a_path_is_read_as_it_stands(setting: settings.Setting) -> None:
     assert getattr(Settings.load(environ={setting.env: " ~/a b.json "}), setting.name) == "~/a b.json"
-    with pytest.raises(ValueError, match=f"{setting.env} is ''; accepted: a path"):
+    with pytest.raises(ValueError, match=f"{setting.env} is ''"):
         Settings.load(environ={setting.env: " "})
 
 
@@ -104,7 +104,7 @@ def test_runbooks_that_switch_fa2_off_with_minus_one_still_load() -> None:
     ],
 )
 def test_a_file_must_give_the_right_type(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{name} in the config file is {value!r}; accepted"):
+    with pytest.raises(ValueError, match=rf"{name} .*is {value!r}"):
         Settings.load(environ={}, file={name: value})
 
 
@@ -138,7 +138,7 @@ def test_a_lower_source_is_checked_even_where_a_higher_one_wins() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
 def test_a_misspelled_variable_is_a_warning_that_names_the_nearest(setting: settings.Setting) -> None:
-    with pytest.warns(UserWarning, match=rf"{setting.env}X is not a setting of nsa; .* is {setting.env}$"):
+    with pytest.warns(UserWarning, match=rf"{setting.env}X .*{setting.env}$"):
         Settings.load(environ={f"{setting.env}X": "1"})
     assert settings.unknown_names({setting.env: "1"}) == {}
 
@@ -167,9 +167,9 @@ def test_other_programs_variables_are_none_of_our_business() -> None:
 
 
 def test_an_unknown_name_in_a_file_or_on_the_command_line_is_an_error_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'seqlen' in the config file is not a setting; .* is seq_len"):
+    with pytest.raises(ValueError, match=r"'seqlen'.* seq_len"):
         Settings.load(environ={}, file={"seqlen": 8})
-    with pytest.raises(ValueError, match=r"'NSA_USE_FA2' in the command line .* is use_fa2"):
+    with pytest.raises(ValueError, match=r"'NSA_USE_FA2'.* use_fa2"):
         settings.parse_overrides(["NSA_USE_FA2=0"])
 
 
@@ -181,9 +181,9 @@ def test_there_is_always_a_nearest_name(name: str) -> None:
 def test_overrides_are_parsed_and_the_last_one_wins() -> None:
     given = settings.parse_overrides(["seq_len=8", "use_fa2=off", "seq_len=16"])
     assert given == {"seq_len": 16, "use_fa2": False}
-    with pytest.raises(ValueError, match="'use_fa2' in the command line has no value; accepted: name=value"):
+    with pytest.raises(ValueError, match=r"'use_fa2'.*name=value"):
         settings.parse_overrides(["use_fa2"])
-    with pytest.raises(ValueError, match="seq_len in the command line is ''"):
+    with pytest.raises(ValueError, match=r"seq_len .*''"):
         settings.parse_overrides(["seq_len="])
 
 
@@ -193,12 +193,12 @@ def test_a_settings_file_is_a_json_object(tmp_path: Path) -> None:
     loaded = Settings.load(environ={}, file=settings.read_file(path))
     assert (loaded.seq_len, loaded.no_gc, loaded.source("no_gc")) == (64, True, "file")
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="holds a list"):
+    with pytest.raises(ValueError, match=r"settings\.json.*list"):
         settings.read_file(path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match=r"settings\.json.*JSON"):
         settings.read_file(path)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"missing\.json"):
         settings.read_file(tmp_path / "missing.json")
 
 
@@ -239,7 +239,7 @@ def test_a_setting_claims_an_effect_exactly_when_the_code_reads_it() -> None:
 
 
 def test_what_is_no_setting_s_value_is_refused_wherever_it_comes_from() -> None:
-    with pytest.raises(ValueError, match="force_parity is 'no'; accepted: true or false"):
+    with pytest.raises(ValueError, match="force_parity is 'no'"):
         Settings(force_parity="no")
-    with pytest.raises(ValueError, match=r"the config file is .*a mapping"):
+    with pytest.raises(ValueError, match=r"file is \['a'\]"):
         Settings.load(environ={}, file=["a"])

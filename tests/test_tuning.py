@@ -448,7 +448,7 @@ def test_a_threshold_alone_may_be_asked_for(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_the_command_says_so() -> None:
-    with pytest.raises(ValueError, match=r"nsa bench tune measures on a GPU: (no CUDA GPU|the triton package)"):
+    with pytest.raises(ValueError, match=r"CUDA GPU|triton package"):
         bench.run(parse())
 
 
