@@ -8,8 +8,11 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from nsa.lazy import renamed_attributes
+
 BranchName = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[BranchName, ...] = get_args(BranchName)
+__getattr__ = renamed_attributes(__name__, {"Branch": "BranchName"})
 
 # How values are formatted in an error.
 SHORT = reprlib.Repr()

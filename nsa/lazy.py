@@ -1,8 +1,10 @@
-"""Package attributes that are imported on first use (PEP 562), so that `nsa --help` does not import torch."""
+"""Module attributes by `__getattr__` (PEP 562): imported on first use, so that `nsa --help` does not import torch, or
+kept under an old name for one version."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,3 +39,24 @@ def lazy_attributes(
         return sorted({*vars(module), *module.__all__})
 
     return get, list_names
+
+
+def renamed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` for a module with renamed attributes, which keep working with a DeprecationWarning.
+
+    Args:
+        module: Its `__name__`.
+        names: New names by old name.
+
+    Returns:
+        The function, to be assigned in the module.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module}.{name} is renamed to {names[name]}; the old name will be removed in the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return get

@@ -155,6 +155,18 @@ def test_submodules_are_attributes_as_ever() -> None:
     assert run_python(code) == "require nsa.ops True"
 
 
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [("config", "Branch", "BranchName"), ("bench.results", "read", "read_rows")],
+)
+def test_a_renamed_attribute_keeps_working_for_one_version(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(f"nsa.{module}")
+    with pytest.warns(DeprecationWarning, match=f"{old} .*{new}"):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        found.no_such_name  # noqa: B018
+
+
 def test_a_compiled_function_may_be_the_first_to_use_a_name() -> None:
     code = """
 import torch, nsa

@@ -13,6 +13,7 @@ import torch
 
 from nsa.config import require
 from nsa.dtypes import dtype_name
+from nsa.lazy import renamed_attributes
 from nsa.origin import commit, package_version
 
 
@@ -44,6 +45,7 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+__getattr__ = renamed_attributes(__name__, {"read": "read_rows", "environment": "origin_columns"})
 
 
 def make_row(
