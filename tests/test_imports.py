@@ -317,3 +317,42 @@ def attributes_of(path: Path) -> set[str]:
     """`a.b` for every attribute `b` of a plain name `a`."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     return {f"{node.value.id}.{node.attr}" for node in nodes if isinstance(node.value, ast.Name)}
+
+
+# One top-level name, one module.
+
+# Functions that several modules have by contract: backends, reference and ops share theirs; commands have these two.
+BY_CONTRACT = {"name", "supports", "select_blocks", "prepare_backward", "run", "add_arguments", "main"}
+# Modules and packages whose names are kept apart from all others.
+CORE = ("cache", "cli", "config", "doctor", "dtypes", "geometry", "lazy", "once", "origin", "selftest", "settings")
+KEPT_APART = {"backends.reference", "backends.sdpa", "bench", "model", "reference", "testing", *CORE}
+# Named alike in FlashAttention's policy and benchmark.
+NOT_YET_APART = {"BACKENDS", "BRANCHES", "Layout", "Measured", "Point", "Shape", "attend", "draw", "table"}
+
+
+def top_level_names(path: Path) -> set[str]:
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("__")}
+
+
+def test_one_top_level_name_is_defined_in_one_module() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        for name in top_level_names(path):
+            homes.setdefault(name, []).append(dotted(path))
+    allowed = BY_CONTRACT | NOT_YET_APART | set(nsa.reference.__all__)
+    several = {
+        name: found
+        for name, found in homes.items()
+        if len(found) > 1
+        and name not in allowed
+        and not name.endswith(("_forward", "_backward"))
+        and any(home.startswith(f"nsa.{part}") for home in found for part in KEPT_APART)
+    }
+    assert not several

@@ -19,7 +19,7 @@ from nsa.once import differentiable_once
 
 IGNORE = -100
 
-ONCE = (
+ONCE_ONLY = (
     "chunked_cross_entropy is differentiable once: its forward computes the gradient without autograd. For second "
     "derivatives, apply torch.nn.functional.cross_entropy to the logits"
 )
@@ -95,7 +95,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         scale = grad_loss / count
         with torch.no_grad():
             scaled = grad_x * scale.to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype)
-        return *differentiable_once(ONCE, scaled, (grad_loss, *links)), None, None, None, None
+        return *differentiable_once(ONCE_ONLY, scaled, (grad_loss, *links)), None, None, None, None
 
 
 def log_softmax_chunks(

@@ -61,7 +61,7 @@ class LM(nn.Module):
 
         A whole model takes several times as long to compile, and replayed as CUDA graphs it is not faster.
         """
-        self.compiled = torch.compile(run_layer, **options), torch.compile(chunked_cross_entropy, **options)
+        self.compiled = torch.compile(apply_layer, **options), torch.compile(chunked_cross_entropy, **options)
 
     def reset_parameters(self) -> None:
         """Initialise as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
@@ -110,7 +110,7 @@ class LM(nn.Module):
     @property
     def parts(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The functions that run a layer and the loss; compiled only for training, as other calls have many shapes."""
-        plain = run_layer, chunked_cross_entropy
+        plain = apply_layer, chunked_cross_entropy
         return self.compiled if self.compiled is not None and self.training and torch.is_grad_enabled() else plain
 
     def hidden(
@@ -214,7 +214,7 @@ class LM(nn.Module):
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 
 
-def run_layer(
+def apply_layer(
     layer: Layer,
     x: Tensor,
     cu_seqlens: Tensor | None,
