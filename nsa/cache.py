@@ -324,12 +324,8 @@ class NSACache:
         kept = torch.minimum(present, wanted).int()
         for ring in (self.window, self.tail):
             lost = (kept - ring.reach).clamp_min(0) < self.high_water - ring.slots
-            require(
-                not bool((lost & (kept > 0) & (kept < self.lengths)).any()),
-                "lengths",
-                lengths,
-                f"at most max_rollback = {self.max_rollback} tokens removed",
-            )
+            held = not bool((lost & (kept > 0) & (kept < self.lengths)).any())
+            require(held, "lengths", lengths, f"at most max_rollback = {self.max_rollback} tokens removed")
         self.clear_after(kept)
         self.lengths.copy_(kept)
         self.high_water.copy_(torch.where(kept == 0, 0, self.high_water))

@@ -41,12 +41,8 @@ class RopeScaling:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             require_positive_number(f"rope_scaling.{name}", getattr(self, name))
         require(self.factor >= 1, "rope_scaling.factor", self.factor, "a number of at least 1")
-        require(
-            self.high_freq_factor > self.low_freq_factor,
-            "rope_scaling.high_freq_factor",
-            self.high_freq_factor,
-            f"a number above low_freq_factor = {self.low_freq_factor}",
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        require(high > low, "rope_scaling.high_freq_factor", high, f"a number above low_freq_factor = {low}")
         require_positive_int("rope_scaling.original_max_len", self.original_max_len)
 
 
@@ -112,12 +108,8 @@ class NSAConfig:
             require(getattr(self, name) in accepted, name, getattr(self, name), f"one of {accepted}")
         require(self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}")
         require_positive_number("rope_theta", self.rope_theta)
-        require(
-            self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling),
-            "rope_scaling",
-            self.rope_scaling,
-            "None or a RopeScaling",
-        )
+        valid = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
+        require(valid, "rope_scaling", self.rope_scaling, "None or a RopeScaling")
 
     @property
     def heads_per_group(self) -> int:

@@ -105,11 +105,8 @@ class Report:
     def obstacles(self) -> list[str]:
         """What prevents backends from running that should run here."""
         broken = [f"{backend.name} {backend.note}" for backend in self.backends if backend.broken]
-        return [
-            *broken,
-            *self.probe_failures,
-            *([f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else []),
-        ]
+        tiles = [f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else []
+        return [*broken, *self.probe_failures, *tiles]
 
     @property
     def healthy(self) -> bool:

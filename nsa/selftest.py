@@ -56,15 +56,9 @@ class Check:
 
 
 # The paper's block sizes. A short sequence has four or five selection blocks, so one is selected by importance.
-HYPERPARAMETERS: dict[str, Any] = {
-    "block": 32,
-    "stride": 16,
-    "select_block": 64,
-    "window": 100,
-    "n_select": 3,
-    "n_init": 1,
-    "n_local": 1,
-}
+COMPRESSION: dict[str, Any] = {"block": 32, "stride": 16}
+SELECTION: dict[str, Any] = {"select_block": 64, "n_select": 3, "n_init": 1, "n_local": 1}
+HYPERPARAMETERS = {**COMPRESSION, **SELECTION, "window": 100}
 # Varlen: a document of one token, one too short for a compressed block, and two of odd lengths.
 CASES = {"fixed-length": (259,), "varlen": (1, 31, 26, 201), "cached": (259,)}
 # Cached: queries per row, and the position of each row's first: one that sees no compressed block yet, one at the end.
@@ -170,7 +164,7 @@ class CaseInputs:
 
     def problem_of(self, op: str) -> Problem:
         """The problem of one op, as the router knows it."""
-        return problem_for_op(self.problem, op, HYPERPARAMETERS["block"], HYPERPARAMETERS["stride"])
+        return problem_for_op(self.problem, op, **COMPRESSION)
 
     def branch(self, kind: type) -> Any:
         """The sequences and hyperparameters as a backend takes them: a `Compressed`, `Selection`, ..."""

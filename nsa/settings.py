@@ -33,12 +33,7 @@ RETIRED = {
 }
 
 # Variables of torch and CUDA that change a run's speed or memory. They are reported, never set.
-TORCH_VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "CUDA_LAUNCH_BLOCKING",
-    "NVIDIA_TF32_OVERRIDE",
-)
+TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE")
 
 
 @dataclass(frozen=True, kw_only=True)

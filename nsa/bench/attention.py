@@ -130,34 +130,22 @@ def branch_tasks(impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[T
     config = shape.config(impl.removeprefix("nsa-"))
     backend: dict[str, Any] = {"backend": config.backend}
     compression: dict[str, Any] = {"block": config.l, "stride": config.d, **backend}
-    selection: dict[str, Any] = {
-        "select_block": config.l_sel,
-        "n_select": config.n_sel,
-        "n_init": config.n_init,
-        "n_local": config.n_local,
-    }
+    counts = {"n_select": config.n_sel, "n_init": config.n_init, "n_local": config.n_local}
+    selection: dict[str, Any] = {"select_block": config.l_sel, **counts, **compression}
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
     with torch.no_grad():
         k_cmp, v_cmp = (ops.compress_mean(x, **compression) for x in (k, v))
     k_cmp.requires_grad_()
     v_cmp.requires_grad_()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression)
-    indices = ops.select_blocks(q, k_cmp, lse, **compression, **selection)
+    indices = ops.select_blocks(q, k_cmp, lse, **selection)
     a, b, c = (torch.randn_like(o_cmp).requires_grad_() for _ in range(3))
     yield Task("compress", impl, lambda: ops.compress_mean(k, **compression), (k,))
-    yield Task(
-        "compressed",
-        impl,
-        lambda: ops.compressed_attention(q, k_cmp, v_cmp, **compression)[0],
-        (q, k_cmp, v_cmp),
-    )
-    yield Task("scores", impl, lambda: ops.select_blocks(q, k_cmp, lse, **compression, **selection), ())
-    yield Task(
-        "selected",
-        impl,
-        lambda: ops.selected_attention(q, k, v, indices, select_block=config.l_sel, **backend)[0],
-        (q, k, v),
-    )
+    keys = (q, k_cmp, v_cmp)
+    yield Task("compressed", impl, lambda: ops.compressed_attention(*keys, **compression)[0], keys)
+    yield Task("scores", impl, lambda: ops.select_blocks(q, k_cmp, lse, **selection), ())
+    blocks: dict[str, Any] = {"select_block": config.l_sel, **backend}
+    yield Task("selected", impl, lambda: ops.selected_attention(q, k, v, indices, **blocks)[0], (q, k, v))
     yield Task("sliding", impl, lambda: ops.sliding_attention(q, k, v, window=config.w, **backend)[0], (q, k, v))
     yield Task("combine", impl, lambda: ops.combine(a, b, c, gates, **backend), (a, b, c, gates))
 

@@ -151,12 +151,7 @@ class Runner:
 
     def check_sync(self, steps: int = 3) -> None:
         """Run steps in which a host synchronization is an error; a ValueError on a CPU, which has none."""
-        require(
-            self.device.type == "cuda",
-            "--check-sync",
-            f"given with --device {self.device}",
-            "a CUDA device",
-        )
+        require(self.device.type == "cuda", "--check-sync", f"given with --device {self.device}", "a CUDA device")
         self.run(self.bench.warmup)
         torch.cuda.set_sync_debug_mode("error")
         try:

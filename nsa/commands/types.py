@@ -78,11 +78,5 @@ def add_config_arguments(group: Any, *, default: str | None = None, names: tuple
         default=default,
         help=f"a name in configs/, a YAML file, or the folder of a run{suffix}",
     )
-    group.add_argument(
-        "--set",
-        type=assignment,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any key of the config, dotted",
-    )
+    append: dict[str, Any] = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    group.add_argument("--set", type=assignment, help="any key of the config, dotted", **append)

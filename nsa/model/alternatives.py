@@ -95,16 +95,8 @@ class LongformerAttention(SlidingAttention):
         # What is before the window of `t` is what causality lets `t - w` see: each query is rolled `w` positions to
         # the front, attends to the first block of its document there, and its result is rolled back.
         first_block = torch.zeros(batch, length, k.shape[2], 1, dtype=torch.int32, device=q.device)
-        o, lse = ops.selected_attention(
-            q.roll(-self.window, dims=1),
-            k,
-            v,
-            first_block,
-            select_block=self.n_global,
-            cu_seqlens=cu_seqlens,
-            backend=self.config.backend,
-            strict=self.config.strict,
-        )
+        options = {"select_block": self.n_global, "cu_seqlens": cu_seqlens, **self.op_options}
+        o, lse = ops.selected_attention(q.roll(-self.window, dims=1), k, v, first_block, **options)
         too_early = query_positions(batch, length, cu_seqlens, None, q.device)[..., None] < self.window
         lse = lse.roll(self.window, dims=1).masked_fill(too_early, float("-inf"))
         return merge_softmax(near, (o.roll(self.window, dims=1), lse))
@@ -173,18 +165,9 @@ class BigBirdAttention(DenseAttention):
         batch, length, _, _ = q.shape
         position = query_positions(batch, length, cu_seqlens, q_start, q.device)
         seen = self.blocks_seen(torch.div(position, self.block, rounding_mode="floor"))
-        o, _ = ops.selected_attention(
-            q,
-            k,
-            v,
-            seen[:, :, None].expand(batch, -1, k.shape[2], -1).contiguous(),
-            select_block=self.block,
-            cu_seqlens=cu_seqlens,
-            q_start=q_start,
-            backend=self.config.backend,
-            strict=self.config.strict,
-        )
-        return o
+        indices = seen[:, :, None].expand(batch, -1, k.shape[2], -1).contiguous()
+        options = {"select_block": self.block, "cu_seqlens": cu_seqlens, "q_start": q_start, **self.op_options}
+        return ops.selected_attention(q, k, v, indices, **options)[0]
 
     def can_use_flex(self, q: Tensor) -> bool:
         """Fixed-length sequences on a GPU whose blocks fit FlexAttention's tiles; short ones would use its decode

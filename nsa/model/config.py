@@ -57,18 +57,10 @@ class LMConfig:
         # Not `self.kinds`, which takes memory in proportion to n_layers, and that may be absurd.
         kinds = self.attention if isinstance(self.attention, tuple) else (self.attention,)
         require(all(kind in ATTENTION_KINDS for kind in kinds), "attention", self.attention, accepted)
-        require(
-            "bigbird" not in kinds or self.window % self.block == 0,
-            "window",
-            self.window,
-            f"a multiple of block = {self.block} for bigbird",
-        )
-        require(
-            set(kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa"),
-            "attn.backend",
-            self.attn.backend,
-            "'auto' or 'sdpa' for dense attention, which runs torch's SDPA",
-        )
+        fits = "bigbird" not in kinds or self.window % self.block == 0
+        require(fits, "window", self.window, f"a multiple of block = {self.block} for bigbird")
+        runs = set(kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa")
+        require(runs, "attn.backend", self.attn.backend, "'auto' or 'sdpa' for dense attention, which runs SDPA")
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:

@@ -151,16 +151,11 @@ class DenseAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`(o, lse)` over the `window` tokens that end at each query."""
-        return ops.sliding_attention(
-            q,
-            k,
-            v,
-            window=window,
-            cu_seqlens=cu_seqlens,
-            q_start=q_start,
-            backend=self.config.backend,
-            strict=self.config.strict,
-        )
+        return ops.sliding_attention(q, k, v, window=window, cu_seqlens=cu_seqlens, q_start=q_start, **self.op_options)
+
+    @property
+    def op_options(self) -> dict[str, Any]:
+        return {"backend": self.config.backend, "strict": self.config.strict}
 
 
 class Past(NamedTuple):

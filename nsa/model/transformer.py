@@ -262,17 +262,10 @@ def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention
         return DenseAttention(c.attn)
     if kind == "sliding":
         return SlidingAttention(c.attn, window=c.window)
+    tokens = {"window": c.window, "n_global": c.n_global}
     if kind == "longformer":
-        return LongformerAttention(c.attn, window=c.window, n_global=c.n_global)
-    return BigBirdAttention(
-        c.attn,
-        window=c.window,
-        n_global=c.n_global,
-        block=c.block,
-        n_random=c.n_random,
-        seed=c.random_seed,
-        layer=layer,
-    )
+        return LongformerAttention(c.attn, **tokens)
+    return BigBirdAttention(c.attn, **tokens, block=c.block, n_random=c.n_random, seed=c.random_seed, layer=layer)
 
 
 class RMSNorm(nn.Module):

@@ -139,51 +139,31 @@ def fused_bias(q: Tensor, hidden: Tensor) -> Tensor:
     return bias[:, None].expand(q.shape[0], q.shape[2], -1, -1)
 
 
+def fused_operands(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys, values and mask for the fused kernel; the heads of a group share keys by a stride of zero."""
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1) for x in (k, v))
+    return q, k, v, fused_bias(q, hidden)
+
+
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    queries, heads = q.shape[1:3]
+    operands = fused_operands(q, k, v, hidden)
+    no_cu_seqlens = (None, None, None, None)
     o, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        q,
-        k[:, :, None].expand(-1, -1, heads, -1),
-        v[:, :, None].expand(-1, -1, heads, -1),
-        fused_bias(q, hidden),
-        None,
-        None,
-        None,
-        None,
-        0.0,
-        NO_CUSTOM_MASK,
-        True,
-        scale=scale,
+        *operands, *no_cu_seqlens, 0.0, NO_CUSTOM_MASK, True, scale=scale
     )
-    return o, lse[..., :queries].transpose(1, 2)
+    return o, lse[..., : q.shape[1]].transpose(1, 2)
 
 
 def fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, heads = q.shape[1:3]
-    n_keys = k.shape[1]
-    padding = -queries % LSE_ALIGNMENT
+    operands, lengths = fused_operands(q, k, v, hidden), (q.shape[1], k.shape[1])
+    padding = -q.shape[1] % LSE_ALIGNMENT
     lse = torch.nn.functional.pad(lse.transpose(1, 2), (0, padding), value=float("inf")).contiguous()
-    no_dropout = torch.empty((), dtype=torch.long, device=q.device)
+    no_seed = torch.empty((), dtype=torch.long, device=q.device)
+    no_dropout = (0.0, no_seed, no_seed)
+    options = {"scale": scale, "num_splits_key": 1}
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-        do,
-        q,
-        k[:, :, None].expand(-1, -1, heads, -1),
-        v[:, :, None].expand(-1, -1, heads, -1),
-        fused_bias(q, hidden),
-        o,
-        None,
-        None,
-        queries,
-        n_keys,
-        lse,
-        0.0,
-        no_dropout,
-        no_dropout,
-        NO_CUSTOM_MASK,
-        False,
-        scale=scale,
-        num_splits_key=1,
+        do, *operands, o, None, None, *lengths, lse, *no_dropout, NO_CUSTOM_MASK, False, **options
     )
     return dq, dk.sum(dim=2, dtype=torch.float32), dv.sum(dim=2, dtype=torch.float32)
