@@ -26,7 +26,7 @@ COMPRESSIONS = ("compress_mean", "gather_blocks")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem: shapes, knobs, and for a packed batch the lengths of its documents."""
+    """One problem: shapes, hyperparameters, and for a varlen batch the lengths of its documents."""
 
     length: int
     batch: int = 1
@@ -150,7 +150,7 @@ def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
 
 
 def random_inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
-    """Normal inputs, gates in (0, 1), and any legal choice of blocks, drawn from the case's own seed."""
+    """Normal inputs, gates in (0, 1), and any legal selection, drawn from the case's own seed."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(length: int, n_heads: int, width: int) -> Tensor:
@@ -176,12 +176,12 @@ def random_indices(case: Case, generator: torch.Generator) -> Tensor:
     n_blocks = (-(-lengths // case.select_block)).view(-1, 1, 1)
     most = n_blocks.clamp_max(case.n_select)[..., 0].expand(shape)
     count = (torch.rand(shape, generator=generator) * (most + 1)).long()
-    # The blocks in random order, those past the document's end last; the first `count` of them are the choice.
+    # The blocks in random order, those past the document's end last; the first `count` of them are selected.
     none = max(case.n_select, int(n_blocks.max()))
     order = torch.rand(*shape, none, generator=generator).masked_fill(torch.arange(none) >= n_blocks, 2.0).argsort()
     order = order[..., : case.n_select]
-    chosen = order.masked_fill(torch.arange(case.n_select) >= count[..., None], none).sort(dim=-1).values
-    return chosen.masked_fill(chosen == none, -1).int()
+    selected = order.masked_fill(torch.arange(case.n_select) >= count[..., None], none).sort(dim=-1).values
+    return selected.masked_fill(selected == none, -1).int()
 
 
 @st.composite
@@ -240,7 +240,7 @@ def results(module: ModuleType, branch: str, inputs: Inputs, case: Case, **optio
     """Forward and backward of one branch: `o`, `lse`, `dq`, `dk`, `dv`, for fixed random gradients of `o` and `lse`."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs.of(branch))
     o, lse = attend(module, branch, inputs, case, leaves, **options)
-    # The reference's normaliser over no key at all is a constant.
+    # The reference's LSE over no key is a constant.
     pairs = [pair for pair in zip((o, lse), output_gradients(o, lse), strict=True) if pair[0].requires_grad]
     dq, dk, dv = torch.autograd.grad([x for x, _ in pairs], leaves, [grad for _, grad in pairs])
     return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}

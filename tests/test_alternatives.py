@@ -58,8 +58,8 @@ class Pattern:
             return SlidingAttention(config, window=self.window)
         if self.kind == "longformer":
             return LongformerAttention(config, window=self.window, n_global=self.n_global)
-        knobs = {"n_global": self.n_global, "n_random": self.n_random, "block": self.block}
-        return BigBirdAttention(config, window=self.window, **knobs, seed=1, layer=2)
+        options = {"n_global": self.n_global, "n_random": self.n_random, "block": self.block}
+        return BigBirdAttention(config, window=self.window, **options, seed=1, layer=2)
 
     def sees(self, query: int, key: int, drawn: list[set[int]]) -> bool:
         """Of positions in one document, word by word from the definitions; `drawn` holds bigbird's random blocks."""
@@ -240,7 +240,7 @@ def test_the_draw_depends_on_seed_and_layer_and_on_nothing_else() -> None:
     assert not torch.equal(first[1], first[2])
 
 
-# FlexAttention. Its kernels need a GPU; what they are told is the same everywhere.
+# FlexAttention. Its kernels need a GPU; the mask is the same everywhere.
 
 
 @pytest.mark.parametrize("block", [64, 32, 128])
@@ -301,21 +301,21 @@ def test_flex_attention_does_not_break_a_compiled_model_s_graph(monkeypatch: pyt
     torch.testing.assert_close(actual, expected)
 
 
-def test_flex_attention_serves_long_sequences_on_a_gpu_unless_a_backend_is_named() -> None:
-    def serves(length: int, block: int = 64, backend: str = "auto", device: str = "cuda") -> bool:
+def test_flex_attention_runs_long_sequences_on_a_gpu_unless_a_backend_is_named() -> None:
+    def uses_flex(length: int, block: int = 64, backend: str = "auto", device: str = "cuda") -> bool:
         config = NSAConfig(dim=24, n_heads=6, n_kv_groups=2, d_k=4, d_v=6, backend=backend)
-        knobs = {"window": block, "n_global": 1, "n_random": 1, "seed": 0, "layer": 0}
-        attention = BigBirdAttention(config, block=block, **knobs)
+        options = {"window": block, "n_global": 1, "n_random": 1, "seed": 0, "layer": 0}
+        attention = BigBirdAttention(config, block=block, **options)
         attention.flex_compiles = True
         return attention.can_use_flex(
             SimpleNamespace(is_cuda=device == "cuda", shape=(1, length), dtype=torch.bfloat16)
         )
 
-    assert serves(1024)
-    assert not serves(1024, device="cpu")
-    assert not serves(1024, backend="triton")
-    assert not serves(1024, block=48)
-    assert not serves(100)
+    assert uses_flex(1024)
+    assert not uses_flex(1024, device="cpu")
+    assert not uses_flex(1024, backend="triton")
+    assert not uses_flex(1024, block=48)
+    assert not uses_flex(100)
 
 
 # Through the model.

@@ -26,7 +26,7 @@ from nsa.selftest import Check
 from nsa.sequences import Saved, Upstream
 from nsa.settings import SETTINGS, Settings
 
-# Small heads: what is looked at here is the doctor, not the patient.
+# Small heads: these tests are about the report.
 SMALL = ["--heads", "2", "--groups", "1", "--d-k", "8", "--d-v", "4", "--device", "cpu"]
 SHAPE = Problem(batch=1, n_queries=64, n_keys=64, n_heads=2, n_groups=1, d_k=8, d_v=4, dtype=torch.float32)
 
@@ -214,7 +214,7 @@ def test_a_branch_that_is_prepared_wrongly_is_caught() -> None:
     assert found == {("triton", "sliding", f"d{x} {label}") for x in "qkv" for label in GATED}
 
 
-def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def changed_selection(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args, **kwargs: change(sdpa.select_blocks(*args, **kwargs))
 
 
@@ -228,11 +228,11 @@ def choose(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torc
         pytest.param(lambda x: x.where(x < 0, x + 1), id="blocks that have not begun"),
     ],
 )
-def test_a_wrong_choice_of_blocks_is_caught(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert failing(examine(patient(select_blocks=choose(change)))) == {("triton", "scores", "missed")}
+def test_a_wrong_selection_is_caught(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert failing(examine(patient(select_blocks=changed_selection(change)))) == {("triton", "scores", "missed")}
 
 
-def test_a_worse_choice_of_blocks_is_caught() -> None:
+def test_a_worse_selection_is_caught() -> None:
     def by_the_opposite(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return sdpa.select_blocks(-q, *args, **kwargs)
 
@@ -275,19 +275,19 @@ def test_an_error_that_no_input_explains_is_not_a_finding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_asked_for_is_looked_at_besides_fp32(dtype: torch.dtype) -> None:
+def test_the_requested_dtype_is_tested_besides_fp32(dtype: torch.dtype) -> None:
     checks = selftest.self_test([sdpa], replace(SHAPE, dtype=dtype))
     assert {check.dtype for check in checks} == {"float32", str(dtype).removeprefix("torch.")}
     assert not failing(checks)
 
 
-def test_kernels_that_are_compiled_first_are_looked_at_in_the_dtype_asked_for_alone() -> None:
+def test_compiled_kernels_are_tested_in_the_requested_dtype_only() -> None:
     checks = selftest.self_test([patient(compiles=True), sdpa], replace(SHAPE, dtype=torch.bfloat16))
     found = {(check.backend, check.dtype) for check in checks}
     assert found == {("triton", "bfloat16"), ("sdpa", "bfloat16"), ("sdpa", "float32")}
 
 
-def test_an_error_in_the_dtype_asked_for_alone_is_caught() -> None:
+def test_an_error_in_the_requested_dtype_only_is_caught() -> None:
     def forward(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         o, lse = sdpa.sliding_forward(q, *args, **kwargs)
         return (o * 1.1, lse) if q.dtype == torch.bfloat16 else (o, lse)
@@ -376,17 +376,17 @@ def test_the_file_of_the_tiles_is_named(
 ) -> None:
     file = tmp_path / "tiles.json"
     environment(NSA_TUNED_TILES=str(file))
-    for content, said in (
+    for content, reported in (
         (None, f"({file} is no file)"),
         ("{}", f"{file} (0 tiles) over"),
         ("[]", "WRONG: tiles file"),
     ):
         if content is not None:
             file.write_text(content)
-        assert run_doctor("--json") == (1 if "WRONG" in said else 0)
+        assert run_doctor("--json") == (1 if "WRONG" in reported else 0)
         text = capsys.readouterr().out
-        assert f"{said}" in next(line for line in text.splitlines() if "tiles of the kernels: " in line)
-        assert said in json.loads(text.splitlines()[-1])["tiles"]
+        assert f"{reported}" in next(line for line in text.splitlines() if "tiles of the kernels: " in line)
+        assert reported in json.loads(text.splitlines()[-1])["tiles"]
 
 
 @pytest.mark.parametrize("by_file", [False, True], ids=["--setting", "--settings-file"])
@@ -406,7 +406,7 @@ def test_tiles_are_those_of_the_settings_that_are_asked_about(
     assert capsys.readouterr().out.count(f"WRONG: tiles file {tiles} is not JSON") == 2
 
 
-def test_a_misspelt_variable_is_told_in_the_report_alone(
+def test_a_misspelt_variable_is_in_the_report_only(
     capsys: pytest.CaptureFixture[str], environment: Callable[..., None], recwarn: pytest.WarningsRecorder
 ) -> None:
     environment(NSA_SEQ_LENS="1")
@@ -489,9 +489,9 @@ def test_both_compressions_have_a_route_where_keys_and_values_differ(capsys: pyt
 
     assert run_doctor(backends=(patient(supports=supports), sdpa)) == 0
     rows = [line.split("  ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("  compress")]
-    served = {cells[0]: [cell.strip() for cell in cells[1:] if cell][:2] for cells in rows}
-    assert served["compress"] == ["sdpa", "sdpa"]
-    assert served["compress (values)"] == ["triton", "triton"]
+    backends = {cells[0]: [cell.strip() for cell in cells[1:] if cell][:2] for cells in rows}
+    assert backends["compress"] == ["sdpa", "sdpa"]
+    assert backends["compress (values)"] == ["triton", "triton"]
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def test_the_triton_versions_that_miscompile_are_known(version: str | None, know
     assert len(machine.triton_notes(version)) == known
 
 
-def test_an_affected_triton_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_affected_triton_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(machine, "triton_version", lambda: "3.6.0")
     assert "transposed accumulator" in (machine.find_versions().triton_note or "")
     assert "ptxas 12.8" in (machine.find_versions().triton_note or "")
@@ -578,7 +578,7 @@ def test_few_heads_are_no_false_alarm(shape: tuple[int, int, int]) -> None:
     assert not failing(selftest.self_test([sdpa], problem))
 
 
-def test_a_huge_shape_is_tested_at_a_size_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_huge_shape_is_reduced_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor("--heads", "4096", "--groups", "1", "--d-k", "256", "--d-v", "256") == 0
     assert "3 heads in 1 groups, head_dim 16/16" in capsys.readouterr().out
 

@@ -37,8 +37,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def choose(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
-    """The reference's own choice of blocks."""
+def select(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
+    """The reference's own selection."""
     options.setdefault("cu_seqlens", case.cu_seqlens)
     _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **case.compression, **options)
     return reference.select_blocks(inputs.q, inputs.k_cmp, lse, **case.selection, **options)
@@ -83,7 +83,7 @@ def one_hot_gates(inputs: Inputs, branch: str) -> Tensor:
 def test_a_branch_that_leaves_nothing_out_is_dense_attention(branch: str, heads: int) -> None:
     case = Case(length=37, batch=2, groups=2, heads=heads, d_k=6, d_v=3, n_select=5, select_block=8, window=37)
     inputs = random_inputs(case)
-    inputs = inputs.but(indices=choose(inputs, case))
+    inputs = inputs.but(indices=select(inputs, case))
     leaves = [x.requires_grad_() for x in inputs.of(branch)]
     o, lse = attend(reference, branch, inputs, case)
     dense = dense_attention(*leaves)
@@ -91,7 +91,7 @@ def test_a_branch_that_leaves_nothing_out_is_dense_attention(branch: str, heads:
     do = torch.randn_like(o)
     for grad, expected in zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(dense, leaves, do), strict=True):
         torch.testing.assert_close(grad, expected, atol=EXACT, rtol=EXACT)
-    # The normaliser turns scores into probabilities that sum to one.
+    # The LSE turns scores into probabilities that sum to one.
     q, k, _ = (x.detach() for x in leaves)
     scores = torch.einsum("bshd,bnhd->bshn", q, k.repeat_interleave(heads, dim=2)) / math.sqrt(case.d_k)
     p = (scores - lse.detach()[..., None]).exp() * torch.ones(37, 37).tril()[:, None]
@@ -199,11 +199,11 @@ def test_earlier_outputs_give_later_tokens_no_gradient(branch: str, case: Case, 
 
 
 @given(case=cases(max_length=60), data=st.data())
-def test_later_tokens_do_not_change_a_choice_of_blocks(case: Case, data: st.DataObject) -> None:
+def test_later_tokens_do_not_change_a_selection(case: Case, data: st.DataObject) -> None:
     t = data.draw(st.integers(0, case.length - 1), label="t")
     inputs = random_inputs(case)
     shaken = inputs.but(q=shake(inputs.q, t + 1), k_cmp=shake(inputs.k_cmp, complete_at(t, case)))
-    assert torch.equal(choose(inputs, case)[:, : t + 1], choose(shaken, case)[:, : t + 1])
+    assert torch.equal(select(inputs, case)[:, : t + 1], select(shaken, case)[:, : t + 1])
 
 
 @pytest.mark.parametrize("t", [1, 7, 20, 38])
@@ -259,11 +259,11 @@ def test_importance_of_a_group_is_the_sum_over_its_heads() -> None:
         torch.testing.assert_close(whole[:, :, g], sum(alone), atol=EXACT, rtol=EXACT)
 
 
-def test_the_order_of_heads_in_a_group_does_not_change_its_choice() -> None:
+def test_the_order_of_heads_in_a_group_does_not_change_its_selection() -> None:
     case = Case(length=60, groups=2, heads=3, select_block=4, n_select=5)
     inputs = random_inputs(case)
     reordered = inputs.but(q=inputs.q[:, :, [2, 0, 1, 4, 5, 3]])
-    assert torch.equal(choose(inputs, case), choose(reordered, case))
+    assert torch.equal(select(inputs, case), select(reordered, case))
 
 
 # Eq. 9: overlaps.
@@ -307,24 +307,24 @@ def test_importance_is_the_probability_mass_weighted_by_overlap(case: Case) -> N
         torch.testing.assert_close(importance[b, t, g], expected_row, atol=EXACT, rtol=EXACT)
 
 
-# The choice.
+# Block selection.
 
 
 @given(case=st.one_of(cases(), cases(packed=True)))
-def test_a_choice_is_ascending_padded_forced_and_the_best(case: Case) -> None:
+def test_a_selection_is_ascending_padded_forced_and_the_best(case: Case) -> None:
     inputs = random_inputs(case)
-    chosen = choose(inputs, case)
+    selected = select(inputs, case)
     importance = importance_of(inputs, case)
-    assert chosen.dtype == torch.int32
-    assert chosen.shape == (case.batch, case.length, case.groups, case.n_select)
+    assert selected.dtype == torch.int32
+    assert selected.shape == (case.batch, case.length, case.groups, case.n_select)
     positions = [t for length in case.documents or (case.length,) for t in range(length)]
     for t, position in enumerate(positions):
         own = position // case.select_block
         forced = {j for j in range(own + 1) if j < case.n_init or j > own - case.n_local}
         for g in range(case.groups):
-            blocks = [j for j in chosen[0, t, g].tolist() if j >= 0]
+            blocks = [j for j in selected[0, t, g].tolist() if j >= 0]
             assert len(blocks) == min(case.n_select, own + 1), "as many as there are, up to n_select"
-            assert chosen[0, t, g].tolist() == sorted(blocks) + [-1] * (case.n_select - len(blocks))
+            assert selected[0, t, g].tolist() == sorted(blocks) + [-1] * (case.n_select - len(blocks))
             assert len(set(blocks)) == len(blocks)
             assert set(blocks) <= set(range(own + 1)), "no block starts after the query"
             assert forced <= set(blocks)
@@ -338,20 +338,20 @@ def test_a_choice_is_ascending_padded_forced_and_the_best(case: Case) -> None:
 def test_equal_importance_goes_to_the_lower_index() -> None:
     case = Case(length=32, heads=2, groups=2, block=4, stride=4, select_block=4, n_select=3, n_init=0, n_local=0)
     inputs = random_inputs(case)
-    chosen = choose(inputs.but(q=torch.zeros_like(inputs.q)), case)
+    selected = select(inputs.but(q=torch.zeros_like(inputs.q)), case)
     # At the end of a block every block so far has the same mass.
-    assert chosen[0, 31].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert selected[0, 31].tolist() == [[0, 1, 2], [0, 1, 2]]
     # In the middle of block 2 that block has none yet: it comes after the two complete ones, and before nothing.
-    assert chosen[0, 9].tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert chosen[0, 13].tolist() == [[0, 1, 2], [0, 1, 2]]
-    forced = choose(inputs.but(q=torch.zeros_like(inputs.q)), case.but(n_local=1))
+    assert selected[0, 9].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert selected[0, 13].tolist() == [[0, 1, 2], [0, 1, 2]]
+    forced = select(inputs.but(q=torch.zeros_like(inputs.q)), case.but(n_local=1))
     assert forced[0, 31].tolist() == [[0, 1, 7], [0, 1, 7]], "the forced block first, then the lowest"
 
 
-def test_no_gradient_flows_through_the_choice() -> None:
+def test_no_gradient_flows_through_the_selection() -> None:
     case = Case(length=40)
     inputs = random_inputs(case)
-    assert not choose(inputs.but(q=inputs.q.requires_grad_(), k_cmp=inputs.k_cmp.requires_grad_()), case).requires_grad
+    assert not select(inputs.but(q=inputs.q.requires_grad_(), k_cmp=inputs.k_cmp.requires_grad_()), case).requires_grad
 
 
 # Short sequences and rows that see nothing.
@@ -362,15 +362,15 @@ def test_a_sequence_shorter_than_every_block_has_an_empty_compressed_branch_and_
     case = Case(length=length, groups=2, heads=3, d_k=4, d_v=3, block=32, stride=16, select_block=64, n_select=16)
     inputs = random_inputs(case)
     assert inputs.k_cmp.shape[1] == 0
-    chosen = choose(inputs, case)
-    assert chosen[..., 0].eq(0).all()
-    assert chosen[..., 1:].eq(-1).all()
+    selected = select(inputs, case)
+    assert selected[..., 0].eq(0).all()
+    assert selected[..., 1:].eq(-1).all()
     compressed = results(reference, "compressed", inputs, case)
     assert not compressed["o"].any()
     assert compressed["lse"].eq(-math.inf).all()
     assert not compressed["dq"].any()
     for branch in ("selected", "sliding"):
-        full = inputs.but(indices=chosen)
+        full = inputs.but(indices=selected)
         o, _ = attend(reference, branch, full, case.but(window=512))
         torch.testing.assert_close(o, dense_attention(*full.of(branch)), atol=EXACT, rtol=EXACT)
 
@@ -394,7 +394,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(branch: str, dtyp
         assert got["lse"][:, seen].isfinite().all()
 
 
-def test_the_normaliser_of_a_sequence_without_blocks_can_be_differentiated() -> None:
+def test_the_lse_of_a_sequence_without_blocks_can_be_differentiated() -> None:
     case = Case(length=5, block=8)
     inputs = random_inputs(case)
     _, lse = attend(reference, "compressed", inputs.but(q=inputs.q.requires_grad_()), case)
@@ -461,10 +461,10 @@ def test_a_packed_batch_is_its_documents_one_by_one(branch: str, case: Case) -> 
 
 
 @given(case=cases(packed=True, max_length=90))
-def test_documents_choose_their_blocks_as_if_alone(case: Case) -> None:
+def test_documents_select_their_blocks_as_if_alone(case: Case) -> None:
     inputs = random_inputs(case)
-    alone = [choose(document_inputs(inputs, tokens, blocks), own) for own, tokens, blocks in document_slices(case)]
-    assert torch.equal(choose(inputs, case), torch.cat(alone, dim=1))
+    alone = [select(document_inputs(inputs, tokens, blocks), own) for own, tokens, blocks in document_slices(case)]
+    assert torch.equal(select(inputs, case), torch.cat(alone, dim=1))
 
 
 @pytest.mark.parametrize("documents", [(5, 0, 1, 20, 3), (0, 0, 9), (1,), (1, 1, 1), (30, 0)], ids=str)
@@ -490,7 +490,7 @@ def test_unused_space_after_the_packed_blocks_is_not_read() -> None:
     assert not spacious["dv"][:, n:].any()
     spacious |= {name: spacious[name][:, :n] for name in ("dk", "dv")}
     assert_close(spacious, exact, EXACT)
-    assert torch.equal(choose(inputs, case), choose(roomy, case))
+    assert torch.equal(select(inputs, case), select(roomy, case))
 
 
 # Queries that continue a cached sequence.
@@ -511,12 +511,12 @@ def test_cached_queries_get_what_the_whole_forward_gives(branch: str, case: Case
 
 
 @given(case=cases(max_length=60), data=st.data())
-def test_cached_queries_choose_the_same_blocks(case: Case, data: st.DataObject) -> None:
+def test_cached_queries_select_the_same_blocks(case: Case, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, case.length - 1), label="start")
     inputs = random_inputs(case)
     tail = inputs.but(q=inputs.q[:, start:])
     q_start = torch.full((case.batch,), start, dtype=torch.int32)
-    assert torch.equal(choose(tail, case, q_start=q_start), choose(inputs, case)[:, start:])
+    assert torch.equal(select(tail, case, q_start=q_start), select(inputs, case)[:, start:])
 
 
 # Gradients.

@@ -78,7 +78,7 @@ def test_a_branch_is_as_exact_as_plain_torch_in_its_dtype(branch: str, dtype: to
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_any_number_of_heads_per_group_is_served(branch: str, heads: int) -> None:
+def test_any_number_of_heads_per_group_runs(branch: str, heads: int) -> None:
     case = Case(length=67, batch=2, groups=2, heads=heads, d_k=6, d_v=3)
     inputs = random_inputs(case)
     assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
@@ -86,7 +86,7 @@ def test_any_number_of_heads_per_group_is_served(branch: str, heads: int) -> Non
 
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_sequence_shorter_than_every_block_is_served(branch: str, length: int) -> None:
+def test_a_sequence_shorter_than_every_block_runs(branch: str, length: int) -> None:
     case = Case(length=length, groups=2, heads=3, d_k=4, d_v=3, block=32, stride=16, select_block=64, window=512)
     inputs = random_inputs(case)
     assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
@@ -107,15 +107,15 @@ def test_choosing_among_blocks_wider_than_the_sequence_costs_no_more_than_it(doc
     inputs = random_inputs(case)
     q, k_cmp, _ = inputs.of("compressed")
     _, lse = reference.compressed_attention(*inputs.of("compressed"), **case.compression, cu_seqlens=case.cu_seqlens)
-    knobs = {**case.compression, "n_select": 3, "n_init": 1, "n_local": 2, "cu_seqlens": case.cu_seqlens}
-    chosen = [
-        reference.select_blocks(q, k_cmp, lse, select_block=32, **knobs),
-        ops.select_blocks(q, k_cmp, lse, select_block=1 << 50, backend="sdpa", **knobs),
+    options = {**case.compression, "n_select": 3, "n_init": 1, "n_local": 2, "cu_seqlens": case.cu_seqlens}
+    selected = [
+        reference.select_blocks(q, k_cmp, lse, select_block=32, **options),
+        ops.select_blocks(q, k_cmp, lse, select_block=1 << 50, backend="sdpa", **options),
     ]
-    assert torch.equal(*chosen)
+    assert torch.equal(*selected)
 
 
-def test_the_papers_knobs_and_widths_are_served() -> None:
+def test_the_papers_hyperparameters_and_head_dims_run() -> None:
     case = Case(length=700, groups=1, heads=2, d_k=24, d_v=16, block=32, stride=16, select_block=64, n_select=8)
     case = case.but(window=512)
     inputs = random_inputs(case)
@@ -163,26 +163,26 @@ def test_the_mixture_is_as_exact_as_plain_torch_in_its_dtype(dtype: torch.dtype,
     assert_within_derived_tolerance(actual, mixed(reference, wide, wide_do), plain, sizes)
 
 
-# The choice of blocks.
+# Block selection.
 
 
-def normaliser(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
+def compressed_lse(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
     return attend(reference, "compressed", inputs, case, **options)[1]
 
 
 def importance_of(inputs: Inputs, case: Case) -> Tensor:
-    knobs = {**case.compression, "select_block": case.select_block, "cu_seqlens": case.cu_seqlens}
-    return reference.selection_importance(inputs.q, inputs.k_cmp, normaliser(inputs, case), **knobs)
+    options = {**case.compression, "select_block": case.select_block, "cu_seqlens": case.cu_seqlens}
+    return reference.selection_importance(inputs.q, inputs.k_cmp, compressed_lse(inputs, case), **options)
 
 
-def choose(inputs: Inputs, case: Case, **options: object) -> Tensor:
+def select(inputs: Inputs, case: Case, **options: object) -> Tensor:
     options.setdefault("cu_seqlens", case.cu_seqlens)
-    lse = normaliser(inputs, case, **{k: v for k, v in options.items() if isinstance(v, Tensor)})
+    lse = compressed_lse(inputs, case, **{k: v for k, v in options.items() if isinstance(v, Tensor)})
     return ops.select_blocks(inputs.q, inputs.k_cmp, lse, **case.selection, backend="sdpa", **options)
 
 
-def reference_choice(inputs: Inputs, case: Case) -> Tensor:
-    lse = normaliser(inputs, case)
+def reference_selection(inputs: Inputs, case: Case) -> Tensor:
+    lse = compressed_lse(inputs, case)
     return reference.select_blocks(inputs.q, inputs.k_cmp, lse, **case.selection, cu_seqlens=case.cu_seqlens)
 
 
@@ -190,60 +190,60 @@ def query_positions(case: Case) -> Tensor:
     return torch.tensor([t for length in case.documents or (case.length,) for t in range(length)])
 
 
-def importance_at_the_cut(importance: Tensor, chosen: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+def importance_at_the_cut(importance: Tensor, selected: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     """`[B,S,G]` each: the least importance that was taken for its own sake, and the greatest that was left out."""
     j = torch.arange(importance.shape[-1])
     own = (query_positions(case) // case.select_block)[:, None, None]
     candidate = (j <= own).expand_as(importance)
     forced = candidate & ((j < case.n_init) | (j > own - case.n_local))
-    taken = (chosen.long()[..., None] == j).any(dim=-2)
+    taken = (selected.long()[..., None] == j).any(dim=-2)
     least = importance.masked_fill(~taken | forced, math.inf).amin(dim=-1)
     greatest = importance.masked_fill(taken | ~candidate, -math.inf).amax(dim=-1)
     return least, greatest
 
 
 @given(case=any_case)
-def test_the_choice_is_the_reference_choice_where_importances_are_apart(case: Case) -> None:
+def test_the_selection_is_the_reference_selection_where_importances_are_apart(case: Case) -> None:
     inputs = random_inputs(case)
-    chosen, expected = choose(inputs, case), reference_choice(inputs, case)
+    selected, expected = select(inputs, case), reference_selection(inputs, case)
     importance = importance_of(inputs, case)
     least, greatest = importance_at_the_cut(importance, expected, case)
     apart = least - greatest > TIGHT
-    assert torch.equal(chosen[apart], expected[apart])
+    assert torch.equal(selected[apart], expected[apart])
     # Elsewhere two orders of summation may see different ties; what is taken is worth the same.
-    least, greatest = importance_at_the_cut(importance, chosen, case)
+    least, greatest = importance_at_the_cut(importance, selected, case)
     assert (least >= greatest - TIGHT).all()
 
 
 @given(case=any_case)
-def test_a_choice_is_ascending_padded_and_holds_the_forced_blocks(case: Case) -> None:
-    chosen = choose(random_inputs(case), case)
-    own = (query_positions(case) // case.select_block)[:, None].expand(chosen.shape[:3])
-    used = chosen >= 0
-    assert chosen.dtype == torch.int32
+def test_a_selection_is_ascending_padded_and_holds_the_forced_blocks(case: Case) -> None:
+    selected = select(random_inputs(case), case)
+    own = (query_positions(case) // case.select_block)[:, None].expand(selected.shape[:3])
+    used = selected >= 0
+    assert selected.dtype == torch.int32
     assert torch.equal(used.sum(dim=-1), (own + 1).clamp_max(case.n_select))
-    assert (chosen <= own[..., None]).all()
-    follows = (chosen[..., 1:] > chosen[..., :-1]) | ~used[..., 1:]
+    assert (selected <= own[..., None]).all()
+    follows = (selected[..., 1:] > selected[..., :-1]) | ~used[..., 1:]
     assert follows.all()
     assert (used[..., :-1] | ~used[..., 1:]).all(), "-1 only at the end"
     for j in range(case.n_init):
-        assert ((chosen == j).any(dim=-1) | (own < j)).all()
+        assert ((selected == j).any(dim=-1) | (own < j)).all()
     for back in range(case.n_local):
-        assert ((chosen == (own - back)[..., None]).any(dim=-1) | (own < back)).all()
+        assert ((selected == (own - back)[..., None]).any(dim=-1) | (own < back)).all()
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=name_of)
 @given(case=any_case)
-def test_a_choice_in_low_precision_errs_no_more_than_plain_torch_would(dtype: torch.dtype, case: Case) -> None:
+def test_a_selection_in_low_precision_errs_no_more_than_plain_torch_would(dtype: torch.dtype, case: Case) -> None:
     inputs = random_inputs(case, dtype)
     exact = importance_of(inputs.to(torch.float64), case)
-    # Scores and normaliser come from the same op, as in the attention.
+    # Scores and LSE come from the same op, as in the attention.
     _, lse = sdpa_attend("compressed", inputs, case)
-    chosen = ops.select_blocks(
+    selected = ops.select_blocks(
         inputs.q, inputs.k_cmp, lse, **case.selection, backend="sdpa", cu_seqlens=case.cu_seqlens
     )
     error = tolerance(importance_of(inputs, case), exact)
-    least, greatest = importance_at_the_cut(exact, chosen, case)
+    least, greatest = importance_at_the_cut(exact, selected, case)
     # Two blocks may change places when both are off by the error, towards each other.
     assert (least >= greatest - 2 * error).all()
 
@@ -255,17 +255,17 @@ def test_equal_importance_goes_to_the_lower_index(dtype: torch.dtype, documents:
     case = case.but(n_select=4, n_init=0, n_local=1)
     inputs = random_inputs(case, dtype)
     inputs = inputs.but(q=torch.zeros_like(inputs.q))
-    chosen = choose(inputs, case)
-    assert torch.equal(chosen, reference_choice(inputs, case))
-    assert chosen[0, -1].tolist() == [[0, 1, 2, 23 if documents is None else 15]] * 2
+    selected = select(inputs, case)
+    assert torch.equal(selected, reference_selection(inputs, case))
+    assert selected[0, -1].tolist() == [[0, 1, 2, 23 if documents is None else 15]] * 2
 
 
 @given(case=any_case)
-def test_with_all_scores_equal_the_choice_is_worth_what_the_reference_choice_is(case: Case) -> None:
+def test_with_all_scores_equal_the_selection_is_worth_what_the_reference_selection_is(case: Case) -> None:
     inputs = random_inputs(case)
     inputs = inputs.but(q=torch.zeros_like(inputs.q))
     importance = importance_of(inputs, case)
-    least, greatest = importance_at_the_cut(importance, choose(inputs, case), case)
+    least, greatest = importance_at_the_cut(importance, select(inputs, case), case)
     assert (least >= greatest - TIGHT).all()
 
 
@@ -294,15 +294,15 @@ def test_cached_queries_get_what_the_whole_forward_gives(branch: str, case: Case
 
 
 @given(case=cases(), data=st.data())
-def test_cached_queries_choose_what_the_whole_forward_chooses(case: Case, data: st.DataObject) -> None:
+def test_cached_queries_select_what_the_whole_forward_selects(case: Case, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, case.length - 1), label="start")
     inputs = random_inputs(case)
     q_start = torch.full((case.batch,), start, dtype=torch.int32)
-    chosen = choose(inputs.but(q=inputs.q[:, start:]), case, q_start=q_start)
-    expected = choose(inputs, case)[:, start:]
-    least, greatest = importance_at_the_cut(importance_of(inputs, case), choose(inputs, case), case)
+    selected = select(inputs.but(q=inputs.q[:, start:]), case, q_start=q_start)
+    expected = select(inputs, case)[:, start:]
+    least, greatest = importance_at_the_cut(importance_of(inputs, case), select(inputs, case), case)
     apart = (least - greatest > TIGHT)[:, start:]
-    assert torch.equal(chosen[apart], expected[apart])
+    assert torch.equal(selected[apart], expected[apart])
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -342,7 +342,7 @@ def test_unused_space_after_packed_compressed_blocks_is_not_read() -> None:
         assert not spacious[name][:, n:].any()
         spacious[name] = spacious[name][:, :n]
     assert_close(spacious, exact, TIGHT)
-    assert torch.equal(choose(roomy, case), choose(inputs, case))
+    assert torch.equal(select(roomy, case), select(inputs, case))
 
 
 # Chunks.
@@ -375,17 +375,17 @@ def test_chunks_of_a_pack_of_tiny_documents_reach_their_own_blocks(
 
 
 @given(case=short_case, budget=st.sampled_from([1, 97, 1000, 20_000]))
-def test_a_small_score_budget_does_not_change_the_choice(case: Case, budget: int) -> None:
+def test_a_small_score_budget_does_not_change_the_selection(case: Case, budget: int) -> None:
     inputs = random_inputs(case)
-    expected = reference_choice(inputs, case)
+    expected = reference_selection(inputs, case)
     least, greatest = importance_at_the_cut(importance_of(inputs, case), expected, case)
     apart = least - greatest > TIGHT
     with mock.patch.dict(layout.MAX_SCORES, cpu=budget):
-        assert torch.equal(choose(inputs, case)[apart], expected[apart])
+        assert torch.equal(select(inputs, case)[apart], expected[apart])
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_budget_of_one_still_serves_a_cache(branch: str) -> None:
+def test_a_budget_of_one_still_runs_a_cache(branch: str) -> None:
     case = Case(length=90, batch=2, groups=2, heads=2)
     inputs = random_inputs(case)
     tail = inputs.but(q=inputs.q[:, 40:], indices=inputs.indices[:, 40:])
@@ -441,21 +441,21 @@ def test_earlier_outputs_give_later_tokens_no_gradient(
 
 
 @given(case=cases(), data=st.data())
-def test_later_tokens_do_not_change_a_choice_of_blocks(case: Case, data: st.DataObject) -> None:
+def test_later_tokens_do_not_change_a_selection(case: Case, data: st.DataObject) -> None:
     t = data.draw(st.integers(0, case.length - 1), label="t")
     inputs = random_inputs(case, torch.float32)
     shaken = inputs.but(q=shake(inputs.q, t + 1), k_cmp=shake(inputs.k_cmp, case.count_compressed(t + 1)))
-    assert torch.equal(choose(inputs, case)[:, : t + 1], choose(shaken, case)[:, : t + 1])
+    assert torch.equal(select(inputs, case)[:, : t + 1], select(shaken, case)[:, : t + 1])
 
 
 def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     """All five ops on raw keys shared by the branches, compressed by their mean."""
     k_cmp, v_cmp = mean_compress(k, case), mean_compress(v, case)
-    served = {"backend": "sdpa", "cu_seqlens": case.cu_seqlens}
-    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **served)
-    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **served)
-    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **served)
-    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **served)
+    options = {"backend": "sdpa", "cu_seqlens": case.cu_seqlens}
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **options)
+    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **options)
+    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **options)
+    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **options)
     return ops.combine(o_cmp, o_sel, o_win, gates, backend="sdpa")
 
 
@@ -477,7 +477,7 @@ def test_two_runs_of_forward_and_backward_give_the_same_bits(dtype: torch.dtype,
     inputs = random_inputs(case, dtype)
     for branch in BRANCHES:
         assert_same_bits(sdpa_results(branch, inputs, case), sdpa_results(branch, inputs, case))
-    assert torch.equal(choose(inputs, case), choose(inputs, case))
+    assert torch.equal(select(inputs, case), select(inputs, case))
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -570,7 +570,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(branch: str, dtyp
         assert got["lse"].isinf().sum() == len(empty) * case.n_heads
 
 
-def test_the_normaliser_of_a_sequence_without_blocks_can_be_differentiated() -> None:
+def test_the_lse_of_a_sequence_without_blocks_can_be_differentiated() -> None:
     case = Case(length=5, block=8)
     inputs = random_inputs(case)
     _, lse = sdpa_attend("compressed", inputs.but(q=inputs.q.requires_grad_()), case)

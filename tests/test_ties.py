@@ -20,21 +20,21 @@ in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def choose(case: Case, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+def select(case: Case, q: Tensor, k: Tensor, **options: Any) -> Tensor:
     options.setdefault("cu_seqlens", case.cu_seqlens)
     _, lse = ops.compressed_attention(q, k, k, **case.compression, **options)
     return ops.select_blocks(q, k, lse, **case.selection, **options)
 
 
-def choose_in_steps(case: Case, q: Tensor, k: Tensor, ends: list[int], backend: str) -> Tensor:
-    """As a cache is asked: queries up to each end, with the keys there are by then."""
-    chosen, start = [], 0
+def select_in_steps(case: Case, q: Tensor, k: Tensor, ends: list[int], backend: str) -> Tensor:
+    """As with a cache: queries up to each end, with the keys there are by then."""
+    selected, start = [], 0
     for end in ends:
         q_start = torch.full((case.batch,), start, dtype=torch.int32)
         seen = k[:, : case.count_compressed(end)]
-        chosen.append(choose(case, q[:, start:end], seen, q_start=q_start, backend=backend))
+        selected.append(select(case, q[:, start:end], seen, q_start=q_start, backend=backend))
         start = end
-    return torch.cat(chosen, dim=1)
+    return torch.cat(selected, dim=1)
 
 
 def splits(draw: st.DataObject, length: int) -> list[int]:
@@ -55,7 +55,7 @@ def expected_of_equal_keys(case: Case) -> Tensor:
 @given(case=st.one_of(tied_cases(), tied_cases(packed=True)))
 def test_of_equal_keys_the_first_blocks_are_selected(backend: str, dtype: torch.dtype, case: Case) -> None:
     q, k, _ = tied_inputs(case, dtype, n_distinct=1)
-    assert torch.equal(choose(case, q, k, backend=backend), expected_of_equal_keys(case))
+    assert torch.equal(select(case, q, k, backend=backend), expected_of_equal_keys(case))
 
 
 @on_every_backend
@@ -66,7 +66,7 @@ def test_of_equal_keys_the_first_blocks_are_selected_in_any_split(
 ) -> None:
     q, k, _ = tied_inputs(case, dtype, n_distinct=1)
     ends = splits(draw, case.length)
-    assert torch.equal(choose_in_steps(case, q, k, ends, backend), expected_of_equal_keys(case))
+    assert torch.equal(select_in_steps(case, q, k, ends, backend), expected_of_equal_keys(case))
 
 
 @on_every_backend
@@ -76,11 +76,11 @@ def test_of_blocks_that_look_the_same_the_lower_is_selected(
     backend: str, dtype: torch.dtype, case: Case, n_distinct: int, draw: st.DataObject
 ) -> None:
     q, k, labels = tied_inputs(case, dtype, n_distinct)
-    for chosen in (
-        choose(case, q, k, backend=backend),
-        choose_in_steps(case, q, k, splits(draw, case.length), backend),
+    for selected in (
+        select(case, q, k, backend=backend),
+        select_in_steps(case, q, k, splits(draw, case.length), backend),
     ):
-        for row in chosen.transpose(1, 2).flatten(0, 1):
+        for row in selected.transpose(1, 2).flatten(0, 1):
             for position in range(case.length):
                 assert_lower_of_equals(case, row[position], labels, position)
 
@@ -116,7 +116,7 @@ def test_importance_in_half_precision_is_that_of_a_softmax_in_fp32(dtype: torch.
     sees = (lse[:, :, 0] > float("-inf")).float()[..., None].expand(importance.shape[:3])
     total = sees * case.heads * (case.block // case.stride)
     torch.testing.assert_close(importance.sum(dim=-1), total, atol=1e-4, rtol=1e-4)
-    assert torch.equal(choose(case, q, k, backend="reference"), choose(case, q.float(), k.float(), backend="reference"))
+    assert torch.equal(select(case, q, k, backend="reference"), select(case, q.float(), k.float(), backend="reference"))
     torch.testing.assert_close(
         lse, reference.compressed_attention(q.float(), k.float(), k.float(), **case.compression)[1]
     )

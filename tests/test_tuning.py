@@ -1,4 +1,4 @@
-"""The file of tiles: what a GPU gets, whose file wins, what a broken one says; and how `nsa bench tune` chooses."""
+"""The file of tiles: what a GPU gets, whose file wins, what a broken one says; and how `nsa bench tune` selects."""
 
 from __future__ import annotations
 
@@ -230,9 +230,9 @@ def test_each_tile_is_measured_once_and_the_one_in_use_first(kinds: dict[str, ty
             AttentionShape(1, 64, 8, 2, 64),
             AttentionShape(1, 64, 16, 2, 256),
         ):
-            served = [kernel for kernel in KERNELS if is_used(kernel, shape)]
-            assert len(served) == len(KERNELS) - 1, "one of the two kinds of scores"
-            for kernel in served:
+            used = [kernel for kernel in KERNELS if is_used(kernel, shape)]
+            assert len(used) == len(KERNELS) - 1, "one of the two kinds of scores"
+            for kernel in used:
                 tiles = tiles_to_measure(kernel, shape, gpu, packaged)
                 assert tiles[0] == tile_in_use(kernel, shape, gpu, packaged)
                 assert len(set(tiles)) == len(tiles)
@@ -273,7 +273,7 @@ def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
         check_file(path)
 
 
-# The choice. Tiles are numbers here: the milliseconds that they take.
+# Which tile is selected. Tiles are numbers here: the milliseconds that they take.
 
 RIGHT = torch.arange(1.0, 9.0)
 
@@ -301,7 +301,7 @@ def test_the_fastest_tile_wins() -> None:
 @pytest.mark.parametrize(
     "wrong", [RIGHT * 1.05, RIGHT + torch.eye(8)[3], RIGHT.log() / 0, torch.full((8,), torch.nan)], ids=str
 )
-def test_a_wrong_tile_is_reported_and_never_chosen(wrong: Tensor) -> None:
+def test_a_wrong_tile_is_reported_and_never_selected(wrong: Tensor) -> None:
     outcomes = attempt([3.0, 1.0, 2.0], {1.0: wrong})
     assert [outcome.ms for outcome in outcomes] == [3.0, None, 2.0]
     assert outcomes[1].note.startswith("wrong: ")
@@ -333,7 +333,7 @@ def test_roundings_are_allowed_and_so_are_queries_that_see_nothing() -> None:
     assert error_ratio([nothing], [torch.tensor([0.0, 1.0, 2.0])]) == torch.inf
 
 
-def test_a_choice_of_blocks_may_differ_in_a_row_of_thousands() -> None:
+def test_a_selection_may_differ_in_a_row_of_thousands() -> None:
     expected = torch.zeros(5000, 4, dtype=torch.int32)
     actual = expected.clone()
     actual[:3, 0] = 1
@@ -422,7 +422,7 @@ def test_up_to_which_length_every_block_is_read_is_measured(tmp_path: Path, monk
     monkeypatch.setattr(kernels, "Workbench", NothingToRun)
     path, bar = tmp_path / "tiles.json", Silent()
     times = Tuner(path, (9, 0), {}, bar, milliseconds).compare_dense(0.0)
-    # 16 blocks of 64 tokens are chosen; the better of the two others counts.
+    # 16 blocks of 64 tokens are selected; the better of the two others counts.
     assert {blocks: other for blocks, (_, other) in times.items()} == {2: 2048.0, 4: 4096.0, 8: 8192.0}
     assert bar.last == "9 dense_up_to_blocks: selected-forward-block 64/4/128 B=1 S=8192"
     assert tuning.read(path).thresholds == {((9, 0), "dense_up_to_blocks"): 4}

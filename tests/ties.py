@@ -50,8 +50,8 @@ def lowest_free_blocks(case: Case, position: int) -> list[int]:
     own = position // case.select_block
     forced = {j for j in range(own + 1) if j < case.n_init or j > own - case.n_local}
     free = [j for j in range(own + 1) if j not in forced]
-    chosen = sorted([*forced, *free[: case.n_select - len(forced)]])
-    return chosen + [-1] * (case.n_select - len(chosen))
+    selected = sorted([*forced, *free[: case.n_select - len(forced)]])
+    return selected + [-1] * (case.n_select - len(selected))
 
 
 def pattern(case: Case, position: int, j: int, labels: list[int]) -> tuple[tuple[int, int], ...]:
@@ -66,10 +66,10 @@ def pattern(case: Case, position: int, j: int, labels: list[int]) -> tuple[tuple
     return tuple(terms)
 
 
-def assert_lower_of_equals(case: Case, chosen: Tensor, labels: list[int], position: int) -> None:
-    """`chosen [n_select]`: of two blocks with the same pattern the later one is taken only if the earlier one is."""
+def assert_lower_of_equals(case: Case, selected: Tensor, labels: list[int], position: int) -> None:
+    """`selected [n_select]`: of two blocks with the same pattern the later one is taken only if the earlier one is."""
     own = position // case.select_block
-    taken = set(chosen.tolist())
+    taken = set(selected.tolist())
     left_out = {pattern(case, position, j, labels): j for j in reversed(range(own + 1)) if j not in taken}
     for j in range(case.n_init, own - case.n_local + 1):
         if j in taken:
