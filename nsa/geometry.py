@@ -47,10 +47,12 @@ class TokenDocuments:
         return self.cu_seqlens.diff()
 
 
-def documents(cu_seqlens: Tensor, length: int) -> TokenDocuments:
-    """The documents of `length` tokens with offsets `cu_seqlens [n + 1]`."""
+def documents(cu_seqlens: Tensor, length: int, q_start: Tensor | None = None) -> TokenDocuments:
+    """The documents of `length` tokens, all of the batch or those from `q_start [1]` on."""
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(length, device=cu_seqlens.device)
+    if q_start is not None:
+        token = token + q_start
     # Not in a slice of cu_seqlens: inductor cannot search in a slice on a GPU.
     index = torch.searchsorted(cu_seqlens, token, right=True) - 1
     # Wrong values raise where they can be read; elsewhere they must at least not index out of bounds.
@@ -67,7 +69,7 @@ def compressed_offsets(cu_seqlens: Tensor, block: int, stride: int) -> Tensor:
 def query_positions(
     batch: int, length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, device: torch.device
 ) -> Tensor:
-    """`[B or 1, S]` position of every query: in its document, or from `q_start [B]` on with a cache."""
+    """`[B or 1, S]` position of every query in its document or row of keys; row `b` starts at key `q_start[b]`."""
     if cu_seqlens is not None:
         return documents(cu_seqlens, length, q_start).position[None]
     position = torch.arange(length, device=device)[None]

@@ -208,7 +208,7 @@ def self_test(
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
     for backend in backends:
         if hasattr(backend, "compile_ahead"):
-            backend.compile_ahead(partial(run_all, backend, shape, ask), progress)
+            backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
     checks: list[Check] = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles_kernels(backend)]
@@ -221,7 +221,7 @@ def self_test(
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
 
 
-def run_all(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:
+def run_every_op(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:
     """Run whatever the self-test will run of a backend, so that its kernels are compiled; errors are reported later."""
     for case in CASES:
         inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))

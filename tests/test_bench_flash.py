@@ -21,8 +21,8 @@ from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.routing import Router
 from nsa.bench import flash
 from nsa.bench.flash import Point, table
+from nsa.bench.flash_routes import measured_routes, order_of, ranges, write_routes
 from nsa.bench.results import Row, append, read_rows
-from nsa.bench.thresholds import as_json, order_of, ranges, thresholds, write_thresholds
 from nsa.settings import Settings
 
 ROW = replace(
@@ -168,7 +168,7 @@ def test_the_router_reads_the_file(tmp_path: Path) -> None:
 
 def test_the_routes_that_ship_follow_from_the_rows_that_ship() -> None:
     root = Path(__file__).resolve().parent.parent
-    rows = read(root / "benchmarks" / "results" / "h200" / "flash.csv")
+    rows = read_rows(root / "benchmarks" / "results" / "h200" / "flash.csv")
     assert list(load_routes(routes_path())) == measured_routes(rows)
 
 
@@ -266,33 +266,3 @@ def test_without_a_gpu_only_rows_can_be_used() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="--rows FILE"):
         bench.run(parse())
-
-
-def test_the_table_that_ships_follows_from_the_rows_that_ship() -> None:
-    root = Path(__file__).resolve().parent.parent
-    rows = read_rows(root / "benchmarks" / "results" / "h200" / "flash.csv")
-    assert list(load_preferences(preferences_path())) == thresholds(rows)
-
-
-def test_rows_of_two_gpus_are_never_held_against_each_other(tmp_path: Path) -> None:
-    other = [replace(row, gpu="NVIDIA A100-SXM4-80GB") for row in timed(flash=100.0)]
-    assert "flash-torch 2.00" in table([*timed(sdpa=2.0, flash=1.0), *other])
-    with pytest.raises(ValueError, match="those of one GPU"):
-        flash.draw([*timed(sdpa=2.0, flash=1.0), *other], tmp_path / "flash.png")
-
-
-def test_rows_that_compare_nothing_write_nothing(tmp_path: Path) -> None:
-    source, routes = tmp_path / "train.csv", tmp_path / "routes.json"
-    append(source, bench_rows.ROW)
-    with pytest.raises(ValueError, match="rows of several backends"):
-        bench.run(parse("--rows", str(source), "--write", str(routes)))
-    assert not routes.exists()
-
-
-def test_new_lines_go_before_what_the_file_still_says(tmp_path: Path) -> None:
-    """An older line may cover more: the router takes the first."""
-    path = tmp_path / "routes.json"
-    write_thresholds(path, [Preference(gpu="NVIDIA H200", op="compressed", order=("sdpa", "flash"))], [ROW])
-    rows = timed(sdpa=2.0, flash=1.0)
-    write_thresholds(path, thresholds(rows), rows)
-    assert [one.order for one in load_preferences(path)] == [("flash", "sdpa"), ("sdpa", "flash")]

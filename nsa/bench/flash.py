@@ -30,8 +30,8 @@ from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
 from nsa.bench.attention import captured, peak_bytes, time_calls
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
-from nsa.bench.plot import COLOURS, NAMES, OTHER_COLOUR, mark_lengths
-from nsa.bench.results import Row, append, environment, quantiles, read
+from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths
+from nsa.bench.results import Row, append, origin_columns, quantiles, read_rows
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
@@ -119,7 +119,7 @@ def passes(impl: str, backend: Any, point: Point, qkv: tuple[Tensor, ...]) -> It
 
 def measure(point: Point, dtype: torch.dtype, commit: str | None, backends: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of one point; a backend that fails is reported and left out."""
-    where = environment(torch.device("cuda"), commit)
+    where = origin_columns(torch.device("cuda"), commit)
     shape: dict[str, Any] = {"B": 1, "S": point.length, "Hq": point.n_heads, "G": point.n_groups}
     shape |= {"Dk": point.head_dim, "Dv": point.head_dim, "dtype": str(dtype).removeprefix("torch.")}
     shape["tokens_per_s"] = None
@@ -219,7 +219,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
                 axis.plot(*zip(*sorted(line.items()), strict=True), styles[group_size], marker=".", color=colours[impl])
             axis.axhline(1, color=COLOURS["nsa-sdpa"])
             axis.axhline(WORTH_IT, color="#cc4444", linewidth=0.8)
-            axis.set(title=f"{op} {NAMES[mode]}, head_dim {head_dim}", xscale="log", yscale="log")
+            axis.set(title=f"{op} {MODE_LABELS[mode]}, head_dim {head_dim}", xscale="log", yscale="log")
             axis.set_yticks([0.25, 0.5, 1, 2, 5, 10], ["1/4", "1/2", "1", "2", "5", "10"])
             mark_lengths(axis, {length for line in columns[head_dim].values() for length in line})
             axis.grid(alpha=0.25)
@@ -252,7 +252,7 @@ def points(args: argparse.Namespace) -> Iterator[Point]:
 
 def run(args: argparse.Namespace) -> int:
     """The command: measure, or read rows; print, plot and write what follows from them."""
-    rows = read(args.rows) if args.rows is not None else list(measure_all(args))
+    rows = read_rows(args.rows) if args.rows is not None else list(measure_all(args))
     require(bool(rows), "--rows", str(args.rows), "a file with at least one row")
     print(table(rows))
     if args.plot is not None:

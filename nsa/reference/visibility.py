@@ -1,7 +1,7 @@
 """The masks of the three branches, straight from their definitions.
 
-Every token has a document and a position in it. A fixed-length row is one document, and so is a cached row, whose first
-query is at position `q_start` while its keys start at position 0.
+Every token has a document and a position in it. A fixed-length row is one document. Queries are the tokens of their row
+of keys from `q_start` on, or all of them.
 """
 
 from __future__ import annotations

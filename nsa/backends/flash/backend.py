@@ -58,7 +58,7 @@ class FlashBackend:
     config: Settings
     libraries: tuple[Library, ...]
     absent: dict[str, str] = field(default_factory=dict)
-    folder: Path | None = field(default_factory=lambda: settings.user_path(CACHE_FOLDER))
+    folder: Path | None = field(default_factory=lambda: settings.expand_home(CACHE_FOLDER))
     prober: Prober = probe_in_child
     name: str = "flash"
     # Of this process: verdicts, the library of each kind of call, whether the cast was logged.

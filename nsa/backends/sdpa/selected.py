@@ -179,10 +179,10 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Quer
     for c0 in range(0, n_queries, size):
         c1 = min(c0 + size, n_queries)
         number_c = number[:, c0:c1]
-        if varlen:
-            number_c = number_c - blocks.offset[c0]
         # Queries of a cache may be anywhere among its keys.
         cached = sequences.q_start is not None
+        if varlen and not cached:
+            number_c = number_c - blocks.offset[c0]
         first_token, first_position = block_starts(blocks) if cached else readable_blocks(blocks, c0, c1)
         n_blocks = first_token.numel()
         tiles = split_pairs(number_c, n_blocks, tile_size((c1 - c0) * n_select, n_blocks))
