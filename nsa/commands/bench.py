@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     add_train(suites.add_parser("train", help="throughput of the training step"))
     add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
+    add_decode(suites.add_parser("decode", help="a decode step over a cache, next to dense and the bytes limit"))
     add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
     add_trained(suites.add_parser("trained", help="attention on the tensors of a trained model, next to noise"))
     add_flash(suites.add_parser("flash", help="where FlashAttention is faster, and the routes file from that"))
@@ -72,6 +73,18 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
     parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
+    add_output(parser)
+
+
+def add_decode(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time the attention of one decode step as a CUDA graph, beside dense attention, on this GPU."
+    parser.epilog = "example: nsa bench decode --heads 64/4/128 --lengths 65536 --tokens 1 4"
+    heads = ["64/4/128", "32/8/128", "12/2/64"]
+    parser.add_argument("--heads", nargs="+", default=heads, metavar="H/G/D", help="heads/groups/head_dim")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 65536, 131072], help="tokens in the cache")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], help="new tokens per row")
+    parser.add_argument("--gib", type=float, default=4.0, help="K/V of one branch, all rows: decides the batch size")
+    parser.add_argument("--smooth", type=float, default=0.0, help="likeness of a step's queries, in [0, 1)")
     add_output(parser)
 
 

@@ -1,0 +1,85 @@
+"""What the decode kernels share: rows of a step, split-KV partials, and a softmax whose rescaling is exact.
+
+Rows. A step has `T` new tokens per batch row; the `h` heads of a group and the `T` tokens are flattened into
+`ROWS = T * h` rows `r = t * h + head`, which read the same keys.
+
+Partials. Each CTA covers one split of the keys of one (batch row, group) and leaves, per row, an unnormalized output,
+a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
+row has not reached has sum 0, and nothing else of it is written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.backends.triton.primitives import FLOOR
+
+
+@triton.jit
+def power_of_2(b_x):
+    """`2^x` of whole numbers `x` up to 127 in fp32, exact; 0 below the normal numbers."""
+    b_exponent = tl.minimum(tl.maximum(b_x, -127.0), 127.0).to(tl.int32) + 127
+    return (b_exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exact_softmax(b_s, m_seen, b_m, b_l, b_o):
+    """Online softmax in base 2 whose maximum is a whole number, so that rescaling changes no mantissa.
+
+    Takes in scores `b_s` where `m_seen`; returns probabilities relative to the new maximum, then maximum, sum and
+    output rescaled to it. A probability's mantissa depends on its score alone: equal scores tie in every tile.
+    """
+    b_s = tl.where(m_seen, b_s, 0.0)
+    b_floor = tl.floor(b_s)
+    b_m_new = tl.maximum(b_m, tl.max(tl.where(m_seen, b_floor, FLOOR), 1))
+    b_p = tl.math.exp2(b_s - b_floor) * power_of_2(b_floor - b_m_new[:, None])
+    b_p = tl.where(m_seen, b_p, 0.0)
+    b_alpha = power_of_2(b_m - b_m_new)
+    return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
+
+
+@triton.jit
+def position_of(start, i_b, o_t, max_len):
+    """Position of the step's token `o_t`. One that does not fit into the cache is moved to the last position: what is
+    computed for it is discarded, but must not read outside."""
+    return tl.minimum(tl.load(start + i_b) + o_t, max_len - 1)
+
+
+@triton.jit
+def load_step_rows(
+    q, i_b, i_g, o_r, stride_b, stride_t, stride_h,
+    H: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`[len(o_r), BLOCK_D]` of `q [B, T, Hq, D]`; zeros for rows past the last."""
+    o_d = tl.arange(0, BLOCK_D)
+    o_t = o_r // H
+    o_row = o_t * stride_t + (i_g * H + o_r - o_t * H) * stride_h
+    p_q = q + i_b.to(tl.int64) * stride_b + o_row[:, None] + o_d[None, :]
+    return tl.load(p_q, mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tokens(x, o_n, m_n, stride_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one group, zeros where `m_n` is false."""
+    o_d = tl.arange(0, BLOCK_D)
+    p_x = x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :]
+    if D < BLOCK_D:
+        b_x = tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_x, mask=m_n[:, None], other=0.0)
+    return b_x
+
+
+@triton.jit
+def store_partials(
+    part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o,
+    ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Writes one slot; `i_slot` counts over `[B*G, SLOTS]`."""
+    o_part = i_slot.to(tl.int64) * ROWS + o_r
+    o_d = tl.arange(0, BLOCK_DV)
+    m_r = o_r < ROWS
+    tl.store(part_m + o_part, b_m, mask=m_r)
+    tl.store(part_l + o_part, b_l, mask=m_r)
+    tl.store(part_o + o_part[:, None] * DV + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < DV)[None, :])

@@ -1,0 +1,92 @@
+"""Split-KV attention of a step over the compressed cache, which also leaves what block selection needs.
+
+    pool[r, c, j] = 2^-tile_max[r, tile(j)] * sum_u weight(u, c) * exp2(score[r, j*R + u])
+
+A compressed block `j*R + u` gives `weight(u, c) = |[u, u + L) ∩ [c*R, (c + 1)*R)|` of its probability to selection block
+`j + c` (`R = l_sel/d`, `L = l/d`). Each split pools its probabilities relative to the maximum so far, a power of two,
+so that importance needs neither the keys again nor all scores: `select.py` rescales and sums.
+
+Grid (B*G, splits, tiles of rows). Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.backends.triton.decode.common import (
+    exact_softmax,
+    load_step_rows,
+    load_tokens,
+    position_of,
+    store_partials,
+)
+from nsa.backends.triton.primitives import FLOOR
+from nsa.backends.triton.selection import complete_blocks
+
+
+@triton.jit
+def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
+    """Strides that the compressed blocks which start at units `o_unit` of a selection block share with the `C`-th
+    selection block from there."""
+    shared = tl.minimum(o_unit + OVERLAP, (C + 1) * R) - tl.maximum(o_unit, C * R)
+    return tl.maximum(shared, 0).to(tl.float32)
+
+
+@triton.jit
+def compressed_split_kernel(
+    q, k, v, start, pool, tile_max, part_o, part_m, part_l, max_len, scale_log2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    REACH: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
+    BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
+    i_bg = tl.program_id(0)
+    i_s = tl.program_id(1)
+    i_b = i_bg // G
+    i_g = i_bg % G
+    o_r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # [BLOCK_M] compressed blocks that each row sees, and the most of them
+    o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, max_len), BLOCK, STRIDE)
+    n_seen = tl.max(o_seen, 0)
+
+    i_slot = i_bg * SLOTS + i_s
+    first = i_s * SPLIT_TILES
+    last = tl.minimum(first + SPLIT_TILES, tl.cdiv(n_seen, BLOCK_J * R))
+    if first >= last:
+        tl.store(part_l + i_slot.to(tl.int64) * ROWS + o_r, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
+    else:
+        b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
+        k += i_b.to(tl.int64) * stride_kb + i_g * stride_kg
+        v += i_b.to(tl.int64) * stride_vb + i_g * stride_vg
+        o_row = i_bg.to(tl.int64) * ROWS + o_r
+        p_pool = pool + o_row * ((REACH + 1) * N_TILES * BLOCK_J)
+        o_n = tl.arange(0, BLOCK_N)
+        o_j = tl.arange(0, BLOCK_J)
+        o_unit = tl.arange(0, R_PAD)
+        m_r = o_r < ROWS
+        b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
+        b_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for i in tl.range(first, last, num_stages=STAGES):
+            o_i = (i * BLOCK_J + o_n // R_PAD) * R + o_n % R_PAD
+            m_i = o_i < n_seen
+            if R_PAD > R:
+                m_i = m_i & (o_n % R_PAD < R)
+            b_k = load_tokens(k, o_i, m_i, stride_kn, DK, BLOCK_DK)
+            b_v = load_tokens(v, o_i, m_i, stride_vn, DV, BLOCK_DV)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
+            m_seen = m_i[None, :] & (o_i[None, :] < o_seen[:, None])
+            b_p, b_m, b_l, b_o = exact_softmax(b_s, m_seen, b_m, b_l, b_o)
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r)
+            b_u = tl.reshape(b_p, [BLOCK_M, BLOCK_J, R_PAD])
+            for c in tl.static_range(REACH + 1):
+                b_c = tl.sum(b_u * overlap(o_unit, c, R, OVERLAP)[None, None, :], 2)
+                p_c = p_pool + (c * N_TILES + i) * BLOCK_J
+                tl.store(p_c[:, None] + o_j[None, :], b_c, mask=m_r[:, None])
+        store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)

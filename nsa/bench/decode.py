@@ -1,0 +1,229 @@
+"""One decode step, attention alone, over caches that fill the same bytes of K/V, beside dense attention in the same run.
+
+nsa bench decode --heads 64/4/128 32/8/128 12/2/64 --out benchmarks/results/h200/decode.csv
+
+A step is replayed as a CUDA graph, back to back: a replay reads several times what the L2 cache holds. Each shape is
+compared with the reference in fp64 first, and is not timed unless it agrees. `bytes-limit` is the time in which a copy,
+measured in the same run, moves the bytes that NSA must read; for several tokens the blocks that they share count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa import reference
+from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
+from nsa.bench.attention import captured, parse_heads
+from nsa.bench.results import Row, append, environment, quantiles
+from nsa.config import NSAConfig, require
+from nsa.geometry import n_compressed
+
+# Of bf16 keys and values, both.
+BYTES_PER_NUMBER = 4
+COPY_BYTES = 1 << 30
+REPLAYS, ROUNDS = 10, 20
+# A block whose importance differs from another's by less than bf16 inputs resolve may be selected in its place.
+IMPORTANCE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    batch: int
+    length: int
+    n_heads: int
+    n_groups: int
+    width: int
+    n_tokens: int
+
+    @property
+    def config(self) -> NSAConfig:
+        return NSAConfig(
+            dim=self.n_heads * self.width,
+            n_heads=self.n_heads,
+            n_kv_groups=self.n_groups,
+            d_k=self.width,
+            d_v=self.width,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.n_heads}/{self.n_groups}/{self.width} B={self.batch} S={self.length} T={self.n_tokens}"
+
+
+def batch_of(length: int, n_groups: int, width: int, gib: float) -> int:
+    """Rows whose keys and values of one branch fill `gib`."""
+    return max(1, round(gib * 2**30 / (length * n_groups * width * BYTES_PER_NUMBER)))
+
+
+class CachedStep:
+    """Random stores, all rows of full length, and the step's queries; `smooth` is how alike the tokens' queries are."""
+
+    def __init__(self, shape: DecodeShape, smooth: float, tile: DecodeTile | None = None) -> None:
+        self.shape, self.config, self.tile = shape, shape.config, tile
+        c, self.generator = self.config, torch.Generator("cuda").manual_seed(0)
+        self.how = Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, shape.length)
+        self.q = self.normal(shape.n_tokens, shape.n_heads)
+        if smooth:
+            self.q = (smooth**0.5 * self.q[:, :1] + (1 - smooth) ** 0.5 * self.q).contiguous()
+        self.gates = torch.rand(
+            (shape.batch, shape.n_tokens, shape.n_heads, 3), generator=self.generator, device="cuda"
+        ).bfloat16()
+        self.compressed = self.store(n_compressed(shape.length, c.l, c.d))
+        self.selected = self.store(shape.length)
+        self.window = self.store(c.w + 32)
+        self.start = torch.full((shape.batch,), shape.length - shape.n_tokens, dtype=torch.int32, device="cuda")
+
+    def normal(self, places: int, heads: int) -> Tensor:
+        size = (self.shape.batch, places, heads, self.shape.width)
+        x = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+        return x.normal_(generator=self.generator)
+
+    def store(self, places: int) -> tuple[Tensor, Tensor]:
+        return self.normal(places + 1, self.shape.n_groups), self.normal(places + 1, self.shape.n_groups)
+
+    def nsa(self) -> tuple[Tensor, Tensor]:
+        stores = self.compressed, self.selected, self.window
+        return decode_attention(self.q, *stores, self.gates, self.start, self.how, self.tile)
+
+    def dense(self) -> Tensor:
+        """Over the selected store, as dense attention caches it."""
+        q, k, v = (x.transpose(1, 2) for x in (self.q, *(store[:, :-1] for store in self.selected)))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def bytes_read(self, indices: Tensor) -> int:
+        """Of keys and values, each once: a block that several tokens of a step select counts once."""
+        c, s = self.config, self.shape
+        blocks = indices.transpose(1, 2).flatten(2).sort(dim=-1).values
+        distinct = (blocks.diff(dim=-1) > 0).sum() + (blocks[..., 0] >= 0).sum()
+        keys = int(distinct) * c.l_sel
+        keys += s.batch * s.n_groups * (n_compressed(s.length, c.l, c.d) + c.w + s.n_tokens - 1)
+        return keys * s.width * BYTES_PER_NUMBER
+
+    def error(self, row: int) -> float:
+        """Largest difference from the reference in fp64 in one batch row, whose selection is checked as well."""
+        c, length = self.config, self.shape.length
+        o, indices = (x[row : row + 1] for x in self.nsa())
+
+        def wide(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            k, v = (x[row : row + 1, :-1].double() for x in pair)
+            return k, v
+
+        q, gates, q_start = (
+            self.q[row : row + 1].double(),
+            self.gates[row : row + 1].double(),
+            self.start[row : row + 1],
+        )
+        (k_cmp, v_cmp), (k_win, v_win) = wide(self.compressed), wide(self.window)
+        blocks: dict[str, Any] = {"block": c.l, "stride": c.d, "q_start": q_start}
+        o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, **blocks)
+        importance = reference.selection_importance(q, k_cmp, lse, select_block=c.l_sel, **blocks)
+        self.check_selection(indices, importance)
+        o_sel, _ = reference.selected_attention(q, *wide(self.selected), indices, select_block=c.l_sel, q_start=q_start)
+        # The ring in the order of positions, from the first that the window of the first token reaches.
+        reach = c.w + self.shape.n_tokens - 1
+        places = torch.arange(length - reach, length, device="cuda") % k_win.shape[1]
+        window_start = torch.full_like(q_start, c.w - 1)
+        o_win, _ = reference.sliding_attention(q, k_win[:, places], v_win[:, places], window=c.w, q_start=window_start)
+        expected = sum(gates[..., i, None] * x for i, x in enumerate((o_cmp, o_sel, o_win)))
+        allowed = 2 * torch.finfo(o.dtype).eps * float(expected.abs().max())
+        off = float((o.double() - expected).abs().max())
+        require(off <= allowed, f"the error of {self.shape}", off, f"at most {allowed:.2e}")
+        return off
+
+    def check_selection(self, indices: Tensor, importance: Tensor) -> None:
+        """No selected block is less important than one left out, but for what rounding may exchange."""
+        c = self.config
+        own = (self.shape.length - 1) // c.l_sel
+        require(bool((indices[..., 1:] > indices[..., :-1]).all()), "indices", indices.tolist(), "ascending blocks")
+        free = importance[..., c.n_init : own + 1 - c.n_local].clone()
+        n_free = c.n_sel - c.n_init - c.n_local
+        least = free.topk(n_free, dim=-1).values[..., -1:]
+        taken = importance.gather(-1, indices[..., c.n_init : -c.n_local].long())
+        worst = float((taken / least).min())
+        require(worst >= 1 - IMPORTANCE_TOLERANCE, "importance of a selected block", worst, "that of the best blocks")
+
+
+def replay_times(call: Callable[[], object]) -> list[float]:
+    """Milliseconds per replay of `call` captured in a CUDA graph, one figure per round of replays back to back."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replay = captured(call)
+        for _ in range(3):
+            replay()
+        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(ROUNDS)]
+        for begin, end in events:
+            begin.record()
+            for _ in range(REPLAYS):
+                replay()
+            end.record()
+        torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / REPLAYS for begin, end in events]
+
+
+def copy_rate() -> float:
+    """Bytes per millisecond that a large copy reads and writes."""
+    source = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / quantiles(replay_times(lambda: target.copy_(source)))[1]
+
+
+def measure(shape: DecodeShape, args: argparse.Namespace, rate: float) -> Iterator[Row]:
+    step = CachedStep(shape, args.smooth)
+    error = max(step.error(row) for row in {0, shape.batch - 1})
+    _, indices = step.nsa()
+    limit = step.bytes_read(indices) / rate
+    print(f"{shape}: largest error {error:.1e}, {step.bytes_read(indices) / 2**20:.0f} MiB", flush=True)
+
+    def row(impl: str, times: list[float]) -> Row:
+        p20, p50, p80 = quantiles(times)
+        return Row(
+            suite="decode" if not args.smooth else f"decode-smooth-{args.smooth:g}",
+            op="decode",
+            impl=impl,
+            mode=f"decode-{shape.n_tokens}",
+            B=shape.batch,
+            S=shape.length,
+            Hq=shape.n_heads,
+            G=shape.n_groups,
+            Dk=shape.width,
+            Dv=shape.width,
+            dtype="bfloat16",
+            p20_ms=p20,
+            p50_ms=p50,
+            p80_ms=p80,
+            peak_gib=None,
+            tokens_per_s=round(shape.batch * shape.n_tokens / p50 * 1e3, 1),
+            **environment(torch.device("cuda"), args.commit),
+        )
+
+    yield row("nsa-triton-graphs", replay_times(step.nsa))
+    yield row("dense-cudnn-graphs", replay_times(step.dense))
+    yield row("bytes-limit", [limit])
+
+
+def run(args: argparse.Namespace) -> int:
+    require(torch.cuda.is_available(), "nsa bench decode", "started without a GPU", "a machine with a CUDA GPU")
+    require(0 <= args.smooth < 1, "--smooth", args.smooth, "a number in [0, 1)")
+    require(min(args.tokens) >= 1, "--tokens", args.tokens, "numbers of at least 1")
+    with torch.no_grad():
+        rate = copy_rate()
+        print(f"a copy moves {rate / 1e9:.2f} TB/s", flush=True)
+        for n_heads, n_groups, width in map(parse_heads, args.heads):
+            for length in args.lengths:
+                batch = batch_of(length, n_groups, width, args.gib)
+                for n_tokens in args.tokens:
+                    shape = DecodeShape(batch, length, n_heads, n_groups, width, n_tokens)
+                    for row in measure(shape, args, rate):
+                        print(f"{shape!s:<36} {row.impl:<20} {row.p50_ms:9.4f} ms", flush=True)
+                        if args.out is not None:
+                            append(args.out, row)
+    print(json.dumps({"copy_bytes_per_ms": round(rate)}))
+    return 0
