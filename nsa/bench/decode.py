@@ -1,4 +1,4 @@
-"""One decode step, attention alone, over caches that fill the same bytes of K/V, beside dense attention in the same run.
+"""One decode step, attention alone, over caches that fill the same bytes of K/V, beside dense attention.
 
 nsa bench decode --heads 64/4/128 32/8/128 12/2/64 --out benchmarks/results/h200/decode.csv
 

@@ -1,6 +1,6 @@
 """One decode step in four launches: 1 to 8 new tokens per batch row over a cache, rows of any lengths.
 
-1. `compressed.py`: split-KV attention over the compressed cache; each split pools its probabilities to selection blocks.
+1. `compressed.py`: split-KV attention over the compressed cache; each split pools its probabilities to blocks.
 2. `select.py`: importance from the pooled probabilities and the best blocks; beside it the sliding window.
 3. `near.py`: the selected blocks.
 4. `merge.py`: split-KV partials to branch outputs, gates, the sum.

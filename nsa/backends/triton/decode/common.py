@@ -6,14 +6,26 @@ Rows. A step has `T` new tokens per batch row; the `h` heads of a group and the 
 Partials. Each CTA covers one split of the keys of one (batch row, group) and leaves, per row, an unnormalized output,
 a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
 row has not reached has sum 0, and nothing else of it is written.
+
+Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it drains. It waits
+for that one's results in `follow`, and only then lets its own successor start; so all earlier launches are complete.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa.backends.triton.primitives import FLOOR
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Wait for the launch before this one, then let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
     pool[r, c, j] = 2^-tile_max[r, tile(j)] * sum_u weight(u, c) * exp2(score[r, j*R + u])
 
-A compressed block `j*R + u` gives `weight(u, c) = |[u, u + L) ∩ [c*R, (c + 1)*R)|` of its probability to selection block
-`j + c` (`R = l_sel/d`, `L = l/d`). Each split pools its probabilities relative to the maximum so far, a power of two,
-so that importance needs neither the keys again nor all scores: `select.py` rescales and sums.
+A compressed block `j*R + u` gives `weight(u, c) = |[u, u + L) ∩ [c*R, (c + 1)*R)|` of its probability to selection
+block `j + c` (`R = l_sel/d`, `L = l/d`). Each split pools its probabilities relative to the maximum so far, a power of
+two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums.
 
 Grid (B*G, splits, tiles of rows). Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from nsa.backends.triton.decode.common import (
     exact_softmax,
+    follow,
     load_step_rows,
     load_tokens,
     position_of,
@@ -41,10 +42,11 @@ def compressed_split_kernel(
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
     REACH: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
+    follow(PDL)
     i_bg = tl.program_id(0)
     i_s = tl.program_id(1)
     i_b = i_bg // G

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.backends.triton.decode.common import follow
 from nsa.backends.triton.primitives import FLOOR
 
 
@@ -36,9 +37,10 @@ def merge_kernel(
     part_o, part_m, part_l, gates, o, stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
     N_CMP: tl.constexpr, N_CMP_PAD: tl.constexpr, N_WIN: tl.constexpr, N_WIN_PAD: tl.constexpr, N_SEL: tl.constexpr,
-    N_SEL_PAD: tl.constexpr,
+    N_SEL_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = T * H
+    follow(PDL)
     i_bg = tl.program_id(0)
     i_r = tl.program_id(1)
     i_b = (i_bg // G).to(tl.int64)

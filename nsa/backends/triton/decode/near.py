@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import load_step_rows, load_tokens, position_of, store_partials
+from nsa.backends.triton.decode.common import follow, load_step_rows, load_tokens, position_of, store_partials
 from nsa.backends.triton.primitives import FLOOR, online_softmax
 
 
@@ -65,10 +65,11 @@ def selected_split_kernel(
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, SLOTS: tl.constexpr, FIRST_SLOT: tl.constexpr,
     SPLIT: tl.constexpr, SPLIT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`SPLIT` of the selected blocks of one token and group. Grid (B*G, T, splits)."""
     CHUNKS: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
+    follow(PDL)
     i_bg = tl.program_id(0)
     i_t = tl.program_id(1)
     i_s = tl.program_id(2)

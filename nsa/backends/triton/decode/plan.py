@@ -14,7 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa import settings
 from nsa.backends.routing import CallRefused
+from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
 from nsa.backends.triton.decode.merge import merge_kernel
 from nsa.backends.triton.decode.near import selected_split_kernel
@@ -116,6 +118,10 @@ class DecodePlan:
         shared = {"max_len": how.max_len, "scale_log2": how.scale * LOG2_E, "SLOTS": slots}
         shared |= {"G": groups, "H": heads, "DK": d_k, "DV": d_v, **wide}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
+        # An option that only compiled kernels know.
+        overlapping: dict[str, bool] = {"PDL": has_dependent_launch(device)}
+        if overlapping["PDL"]:
+            overlapping["launch_pdl"] = True
         self.attend_compressed = Launch(
             compressed_split_kernel,
             (pairs, n_splits, row_tiles),
@@ -130,6 +136,7 @@ class DecodePlan:
             BLOCK_N=cmp_n,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            **overlapping,
         )
         self.select = Launch(
             select_window_kernel,
@@ -157,6 +164,7 @@ class DecodePlan:
             BLOCK_N=block_n,
             STAGES=tile.near_stages,
             num_warps=tile.near_warps,
+            **overlapping,
         )
         self.attend_selected = Launch(
             selected_split_kernel,
@@ -173,6 +181,7 @@ class DecodePlan:
             BLOCK_N=min(block_n, max(16, triton.next_power_of_2(how.select_block))),
             STAGES=tile.near_stages,
             num_warps=tile.near_warps,
+            **overlapping,
         )
         self.merge = Launch(
             merge_kernel,
@@ -191,6 +200,7 @@ class DecodePlan:
             N_SEL=selected_splits,
             N_SEL_PAD=triton.next_power_of_2(selected_splits),
             num_warps=1,
+            **overlapping,
         )
 
     def run(
@@ -214,6 +224,11 @@ class DecodePlan:
         self.attend_selected(q=q, k=selected[0], v=selected[1], start=start, indices=indices, **parts)
         self.merge(gates=gates, o=o, **parts)
         return o, indices
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a launch can start before the one before it has ended: Hopper and later."""
+    return not settings.triton_interpreted() and tiles.capability(device) >= (9, 0)
 
 
 @lru_cache(maxsize=MAX_PLANS)

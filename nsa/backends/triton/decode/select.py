@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import position_of, power_of_2
+from nsa.backends.triton.decode.common import follow, position_of, power_of_2
 from nsa.backends.triton.decode.near import window_split
 from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks, last_taken
@@ -115,11 +116,13 @@ def select_window_kernel(
     SLOTS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, N_TILES: tl.constexpr,
     N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
     WINDOW_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Selection of one token of one group, or one split of the window."""
     i_bg = tl.program_id(0)
     i_task = tl.program_id(1)
     if i_task < T:
+        follow(PDL)
         i_b = i_bg // G
         p_index = indices + ((i_b * T + i_task) * G + i_bg % G).to(tl.int64) * N_SELECT
         select_token(
@@ -130,6 +133,9 @@ def select_window_kernel(
             SEGMENTS=SEGMENTS,
         )  # fmt: skip
     else:
+        # Needs nothing of the launch before this one, which has itself waited for those before.
+        if PDL:
+            gdc_launch_dependents()
         i_s = (i_task - T) % WINDOW_SPLITS
         i_m = (i_task - T) // WINDOW_SPLITS
         window_split(
