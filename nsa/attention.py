@@ -24,6 +24,7 @@ from nsa.checks import (
 )
 from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
+from nsa.decoding import fused_step
 from nsa.functional import attention_kwargs
 from nsa.geometry import compressed_starts, n_compressed_of, query_positions
 from nsa.rope import Angles, Rope
@@ -141,6 +142,10 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `eager.LayerNode` returns, by calling the layer's modules, and from a cache if there is one."""
         start = None if cache is None else cache.lengths
+        stepped = None if cache is None else fused_step(self, x, cache, counts, position_offset)
+        if stepped is not None:
+            o, indices, gates = stepped
+            return self.o_proj(o.flatten(2)), indices, gates
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 from nsa.geometry import n_compressed, n_compressed_of
+from nsa.rope import Rope
 
 Pair = tuple[Tensor, Tensor]
 
@@ -128,6 +129,8 @@ class NSACache:
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             # The longest that each row has been since its reset: what the rings have overwritten.
             self.high_water = torch.zeros_like(self.lengths)
+            # RoPE's, for kernels that rotate what they write.
+            self.frequencies = Rope(config.d_k, config.rope_theta, config.rope_scaling).frequencies(self.device)
         # An upper bound on the row lengths that the host knows without reading the device.
         self.longest = 0
 
@@ -141,10 +144,13 @@ class NSACache:
         """The device of all buffers."""
         return self.lengths.device
 
+    def buffer_pairs(self) -> tuple[Pair, Pair, Pair, Pair]:
+        """Keys and values: raw tail, compressed, selected, window."""
+        return self.tail.pair, self.compressed, self.selected, self.window.pair
+
     def buffers(self) -> tuple[Tensor, ...]:
         """All tensors, each with `batch_size` rows."""
-        stores = (*self.selected, *self.compressed, *self.window.pair, *self.tail.pair)
-        return (*stores, self.lengths, self.high_water)
+        return (*(x for pair in self.buffer_pairs() for x in pair), self.lengths, self.high_water)
 
     @torch.no_grad()
     def stage(

@@ -215,7 +215,7 @@ LAYERS = (
     ),
     ("backends",),
     ("ops",),
-    ("attention", "cache", "compression", "functional", "rope"),
+    ("attention", "cache", "compression", "decoding", "functional", "rope"),
     ("model",),
     ("bench", "commands", "data", "evals", "generate", "inspect", "machine", "train"),
     ("cli", "doctor", "selftest"),

@@ -1,9 +1,11 @@
-"""One decode step in four launches: 1 to 8 new tokens per batch row over a cache, rows of any lengths.
+"""One decode step, 1 to 8 new tokens per batch row over a cache, rows of any lengths: its attention in four launches.
 
 1. `compressed.py`: split-KV attention over the compressed cache; each split pools its probabilities to blocks.
 2. `select.py`: importance from the pooled probabilities and the best blocks; beside it the sliding window.
 3. `near.py`: the selected blocks.
 4. `merge.py`: split-KV partials to branch outputs, gates, the sum.
+
+`step.py` puts the append to the cache and the emission of finished compressed blocks before them.
 
 Lengths are read on the device alone, and grids follow from the cache's capacity: a captured step can be replayed at any
 length. Results are bitwise deterministic and do not depend on the other rows of the batch (`plan.py`).
@@ -13,9 +15,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, plan_decode
+from nsa.backends.triton.decode.plan import MAX_TOKENS, DecodeTile, Hyperparameters, plan_decode
+from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
+
+__all__ = [
+    "MAX_TOKENS",
+    "DecodeTile",
+    "Hyperparameters",
+    "Mlp",
+    "Projected",
+    "Stores",
+    "decode_attention",
+    "decode_step",
+]
 
 Pair = tuple[Tensor, Tensor]
 

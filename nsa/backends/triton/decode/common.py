@@ -59,6 +59,15 @@ def position_of(start, i_b, o_t, max_len):
 
 
 @triton.jit
+def end_of(start, counts, i_b, max_len, T: tl.constexpr):
+    """How long the row is after the step, of whose tokens the first `counts[b]` are real; all without `counts`."""
+    n_new = T
+    if counts is not None:
+        n_new = tl.load(counts + i_b).to(tl.int32)
+    return tl.minimum(tl.load(start + i_b) + n_new, max_len)
+
+
+@triton.jit
 def load_step_rows(
     q, i_b, i_g, o_r, stride_b, stride_t, stride_h,
     H: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -1,11 +1,15 @@
-"""Partials of the three branches to the gated sum: one launch, one warp per (batch row, token, head)."""
+"""Partials of the three branches to the gated sum, and the cache's new lengths: the last launch of a step.
+
+Grid (B*G, rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
+other CTA of this launch reads them.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import follow
+from nsa.backends.triton.decode.common import end_of, follow
 from nsa.backends.triton.primitives import FLOOR
 
 
@@ -34,7 +38,8 @@ def merged(
 
 @triton.jit
 def merge_kernel(
-    part_o, part_m, part_l, gates, o, stride_gb, stride_gt, stride_gh, stride_gc,
+    part_o, part_m, part_l, gates, o, lengths, high_water, counts, max_len,
+    stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
     N_CMP: tl.constexpr, N_CMP_PAD: tl.constexpr, N_WIN: tl.constexpr, N_WIN_PAD: tl.constexpr, N_SEL: tl.constexpr,
     N_SEL_PAD: tl.constexpr, PDL: tl.constexpr,
@@ -59,3 +64,8 @@ def merge_kernel(
     o_d = tl.arange(0, BLOCK_DV)
     p_o = o + ((i_b * T + i_t) * (G * H) + i_head) * DV + o_d
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_d < DV)
+    if lengths is not None:  # noqa: SIM102  the first is known to the compiler
+        if (i_bg % G == 0) & (i_r == 0):
+            end = end_of(lengths, counts, i_b, max_len, T)
+            tl.store(lengths + i_b, end)
+            tl.store(high_water + i_b, tl.maximum(tl.load(high_water + i_b), end))

@@ -74,6 +74,8 @@ class DecodePlan:
         gates: Layout,
         how: Hyperparameters,
         tile: DecodeTile,
+        commits: bool,
+        counted: bool,
     ) -> None:
         batch, n_tokens, n_heads, d_k = q.shape
         groups, d_v = compressed[0].shape[2], compressed[1].shape[3]
@@ -118,10 +120,10 @@ class DecodePlan:
         shared = {"max_len": how.max_len, "scale_log2": how.scale * LOG2_E, "SLOTS": slots}
         shared |= {"G": groups, "H": heads, "DK": d_k, "DV": d_v, **wide}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
-        # An option that only compiled kernels know.
-        overlapping: dict[str, bool] = {"PDL": has_dependent_launch(device)}
-        if overlapping["PDL"]:
-            overlapping["launch_pdl"] = True
+        overlapping = dependent_launch(device)
+        # What a launch is not given is None in all its calls.
+        absent = {} if commits else {"lengths": None, "high_water": None}
+        absent |= {} if counted else {"counts": None}
         self.attend_compressed = Launch(
             compressed_split_kernel,
             (pairs, n_splits, row_tiles),
@@ -187,6 +189,8 @@ class DecodePlan:
             merge_kernel,
             (pairs, rows),
             **strides(g_bthc=gates),
+            **absent,
+            max_len=how.max_len,
             G=groups,
             H=heads,
             T=n_tokens,
@@ -211,7 +215,9 @@ class DecodePlan:
         window: tuple[Tensor, Tensor],
         gates: Tensor,
         start: Tensor,
+        **committed: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """`committed`: `lengths`, `high_water` and `counts`, as far as the plan is for them."""
         pool, tile_max, part_o, part_m, part_l = (torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch)
         shape, dtype, device = self.indices
         indices = torch.empty(shape, dtype=dtype, device=device)
@@ -222,13 +228,15 @@ class DecodePlan:
         self.attend_compressed(q=q, k=compressed[0], v=compressed[1], start=start, **pooled, **parts)
         self.select(q=q, k=window[0], v=window[1], start=start, indices=indices, **pooled, **parts)
         self.attend_selected(q=q, k=selected[0], v=selected[1], start=start, indices=indices, **parts)
-        self.merge(gates=gates, o=o, **parts)
+        self.merge(gates=gates, o=o, **parts, **committed)
         return o, indices
 
 
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a launch can start before the one before it has ended: Hopper and later."""
-    return not settings.triton_interpreted() and tiles.capability(device) >= (9, 0)
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Arguments and options of a launch that may start before the one before it has ended: on Hopper and later."""
+    if settings.triton_interpreted() or tiles.capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -240,5 +248,9 @@ def plan_decode(
     gates: Layout,
     how: Hyperparameters,
     tile: DecodeTile,
+    commits: bool = False,
+    counted: bool = False,
 ) -> DecodePlan:
-    return DecodePlan(q, compressed, selected, window, gates, how, tile)
+    """The plan for these layouts; with `commits` it also writes the cache's lengths, with `counted` some tokens may be
+    padding."""
+    return DecodePlan(q, compressed, selected, window, gates, how, tile, commits, counted)

@@ -1,0 +1,112 @@
+"""Takes a step's projections into the cache: RoPE of queries and keys, and the writes to its three stores.
+
+    out[:half] = x[:half] * cos - x[half:] * sin          out[half:] = x[half:] * cos + x[:half] * sin
+
+Grid (B*T, tiles of query heads + 3). The last three CTAs of a token write its selected, sliding and raw key and value;
+raw ones are what blocks are compressed from. A token that is padding or does not fit writes nothing. Angles are
+computed in fp64 from the position: no table, whose length would be the cache's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.backends.triton.decode.common import end_of, follow
+
+
+@triton.jit
+def rotated_halves(p_x, m_x, cos, sin, HALF: tl.constexpr):
+    """Both halves of the rows at `p_x`, turned; products are not fused into sums, to have the bits of plain torch."""
+    b_first = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    b_second = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
+    return b_first * cos - b_second * sin, b_second * cos + b_first * sin
+
+
+@triton.jit
+def angles_at(frequencies, position, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """`cos, sin [1, BLOCK_HALF]` at `position`."""
+    o_d = tl.arange(0, BLOCK_HALF)
+    b_angle = tl.load(frequencies + o_d, mask=o_d < HALF, other=0.0) * position.to(tl.float64)
+    return tl.cos(b_angle).to(tl.float32)[None, :], tl.sin(b_angle).to(tl.float32)[None, :]
+
+
+@triton.jit
+def put(
+    k, v, k_store, v_store, cos, sin, i_b, i_t, place, keep,
+    stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+    stride_ksb, stride_ksn, stride_vsb, stride_vsn,
+    G: tl.constexpr, G_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """One token's key and value of every group into `place` of its row."""
+    HALF: tl.constexpr = DK // 2
+    o_g = tl.arange(0, G_PAD)
+    o_d = tl.arange(0, BLOCK_HALF)
+    m_k = keep & (o_g < G)[:, None] & (o_d < HALF)[None, :]
+    p_k = k + i_b * stride_kb + i_t * stride_kt + (o_g * stride_kg)[:, None] + o_d[None, :]
+    p_ks = k_store + i_b * stride_ksb + place * stride_ksn + (o_g * DK)[:, None] + o_d[None, :]
+    if ROTATE:
+        b_first, b_second = rotated_halves(p_k, m_k, cos, sin, HALF)
+    else:
+        b_first, b_second = tl.load(p_k, mask=m_k, other=0.0), tl.load(p_k + HALF, mask=m_k, other=0.0)
+    tl.store(p_ks, b_first.to(k_store.dtype.element_ty), mask=m_k)
+    tl.store(p_ks + HALF, b_second.to(k_store.dtype.element_ty), mask=m_k)
+    o_v = tl.arange(0, BLOCK_DV)
+    m_v = keep & (o_g < G)[:, None] & (o_v < DV)[None, :]
+    p_v = v + i_b * stride_vb + i_t * stride_vt + (o_g * stride_vg)[:, None] + o_v[None, :]
+    p_vs = v_store + i_b * stride_vsb + place * stride_vsn + (o_g * DV)[:, None] + o_v[None, :]
+    tl.store(p_vs, tl.load(p_v, mask=m_v, other=0.0), mask=m_v)
+
+
+@triton.jit(do_not_specialize=["position_offset"])
+def append_kernel(
+    q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, q_out, tail_k, tail_v, selected_k, selected_v, window_k, window_v,
+    start, counts, frequencies, max_len, tail_places, window_places, position_offset,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+    stride_tkb, stride_tkn, stride_tvb, stride_tvn, stride_skb, stride_skn, stride_svb, stride_svn,
+    stride_wkb, stride_wkn, stride_wvb, stride_wvn,
+    HEADS: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr, HEAD_TILE: tl.constexpr, N_HEAD_TILES: tl.constexpr,
+    ROTATE_RAW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = DK // 2
+    follow(PDL)
+    i_b = (tl.program_id(0) // T).to(tl.int64)
+    i_t = tl.program_id(0) % T
+    i_task = tl.program_id(1)
+    position = tl.load(start + i_b) + i_t
+    cos, sin = angles_at(frequencies, position + position_offset, HALF, BLOCK_HALF)
+    if i_task < N_HEAD_TILES:
+        o_h = i_task * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        o_d = tl.arange(0, BLOCK_HALF)
+        m_q = (o_h < HEADS)[:, None] & (o_d < HALF)[None, :]
+        p_q = q + i_b * stride_qb + i_t * stride_qt + (o_h * stride_qh)[:, None] + o_d[None, :]
+        b_first, b_second = rotated_halves(p_q, m_q, cos, sin, HALF)
+        p_out = q_out + ((i_b * T + i_t) * HEADS + o_h)[:, None] * DK + o_d[None, :]
+        tl.store(p_out, b_first.to(q_out.dtype.element_ty), mask=m_q)
+        tl.store(p_out + HALF, b_second.to(q_out.dtype.element_ty), mask=m_q)
+    else:
+        keep = position < end_of(start, counts, i_b, max_len, T)
+        i_store = i_task - N_HEAD_TILES
+        if i_store == 0:
+            put(
+                k_sel, v_sel, selected_k, selected_v, cos, sin, i_b, i_t, position, keep,
+                stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+                stride_skb, stride_skn, stride_svb, stride_svn,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, True,
+            )  # fmt: skip
+        elif i_store == 1:
+            put(
+                k_win, v_win, window_k, window_v, cos, sin, i_b, i_t, position % window_places, keep,
+                stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+                stride_wkb, stride_wkn, stride_wvb, stride_wvn,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, True,
+            )  # fmt: skip
+        else:
+            put(
+                k_raw, v_raw, tail_k, tail_v, cos, sin, i_b, i_t, position % tail_places, keep,
+                stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+                stride_tkb, stride_tkn, stride_tvb, stride_tvn,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, ROTATE_RAW,
+            )  # fmt: skip

@@ -1,0 +1,231 @@
+"""A whole decode step between the projections: 6 launches, or 7 where an MLP compresses.
+
+Append (RoPE, the cache's writes), emission of finished compressed blocks, the four launches of the attention, the last
+of which takes the new tokens in for good. Whatever fails before it leaves the cache's lengths as they were.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.backends.triton.decode.append import append_kernel
+from nsa.backends.triton.decode.emit import inner_kernel, mean_kernel, outer_kernel
+from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, dependent_launch, plan_decode
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
+from nsa.backends.triton.tiles import block_width, row_contiguous
+from nsa.geometry import n_compressed
+
+Pair = tuple[Tensor, Tensor]
+Layouts = tuple[Layout, Layout]
+
+HEAD_TILE = 16
+CANDIDATES = 16
+HIDDEN_TILE = 32
+
+
+class Projected(NamedTuple):
+    """Queries `[B,T,Hq,Dk]`, and keys and values `[B,T,G,D]` of the three branches, none of them rotated."""
+
+    q: Tensor
+    raw: Pair
+    selected: Pair
+    window: Pair
+
+
+class Stores(NamedTuple):
+    """A cache's tensors: four pairs `[B,places+1,G,D]`, and `[B]` int32 lengths and high-water marks. `frequencies`:
+    RoPE's, fp64 `[Dk/2]`."""
+
+    tail: Pair
+    compressed: Pair
+    selected: Pair
+    window: Pair
+    lengths: Tensor
+    high_water: Tensor
+    frequencies: Tensor
+
+
+class Mlp(NamedTuple):
+    """The MLP that compresses keys or values: `position [l,D]`, `inner [H,l*D]`, `[H]`, `outer [D,H]`, `[D]`."""
+
+    position: Tensor
+    inner: Tensor
+    inner_bias: Tensor
+    outer: Tensor
+    outer_bias: Tensor
+
+
+class StepPlan:
+    """The launches before the attention."""
+
+    def __init__(
+        self,
+        q: Layout,
+        new: tuple[Layouts, Layouts, Layouts],
+        tail: Layouts,
+        compressed: Layouts,
+        selected: Layouts,
+        window: Layouts,
+        how: Hyperparameters,
+        hidden: tuple[int, int] | None,
+        rotate_raw: bool,
+        counted: bool,
+    ) -> None:
+        batch, n_tokens, n_heads, d_k = q.shape
+        groups, d_v = tail[0].shape[2], tail[1].shape[3]
+        assert len({(k.strides, v.strides) for k, v in new}) == 1, "one projection makes the keys of all branches"
+        for k, v in (tail, compressed, selected, window):
+            assert (k.strides[2], v.strides[2]) == (d_k, d_v), "stores are contiguous"
+        self.q_shape = (batch, n_tokens, n_heads, d_k)
+        common = {"G": groups, "T": n_tokens, "DK": d_k, "DV": d_v, "max_len": how.max_len}
+        common |= dependent_launch(q.device) | ({} if counted else {"counts": None})
+        n_head_tiles = triton.cdiv(n_heads, HEAD_TILE)
+        self.append = Launch(
+            append_kernel,
+            (batch * n_tokens, n_head_tiles + 3),
+            **strides(q_bth=q, k_btg=new[0][0], v_btg=new[0][1]),
+            **strides(tk_bn=tail[0], tv_bn=tail[1], sk_bn=selected[0], sv_bn=selected[1]),
+            **strides(wk_bn=window[0], wv_bn=window[1]),
+            **common,
+            tail_places=tail[0].shape[1] - 1,
+            window_places=window[0].shape[1] - 1,
+            HEADS=n_heads,
+            G_PAD=triton.next_power_of_2(groups),
+            BLOCK_HALF=triton.next_power_of_2(d_k // 2),
+            BLOCK_DV=triton.next_power_of_2(d_v),
+            HEAD_TILE=HEAD_TILE,
+            N_HEAD_TILES=n_head_tiles,
+            ROTATE_RAW=rotate_raw,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        # Blocks that a step may complete in a row; none where one is longer than the cache.
+        per_row = triton.cdiv(n_tokens, how.stride) if n_compressed(how.max_len, how.block, how.stride) else 0
+        self.candidates = batch * per_row * groups
+        self.hidden = None if hidden is None else tuple((self.candidates, size) for size in hidden)
+        if not self.candidates:
+            return
+        common |= {"n_candidates": self.candidates, "E": per_row, "BLOCK": how.block, "STRIDE": how.stride}
+        from_tail = strides(tk_bn=tail[0], tv_bn=tail[1]) | {"places": tail[0].shape[1] - 1}
+        into = strides(ck_bn=compressed[0], cv_bn=compressed[1]) | {"ROTATE": not rotate_raw}
+        into |= {"BLOCK_HALF_K": halves(d_k), "BLOCK_HALF_V": halves(d_v)}
+        if hidden is None:
+            self.mean = Launch(mean_kernel, (self.candidates, 2), **common, **from_tail, **into, num_warps=1)
+            return
+        n_tiles = triton.cdiv(self.candidates, CANDIDATES)
+        layers = {"C": CANDIDATES, "HIDDEN_K": hidden[0], "HIDDEN_V": hidden[1], "BLOCK_H": HIDDEN_TILE}
+        self.inner = Launch(
+            inner_kernel,
+            (n_tiles, triton.cdiv(max(hidden), HIDDEN_TILE), 2),
+            **common,
+            **from_tail,
+            **layers,
+            BLOCK_DK=block_width(d_k),
+            BLOCK_DV=block_width(d_v),
+            STAGES=4,
+            num_warps=4,
+        )
+        self.outer = Launch(outer_kernel, (n_tiles, 2), **common, **into, **layers, num_warps=4)
+
+
+def halves(head_dim: int) -> int:
+    """Features of half a head as a tile has them: two of these are a dimension of a matmul, which is at least 16."""
+    return max(8, triton.next_power_of_2(head_dim // 2))
+
+
+plan_step = lru_cache(maxsize=MAX_PLANS)(StepPlan)
+
+
+def decode_step(
+    new: Projected,
+    stores: Stores,
+    gates: Tensor,
+    how: Hyperparameters,
+    *,
+    phi: tuple[Mlp, Mlp] | None,
+    rotate_raw: bool = False,
+    position_offset: int = 0,
+    counts: Tensor | None = None,
+    tile: DecodeTile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Append `T` new tokens per row to a cache, and attend from them.
+
+    Args:
+        new: the projections of the new tokens; keys and values of the three branches with the same strides.
+        stores: the cache, written in place; its lengths last.
+        gates: `[B,T,Hq,3]`.
+        how: the hyperparameters and `max_len`. A token at or past `max_len` is dropped.
+        phi: the MLPs that compress keys and values; None: the mean.
+        rotate_raw: raw keys are rotated before they are compressed, not after.
+        position_offset: added to RoPE's positions.
+        counts: integers `[B]`, how many of the `T` tokens are real, the first ones.
+
+    Returns:
+        `o [B,T,Hq,Dv]` and the selected blocks `[B,T,G,n_select]`, as of `decode_attention`.
+    """
+    q = row_contiguous(new.q)
+    pairs = (stores.tail, stores.compressed, stores.selected, stores.window)
+    keys = [(layout(k), layout(v)) for k, v in (new.raw, new.selected, new.window)]
+    laid = [(layout(k), layout(v)) for k, v in pairs]
+    counted = counts is not None
+    hidden = None if phi is None else (phi[0].inner.shape[0], phi[1].inner.shape[0])
+    plan = plan_step(layout(q), tuple(keys), *laid, how, hidden, rotate_raw, counted)
+    given = {} if counts is None else {"counts": counts}
+    start = {"start": stores.lengths, **given}
+    tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
+    turned = {"frequencies": stores.frequencies, "position_offset": position_offset}
+    rotated = torch.empty(plan.q_shape, dtype=q.dtype, device=q.device)
+    plan.append(
+        q=q,
+        k_raw=new.raw[0],
+        v_raw=new.raw[1],
+        k_sel=new.selected[0],
+        v_sel=new.selected[1],
+        k_win=new.window[0],
+        v_win=new.window[1],
+        q_out=rotated,
+        selected_k=stores.selected[0],
+        selected_v=stores.selected[1],
+        window_k=stores.window[0],
+        window_v=stores.window[1],
+        **tail,
+        **start,
+        **turned,
+    )
+    if plan.candidates:
+        into = {"compressed_k": stores.compressed[0], "compressed_v": stores.compressed[1], **start, **turned}
+        if phi is None:
+            plan.mean(**tail, **into)
+        else:
+            k, v = phi
+            hidden_k, hidden_v = (torch.empty(shape, dtype=q.dtype, device=q.device) for shape in plan.hidden or ())
+            between = {"hidden_k": hidden_k, "hidden_v": hidden_v}
+            plan.inner(
+                position_k=k.position,
+                position_v=v.position,
+                weight_k=k.inner,
+                weight_v=v.inner,
+                bias_k=k.inner_bias,
+                bias_v=v.inner_bias,
+                **between,
+                **tail,
+                **start,
+            )
+            plan.outer(
+                weight_k=k.outer,
+                weight_v=v.outer,
+                bias_k=k.outer_bias,
+                bias_v=v.outer_bias,
+                **between,
+                **into,
+            )
+    attention = plan_decode(
+        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), commits=True, counted=counted
+    )
+    committed = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
+    return attention.run(rotated, *pairs[1:], gates, stores.lengths, **committed)

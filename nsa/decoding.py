@@ -1,0 +1,113 @@
+"""The short way of a cached step: a few new tokens per row, from the projections to the attention's output in one call.
+
+Where the decode kernels run, they take the place of `NSACache.stage`, the ops and `NSACache.commit`; everything else
+(longer steps, other backends, `torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nsa import settings
+from nsa.backends import triton
+from nsa.backends.problem import Problem
+from nsa.backends.routing import BackendFailure, router
+from nsa.cache import NSACache
+
+if TYPE_CHECKING:
+    from nsa.attention import NSAAttention
+    from nsa.compression import Compression
+
+MAX_TOKENS = 8
+
+
+def fused_step(
+    layer: NSAAttention, x: Tensor, cache: NSACache, counts: Tensor | None, position_offset: int | Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Append the tokens `x [B,T,dim]` to `cache` and attend from them, where the decode kernels can.
+
+    Args:
+        layer: whose weights and hyperparameters are used.
+        x: the new tokens, real ones first.
+        cache: advanced by the step.
+        counts: integers `[B]`, real tokens per row; None: all.
+        position_offset: added to RoPE's positions.
+
+    Returns:
+        `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the step must go the
+        long way, and the cache is as it was.
+
+    Raises:
+        ValueError: the tokens do not fit into the cache.
+        BackendFailure: the kernels cannot be launched, and the layer's backend is `triton` or it is strict.
+    """
+    if not isinstance(position_offset, int) or not fits(layer, x, cache):
+        return None
+    c = layer.config
+    problem = decode_problem(layer, x, cache)
+    if not kernels_run(problem, c.backend):
+        return None
+    longest = cache.longest_after(x.shape[1], counts)
+    decode, _ = triton.load("decode")
+    q, ks, vs = layer.unrotated(x)
+    gates = layer.gate(x)
+    new = decode.Projected(q, *zip(ks, vs, strict=True))
+    phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
+    how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
+    try:
+        o, indices = triton.decode_step(
+            new,
+            decode.Stores(*cache.buffer_pairs(), cache.lengths, cache.high_water, cache.frequencies),
+            gates,
+            how,
+            phi=phi,
+            rotate_raw=c.compress_rope == "before",
+            position_offset=position_offset,
+            counts=counts,
+        )
+    except BackendFailure as failure:
+        if c.backend != "auto" or c.strict:
+            raise
+        router().failed[problem, "triton"] = str(failure)
+        router().note_failure("triton", problem, "decode_step", str(failure), "the path for longer steps")
+        return None
+    cache.longest = longest
+    router().counts.add_call("decode", "triton")
+    return o, indices, gates
+
+
+def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
+    """Whether this is a step for the decode kernels, as far as the layer and the cache go."""
+    n_new, dtype = x.shape[1], layer.q_proj.weight.dtype
+    # A ring that holds fewer tokens would lose some that the step's first token still sees.
+    rollback = n_new - 1 <= cache.max_rollback or min(cache.window.places, cache.tail.places) == cache.max_len
+    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    return plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
+
+
+def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:
+    c = layer.config
+    return Problem(
+        batch=x.shape[0],
+        n_queries=x.shape[1],
+        n_keys=cache.max_len,
+        n_heads=c.n_heads,
+        n_groups=c.n_kv_groups,
+        d_k=c.d_k,
+        d_v=c.d_v,
+        dtype=x.dtype,
+        device=x.device.type,
+    )
+
+
+def kernels_run(problem: Problem, backend: str) -> bool:
+    if backend not in ("auto", "triton") or settings.current().force_parity or triton.supports(problem) is not None:
+        return False
+    return backend == "triton" or (triton.explicit_only(problem) is None and (problem, "triton") not in router().failed)
+
+
+def weights_of(decode: Any, phi: Compression) -> Any:
+    return decode.Mlp(phi.position, phi.inner.weight, phi.inner.bias, phi.outer.weight, phi.outer.bias)
