@@ -31,24 +31,35 @@ def compile_steps(steps: list[str], target: str) -> list[Compiled]:
 
 
 def compile_step(step: str) -> None:
+    """One step of a layer, by the launchers that it would call."""
     import torch
 
-    from nsa.backends.triton.decode import Hyperparameters, decode_attention
+    from nsa.backends.triton.decode import Hyperparameters, Mlp, Projected, Stores, decode_step
     from nsa.geometry import n_compressed
 
     heads, groups, width, tokens, max_len, name = STEPS[step]
-    dtype = getattr(torch, name)
+    block, stride, dtype = 32, 16, getattr(torch, name)
 
-    def store(places: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.empty(1, places + 1, groups, width, dtype=dtype)
-        return x, x
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-    how = Hyperparameters(32, 16, 64, 16, 1, 2, 512, width**-0.5, max_len)
-    q = torch.empty(2, tokens, heads, width, dtype=dtype)
-    gates = torch.empty(2, tokens, heads, 3, dtype=dtype)
-    start = torch.zeros(2, dtype=torch.int32)
-    stores = (store(n_compressed(max_len, 32, 16)), store(max_len), store(544))
-    decode_attention(q, *stores, gates, start, how)
+    def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor(2, length, groups, width), tensor(2, length, groups, width)
+
+    how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, width**-0.5, max_len)
+    new = Projected(tensor(2, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
+    pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
+    lengths = torch.zeros(2, dtype=torch.int32)
+    stores = Stores(*pairs, lengths, lengths, torch.empty(width // 2, dtype=torch.float64))
+    mlp = Mlp(
+        tensor(block, width),
+        tensor(2 * width, block * width),
+        tensor(2 * width),
+        tensor(width, 2 * width),
+        tensor(width),
+    )
+    for phi in ((mlp, mlp), None):
+        decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)
 
 
 def main() -> None:
