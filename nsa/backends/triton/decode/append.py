@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import end_of, follow
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def rotated_halves(p_x, m_x, cos, sin, HALF: tl.constexpr):
 def angles_at(frequencies, position, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
     """`cos, sin [1, BLOCK_HALF]` at `position`."""
     o_d = tl.arange(0, BLOCK_HALF)
-    b_angle = tl.load(frequencies + o_d, mask=o_d < HALF, other=0.0) * position.to(tl.float64)
-    return tl.cos(b_angle).to(tl.float32)[None, :], tl.sin(b_angle).to(tl.float32)[None, :]
+    cos, sin = cosine_and_sine(position, tl.load(frequencies + o_d, mask=o_d < HALF, other=0.0))
+    return cos[None, :], sin[None, :]
 
 
 @triton.jit

@@ -68,6 +68,15 @@ def end_of(start, counts, i_b, max_len, T: tl.constexpr):
 
 
 @triton.jit
+def cosine_and_sine(b_position, b_frequency):
+    """Of `position * frequency`: integers, and fp64. Whole turns are dropped in fp64; the rest is below pi, and fp32 is
+    exact enough for it."""
+    b_turns = b_position.to(tl.float64) * b_frequency * 0.15915494309189535
+    b_angle = ((b_turns - tl.floor(b_turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    return tl.cos(b_angle), tl.sin(b_angle)
+
+
+@triton.jit
 def load_step_rows(
     q, i_b, i_g, o_r, stride_b, stride_t, stride_h,
     H: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import end_of, follow
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow
 from nsa.backends.triton.selection import complete_blocks
 
 
@@ -40,8 +40,7 @@ def store_block(
     if ROTATE:
         # [C, BLOCK_HALF], at the block's first position
         b_frequency = tl.load(frequencies + o_d, mask=o_d < HALF, other=0.0)
-        b_angle = (o_index * STRIDE + position_offset).to(tl.float64)[:, None] * b_frequency[None, :]
-        b_cos, b_sin = tl.cos(b_angle).to(tl.float32), tl.sin(b_angle).to(tl.float32)
+        b_cos, b_sin = cosine_and_sine((o_index * STRIDE + position_offset)[:, None], b_frequency[None, :])
         b_turned = b_first * b_cos - b_second * b_sin
         b_second = b_second * b_cos + b_first * b_sin
         b_first = b_turned
