@@ -1,0 +1,322 @@
+"""The decode kernels against the reference in fp64: attention over given stores, then whole steps of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from interpreted import DEVICE, INTERPRETED
+from torch import Tensor
+
+from nsa import NSAAttention, NSAConfig, reference
+from nsa.backends import routing
+from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
+from nsa.geometry import n_compressed
+
+# Small tiles and splits, so that short caches have several of each.
+SMALL = DecodeTile(tile_bytes=1024, split=32, window_split=8, selected_split=2)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    lengths: tuple[int, ...]  # of each row before the step
+    tokens: int = 1
+    heads: int = 4
+    groups: int = 2
+    d_k: int = 16
+    d_v: int = 16
+    max_len: int = 96
+    block: int = 8
+    stride: int = 4
+    select_block: int = 16
+    n_select: int = 4
+    n_init: int = 1
+    n_local: int = 2
+    window: int = 20
+    rollback: int = 8
+    dtype: torch.dtype = torch.float32
+    tile: DecodeTile = SMALL
+
+    @property
+    def how(self) -> Hyperparameters:
+        selection = (self.select_block, self.n_select, self.n_init, self.n_local)
+        return Hyperparameters(self.block, self.stride, *selection, self.window, self.d_k**-0.5, self.max_len)
+
+
+class StepInputs:
+    """Random stores; what no token of the step may read is NaN."""
+
+    def __init__(self, case: StepCase, *, n_distinct: int | None = None) -> None:
+        self.case, batch = case, len(case.lengths)
+        self.generator = torch.Generator().manual_seed(0)
+        self.q = self.normal(batch, case.tokens, case.heads, case.d_k)
+        self.gates = torch.rand(batch, case.tokens, case.heads, 3, generator=self.generator).to(case.dtype)
+        self.start = torch.tensor(case.lengths, dtype=torch.int32)
+        n_blocks = n_compressed(case.max_len, case.block, case.stride)
+        self.compressed, self.selected, by_position = (self.store(n) for n in (n_blocks, case.max_len, case.max_len))
+        if n_distinct is not None:
+            keys = self.compressed[0]
+            keys.copy_(keys[:, torch.arange(keys.shape[1]) % n_distinct])
+        self.by_position = by_position
+        places = min(case.window + case.rollback, case.max_len)
+        self.window = tuple(torch.full_like(x[:, : places + 1], torch.nan) for x in by_position)
+        for b, length in enumerate(case.lengths):
+            end = min(length + case.tokens, case.max_len)
+            for ring, x in zip(self.window, by_position, strict=True):
+                for position in range(max(0, end - places), end):
+                    ring[b, position % places] = x[b, position]
+            for store, n in ((self.selected, end), (self.compressed, n_compressed(end, case.block, case.stride))):
+                for x in store:
+                    x[b, n:] = torch.nan
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.case.dtype)
+
+    def store(self, places: int) -> tuple[Tensor, Tensor]:
+        batch, groups = len(self.case.lengths), self.case.groups
+        return (
+            self.normal(batch, places + 1, groups, self.case.d_k),
+            self.normal(batch, places + 1, groups, self.case.d_v),
+        )
+
+    def run(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Of some of the rows."""
+        c = self.case
+        stores = [tuple(x[rows].to(DEVICE) for x in pair) for pair in (self.compressed, self.selected, self.window)]
+        q, gates, start = (x[rows].to(DEVICE) for x in (self.q, self.gates, self.start))
+        o, indices = decode_attention(q, *stores, gates, start, c.how, c.tile)
+        return o.cpu(), indices.cpu()
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        c = self.case
+
+        def wide(pair: tuple[Tensor, ...]) -> list[Tensor]:
+            return [x[:, :-1].double().nan_to_num(0.0) for x in pair]
+
+        q, start = self.q.double(), self.start
+        (k_cmp, v_cmp), compression = wide(self.compressed), {"block": c.block, "stride": c.stride, "q_start": start}
+        o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, **compression)
+        names = ("select_block", "n_select", "n_init", "n_local")
+        selection = {name: getattr(c, name) for name in names}
+        indices = reference.select_blocks(q, k_cmp, lse, **compression, **selection)
+        size = c.select_block
+        o_sel, _ = reference.selected_attention(q, *wide(self.selected), indices, select_block=size, q_start=start)
+        o_win, _ = reference.sliding_attention(q, *wide(self.by_position), window=c.window, q_start=start)
+        gates = self.gates.double()
+        return gates[..., :1] * o_cmp + gates[..., 1:2] * o_sel + gates[..., 2:] * o_win, indices
+
+
+CASES = {
+    "one token": StepCase(lengths=(37, 0, 95)),
+    "an empty row": StepCase(lengths=(0,), tokens=3),
+    "borders of blocks": StepCase(lengths=(7, 8, 11, 12, 15, 16, 63, 64)),
+    "borders of the window": StepCase(lengths=(19, 20, 21, 27, 28, 29), tokens=2),
+    "three heads per group": StepCase(lengths=(37, 90), tokens=4, heads=6),
+    "one head per group": StepCase(lengths=(37, 90), tokens=2, heads=2),
+    "sixteen heads per group": StepCase(lengths=(70,), tokens=2, heads=16, groups=1),
+    "more rows than a tile": StepCase(lengths=(70,), tokens=5, heads=16, groups=1),
+    "values wider than keys": StepCase(lengths=(37, 90), tokens=2, d_v=48),
+    "keys wider than values": StepCase(lengths=(37,), d_k=64, d_v=16),
+    "no forced blocks": StepCase(lengths=(90, 40), n_init=0, n_local=0, select_block=8),
+    "only forced blocks": StepCase(lengths=(90, 40), n_init=2, n_local=2, select_block=8),
+    "three strides per selection block": StepCase(lengths=(90, 55), tokens=3, select_block=12),
+    "blocks that reach far": StepCase(lengths=(90, 55), block=24, select_block=8),
+    "blocks that do not overlap": StepCase(lengths=(90, 55), block=4),
+    "a cache shorter than a block": StepCase(lengths=(9, 3), max_len=12, block=16, stride=16),
+    "a cache shorter than the window": StepCase(lengths=(9, 3), max_len=14, tokens=2),
+    "a selection block longer than a tile": StepCase(lengths=(90, 40), select_block=32, n_select=2, n_local=1),
+    "default tiles": StepCase(
+        lengths=(290,),
+        max_len=300,
+        tokens=2,
+        d_k=64,
+        d_v=64,
+        block=32,
+        stride=16,
+        select_block=64,
+        n_select=3,
+        n_local=1,
+        window=64,
+        tile=DecodeTile(),
+    ),
+    "fp16": StepCase(lengths=(37, 90), tokens=2, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_attends_as_the_reference_does(name: str) -> None:
+    inputs = StepInputs(CASES[name])
+    o, indices = inputs.run()
+    expected, expected_indices = inputs.expected()
+    assert torch.equal(indices, expected_indices)
+    tolerance = TOLERANCE[inputs.case.dtype]
+    torch.testing.assert_close(o.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("n_distinct", [1, 3, 4])
+def test_of_equal_blocks_the_lower_is_selected_in_whichever_split_it_lies(n_distinct: int) -> None:
+    inputs = StepInputs(StepCase(lengths=(95, 61), select_block=8, block=4), n_distinct=n_distinct)
+    # Large scores: a probability relative to another maximum would be rounded otherwise.
+    inputs.q *= 7.3
+    _, indices = inputs.run()
+    assert torch.equal(indices, inputs.expected()[1])
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    inputs = StepInputs(StepCase(lengths=(37, 0, 90, 64), tokens=2))
+    o, indices = inputs.run()
+    for b in range(4):
+        alone = inputs.run(slice(b, b + 1))
+        assert torch.equal(alone[0], o[b : b + 1])
+        assert torch.equal(alone[1], indices[b : b + 1])
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = StepInputs(StepCase(lengths=(37, 0, 94), tokens=2))
+    plain = inputs.run()
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        made = empty(*args, **options)
+        return made.fill_(torch.nan if made.is_floating_point() else -77)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    for actual, expected in zip(inputs.run(), plain, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_tokens_past_the_end_are_finite_and_the_others_as_without_them() -> None:
+    inputs = StepInputs(StepCase(lengths=(94, 30), tokens=4))
+    o, _ = inputs.run()
+    assert o.isfinite().all()
+    # The first two tokens of the first row fit.
+    inputs.q, inputs.gates = inputs.q[:, :2], inputs.gates[:, :2]
+    torch.testing.assert_close(o[:, :2].double(), inputs.expected()[0], atol=1e-5, rtol=1e-5)
+
+
+LAYER = {
+    "dim": 24,
+    "n_heads": 4,
+    "n_kv_groups": 2,
+    "d_k": 16,
+    "d_v": 16,
+    "l": 8,
+    "d": 4,
+    "l_sel": 8,
+    "n_sel": 4,
+    "w": 12,
+}
+
+
+def layers(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[NSAAttention, NSAAttention]:
+    """A layer that steps through the kernels, and the reference in fp64 with the same weights."""
+    fused = NSAAttention(NSAConfig(**{**LAYER, **changed}, backend="triton")).to(DEVICE, dtype)
+    plain = NSAAttention(NSAConfig(**{**LAYER, **changed}, backend="reference")).double()
+    plain.load_state_dict(fused.state_dict())
+    return fused, plain
+
+
+def assert_steps_equal_the_whole(
+    fused: NSAAttention, plain: NSAAttention, steps: list[int], *, batch: int = 2, max_len: int | None = None
+) -> None:
+    length = sum(steps)
+    x = torch.randn(batch, length, fused.config.dim, dtype=fused.q_proj.weight.dtype)
+    with torch.no_grad():
+        whole = plain(x.double())
+        cache = fused.new_cache(batch, max_len or length)
+        routing.router().counts.clear()
+        y = torch.cat([fused(part.to(DEVICE), cache=cache).cpu() for part in x.split(steps, dim=1)], dim=1)
+    assert routing.router().counts.calls["decode", "triton"] == len(steps)
+    assert cache.lengths.tolist() == [length] * batch
+    assert cache.high_water.tolist() == [length] * batch
+    torch.testing.assert_close(y.double(), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [
+        pytest.param({}, [8, 8, 3, 1, 2, 1, 1, 8], id="mlp"),
+        pytest.param({"phi": "mean", "share_kv": True}, [1, 1, 1, 5, 4, 8], id="mean, shared K/V"),
+        pytest.param({"compress_rope": "before", "d_v": 32, "phi_hidden": 20}, [7, 3, 8, 3], id="rotated before"),
+        pytest.param({"phi": "mean", "n_heads": 3, "n_kv_groups": 1, "d": 2, "l": 4}, [7, 1, 8, 6], id="short blocks"),
+    ],
+)
+def test_steps_of_a_layer_equal_the_whole_sequence(changed: dict[str, Any], steps: list[int]) -> None:
+    assert_steps_equal_the_whole(*layers(**changed), steps)
+
+
+def test_many_steps_equal_the_whole_sequence() -> None:
+    """Past several borders of blocks, windows and rings; single tokens where there is a GPU to take them."""
+    fused, plain = layers(phi="mean", n_heads=1, n_kv_groups=1, dim=8, w=40, n_sel=5)
+    assert_steps_equal_the_whole(fused, plain, [8] * 25 if INTERPRETED else [1] * 500, batch=1)
+
+
+def step_both(fused: NSAAttention, plain: NSAAttention, lengths: list[int], max_len: int, **options: Any) -> Any:
+    """Caches of both layers, filled alike by the plain one to rows of `lengths`."""
+    caches = [layer.new_cache(len(lengths), max_len, **options) for layer in (fused, plain)]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    x = torch.randn(len(lengths), max(lengths), fused.config.dim, dtype=torch.float64)
+    plain(x, attention_mask=mask, cache=caches[1])
+    for mine, other in zip(*(cache.buffers() for cache in caches), strict=True):
+        mine.copy_(other)
+    caches[0].longest = caches[1].longest
+    return caches
+
+
+def test_rows_of_different_lengths_and_padding_step_as_the_general_path() -> None:
+    fused, plain = layers()
+    mine, other = step_both(fused, plain, [3, 30, 17], 48)
+    for mask in ([[1, 1], [1, 0], [0, 1]], [[0, 0], [1, 1], [1, 0]], [[1, 1], [1, 1], [1, 1]]):
+        kept = torch.tensor(mask, dtype=torch.bool)
+        x = torch.randn(3, 2, fused.config.dim)
+        with torch.no_grad():
+            y = fused(x.to(DEVICE), attention_mask=kept.to(DEVICE), cache=mine).cpu()
+            torch.testing.assert_close(
+                y.double(), plain(x.double(), attention_mask=kept, cache=other), atol=1e-5, rtol=0
+            )
+        for a, b in zip(mine.buffers(), other.buffers(), strict=True):
+            a, b = (x[:, :-1] if x.dim() > 1 else x for x in (a, b))
+            torch.testing.assert_close(a.cpu().double(), b.double(), atol=1e-5, rtol=0)
+
+
+def test_a_full_static_cache_drops_what_does_not_fit() -> None:
+    fused, plain = layers()
+    mine, other = step_both(fused, plain, [14, 5], 16, static=True)
+    x = torch.randn(2, 4, fused.config.dim)
+    with torch.no_grad():
+        y, expected = fused(x.to(DEVICE), cache=mine).cpu(), plain(x.double(), cache=other)
+    assert mine.lengths.tolist() == [16, 9]
+    torch.testing.assert_close(y[0, :2].double(), expected[0, :2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(y[1].double(), expected[1], atol=1e-5, rtol=0)
+    assert y.isfinite().all()
+
+
+def test_a_full_cache_refuses_and_is_unchanged() -> None:
+    fused, plain = layers()
+    mine, _ = step_both(fused, plain, [14, 5], 16)
+    before = [x.clone() for x in mine.buffers()]
+    with pytest.raises(ValueError, match=r"17 .*max_len = 16"), torch.no_grad():
+        fused(torch.randn(2, 3, fused.config.dim, device=DEVICE), cache=mine)
+    assert all(torch.equal(a, b) for a, b in zip(before, mine.buffers(), strict=True))
+
+
+def test_a_longer_step_or_a_small_ring_goes_the_general_way() -> None:
+    fused, _ = layers()
+    plain = NSAAttention(NSAConfig(**LAYER, backend="auto")).to(DEVICE)
+    routing.router().counts.clear()
+    with torch.no_grad():
+        plain(torch.randn(1, 9, fused.config.dim, device=DEVICE), cache=plain.new_cache(1, 40))
+        plain(torch.randn(1, 3, fused.config.dim, device=DEVICE), cache=plain.new_cache(1, 40, max_rollback=1))
+    assert routing.router().counts.calls["decode", "triton"] == 0
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU `auto` takes the kernels")
+def test_the_interpreter_runs_only_by_name() -> None:
+    layer = NSAAttention(NSAConfig(**LAYER))
+    routing.router().counts.clear()
+    with torch.no_grad():
+        layer(torch.randn(1, 1, layer.config.dim), cache=layer.new_cache(1, 40))
+    assert routing.router().counts.calls["decode", "triton"] == 0

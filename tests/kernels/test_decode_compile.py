@@ -1,0 +1,45 @@
+"""The decode kernels compile for an H200, fit its shared memory, and reduce over the warps that they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from compiling import TARGETS, Compiled
+
+HERE = Path(__file__).parent
+# The sines' reduction of large angles, which is not taken, has an array of its own in memory.
+TRIGONOMETRIC = {"append_kernel", "mean_kernel", "outer_kernel"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    out = tmp_path_factory.mktemp("decode") / "kernels.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "compile_decode.py"), "--target", "sm_90", "--steps", "64/4/128x1"]
+    path = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
+    subprocess.run([*command, "--out", str(out)], check=True, env={**environment, "PYTHONPATH": path}, timeout=600)
+    return [Compiled(**kernel) for kernel in json.loads(out.read_text())]
+
+
+def test_every_launch_of_a_step_compiles(compiled: list[Compiled]) -> None:
+    assert {x.kernel: x.error for x in compiled if x.error} == {}
+    # Seven with an MLP, and the mean in the place of its two.
+    assert len(compiled) == 8
+
+
+def test_kernels_fit_and_do_not_spill(compiled: list[Compiled]) -> None:
+    for x in compiled:
+        assert x.shared <= TARGETS["sm_90"].shared, x.kernel
+        assert x.spills <= (16 if x.kernel in TRIGONOMETRIC else 0), x.kernel
+
+
+def test_no_reduction_mistakes_its_warps(compiled: list[Compiled]) -> None:
+    assert {x.kernel: x.mistaken for x in compiled if x.mistaken} == {}
