@@ -29,7 +29,7 @@ from nsa.geometry import n_compressed
 
 MAX_TOKENS = 8
 MAX_ROWS = 64
-# Floats of pooled probabilities that a CTA of the selection works on at once.
+# Floats of pooled probabilities that a CTA of the selection loads at once.
 POOL_ELEMENTS = 4096
 
 
@@ -158,7 +158,7 @@ class DecodePlan:
             N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
             BLOCK_J=block_j,
-            HEADS=max(1, min(triton.next_power_of_2(heads), POOL_ELEMENTS // n_columns)),
+            UNROLL=max(1, min(heads, POOL_ELEMENTS // n_columns)),
             SEGMENTS=min(32 * tile.near_warps, n_columns // 4),
             WINDOW_SPLITS=window_splits,
             SPLIT=tile.window_split,

@@ -26,41 +26,36 @@ def pooled_importance(
     pool, tile_max, part_m, part_l, i_bg, i_t, n_seen,
     H: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr, SLOTS: tl.constexpr,
     N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr,
-    BLOCK_J: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """`[N_TILES_PAD, BLOCK_J]` importance of every selection block that a seen compressed block reaches, else 0."""
+    """`[N_TILES_PAD, BLOCK_J]` importance of every selection block that a seen compressed block reaches, else 0.
+
+    Head by head: with the heads as an axis to sum over, what Triton 3.6 compiled selected wrong blocks on an H200.
+    """
     o_s = tl.arange(0, N_SPLITS_PAD)
     o_tile = tl.arange(0, N_TILES_PAD)
-    o_j = o_tile[:, None] * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
-    # The first blocks of a tile are reached from the tile before.
-    o_in = tl.arange(0, BLOCK_J)[None, None, :]
+    o_in = tl.arange(0, BLOCK_J)[None, :]
+    o_j = o_tile[:, None] * BLOCK_J + o_in
+    m_tile = o_tile * (BLOCK_J * R) < n_seen
+    m_before = (o_tile >= 1) & ((o_tile - 1) * (BLOCK_J * R) < n_seen)
     b_importance = tl.zeros([N_TILES_PAD, BLOCK_J], tl.float32)
-    for i_h in tl.static_range(0, H, HEADS):
-        o_h = i_h + tl.arange(0, HEADS)
-        m_h = o_h < H
-        o_row = i_bg.to(tl.int64) * ROWS + i_t * H + o_h
-        # [N_SPLITS_PAD, HEADS]
-        o_part = (i_bg.to(tl.int64) * SLOTS + o_s)[:, None] * ROWS + (i_t * H + o_h)[None, :]
-        m_part = (o_s < N_SPLITS)[:, None] & m_h[None, :]
-        b_l = tl.load(part_l + o_part, mask=m_part, other=0.0)
-        b_m = tl.load(part_m + o_part, mask=m_part & (b_l > 0), other=FLOOR)
-        # [HEADS]
-        b_top = tl.max(b_m, 0)
-        b_sum = tl.sum(b_l * power_of_2(b_m - b_top[None, :]), 0)
-        b_weight = 1.0 / tl.where(b_sum > 0, b_sum, 1.0)
-        # [HEADS, N_TILES_PAD]
-        p_max = tile_max + (o_row * N_TILES)[:, None] + o_tile[None, :]
-        m_tile = m_h[:, None] & (o_tile * (BLOCK_J * R) < n_seen)[None, :]
-        b_scale = power_of_2(tl.load(p_max, mask=m_tile, other=FLOOR) - b_top[:, None])
-        m_before = m_h[:, None] & ((o_tile >= 1) & ((o_tile - 1) * (BLOCK_J * R) < n_seen))[None, :]
-        b_before = power_of_2(tl.load(p_max - 1, mask=m_before, other=FLOOR) - b_top[:, None])
-        b_pooled = tl.zeros([HEADS, N_TILES_PAD, BLOCK_J], tl.float32)
+    for i_h in tl.range(H, loop_unroll_factor=UNROLL):
+        i_row = i_bg.to(tl.int64) * ROWS + i_t * H + i_h
+        o_part = (i_bg.to(tl.int64) * SLOTS + o_s) * ROWS + i_t * H + i_h
+        b_l = tl.load(part_l + o_part, mask=o_s < N_SPLITS, other=0.0)
+        b_m = tl.load(part_m + o_part, mask=b_l > 0, other=FLOOR)
+        top = tl.max(b_m, 0)
+        total = tl.sum(b_l * power_of_2(b_m - top), 0)
+        # [N_TILES_PAD], and of the tile before: the first blocks of a tile are reached from there
+        p_max = tile_max + i_row * N_TILES + o_tile
+        b_scale = power_of_2(tl.load(p_max, mask=m_tile, other=FLOOR) - top)
+        b_before = power_of_2(tl.load(p_max - 1, mask=m_before, other=FLOOR) - top)
+        b_pooled = tl.zeros([N_TILES_PAD, BLOCK_J], tl.float32)
         for c in tl.static_range(REACH + 1):
-            m_c = (o_j >= c) & ((o_j - c) * R < n_seen)
-            p_c = pool + ((o_row * (REACH + 1) + c) * (N_TILES * BLOCK_J))[:, None, None] + (o_j - c)[None, :, :]
-            b_c = tl.load(p_c, mask=m_c[None, :, :] & m_h[:, None, None], other=0.0)
-            b_pooled += b_c * tl.where(o_in < c, b_before[:, :, None], b_scale[:, :, None])
-        b_importance += tl.sum(b_pooled * b_weight[:, None, None], 0)
+            p_c = pool + (i_row * (REACH + 1) + c) * (N_TILES * BLOCK_J) + (o_j - c)
+            b_c = tl.load(p_c, mask=(o_j >= c) & ((o_j - c) * R < n_seen), other=0.0)
+            b_pooled += b_c * tl.where(o_in < c, b_before[:, None], b_scale[:, None])
+        b_importance += b_pooled * (1.0 / tl.where(total > 0, total, 1.0))
     return b_importance
 
 
@@ -70,7 +65,7 @@ def select_token(
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     R: tl.constexpr, REACH: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr, SLOTS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
-    N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, HEADS: tl.constexpr,
+    N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """The blocks that one token of one group reads: `N_SELECT` indices, ascending, -1 where there are fewer."""
@@ -89,7 +84,7 @@ def select_token(
             b_i = pooled_importance(
                 pool, tile_max, part_m, part_l, i_bg, i_t, complete_blocks(position, BLOCK, STRIDE),
                 H=H, ROWS=ROWS, R=R, REACH=REACH, SLOTS=SLOTS, N_SPLITS=N_SPLITS, N_SPLITS_PAD=N_SPLITS_PAD,
-                N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, HEADS=HEADS,
+                N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, UNROLL=UNROLL,
             )  # fmt: skip
             # Importance is not negative: its bits are in its order.
             b_key = tl.maximum(tl.reshape(b_i, [N_COLUMNS]).to(tl.int32, bitcast=True), 0)
@@ -114,7 +109,7 @@ def select_window_kernel(
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, WINDOW: tl.constexpr,
     SLOTS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, N_TILES: tl.constexpr,
-    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
     WINDOW_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +124,7 @@ def select_window_kernel(
             pool, tile_max, part_m, part_l, start, p_index, i_bg, i_b, i_task, max_len,
             H=H, ROWS=T * H, BLOCK=BLOCK, STRIDE=STRIDE, SELECT_BLOCK=SELECT_BLOCK, R=R, REACH=REACH,
             N_SELECT=N_SELECT, N_PAD=N_PAD, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SLOTS=SLOTS, N_SPLITS=N_SPLITS,
-            N_SPLITS_PAD=N_SPLITS_PAD, N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, HEADS=HEADS,
+            N_SPLITS_PAD=N_SPLITS_PAD, N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, UNROLL=UNROLL,
             SEGMENTS=SEGMENTS,
         )  # fmt: skip
     else:
