@@ -1,7 +1,7 @@
 """The short way of a cached step: a few new tokens per row, from the projections to the attention's output in one call.
 
-Where the decode kernels run, they take the place of `NSACache.stage`, the ops and `NSACache.commit`; everything else
-(longer steps, other backends, `torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
+With `backend="triton"` the decode kernels take the place of `NSACache.stage`, the ops and `NSACache.commit`; everything
+else (longer steps, other backends, `torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.backends import triton
 from nsa.backends.problem import Problem
-from nsa.backends.routing import BackendFailure, router
+from nsa.backends.routing import router
 from nsa.cache import NSACache
 
 if TYPE_CHECKING:
@@ -42,13 +42,12 @@ def fused_step(
 
     Raises:
         ValueError: the tokens do not fit into the cache.
-        BackendFailure: the kernels cannot be launched, and the layer's backend is `triton` or it is strict.
+        BackendFailure: the kernels cannot be launched. The cache's lengths are as they were.
     """
     if not isinstance(position_offset, int) or not fits(layer, x, cache):
         return None
     c = layer.config
-    problem = decode_problem(layer, x, cache)
-    if not kernels_run(problem, c.backend):
+    if not kernels_run(decode_problem(layer, x, cache), c.backend):
         return None
     longest = cache.longest_after(x.shape[1], counts)
     decode, _ = triton.load("decode")
@@ -57,23 +56,16 @@ def fused_step(
     new = decode.Projected(q, *zip(ks, vs, strict=True))
     phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
     how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
-    try:
-        o, indices = triton.decode_step(
-            new,
-            decode.Stores(*cache.buffer_pairs(), cache.lengths, cache.high_water, cache.frequencies),
-            gates,
-            how,
-            phi=phi,
-            rotate_raw=c.compress_rope == "before",
-            position_offset=position_offset,
-            counts=counts,
-        )
-    except BackendFailure as failure:
-        if c.backend != "auto" or c.strict:
-            raise
-        router().failed[problem, "triton"] = str(failure)
-        router().note_failure("triton", problem, "decode_step", str(failure), "the path for longer steps")
-        return None
+    o, indices = triton.decode_step(
+        new,
+        decode.Stores(*cache.buffer_pairs(), cache.lengths, cache.high_water, cache.frequencies),
+        gates,
+        how,
+        phi=phi,
+        rotate_raw=c.compress_rope == "before",
+        position_offset=position_offset,
+        counts=counts,
+    )
     cache.longest = longest
     router().counts.add_call("decode", "triton")
     return o, indices, gates
@@ -104,9 +96,8 @@ def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:
 
 
 def kernels_run(problem: Problem, backend: str) -> bool:
-    if backend not in ("auto", "triton") or settings.current().force_parity or triton.supports(problem) is not None:
-        return False
-    return backend == "triton" or (triton.explicit_only(problem) is None and (problem, "triton") not in router().failed)
+    """By name alone: the launches that append and compress have run in Triton's interpreter, not yet on a GPU."""
+    return backend == "triton" and not settings.current().force_parity and triton.supports(problem) is None
 
 
 def weights_of(decode: Any, phi: Compression) -> Any:
