@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
 
+# A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
 
 

@@ -133,7 +133,7 @@ class CachedStep:
         places = torch.arange(length - reach, length, device="cuda") % k_win.shape[1]
         window_start = torch.full_like(q_start, c.w - 1)
         o_win, _ = reference.sliding_attention(q, k_win[:, places], v_win[:, places], window=c.w, q_start=window_start)
-        expected = sum(gates[..., i, None] * x for i, x in enumerate((o_cmp, o_sel, o_win)))
+        expected = gates[..., :1] * o_cmp + gates[..., 1:2] * o_sel + gates[..., 2:] * o_win
         allowed = 2 * torch.finfo(o.dtype).eps * float(expected.abs().max())
         off = float((o.double() - expected).abs().max())
         require(off <= allowed, f"the error of {self.shape}", off, f"at most {allowed:.2e}")

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.backends.triton.decode.plan import MAX_TOKENS, DecodeTile, Hyperparameters, plan_decode
+from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
 
 __all__ = [
-    "MAX_TOKENS",
     "DecodeTile",
     "Hyperparameters",
     "Mlp",

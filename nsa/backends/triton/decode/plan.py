@@ -27,7 +27,7 @@ from nsa.backends.triton.selection import MAX_RATIO, MAX_SELECT_BLOCKS
 from nsa.backends.triton.tiles import block_width
 from nsa.geometry import n_compressed
 
-MAX_TOKENS = 8
+# Rows of a tile: a step with more reads its keys once per tile, most of them from the L2 cache.
 MAX_ROWS = 64
 # Floats of pooled probabilities that a CTA of the selection loads at once.
 POOL_ELEMENTS = 4096

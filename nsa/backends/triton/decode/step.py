@@ -7,7 +7,7 @@ of which takes the new tokens in for good. Whatever fails before it leaves the c
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -82,7 +82,7 @@ class StepPlan:
         for k, v in (tail, compressed, selected, window):
             assert (k.strides[2], v.strides[2]) == (d_k, d_v), "stores are contiguous"
         self.q_shape = (batch, n_tokens, n_heads, d_k)
-        common = {"G": groups, "T": n_tokens, "DK": d_k, "DV": d_v, "max_len": how.max_len}
+        common: dict[str, Any] = {"G": groups, "T": n_tokens, "DK": d_k, "DV": d_v, "max_len": how.max_len}
         common |= dependent_launch(q.device) | ({} if counted else {"counts": None})
         n_head_tiles = triton.cdiv(n_heads, HEAD_TILE)
         self.append = Launch(
@@ -228,4 +228,4 @@ def decode_step(
         layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), commits=True, counted=counted
     )
     committed = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
-    return attention.run(rotated, *pairs[1:], gates, stores.lengths, **committed)
+    return attention.run(rotated, stores.compressed, stores.selected, stores.window, gates, stores.lengths, **committed)
