@@ -52,9 +52,11 @@ def fused_step(
         return None
     longest = cache.longest_after(x.shape[1], counts)
     decode, _ = triton.load("decode")
-    q, ks, vs = layer.unrotated(x)
     gates = layer.gate(x)
-    new = decode.Projected(q, *zip(ks, vs, strict=True))
+    keys = layer.k_proj(x).unflatten(-1, (-1, c.d_k))
+    ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
+    vs = layer.split_values(layer.v_proj(x).unflatten(-1, (-1, c.d_v)))
+    new = decode.Projected(layer.q_proj(x).unflatten(-1, (-1, c.d_k)), *zip(ks, vs, strict=True))
     phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
     how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
     o, indices = triton.decode_step(
