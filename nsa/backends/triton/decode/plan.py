@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from nsa import settings
-from nsa.backends.routing import CallRefused
+from nsa.backends.routing import CallUnsupported
 from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
 from nsa.backends.triton.decode.merge import merge_kernel
@@ -95,7 +95,9 @@ class DecodePlan:
         n_tiles_pad = max(triton.next_power_of_2(n_tiles), triton.cdiv(n_columns, block_j))
         n_columns = n_tiles_pad * block_j
         if ratio > MAX_RATIO or cmp_n > 2 * MAX_RATIO or n_columns > MAX_SELECT_BLOCKS:
-            raise CallRefused(f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks")
+            raise CallUnsupported(
+                f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
+            )
         span = min(how.window, how.max_len)
         window_splits = max(1, span // tile.window_split)
         selected_splits = triton.cdiv(how.n_select, tile.selected_split)
