@@ -1,4 +1,4 @@
-"""Files that survive a power cut, and JSON that is checked before it is believed.
+"""Files that survive a power cut, the lock of a folder, and JSON that is checked before it is believed.
 
 Everything a run keeps is written by `replacing`: to a temporary file, flushed, synced, renamed into place, and the
 folder synced. Before the rename the old file is intact, after it the new one is on disk.
@@ -7,15 +7,19 @@ folder synced. Before the rename the old file is intact, after it the new one is
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
+from nsa.config import require
+
 TEMPORARY = ".tmp"
+LOCK = ".lock"
 
 
 @contextmanager
@@ -103,6 +107,27 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def locked(folder: Path, argument: str) -> Iterator[Callable[[], bool]]:
+    """Create `folder` and be its only writer until the block or the process ends, on file systems that have locks.
+
+    Yields:
+        A function that returns whether the folder is still the one that was locked: not deleted, moved or replaced.
+
+    Raises:
+        ValueError: Another process holds the lock; it names `argument`.
+    """
+    make_folder(folder)
+    path = folder / LOCK
+    with open(path, "a", opener=open_no_link) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            free = error.errno not in (errno.EACCES, errno.EAGAIN)
+            require(free, argument, str(folder), "a folder that no other process is writing to")
+        yield lambda: is_at(path, file)
+
+
 def read_limited(path: Path, limit: int) -> bytes:
     """All of a file, if it has at most `limit` bytes: decided before anything is allocated."""
     with path.open("rb") as file:
@@ -112,16 +137,30 @@ def read_limited(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
+def read_text(path: Path, limit: int) -> str:
+    """The UTF-8 text of a file with at most `limit` bytes; a ValueError names `path`."""
+    try:
+        return read_limited(path, limit).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is too large: {error}") from None
+
+
+def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
     """The JSON object in `data`.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, has a number too long to convert, or is not an object.
+        ValueError: It is not JSON, is nested too deeply, has a number too long to convert, or is not an object. The
+            message starts with `problem`.
     """
+    prefix = f"{problem}: " if problem else ""
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(f"{prefix}nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__}; accepted: an object")
+        raise ValueError(f"{prefix}a JSON {type(value).__name__}; accepted: an object")
     return value
