@@ -78,7 +78,7 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     """Whether this is a step for the decode kernels, as far as the layer and the cache go."""
     n_new, dtype = x.shape[1], layer.q_proj.weight.dtype
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
-    rollback = n_new - 1 <= cache.max_rollback or min(cache.window.places, cache.tail.places) == cache.max_len
+    rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
     plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
     return plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
 

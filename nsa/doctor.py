@@ -40,7 +40,7 @@ from nsa.commands.doctor import SHAPE
 from nsa.machine import Gpu, Versions, debug_modes, find_gpus, find_versions, runtime
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
-from nsa.train import boot, preflight
+from nsa.train import preflight, run_info
 from nsa.train.config import TrainConfig, find_config, load_config, parse_set
 from nsa.train.step import DTYPES
 from nsa.train.yaml_file import read_yaml
@@ -498,7 +498,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         writable = args.repro.parent.is_dir() and not args.repro.is_dir()
         nsa.config.require(writable, "--repro", str(args.repro), "a file in a folder that is there")
     config = requested_run(args, loaded) if args.config else None
-    problem = requested_problem(args) if config is None else boot.problem_of(config, backward=False)
+    problem = requested_problem(args) if config is None else run_info.problem_of(config, backward=False)
     router = make_router(loaded)
     if config is not None and preflight.missing_device(config) is not None:
         # The self-test would run on the missing device.

@@ -1,4 +1,4 @@
-"""Text from a trained model: one pass over the prompts, then a token at a time from the caches.
+"""Generate text with a trained model: one pass over the prompts, then token by token from the caches.
 
 nsa generate --run runs/tiny-nsa --prompt "def main(" --max-new-tokens 200 --temperature 0.8
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nsa.config import require, require_int, require_positive_int
 from nsa.data.tokenizer import FILE, Tokenizer, check_vocabulary, load_tokenizer
+from nsa.machine import usable_device
 from nsa.model import LM, load_model
-
-RUNS = Path("runs")
+from nsa.train.run_folder import RUNS
 
 # Below it, logits over the temperature may overflow in fp32.
 MIN_TEMPERATURE = 1e-6
@@ -34,11 +34,22 @@ def generate(
     generator: torch.Generator | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """The `[B, max_new_tokens]` tokens that follow `prompts`: a tensor `[B, S]`, or lists of any lengths.
+    """Continue prompts. Nothing is read back on the way, so the GPU never waits.
 
-    `temperature=0` takes the most likely token. `top_k` samples among that many. `stop` is called after each token, and
-    once it is true the tokens so far are returned. Nothing is read back on the way, so a GPU never waits. A row whose
-    logits are not finite gets -1, which is no token, from there on.
+    Args:
+        model: the model.
+        prompts: a tensor `[B, S]`, or B lists of any lengths.
+        max_new_tokens: tokens to generate.
+        temperature: 0 takes the most likely token.
+        top_k: sample among that many.
+        generator: for sampling.
+        stop: called after each token; once it returns True the tokens so far are returned.
+
+    Returns:
+        `[B, n]` tokens, n <= max_new_tokens. A row whose logits are not finite gets -1 from there on.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
     require_positive_int("max_new_tokens", max_new_tokens)
     require(
@@ -65,7 +76,7 @@ def generate(
 
 
 def pad_left(prompts: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one `[B, S]` tensor, and the mask of what is real in it; None where everything is."""
+    """Prompts as one `[B, S]` tensor, and the mask of its real tokens; None where all are."""
     if isinstance(prompts, Tensor):
         require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
         return prompts.to(device), None
@@ -93,20 +104,6 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch
     return torch.multinomial(probabilities, 1, generator=generator).where(finite, -1)
 
 
-def usable_device(name: str) -> torch.device:
-    """The device of that name, which torch would otherwise refuse only once something is put on it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device is {name!r}; accepted: 'cpu' or 'cuda'") from None
-    require(device.type in ("cpu", "cuda"), "device", name, "'cpu' or 'cuda'")
-    if device.type == "cuda":
-        require(torch.cuda.is_available(), "device", name, "'cpu', because torch sees no GPU here")
-        count = torch.cuda.device_count()
-        require((device.index or 0) < count, "device", name, f"an index below {count}, the GPUs that torch sees here")
-    return device
-
-
 def newest_run(runs: Path = RUNS) -> Path:
     found = sorted(runs.glob("*/model.json"), key=lambda path: path.stat().st_mtime)
     require(bool(found), "--run", f"not given, and {runs}/ has no trained model", "a folder that `nsa train` wrote")
@@ -114,7 +111,7 @@ def newest_run(runs: Path = RUNS) -> Path:
 
 
 def tokenizer_of(run: Path) -> Tokenizer:
-    """A model that was saved alone reads bytes."""
+    """The tokenizer of a run; bytes where the model was saved without one."""
     return load_tokenizer(run if (run / FILE).is_file() else "bytes")
 
 
@@ -147,5 +144,5 @@ def run(args: argparse.Namespace) -> int:
 def where_not_finite(model: LM) -> str:
     names = [name for name, x in model.named_parameters() if not bool(x.isfinite().all())]
     if not names:
-        return "its parameters are finite, what is computed from them overflows"
+        return "its parameters are finite, but the forward pass overflows"
     return f"{len(names)} of its parameters hold NaN or inf, the first is {names[0]}"

@@ -1,6 +1,6 @@
-"""What a run stands on: versions, GPUs, and what of torch and the driver changes its speed or its memory.
+"""This machine: devices, versions, GPUs, and settings of torch and the driver that change speed or memory.
 
-`nsa doctor` shows it; `run.json` records it.
+`nsa doctor` prints it; `run.json` records it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import nsa
 from nsa import settings
 from nsa.backends import triton
 from nsa.backends.gpu import nvidia_driver
+from nsa.config import require
 from nsa.settings import Settings
 
-# What is known of the versions from one to another, both included.
+# Known problems of Triton, by first and last version.
 TRITON_NOTES = {
     ((3, 4, 0), (3, 7, 0)): (
         "Triton 3.4.0 to 3.7.0 miscompiles, on Hopper, a dot whose operand is a transposed accumulator: gradients come "
@@ -55,6 +56,20 @@ class Gpu:
     capability: str
     memory_gib: float
     driver: str
+
+
+def usable_device(name: str) -> torch.device:
+    """The device `name`, or a `ValueError` where torch cannot use it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; accepted: 'cpu' or 'cuda'") from None
+    require(device.type in ("cpu", "cuda"), "device", name, "'cpu' or 'cuda'")
+    if device.type == "cuda":
+        require(torch.cuda.is_available(), "device", name, "'cpu', because torch sees no GPU here")
+        count = torch.cuda.device_count()
+        require((device.index or 0) < count, "device", name, f"an index below {count}, the GPUs that torch sees here")
+    return device
 
 
 def find_versions() -> Versions:
@@ -99,7 +114,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def runtime() -> dict[str, Any]:
-    """Driver, libraries, and the switches of torch for fp32 products and for the allocator."""
+    """Driver, libraries, and torch's settings of TF32 and of the allocator."""
     return {
         "driver": nvidia_driver(),
         "cuda": torch.version.cuda,
@@ -115,7 +130,7 @@ def runtime() -> dict[str, Any]:
 
 
 def debug_modes(config: Settings) -> list[str]:
-    """Debugging aids that are on and slow every step down: none of them belongs into a long run."""
+    """Debugging aids that are on and slow every step down."""
     found = [
         f"{config.describe(name)}: {settings.BY_NAME[name].meaning}"
         for name in ("force_parity", "sdpa_audit", "debug_timing")

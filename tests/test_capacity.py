@@ -16,10 +16,10 @@ from training import small_run
 from nsa import NSACache, cli
 from nsa.model import ATTENTION_KINDS, LM
 from nsa.settings import Settings
-from nsa.train import capacity
-from nsa.train.capacity import check_capacity, ram, sample_bytes
+from nsa.train import preflight
 from nsa.train.config import load_config
 from nsa.train.plan import GIB, estimate_memory, memory_of
+from nsa.train.preflight import check_capacity, ram, sample_bytes
 
 PLAIN = Settings.load(environ={})
 
@@ -71,9 +71,9 @@ def test_a_tensor_beyond_64_bits_is_refused(key: str) -> None:
 def test_memory_decides(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("tiny", {"device": "cpu", "model.attention": attention}, env=PLAIN)
     needed = estimate_memory(config, 1).total
-    monkeypatch.setattr(capacity, "ram", lambda: int(needed))
+    monkeypatch.setattr(preflight, "ram", lambda: int(needed))
     check_capacity(config)
-    monkeypatch.setattr(capacity, "ram", lambda: int(needed / 2))
+    monkeypatch.setattr(preflight, "ram", lambda: int(needed / 2))
     with pytest.raises(ValueError, match="this machine has"):
         check_capacity(config)
 
@@ -86,7 +86,7 @@ def test_a_sample_that_fits_is_not_refused(attention: Any) -> None:
         caches = LM(config.model).new_cache(1, config.sample_tokens)
     stores = [x for cache in caches for x in (cache.buffers() if isinstance(cache, NSACache) else cache.stores())]
     held = sum(x.nbytes for x in stores)
-    assert sample_bytes(config) - config.sample_tokens * capacity.TOKEN_BYTES <= held
+    assert sample_bytes(config) - config.sample_tokens * preflight.TOKEN_BYTES <= held
     with pytest.raises(ValueError, match=f"sample_tokens = {10**14}"):
         check_capacity(replace(config, sample_tokens=10**14))
 
@@ -110,7 +110,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     physical = ram()
     for text, expected in (("1048576\n", 2**20), ("max\n", physical), (f"{2**63}\n", physical)):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(capacity, "LIMITS", (tmp_path / "memory.max", tmp_path / "absent"))
+        monkeypatch.setattr(preflight, "LIMITS", (tmp_path / "memory.max", tmp_path / "absent"))
         assert ram() == expected
 
 

@@ -29,7 +29,7 @@ from nsa.model import LM, LMConfig, load_model
 from nsa.tensor_file import Written, read_tensors, write_tensors
 from nsa.train import storage
 from nsa.train.checkpoint import Checkpoints, export, rng_state, set_rng_state, state_of
-from nsa.train.index import Damaged, Index
+from nsa.train.storage import Damaged, Index
 
 VOCABULARY = 64
 
@@ -179,7 +179,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, trained: Pair) -> None
 
 
 def test_losses_of_other_data_are_not_compared(tmp_path: Path, trained: Pair) -> None:
-    easy, hard = (Checkpoints(tmp_path, keep=1, judge=judge) for judge in ("easy", "hard"))
+    easy, hard = (Checkpoints(tmp_path, keep=1, validation_id=judge) for judge in ("easy", "hard"))
     easy.save(1, *trained, {}, loss=1.0, wait=True)
     hard.save(2, *trained, {}, loss=3.0, wait=True)
     hard.save(3, *trained, {}, loss=4.0, wait=True)
@@ -332,12 +332,12 @@ def test_a_disk_that_is_full_for_a_moment_costs_one_checkpoint(
         fail_to_write(patch)
         checkpoints.save(2, *trained, {})
         for _ in range(500):
-            lost = checkpoints.look()
+            lost = checkpoints.failed_save()
             if lost is not None:
                 break
             time.sleep(0.01)
         assert "step 2" in str(lost)
-        assert checkpoints.look() is None, "said once"
+        assert checkpoints.failed_save() is None, "said once"
         checkpoints.save(3, *trained, {})
         with suppress(CheckpointException):
             checkpoints.pending[1].result()

@@ -21,9 +21,9 @@ from training import small_run
 from nsa import cli
 from nsa.model import load_model, save_model
 from nsa.tensor_file import read_tensors, write_tensors
-from nsa.train import Trainer, index
+from nsa.train import Trainer, storage
 from nsa.train.checkpoint import Checkpoints
-from nsa.train.index import Chunk, Damaged, Index, covers
+from nsa.train.storage import Chunk, Damaged, Index, covers
 
 FILE = "rank_00000.safetensors"
 
@@ -165,7 +165,7 @@ def resume(trainer: Trainer) -> None:
     trainer.checkpoints.rejected.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        assert trainer.resume() in (1, 2)
+        assert trainer.checkpointer.resume() in (1, 2)
 
 
 def assert_resumes_or_refuses(trainer: Trainer) -> None:
@@ -244,7 +244,7 @@ def test_an_index_that_is_hardly_json_is_refused(text: str, saved: Trainer) -> N
 
 
 def test_an_index_over_the_limit_is_not_read(saved: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MAX_BYTES", 100)
+    monkeypatch.setattr(storage, "MAX_BYTES", 100)
     with pytest.raises(Damaged, match="at most 100"):
         Index.read(saved.checkpoints.path(2))
 

@@ -244,12 +244,8 @@ def test_validation_batches_are_the_same_every_time_from_the_first_state() -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"seed": 1},
-            "seed of the data is 0; accepted: 1: the data of the run that is resumed was shuffled with it, "
-            "and it cannot change now",
-        ),
-        ({"seq_len": 32}, "seq_len of the data is 64; accepted: 32: .* was read with it"),
+        ({"seed": 1}, "seed of the data is 0; accepted: 1"),
+        ({"seq_len": 32}, "seq_len of the data is 64; accepted: 32"),
         ({"tokenizer": "BPE-1"}, "tokenizer of the data is 'bytes'; accepted: 'BPE-1'"),
         ({"fingerprint": "x"}, "fingerprint of the data is '.*'; accepted: 'x'"),
         ({"used": -1}, "used in the data's state is -1"),

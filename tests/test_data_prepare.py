@@ -24,7 +24,7 @@ def test_prepare_says_what_it_made_and_how_to_go_on(tmp_path: Path, capsys: pyte
     out = tmp_path / "out"
     command("prepare", "--source", "text", "--path", str(text_files(tmp_path / "in")), "--out", str(out))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("45 of 45 chunks, ")
+    assert lines[0].startswith("chunk 45/45  ")
     assert "train: 42 documents" in lines[1]
     assert "valid: 3 documents" in lines[2]
     valid = json.loads(lines[-1])["valid"]["tokens"]
@@ -90,8 +90,8 @@ def test_the_printed_command_runs(
 ) -> None:
     path = jsonl_file(tmp_path / "corpus.jsonl", texts)
     assert command("prepare", "--source", "jsonl", "--path", str(path), *words, "--out", str(tmp_path / "a b$c")) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on with: nsa train ")]
-    train = shlex.split(line.removeprefix("go on with: nsa "))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train with: nsa train ")]
+    train = shlex.split(line.removeprefix("train with: nsa "))
     quick = ["--device", "cpu", "--steps", "2", "--eval-batches", "1", "--batch-size", "1", "--set", "sample_tokens=1"]
     assert cli.main([*train, *quick, "--out", str(tmp_path / "run")]) == 0
 

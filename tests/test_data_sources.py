@@ -16,10 +16,9 @@ import pytest
 import torch
 from corpora import TEXTS, jsonl_file, opened, text_files
 
-from nsa.data import DataConfig, hub
+from nsa.data import DataConfig
 from nsa.data import documents as documents_module
-from nsa.data.documents import ENDS, fingerprint
-from nsa.data.loader import open_documents
+from nsa.data.documents import ENDS, fingerprint, open_documents
 
 needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
 
@@ -196,7 +195,7 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
         ('{"text": ' + "[" * 100_000, r"corpus.jsonl:31 is not a line of JSON: .*recursion"),
         ("[1]", r"corpus.jsonl:31 has no text: .* the line has list"),
         ("\udcff", r"corpus.jsonl:31 is not a line of JSON"),
-        (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 is not text that UTF-8 can hold: .*surrogates"),
+        (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 is not text that UTF-8 can encode: .*surrogates"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(
@@ -301,7 +300,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module.__spec__ = ModuleSpec("datasets", None)
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(hub, "ROWS", 6)
+    monkeypatch.setattr(documents_module, "ROWS", 6)
     return calls
 
 
@@ -341,7 +340,7 @@ def test_the_real_package_streams_and_resumes(tmp_path: Path, monkeypatch: pytes
     """`datasets` itself, on a folder in place of the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(hub, "ROWS", 6)
+    monkeypatch.setattr(documents_module, "ROWS", 6)
     (tmp_path / "corpus").mkdir()
     for part in range(3):
         rows = [json.dumps({"text": f"{part}: {text}", "id": i}) + "\n" for i, text in enumerate(TEXTS)]
@@ -375,12 +374,12 @@ def test_a_hub_row_that_is_no_text_is_named(stand_in: list[tuple[Any, ...]], mon
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:9], "half a pair: \ud800"])
     with (
         opened(DataConfig(source="hf:org/corpus")) as loader,
-        pytest.raises(ValueError, match="document 9 of hf:org/corpus is not text that UTF-8 can hold"),
+        pytest.raises(ValueError, match="document 9 of hf:org/corpus is not text that UTF-8 can"),
     ):
         next(loader)
 
 
 def test_the_hub_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(documents_module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"data.source is 'hf:org/corpus'; .*pip install datasets"):
         opened(DataConfig(source="hf:org/corpus"))

@@ -122,7 +122,7 @@ def test_synthetic_stands_in_and_the_ranks_stay_together(sleepy: Sleepy, caplog:
     assert 4 <= real.count(False) == loader.stand_ins < 30
     assert all(real[:first])
     assert real[-1], "the source came back"
-    assert caplog.text.count("random tokens stand in") == caplog.text.count("memory is back") >= 1
+    assert caplog.text.count("random tokens") == caplog.text.count("memory is back") >= 1
     assert all(seen[first].flatten() >= 0)
     # A state that was saved while something stood in is where the other ranks are, too.
     resumed = memory_loader(Memory(LENGTHS))

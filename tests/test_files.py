@@ -13,7 +13,7 @@ from training import small_run
 
 from nsa import files
 from nsa.train import Trainer
-from nsa.train.index import Index
+from nsa.train.storage import Index
 
 
 @pytest.fixture

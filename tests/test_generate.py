@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nsa import NSAConfig, cli, generate
 from nsa.data import train_bpe
-from nsa.generate import newest_run, pick, usable_device
+from nsa.generate import newest_run, pick
+from nsa.machine import usable_device
 from nsa.model import LM, LMConfig, save_model
 
 KINDS = ("nsa", "dense")

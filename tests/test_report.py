@@ -7,13 +7,16 @@ import json
 import math
 import re
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from nsa.train.metrics import RunLog, read_lines
+import nsa
+from nsa.train import report
 from nsa.train.report import POINTS, middle, number, thin, ticks, write_report
+from nsa.train.run_folder import RunLog, read_lines
 
 
 def full_run(folder: Path) -> RunLog:
@@ -83,10 +86,10 @@ def test_the_page_shows_everything_there_is(tmp_path: Path) -> None:
         "Loss",
         "Learning rate",
         "Gradient norm",
-        "Tokens a second",
-        "Waiting for data, part of the time",
-        "Model FLOPs, part of the peak",
-        "GPU utilisation",
+        "Tokens/s",
+        "Waiting for data, fraction of time",
+        "MFU, fraction of the peak FLOP/s",
+        "GPU utilization",
         "Odd number",
         "Mean gate, mean of the layers",
         "Mean gate by layer, step 40",
@@ -212,7 +215,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.train.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa.train.run_folder.find_spec", lambda name: None)
     log = RunLog(tmp_path, resume=False)
     log.write("step", step=1, loss=1.0)
     log.close()
@@ -238,7 +241,7 @@ def test_a_disk_that_is_full_for_tensorboard_costs_the_charts_alone(
 
 
 def test_a_broken_tensorboard_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.train.metrics.find_spec", lambda name: object())
+    monkeypatch.setattr("nsa.train.run_folder.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     log = RunLog(tmp_path, resume=False)
     with pytest.warns(RuntimeWarning, match="TensorBoard"):
@@ -276,3 +279,18 @@ def test_numbers_read_well() -> None:
         "1.5M",
         "-2G",
     ]
+
+
+def test_what_the_page_is_made_of_is_package_data() -> None:
+    folder = Path(report.__file__).parent
+    assets = [path for path in folder.iterdir() if path.suffix in (".html", ".css", ".js")]
+    assert len(assets) == 3
+    project = tomllib.loads((Path(nsa.__file__).parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["nsa.train.report"]
+    assert all(any(path.match(pattern) for pattern in patterns) for path in assets)
+
+
+def test_a_name_that_looks_like_a_placeholder_is_shown_as_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "$body"
+    full_run(run).close()
+    assert "<title>$body</title>" in write_report(run).read_text()

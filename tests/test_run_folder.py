@@ -19,8 +19,8 @@ from nsa import cli
 from nsa.data import Batch
 from nsa.model import load_model
 from nsa.train import Trainer
-from nsa.train.boot import record_of
 from nsa.train.guards import RunStopped
+from nsa.train.run_info import read_run_info
 from nsa.train.step import StepResult
 
 Change = Callable[[Trainer], None]
@@ -104,7 +104,7 @@ def test_a_folder_that_is_deleted_stops_the_run_and_costs_no_step(tmp_path: Path
     trainer = changed_before(config, {4: lambda trainer: shutil.rmtree(run)})
     with pytest.raises(RunStopped, match="step 5 is saved"):
         trainer.train()
-    assert record_of(run)["hash"] == config.hash
+    assert read_run_info(run)["hash"] == config.hash
     assert cli.main(["train", "--resume", str(run)]) == 0
     Trainer(small_run(whole)).train()
     assert losses(run) == {6: losses(whole)[6]}
@@ -116,8 +116,8 @@ def test_a_folder_that_is_moved_keeps_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match="step 5 is saved"):
         trainer.train()
     assert list(losses(moved)) == [1, 2, 3, 4]
-    assert Trainer(small_run(moved)).resume() == 4
-    assert Trainer(small_run(run)).resume() == 5
+    assert Trainer(small_run(moved)).checkpointer.resume() == 4
+    assert Trainer(small_run(run)).checkpointer.resume() == 5
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.jsonl"])
@@ -173,20 +173,21 @@ def test_a_folder_deleted_after_the_last_save_is_noticed_by_a_signal(tmp_path: P
     """The step is saved already, where nobody can find it."""
     trainer = Trainer(small_run(tmp_path / "run", save_every=1))
     trainer.advance(trainer.fetch())
-    trainer.save_if_finite()
+    trainer.checkpointer.save_if_finite()
     shutil.rmtree(tmp_path / "run")
-    trainer.save_if_finite()
+    trainer.checkpointer.save_if_finite()
     assert trainer.checkpoints.latest() == 1
     trainer.loader.close()
 
 
-@pytest.mark.parametrize("during", ["evaluate", "sample"])
+@pytest.mark.parametrize("during", ["validation", "sample"])
 def test_a_folder_deleted_after_the_last_step_can_be_resumed(
     during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     trainer = Trainer(small_run(run))
-    real = getattr(trainer, during)
+    owner, name = (trainer.validator, "run") if during == "validation" else (trainer.sampler, "generate")
+    real = getattr(owner, name)
 
     def deleting(*args: Any) -> Any:
         result = real(*args)
@@ -194,7 +195,7 @@ def test_a_folder_deleted_after_the_last_step_can_be_resumed(
             shutil.rmtree(run)
         return result
 
-    monkeypatch.setattr(trainer, during, deleting)
+    monkeypatch.setattr(owner, name, deleting)
     with pytest.raises(RunStopped, match="step 6 is saved"):
         trainer.train()
     assert cli.main(["train", "--resume", str(run)]) == 0
@@ -262,7 +263,7 @@ def test_a_validation_that_turns_nan_is_reported_at_once_and_the_run_goes_on_sav
     assert "[save] step 6 is saved" in said[6]
     assert said[9] == "[2, 4, 8]", "the good ones, and the newest"
     assert [line["step"] for line in lines_of(tmp_path, "eval") if line["loss"] == "nan"] == [6, 8, 10]
-    assert Trainer(config).resume() == 10
+    assert Trainer(config).checkpointer.resume() == 10
 
 
 # The export.
@@ -354,4 +355,4 @@ def test_a_run_record_of_any_content_is_refused_in_one_line(
 
 def test_the_record_of_a_start_is_json(tmp_path: Path) -> None:
     Trainer(small_run(tmp_path)).train()
-    assert json.loads((tmp_path / "run.json").read_text()) == record_of(tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text()) == read_run_info(tmp_path)

@@ -241,9 +241,9 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
     ("content", "message"),
     [
         ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON: .*recursion"),
+        ("[" * 100_000, "is not JSON: nested too deeply"),
         ("1" * 10_000, "is not JSON"),
-        ("[]", r"it is \[\]"),
+        ("[]", "an object"),
         ("{}", "version is None"),
         ({"version": 2}, "version is 2"),
         ({"files": []}, r"files is \[\]"),
@@ -267,7 +267,7 @@ def test_a_wrong_manifest_is_named_with_the_value(content: Any, message: str, pr
 
 def test_a_manifest_that_is_too_large_is_not_read(prepared: Path) -> None:
     os.truncate(prepared / "manifest.json", 10**12)
-    refused(prepared, "the size of .*manifest.json is 1000000000000")
+    refused(prepared, "manifest.json is too large: 1,000,000,000,000 bytes")
 
 
 JSON = st.recursive(

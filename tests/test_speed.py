@@ -11,7 +11,7 @@ from bench_rows import ROW
 from training import small_run
 
 from nsa.bench.results import Row
-from nsa.train import TrainConfig, speed
+from nsa.train import TrainConfig, preflight
 from nsa.train.config import load_config
 from nsa.train.loop import Trainer
 from nsa.train.plan import plan
@@ -26,49 +26,49 @@ def config(**overrides: object) -> TrainConfig:
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, name: str, *rows: Row) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(speed, "measurements", lambda folder: list(rows))
+    monkeypatch.setattr(preflight, "measurements", lambda folder: list(rows))
 
 
 def test_the_floor_is_a_tenth_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, "NVIDIA H200", GRAPHS)
-    assert speed.least_tokens_per_s(config()) == pytest.approx(20_000)
+    assert preflight.min_tokens_per_s(config()) == pytest.approx(20_000)
     # A plan that is scaled, or assumed from another GPU, rests on a measurement too.
     scaled = plan(config(batch_size=1), "H200", rows=[GRAPHS])
-    assert speed.least_tokens_per_s(config(batch_size=1)) == pytest.approx(scaled.tokens_per_s / 10)
+    assert preflight.min_tokens_per_s(config(batch_size=1)) == pytest.approx(scaled.tokens_per_s / 10)
     on_gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", GRAPHS)
     assumed = plan(config(), "A100", rows=[GRAPHS])
-    assert speed.least_tokens_per_s(config()) == pytest.approx(assumed.tokens_per_s / 10)
+    assert preflight.min_tokens_per_s(config()) == pytest.approx(assumed.tokens_per_s / 10)
 
 
 @pytest.mark.parametrize("least", [0.0, 123.0])
 def test_a_floor_that_is_given_is_taken(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, "NVIDIA H200", GRAPHS)
-    assert speed.least_tokens_per_s(config(min_tokens_per_s=least)) == least
+    assert preflight.min_tokens_per_s(config(min_tokens_per_s=least)) == least
 
 
 def test_without_a_measurement_there_is_no_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_gpu(monkeypatch, "NVIDIA H200", GRAPHS)
-    assert speed.least_tokens_per_s(small_run(tmp_path)) == 0, "a CPU"
-    assert speed.least_tokens_per_s(config(dtype="float32")) == 0
-    assert speed.least_tokens_per_s(config(model__attention="bigbird")) == 0
+    assert preflight.min_tokens_per_s(small_run(tmp_path)) == 0, "a CPU"
+    assert preflight.min_tokens_per_s(config(dtype="float32")) == 0
+    assert preflight.min_tokens_per_s(config(model__attention="bigbird")) == 0
     on_gpu(monkeypatch, "NVIDIA GeForce GT 710", GRAPHS)
-    assert speed.least_tokens_per_s(config()) == 0
+    assert preflight.min_tokens_per_s(config()) == 0
 
 
 def test_parity_has_no_floor_of_the_kernels(monkeypatch: pytest.MonkeyPatch, environment: object) -> None:
     on_gpu(monkeypatch, "NVIDIA H200", GRAPHS)
     assert callable(environment)
     environment(NSA_FORCE_PARITY="1")
-    assert speed.least_tokens_per_s(config()) == 0
+    assert preflight.min_tokens_per_s(config()) == 0
 
 
 def test_the_checkout_s_own_measurements_give_the_125m_model_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert 10_000 < speed.least_tokens_per_s(config()) < 100_000
+    assert 10_000 < preflight.min_tokens_per_s(config()) < 100_000
 
 
 def test_the_trainer_holds_a_run_to_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nsa.train.loop.least_tokens_per_s", lambda config, ranks: 1e9)
+    monkeypatch.setattr("nsa.train.components.min_tokens_per_s", lambda config, ranks: 1e9)
     with pytest.raises(RuntimeError, match=r"1,000,000,000.*--min-tokens-per-s 0"):
         Trainer(small_run(tmp_path, kind="nsa")).train()
 
@@ -76,21 +76,21 @@ def test_the_trainer_holds_a_run_to_the_floor(monkeypatch: pytest.MonkeyPatch, t
 def test_a_step_is_compared_with_the_plan() -> None:
     found = plan(config(accum=4), "H200", rows=[GRAPHS])
     batch = found.step_s / 4
-    told, problem = speed.compared(config(accum=4), found, 3 * batch)
+    told, problem = preflight.compare_step(config(accum=4), found, 3 * batch)
     assert problem is None
     assert f"{batch * 1e3:.3g} ms" in told
-    _, problem = speed.compared(config(accum=4), found, 11 * batch)
+    _, problem = preflight.compare_step(config(accum=4), found, 11 * batch)
     assert problem is not None
     assert "11 times" in problem
     # An estimate that rests on no measurement blames nothing, and neither does no plan.
     guess = plan(config(), "H200")
-    assert speed.compared(config(), guess, 100 * guess.step_s)[1] is None
-    assert speed.compared(config(), None, 100.0)[1] is None
+    assert preflight.compare_step(config(), guess, 100 * guess.step_s)[1] is None
+    assert preflight.compare_step(config(), None, 100.0)[1] is None
 
 
 def test_twice_the_tokens_take_twice_the_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000))
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: float(next(times)))
-    one, two = (speed.cpu_step_s(small_run(tmp_path, batch_size=n)) for n in (2, 4))
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: float(next(times)))
+    one, two = (preflight.cpu_step_s(small_run(tmp_path, batch_size=n)) for n in (2, 4))
     assert two == pytest.approx(2 * one)
     assert one > 0

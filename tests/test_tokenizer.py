@@ -107,12 +107,12 @@ def word_level(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[" * 100_000, "a file with JSON: .*recursion"),
+        ("[" * 100_000, "a file with JSON: nested too deeply"),
         ("1" * 10_000, "a file with JSON"),
         ("\x00", "a file with JSON"),
-        ("null", "one that can be read"),
-        ("[]", "one that can be read"),
-        ('"bytes"', "one that can be read"),
+        ("null", "an object"),
+        ("[]", "an object"),
+        ('"bytes"', "an object"),
         ('{"type": ["bytes"]}', "one that can be read"),
         (word_level(model={"type": 7}), "one that can be read"),
         (word_level(model={"vocab": {"a": "b"}}), "one that can be read"),
@@ -134,10 +134,10 @@ def test_a_crafted_tokenizer_is_an_error_that_names_it(content: str, message: st
 def test_a_tokenizer_file_that_is_no_text_or_too_large_is_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match=r"tokenizer.json is not UTF-8 text: .* position 7"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not UTF-8 text: .* byte 7"):
         load_tokenizer(path)
     os.truncate(path, 10**12)
-    with pytest.raises(ValueError, match=r"the size of .*tokenizer.json is 1000000000000; accepted: at most"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is too large: 1,000,000,000,000 bytes; accepted: at most"):
         load_tokenizer(path)
 
 
@@ -153,7 +153,7 @@ def test_bytes_have_256_tokens(size: object, tmp_path: Path) -> None:
 def test_a_token_beyond_any_vocabulary_is_refused(token: int, tmp_path: Path) -> None:
     """A model would need a row for each, and 32 bits hold only half of them."""
     (tmp_path / "tokenizer.json").write_text(word_level(model={"vocab": {"[UNK]": 0, "a": token, "</s>": 2}}))
-    with pytest.raises(ValueError, match=rf"tokenizer .*tokenizer.json is {token}; accepted: one below 16,777,216"):
+    with pytest.raises(ValueError, match=rf"tokenizer.json is {token}; accepted: below 16,777,216"):
         load_tokenizer(tmp_path)
 
 

@@ -16,9 +16,9 @@ from nsa import cli
 from nsa.data import Batch, synthetic
 from nsa.data.config import IGNORED, DataConfig
 from nsa.model import LM, load_model
-from nsa.train import Trainer, TrainStep, boot, learning_rate
+from nsa.train import Trainer, TrainStep, learning_rate, run_info
 from nsa.train.distributed import Ranks
-from nsa.train.sight import attention_stats, watching
+from nsa.train.run_stats import attention_stats, watching
 
 CPU = Ranks(torch.device("cpu"))
 
@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_enough_to_change_nothing(dtype: torch.dtyp
 
 def test_first_line_names_everything_that_runs(tmp_path: Path) -> None:
     config = small_run(tmp_path, kind="nsa")
-    line = boot.boot_line(config, LM(config.model), "the data", CPU)
+    line = run_info.boot_line(config, LM(config.model), "the data", CPU)
     assert line.startswith("[boot] effective config: S=32 B=2 accum=1 gc=off attention=nsa ")
     assert " device=cpu dtype=float32 compile=off cuda_graphs=off parallel=none ranks=1 " in line
     for branch in ("compress", "compressed", "scores", "selected", "sliding", "combine"):
@@ -106,12 +106,12 @@ def test_first_line_names_everything_that_runs(tmp_path: Path) -> None:
 
 def test_first_line_of_other_attentions(tmp_path: Path) -> None:
     dense = small_run(tmp_path, gc=True, accum=3)
-    line = boot.boot_line(dense, LM(dense.model), "", CPU)
+    line = run_info.boot_line(dense, LM(dense.model), "", CPU)
     assert " accum=3 gc=on attention=dense " in line
     assert " backend=torch-sdpa " in line
     model = replace(dense.model, n_layers=3, attention=("nsa", "dense", "nsa"))
     mixed = small_run(tmp_path, model=model, data=DataConfig(source="synthetic", pack=True))
-    line = boot.boot_line(mixed, LM(mixed.model), "", CPU)
+    line = run_info.boot_line(mixed, LM(mixed.model), "", CPU)
     assert " attention=nsa*2+dense*1 " in line
     assert " selected=sdpa " in line
     assert " dense=torch-sdpa " in line
@@ -157,7 +157,7 @@ def test_a_run_leaves_metrics_a_model_and_a_report(
     assert record["hash"] == config.hash
     assert record["environment"]["torch"] == torch.__version__
     assert {"driver", "cuda", "cudnn", "nvml", "tf32", "variables"} <= set(record["environment"])
-    assert boot.config_of(out) == config
+    assert run_info.config_of(out) == config
 
     loaded = load_model(out)
     for name, parameter in trainer.model.state_dict().items():
@@ -165,9 +165,9 @@ def test_a_run_leaves_metrics_a_model_and_a_report(
 
 
 def test_packed_documents_train(tmp_path: Path) -> None:
-    data = DataConfig(source="text", path=str(Path(boot.__file__).parent / "*.py"), pack=True, prefetch=False)
+    data = DataConfig(source="text", path=str(Path(run_info.__file__).parent / "*.py"), pack=True, prefetch=False)
     trainer = Trainer(small_run(tmp_path, kind="nsa", data=data, steps=2))
-    assert trainer.valid[0].cu_seqlens is not None
+    assert trainer.validator.batches[0].cu_seqlens is not None
     summary = trainer.train()
     assert summary is not None
 
@@ -274,9 +274,9 @@ def test_what_a_resumed_run_changes_is_said_and_every_start_is_written_down(
 ) -> None:
     Trainer(small_run(tmp_path, steps=2)).train()
     Trainer(small_run(tmp_path, steps=6, batch_size=4)).train()
-    assert "[resume] tokens a step: 64 on 1 ranks -> 128 on 1; --accum-batches" in capsys.readouterr().out
+    assert "[resume] tokens per step: 64 on 1 ranks -> 128 on 1; --accum-batches" in capsys.readouterr().out
     Trainer(small_run(tmp_path, steps=8, batch_size=4)).train()
-    assert "tokens a step" not in capsys.readouterr().out
+    assert "tokens per step" not in capsys.readouterr().out
     record = json.loads((tmp_path / "run.json").read_text())
     assert [record["from_step"], *(start["from_step"] for start in record["before"])] == [6, 0, 2]
     with pytest.raises(ValueError, match=r"steps is 7; accepted: at least the 8 that the run in .* has done"):

@@ -280,7 +280,7 @@ def test_the_doctor_validates_a_run(
     assert cli.main(["doctor", "--config", file, *words]) == 1
     printed = capsys.readouterr().out
     wrong = printed[printed.index("[WRONG]") :]
-    for said in ("NSA_SEQLEN is not a setting", "nothing serves compressed", "train data: ", "/nowhere"):
+    for said in ("NSA_SEQLEN is not a setting", "no backend runs compressed", "train data: ", "/nowhere"):
         assert said in wrong
     assert "[OK]" not in printed
 
@@ -296,11 +296,11 @@ def test_the_doctor_sees_a_full_disk_and_a_folder_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nsa.train import preflight
-    from nsa.train.boot import write_down
     from nsa.train.distributed import Ranks
+    from nsa.train.run_info import save_run_info
 
     config = small_run(tmp_path)
-    write_down(config, step=0, ranks=Ranks(torch.device("cpu")))
+    save_run_info(config, step=0, ranks=Ranks(torch.device("cpu")))
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: argparse.Namespace(free=1024))
     other = replace(config, model=replace(config.model, hidden=32))

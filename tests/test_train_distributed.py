@@ -19,7 +19,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa.data import DataConfig
 from nsa.train import Trainer
 from nsa.train.distributed import all_finite, any_rank, from_all, from_first, mean_over_ranks, require_same
-from nsa.train.index import Index
+from nsa.train.storage import Index
 
 
 def command(folder: Path, out: Path, *words: str) -> list[str]:
@@ -60,7 +60,9 @@ def test_two_ranks_are_one_and_one_goes_on(parallel: str, accum: int, tmp_path: 
     assert two == pytest.approx({step: alone[step] for step in two}, rel=1e-5)
     assert len(lines_of(out, "gates")) == 1
     # Validated on the same sequences, whoever has which.
-    assert Index.read(out / "checkpoints" / "step_4").judge == Index.read(newest(tmp_path / "alone")).judge
+    assert (
+        Index.read(out / "checkpoints" / "step_4").validation_id == Index.read(newest(tmp_path / "alone")).validation_id
+    )
 
     again = run_alone(out, accum=accum)
     assert again == pytest.approx(alone, rel=1e-5)

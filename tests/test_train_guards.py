@@ -22,9 +22,9 @@ from training import config_file, lines_of, losses, small_run
 from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import TrainConfig, Trainer, launch, loop
+from nsa.train import TrainConfig, Trainer, components, launch, loop
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
-from nsa.train.metrics import RunLog
+from nsa.train.run_folder import RunLog
 from nsa.train.step import StepResult
 
 
@@ -96,7 +96,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_state(tmp_path: Path)
     good = interfering(small_run(tmp_path / "good", steps=3), {})
     good.train()
     again = Trainer(config)
-    assert again.resume() == 6
+    assert again.checkpointer.resume() == 6
     for name, x in again.model.state_dict().items():
         assert torch.equal(x, good.model.state_dict()[name])
     again.loader.close()
@@ -142,7 +142,7 @@ def test_a_signal_before_the_first_step_is_heard_too(
 
     monkeypatch.setattr(Trainer, "open_data", slowly)
     assert cli.main(["train", "--config", config_file(tmp_path, small_run(tmp_path / "run"))]) == 0
-    assert "[stop] asked to before the first step: nothing was done" in capsys.readouterr().out
+    assert "[stop] stopped before the first step" in capsys.readouterr().out
     assert [signal.getsignal(number) for number in Signals.NUMBERS] == handlers
 
 
@@ -150,17 +150,18 @@ def test_a_signal_before_the_first_step_is_heard_too(
 def test_a_second_signal_is_not_held_back() -> None:
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
-        assert signals.asked == "SIGINT"
+        assert signals.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_what_a_launcher_passes_on_is_no_second_signal() -> None:
-    with Signals(echo_s=0.5) as signals:
+    with Signals(forwarded=True) as signals:
+        signals.echo_s = 0.5
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert signals.asked == "SIGINT"
+        assert signals.received == "SIGINT"
         time.sleep(0.6)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -168,8 +169,8 @@ def test_what_a_launcher_passes_on_is_no_second_signal() -> None:
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     holds = (
-        "import sys; from pathlib import Path; from nsa.train.guards import only_writer\n"
-        "with only_writer(Path(sys.argv[1])): print('held', flush=True); input()"
+        "import sys; from pathlib import Path; from nsa.files import locked\n"
+        "with locked(Path(sys.argv[1]), 'out'): print('held', flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", holds, str(tmp_path)],
@@ -179,14 +180,14 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"out is .*no other process trains in"):
+        with pytest.raises(ValueError, match=r"out is .*no other process"):
             Trainer(small_run(tmp_path)).train()
         other.kill()
     assert Trainer(small_run(tmp_path)).train() is not None, "the lock goes with its process"
 
 
 def test_what_comes_after_too_many_skips_is_written_down(tmp_path: Path) -> None:
-    """It is part of what is saved: nothing was looked at in between."""
+    """It is part of what is saved: there was no log step in between."""
     before = dict.fromkeys((1, 2, 3, 7), spoil)
     run = interfering(small_run(tmp_path, max_skips=3, steps=10, log_every=100), before)
     with pytest.raises(RunStopped, match="3 steps in a row were not finite, up to step 4: step 10 is saved"):
@@ -214,7 +215,7 @@ def test_a_disk_without_room_for_the_log_names_the_file_and_costs_no_step(
 def test_a_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "skipped").write_text("a file where the folder should be")
     assert interfering(small_run(tmp_path, log_every=1), {2: spoil}).train() is not None
-    assert "its batch could not be kept: " in capsys.readouterr().out
+    assert "its batch could not be saved: " in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_a_broken_model_is_not_what_the_watchdog_saves(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
     with torch.no_grad():
         trainer.model.norm.weight[0] = float("nan")
-    assert trainer.rescue() == "no checkpoint: the parameters are not finite"
+    assert trainer.checkpointer.rescue() == "no checkpoint: the parameters are not finite"
     assert trainer.checkpoints.latest() is None
     trainer.loader.close()
 
@@ -378,9 +379,9 @@ def test_noise_does_not_stand_in_for_validation(tmp_path: Path, monkeypatch: pyt
     asked = {}
     real = loop.open_loader
 
-    def note(data: DataConfig, **knobs: Any) -> Any:
-        asked[knobs["split"]] = data.on_stall
-        return real(data, **knobs)
+    def note(data: DataConfig, **kwargs: Any) -> Any:
+        asked[kwargs["split"]] = data.on_stall
+        return real(data, **kwargs)
 
     monkeypatch.setattr(loop, "open_loader", note)
     config = small_run(tmp_path)
@@ -400,9 +401,9 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
     real = trainer.fetch
 
     def slow(*given: Any) -> list[Batch] | None:
-        barked = tmp_path / "watchdog.txt"
+        stalled = tmp_path / "watchdog.txt"
         end = time.monotonic() + 10
-        while trainer.done == 3 and not barked.exists() and time.monotonic() < end:
+        while trainer.done == 3 and not stalled.exists() and time.monotonic() < end:
             time.sleep(0.05)
         if trainer.done == 3:
             time.sleep(0.5)
@@ -421,18 +422,19 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
     assert "[watchdog] no step for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("phase", ["resume", "evaluate", "finish"])
+@pytest.mark.parametrize("phase", ["resume", "run", "finish"])
 def test_the_watchdog_watches_from_the_first_file_to_the_last(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(small_run(tmp_path, steps=1, watchdog_s=0.3))
-    intact = getattr(trainer, phase)
+    owner: Any = {"resume": trainer.checkpointer, "run": trainer.validator, "finish": trainer}[phase]
+    intact = getattr(owner, phase)
 
     def slowly() -> Any:
         time.sleep(1.0)
         return intact()
 
-    monkeypatch.setattr(trainer, phase, slowly)
+    monkeypatch.setattr(owner, phase, slowly)
     assert trainer.train() is not None
     assert "in slowly" in (tmp_path / "watchdog.txt").read_text()
 
@@ -442,19 +444,19 @@ def test_the_watchdog_watches_the_data_being_opened(
 ) -> None:
     def slowly(config: TrainConfig, ranks: object) -> None:
         for _ in range(100):
-            if barked.is_file() and "nothing is learned yet" in barked.read_text():
+            if stalled.is_file() and "no step is done yet" in stalled.read_text():
                 break
             time.sleep(0.05)
         raise RunStopped("enough")
 
-    barked = tmp_path / "run" / "watchdog.txt"
+    stalled = tmp_path / "run" / "watchdog.txt"
 
     monkeypatch.setattr(launch, "Trainer", slowly)
     file = config_file(tmp_path, small_run(tmp_path / "run", watchdog_s=0.3))
     assert cli.main(["train", "--config", file, "--out", str(tmp_path / "run")]) == 1
-    assert "the run has not begun" in barked.read_text()
-    assert "in slowly" in barked.read_text()
-    assert "[watchdog] no checkpoint: nothing is learned yet" in capsys.readouterr().err
+    assert "the run has not started" in stalled.read_text()
+    assert "in slowly" in stalled.read_text()
+    assert "[watchdog] no checkpoint: no step is done yet" in capsys.readouterr().err
 
 
 def test_nobody_alone_blames_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,10 +498,10 @@ def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypa
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
-    with trainer.changing:
-        assert "changed part of the state" in trainer.rescue()
+    with trainer.checkpointer.changing:
+        assert "changed part of the state" in trainer.checkpointer.rescue()
     assert trainer.checkpoints.latest() is None
-    assert "step 0 is saved" in trainer.rescue()
+    assert "step 0 is saved" in trainer.checkpointer.rescue()
     trainer.loader.close()
 
 
@@ -512,15 +514,15 @@ def test_the_watchdog_is_gone_when_the_run_is(tmp_path: Path) -> None:
 
 
 def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
-    barks: list[str] = []
+    rescues: list[str] = []
     path = tmp_path / "dog.txt"
-    with Watchdog(path, 0.2, describe=lambda: "here", rescue=lambda: barks.append("x") or "saved") as dog:
+    with Watchdog(path, 0.2, describe=lambda: "here", rescue=lambda: rescues.append("x") or "saved") as dog:
         for _ in range(10):
             time.sleep(0.04)
             dog.beat()
-        assert not barks
+        assert not rescues
         time.sleep(0.5)
-    assert barks
+    assert rescues
     assert "here" in path.read_text()
     assert "saved" in path.read_text()
     dog.thread.join(1)
@@ -530,7 +532,7 @@ def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_keep_the_watchdog_from_saving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").touch()
     dog = Watchdog(tmp_path / "full" / "dog.txt", 60, describe=lambda: "the last batches", rescue=lambda: "saved")
-    dog.bark(60)
+    dog.report_stall(60)
     said = capfd.readouterr().err
     assert "no step for 60 s; " in said
     assert "dog.txt cannot be written: " in said
@@ -540,7 +542,7 @@ def test_a_full_disk_does_not_keep_the_watchdog_from_saving(tmp_path: Path, capf
 
 
 def test_a_run_that_is_too_slow_stops_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "SMOKE_STEPS", 3)
+    monkeypatch.setattr(components, "SMOKE_STEPS", 3)
     config = small_run(tmp_path / "slow", kind="nsa", steps=8, min_tokens_per_s=1e9)
     with pytest.raises(RunStopped, match="at least 1,000,000,000") as stopped:
         Trainer(config).train()
@@ -553,7 +555,7 @@ def test_a_run_that_is_too_slow_stops_with_its_profile(tmp_path: Path, monkeypat
 
 def test_a_dense_profile_names_its_attention(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
-    text = branch_profile(trainer.model, trainer.valid[0], torch.float32)
+    text = branch_profile(trainer.model, trainer.validator.batches[0], torch.float32)
     assert "scaled_dot_product_attention" in text
     assert all(p.grad is None for p in trainer.model.parameters())
     trainer.loader.close()

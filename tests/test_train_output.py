@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from training import config_file, lines_of, small_run
 
+from nsa.progress import Bar, Lines, progress, say
 from nsa.train import Trainer
-from nsa.train.progress import Bar, Lines, progress, say
 
 
 def start(folder: Path, words: str = "", *, steps: int = 6, **how: Any) -> subprocess.Popen[bytes]:
@@ -109,7 +109,7 @@ def test_a_closed_terminal(ignoring: bool, tmp_path: Path) -> None:
 
 def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
     """What native code prints would end up in it."""
-    code = "from nsa.train.progress import open_closed_descriptors as o; o(); assert open('/dev/null').fileno() > 2"
+    code = "from nsa.progress import open_closed_descriptors as o; o(); assert open('/dev/null').fileno() > 2"
     line = f'exec {sys.executable} -c "{code}" 0<&- >&- 2>&-'
     assert subprocess.run(["bash", "-c", line], check=False).returncode == 0
 

@@ -19,9 +19,9 @@ from training import config_file, lines_of, losses, small_run
 
 from nsa import cli
 from nsa.data import Batch
-from nsa.train import Trainer, loop, sight
+from nsa.train import Trainer, components, run_stats
 from nsa.train.guards import RunStopped, Signals, Watchdog
-from nsa.train.sight import GpuNumbers
+from nsa.train.run_stats import GpuNumbers
 from nsa.train.step import StepResult
 
 
@@ -54,16 +54,16 @@ def test_only_the_second_interrupt_ends_the_process(numbers: list[signal.Signals
                     ask(number)
                 return
             ask(number)
-        assert signals.asked == (numbers[0].name if numbers else None)
+        assert signals.received == (numbers[0].name if numbers else None)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Signals() as signals:
         ask(signal.SIGHUP)
-        assert signals.asked is None
+        assert signals.received is None
         ask(signal.SIGUSR1)
-        assert signals.asked == "SIGUSR1"
+        assert signals.received == "SIGUSR1"
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -71,7 +71,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def asked_while_sampling(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A signal comes at the start of every sample; how many tokens each had in the end."""
     lengths: list[int] = []
-    real = loop.generate
+    real = components.generate
 
     def interrupted(*given: Any, **how: Any) -> torch.Tensor:
         ask()
@@ -79,7 +79,7 @@ def asked_while_sampling(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(new.shape[1])
         return new
 
-    monkeypatch.setattr(loop, "generate", interrupted)
+    monkeypatch.setattr(components, "generate", interrupted)
     return lengths
 
 
@@ -142,26 +142,17 @@ class Failing(Trainer):
         self.fails("before the update")
         return super().step(step, batches)
 
-    def evaluate(self) -> float:
-        self.fails("validation")
-        return super().evaluate()
-
-    def write_stats(self) -> None:
-        self.fails("stats")
-        super().write_stats()
-
-    def sample(self, model: Any) -> str:
-        self.fails("sample")
-        return super().sample(model)
-
-    def show(self, loss: float, grad_norm: float) -> None:
-        self.fails("log")
-        super().show(loss, grad_norm)
-
 
 def failing(out: Path, error: BaseException, place: str) -> Failing:
     trainer = Failing(small_run(out, eval_every=4, sample_every=4, stats_every=4, save_every=100))
     trainer.error, trainer.place = error, place
+    _, stats, validator, sampler, _ = trainer.components
+    owners = {"log": (trainer.logger, "report"), "validation": (validator, "run"), "stats": (stats, "run")}
+    owners["sample"] = (sampler, "generate")
+    if place in owners:
+        owner, name = owners[place]
+        intact = getattr(owner, name)
+        setattr(owner, name, lambda *given: (trainer.fails(place), intact(*given))[1])
     if place == "data":
         real = trainer.loader
 
@@ -265,7 +256,7 @@ def test_the_watchdog_outlives_what_it_asks(error: Exception, tmp_path: Path) ->
 def test_the_watchdog_writes_names_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "dog.txt"
     dog = Watchdog(path, 60, describe=lambda: os.fsdecode(b"caf\xe9.txt"), rescue=lambda: "saved")
-    dog.bark(60)
+    dog.report_stall(60)
     assert path.read_text().endswith("saved\n\n")
 
 
@@ -344,7 +335,7 @@ def test_why_gpu_util_is_missing_is_logged_once(missing: str, monkeypatch: pytes
             raise NVMLError("Driver/library version mismatch")
         return 50
 
-    monkeypatch.setattr(sight, "import_module", find)
+    monkeypatch.setattr(run_stats, "import_module", find)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
     said: list[str] = []

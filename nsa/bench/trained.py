@@ -20,7 +20,7 @@ from nsa.config import require
 from nsa.data import open_loader
 from nsa.functional import nsa_attention
 from nsa.model import LM, load_model
-from nsa.train.boot import config_of
+from nsa.train.run_info import config_of
 
 
 def middle_layer(model: LM) -> NSAAttention:

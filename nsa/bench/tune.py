@@ -29,8 +29,8 @@ from nsa.backends.triton.tuning import Entry, Gpu, Key, Tuned
 from nsa.bench.attention import AttentionShape, parse_heads, time_calls
 from nsa.bench.results import origin_columns, quantiles
 from nsa.config import require, require_positive_int
+from nsa.progress import Progress, progress
 from nsa.testing import TOLERANCE_ROUNDINGS, relative_error
-from nsa.train.progress import Progress, progress
 
 if TYPE_CHECKING:
     from nsa.bench.kernels import Workbench

@@ -1,4 +1,4 @@
-"""Where tokens come from."""
+"""Training data: sources, tokenizers and loaders."""
 
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from nsa.data.config import SOURCES, Batch, DataConfig
-    from nsa.data.loader import Loader, open_loader
-    from nsa.data.random_tokens import synthetic
+    from nsa.data.loader import Loader, open_loader, synthetic
     from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 else:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "nsa.data.config": ("SOURCES", "Batch", "DataConfig"),
-            "nsa.data.loader": ("Loader", "open_loader"),
-            "nsa.data.random_tokens": ("synthetic",),
+            "nsa.data.loader": ("Loader", "open_loader", "synthetic"),
             "nsa.data.tokenizer": ("Tokenizer", "check_vocabulary", "load_tokenizer", "train_bpe"),
         },
     )

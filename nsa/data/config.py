@@ -1,4 +1,4 @@
-"""What a run reads, and how."""
+"""The config of the data, and what a batch is. Importable without torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 OnStall = Literal["synthetic", "retry", "abort"]
 Split = Literal["train", "valid"]
 
-# Name: what it reads, and whether it needs `path`.
+# By name: what the source reads, and whether it needs `path`.
 SOURCES = {
     "stdlib": ("the source code of Python's standard library, on every machine", False),
-    "synthetic": ("random phrases, each said twice: what comes back can be learned", False),
+    "synthetic": ("random phrases, each repeated once: the repetition can be learned", False),
     "text": ("text files: a file, a folder (*.txt, *.md, *.rst), or a pattern such as 'src/**/*.py'", True),
-    "jsonl": ("files with one JSON object a line: a file, a folder or a pattern", True),
+    "jsonl": ("files with one JSON object per line: a file, a folder or a pattern", True),
     "parquet": ("parquet files (needs pyarrow): a file, a folder or a pattern", True),
     "shards": ("a folder of tokens that `nsa data prepare` wrote", True),
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu, streamed (needs datasets)", False),
 }
 HUB = "hf:"
 
-# Targets that are not scored, as torch's cross-entropy has it.
+# Targets that are not scored: the default of torch's cross-entropy.
 IGNORED = -100
 
 
 class Batch(NamedTuple):
-    """CPU tensors. Packed documents lie one after the other in one row; `cu_seqlens` says where each begins."""
+    """CPU tensors; packed documents are varlen, in one row."""
 
     tokens: Tensor  # [B, S] int64
     targets: Tensor  # [B, S] int64; -100: not scored
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Where tokens come from and how they are batched."""
 
     # One of SOURCES, or "hf:NAME" for a data set of the Hugging Face hub.
     source: str = "stdlib"
@@ -47,22 +47,22 @@ class DataConfig:
     path: str | None = None
     # The configuration of a hub data set ("sample-10BT").
     name: str | None = None
-    # "bytes", or a tokenizer.json, or a folder with one: a run's, or what `nsa data prepare` wrote. None: the shards'
-    # own, or bytes. Shards take no other than their own.
+    # "bytes", a tokenizer.json, or a folder with one: a run's, or prepared data. None: the shards' own, or bytes.
+    # Shards accept no other than their own.
     tokenizer: str | None = None
     # The field of a JSON object, or the column, that holds the text.
     text_key: str = "text"
-    # Documents do not see each other: they are laid out in one row with cu_seqlens.
+    # Documents do not attend to each other: they are packed into one row with cu_seqlens.
     pack: bool = False
     # What to do when no batch comes for `stall_timeout_s` seconds.
     on_stall: OnStall = "abort"
     stall_timeout_s: float = 300.0
-    # Documents that are tokenized at once.
+    # Documents tokenized at once.
     doc_batch: int = 64
-    # Work ahead in a thread, and how many batches are kept ready. Without the thread no stall is noticed.
+    # Prefetch in a thread, and how many batches. Without the thread no stall is noticed.
     prefetch: bool = True
     queue: int = 4
-    # Text is shuffled by document, and then the windows of so many tokens among each other.
+    # Documents are shuffled, and then the windows of every so many tokens.
     shuffle_tokens: int = 2**20
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class DataConfig:
             require_bool(f"data.{name}", getattr(self, name))
         for name in ("tokenizer", "text_key"):
             value = getattr(self, name)
-            unsaid = name == "tokenizer" and value is None
-            require(unsaid or (isinstance(value, str) and value != ""), f"data.{name}", value, "a name")
+            unset = name == "tokenizer" and value is None
+            require(unset or (isinstance(value, str) and value != ""), f"data.{name}", value, "a name")
 
     @property
     def needs_path(self) -> bool:

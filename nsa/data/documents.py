@@ -1,7 +1,7 @@
-"""Documents, in chunks that can be read in any order: what text files, JSON lines and parquet have in common.
+"""Documents in chunks: text files, JSON lines and parquet, in any order; data sets of the Hugging Face hub, streamed.
 
-A chunk is the least that is read at once: a file, a thousand lines, a row group. Every document has a number that
-does not depend on the shuffle, and that number decides whether it is for training or for validation.
+A chunk is what is read at once: a file, a thousand lines, a row group. Every document has a number that does not depend
+on the shuffle, and that decides whether it is for training or for validation.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from contextlib import contextmanager
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple, Protocol
 
 from nsa.config import require
-from nsa.data.files import parse_json
+from nsa.data.config import HUB, DataConfig
 from nsa.data.shuffle import Permutation
 from nsa.files import naming_file
 
-# One document in this many is kept for validation, so that no text is in both.
+# One document in this many is for validation, so that no text is in both splits.
 VALID_EVERY = 20
 
-# Lines of a JSON-lines file in one chunk.
-LINES = 1024
+# Documents in a chunk of a JSON-lines file, and of a stream.
+LINES, ROWS = 1024, 1000
 
-# Bytes at either end of a file that its fingerprint is of: all of a large corpus would be minutes at every start.
+# Bytes at either end of a file that its fingerprint is of: hashing all of a large corpus would take minutes.
 ENDS = 4096
 
-# Folders of the standard library that are not the library: its tests, what was installed into it, data written as code.
+FINEWEB_EDU, FINEWEB_EDU_SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
+
+# Folders of the standard library to leave out: tests, installed packages, data written as code.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 
 SUFFIXES = {
@@ -45,15 +48,17 @@ SUFFIXES = {
 
 
 class Chunk(NamedTuple):
+    """Documents that are read at once."""
+
     texts: Sequence[str]
     # The number of the first one.
     first: int
-    # What a stream needs to come back to the beginning of this chunk; JSON types.
+    # With which a stream resumes at the beginning of this chunk; JSON types.
     bookmark: Any = None
 
 
-# Called with a document that cannot be read: where it is, what is wrong, and how many documents that concerns. If it
-# returns, they are left out.
+# Called with documents that cannot be read: where they are, what is wrong, how many they are. If it returns, they are
+# skipped.
 OnBad = Callable[[str, str, int], None]
 
 
@@ -62,49 +67,59 @@ def stop(where: str, problem: str, documents: int) -> None:
 
 
 class Documents(Protocol):
+    """A source of documents."""
+
     # For the boot line.
     name: str
-    # Of what is read: a position in one corpus means nothing in another.
+    # Identifies the corpus: a position in one is meaningless in another.
     fingerprint: str
-    # What is being waited for, for the message if it never comes.
+    # What it is reading, for the message of a stall.
     doing: str
 
     @property
     def few(self) -> bool:
-        """Fewer than VALID_EVERY documents: then each is cut, not the set of them."""
+        """Fewer than VALID_EVERY documents: each of them is split, instead of the set."""
         ...
 
     def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
-        """The chunks of an epoch from the `first` on; `bookmark` is the one that came with it, or None."""
+        """The chunks of an epoch from number `first` on, whose `bookmark` may be known."""
         ...
 
 
 class IndexedDocuments(ABC):
-    """Chunks that can be read in any order, so an epoch is a shuffle of them and resuming costs nothing."""
+    """Chunks that can be read in any order: an epoch is a permutation of them, and resuming costs nothing."""
 
     name: str
-    doing = "nothing yet"
+    doing = "opening"
 
     def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad) -> None:
         self.files, self.on_bad = files, on_bad
         self.bytes = sum(path.stat().st_size for path in files)
         marks = {str(path.relative_to(root)): fingerprint(path) for path in files}
         self.fingerprint = hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]
+        # Of each chunk: its file, its place in the file, the number of its first document, and how many it has.
+        self.index: list[tuple[Path, Any, int, int]] = []
+        self.n_documents = 0
 
-    @property
-    @abstractmethod
-    def n_chunks(self) -> int: ...
+    def add(self, path: Path, place: Any, documents: int) -> None:
+        """The next chunk of the index."""
+        self.index.append((path, place, self.n_documents, documents))
+        self.n_documents += documents
 
-    @property
-    @abstractmethod
-    def n_documents(self) -> int: ...
+    def describe(self, name: str, unit: str = "") -> str:
+        count = f"{self.n_documents:,} {unit}, " if unit else ""
+        return f"{name} ({len(self.files):,} files, {count}{self.bytes / 1e6:.1f} MB)"
 
     @abstractmethod
     def read(self, index: int) -> Chunk: ...
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Which file, and where in it, for messages."""
+        """The file of a chunk and the place in it, for messages."""
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.index)
 
     @property
     def few(self) -> bool:
@@ -125,15 +140,9 @@ class TextFiles(IndexedDocuments):
     ) -> None:
         super().__init__(files, root, on_bad)
         self.errors = errors
-        self.name = f"{name} ({len(files):,} files, {self.bytes / 1e6:.1f} MB)"
-
-    @property
-    def n_chunks(self) -> int:
-        return len(self.files)
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.files)
+        for path in files:
+            self.add(path, None, 1)
+        self.name = self.describe(name)
 
     def where(self, index: int) -> str:
         return str(self.files[index])
@@ -149,45 +158,26 @@ class TextFiles(IndexedDocuments):
 
 
 class JsonLines(IndexedDocuments):
-    """A line is a document. The files are read once when opened, to know where the lines are."""
+    """A line is a document. The files are read once when opened, to find the lines."""
 
     def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
         super().__init__(files, root, on_bad)
         self.text_key = text_key
-        # File, offset of its first line, number of that line in the file (from 1), lines, number of its first document.
-        self.index: list[tuple[Path, int, int, int, int]] = []
-        self.total = 0
         for path in files:
-            self.add(path)
-        self.name = f"jsonl ({len(files):,} files, {self.total:,} lines, {self.bytes / 1e6:.1f} MB)"
-
-    def add(self, path: Path) -> None:
-        offset, begin, count, number = 0, 0, 0, 1
-        with naming_file(path), path.open("rb") as file:
-            for line in file:
-                offset += len(line)
-                count += 1
-                if count == LINES:
-                    self.index.append((path, begin, number, count, self.total))
-                    self.total, number, begin, count = self.total + count, number + count, offset, 0
-        if count:
-            self.index.append((path, begin, number, count, self.total))
-            self.total += count
-
-    @property
-    def n_chunks(self) -> int:
-        return len(self.index)
-
-    @property
-    def n_documents(self) -> int:
-        return self.total
+            offset, number = 0, 1
+            with naming_file(path), path.open("rb") as file:
+                while lines := list(islice(file, LINES)):
+                    # The place: the offset of the first line, and its number in the file.
+                    self.add(path, (offset, number), len(lines))
+                    offset, number = offset + sum(map(len, lines)), number + len(lines)
+        self.name = self.describe("jsonl", "lines")
 
     def where(self, index: int) -> str:
-        path, _, number, count, _ = self.index[index]
+        path, (_, number), _, count = self.index[index]
         return f"{path}, lines {number} to {number + count - 1}"
 
     def read(self, index: int) -> Chunk:
-        path, offset, number, count, first = self.index[index]
+        path, (offset, number), first, count = self.index[index]
         with naming_file(path), path.open("rb") as file:
             file.seek(offset)
             lines = [file.readline() for _ in range(count)]
@@ -198,20 +188,19 @@ class JsonLines(IndexedDocuments):
         if not line:
             return ""
         try:
-            return self.text(parse_json(line, "is not a line of JSON"))
-        except ValueError as error:
-            self.on_bad(where, str(error), 1)
+            values = json.loads(line)
+        # Brackets that nest too deeply are a RecursionError.
+        except (ValueError, RecursionError) as error:
+            self.on_bad(where, f"is not a line of JSON: {error}", 1)
             return ""
-
-    def text(self, values: Any) -> str:
         text = values.get(self.text_key) if isinstance(values, dict) else None
-        if not isinstance(text, str):
-            found = type(values).__name__
-            if isinstance(values, dict):
-                kinds = {key: type(value).__name__ for key, value in sorted(values.items())}
-                found = shorten(str(kinds), 300)
-            raise ValueError(f"has no text: data.text_key is {self.text_key!r}, the line has {found}")
-        return encodable(text)
+        if isinstance(text, str):
+            return encodable(text, where, self.on_bad)
+        found = type(values).__name__
+        if isinstance(values, dict):
+            found = shorten(str({key: type(value).__name__ for key, value in sorted(values.items())}), 300)
+        self.on_bad(where, f"has no text: data.text_key is {self.text_key!r}, the line has {found}", 1)
+        return ""
 
 
 class Parquet(IndexedDocuments):
@@ -220,12 +209,15 @@ class Parquet(IndexedDocuments):
     def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
         super().__init__(files, root, on_bad)
         self.text_key = text_key
-        # File, row group, number of its first document, rows.
-        self.index: list[tuple[Path, int, int, int]] = []
-        self.total = 0
         for path in files:
-            self.add(path)
-        self.name = f"parquet ({len(files):,} files, {self.total:,} rows, {self.bytes / 1e6:.1f} MB)"
+            with self.open(path) as file:
+                columns = file.schema_arrow.names
+                require(text_key in columns, "data.text_key", text_key, f"a column of {path}: {columns}")
+                for group in range(file.num_row_groups):
+                    rows = file.metadata.row_group(group).num_rows
+                    require(rows >= 0, f"the number of rows of {path}, row group {group}", rows, "0 or more")
+                    self.add(path, group, rows)
+        self.name = self.describe("parquet", "rows")
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Any]:
@@ -234,28 +226,10 @@ class Parquet(IndexedDocuments):
             with import_module("pyarrow.parquet").ParquetFile(path) as file:
                 yield file
         except (arrow.ArrowException, OSError) as error:
-            # pyarrow makes OSErrors of its own, without a number and without the file's name.
+            # pyarrow raises OSErrors of its own, without a number and without the file's name.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(f"{path} is not a parquet file: {error}") from error
-
-    def add(self, path: Path) -> None:
-        with self.open(path) as file:
-            columns = file.schema_arrow.names
-            require(self.text_key in columns, "data.text_key", self.text_key, f"a column of {path}: {columns}")
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                require(rows >= 0, f"the number of rows of {path}, row group {group}", rows, "0 or more")
-                self.index.append((path, group, self.total, rows))
-                self.total += rows
-
-    @property
-    def n_chunks(self) -> int:
-        return len(self.index)
-
-    @property
-    def n_documents(self) -> int:
-        return self.total
 
     def where(self, index: int) -> str:
         path, group, _, _ = self.index[index]
@@ -267,7 +241,7 @@ class Parquet(IndexedDocuments):
         with self.open(path) as file:
             try:
                 column = file.read_row_group(group, columns=[self.text_key])[self.text_key]
-            # A page that does not unpack is an OSError.
+            # A page that does not decompress is an OSError.
             except (arrow.ArrowException, OSError) as error:
                 self.on_bad(self.where(index), f"cannot be read: {error}", rows)
                 return Chunk([""] * rows, first)
@@ -275,19 +249,55 @@ class Parquet(IndexedDocuments):
 
     def text(self, cell: Any, where: str) -> str:
         try:
-            text = cell.as_py()
+            return text_or_empty(cell.as_py(), where, self.text_key, self.on_bad)
         # Text that is not UTF-8 is found only here.
         except UnicodeDecodeError as error:
             self.on_bad(where, f"is not UTF-8 text: {error}", 1)
             return ""
-        if not (text is None or isinstance(text, str)):
-            self.on_bad(where, f"has no text: {self.text_key!r} is a {type(text).__name__}", 1)
-            return ""
-        return text or ""
+
+
+class HubDocuments:
+    """A data set of the Hugging Face hub, streamed in its own order.
+
+    A stream has no random access: the documents of each chunk are shuffled, and then the windows of each pool. The
+    bookmark of a chunk, which `datasets` provides, goes into the checkpoint: resuming reads on from there.
+    """
+
+    few = False
+    doing = "opening"
+
+    def __init__(self, dataset: str, subset: str | None, *, text_key: str, on_bad: OnBad = stop) -> None:
+        require_package("datasets", f"hf:{dataset}")
+        self.dataset, self.subset, self.text_key, self.on_bad = dataset, subset, text_key, on_bad
+        self.name = f"hf:{dataset}" + (f" ({subset})" if subset else "")
+        self.fingerprint = self.name
+
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+        self.doing = f"opening {self.name}"
+        load_dataset = import_module("datasets").load_dataset
+        stream = load_dataset(self.dataset, self.subset, split="train", streaming=True)
+        if bookmark is not None:
+            stream.load_state_dict(bookmark)
+        elif first:
+            stream = stream.skip(first * ROWS)
+        rows = iter(stream)
+        while True:
+            self.doing = f"reading documents {first * ROWS:,} to {(first + 1) * ROWS - 1:,} of {self.name}"
+            texts = [self.text(row, number) for number, row in enumerate(islice(rows, ROWS), first * ROWS)]
+            if not texts:
+                return
+            yield Chunk(texts, first * ROWS, bookmark)
+            first, bookmark = first + 1, stream.state_dict()
+
+    def text(self, row: dict[str, Any], number: int) -> str:
+        require(self.text_key in row, "data.text_key", self.text_key, f"a column of {self.name}: {sorted(row)}")
+        where = f"document {number:,} of {self.name}"
+        text = text_or_empty(row[self.text_key], where, self.text_key, self.on_bad)
+        return encodable(text, where, self.on_bad)
 
 
 def fingerprint(path: Path) -> str:
-    """Of the size and both ends. Not of the time it was written, so that a copy is the same corpus."""
+    """A hash of the size and both ends of a file; a copy has the same."""
     with naming_file(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest = hashlib.sha256(str(size).encode())
@@ -297,12 +307,21 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no text: tokenizers would fail on it without saying where."""
+def text_or_empty(text: object, where: str, text_key: str, on_bad: OnBad) -> str:
+    """A cell's text; "" for None, and for what is no text."""
+    if not (text is None or isinstance(text, str)):
+        on_bad(where, f"has no text: {text_key!r} is a {type(text).__name__}", 1)
+        return ""
+    return text or ""
+
+
+def encodable(text: str, where: str, on_bad: OnBad) -> str:
+    """`text` if UTF-8 can encode it, else "": JSON can spell half a surrogate pair, on which tokenizers would fail."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"is not text that UTF-8 can hold: {error}") from error
+        on_bad(where, f"is not text that UTF-8 can encode: {error}", 1)
+        return ""
     return text
 
 
@@ -311,28 +330,23 @@ def standard_library(root: Path | None = None) -> TextFiles:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
     require(bool(files), "root", str(root), "a folder with Python source files")
-    # A stray byte in someone's Python must not stop the one source that always works.
+    # A stray byte must not stop the source that works everywhere.
     return TextFiles(files, root, name="stdlib", errors="replace")
 
 
 def open_files(source: str, path: str, text_key: str, on_bad: OnBad = stop) -> IndexedDocuments:
-    """The documents of the files that `path` names: a file, a folder, or a pattern."""
+    """The documents of a file, a folder, or a glob pattern."""
     files, root = find_files(path, SUFFIXES[source])
     if source == "text":
         return TextFiles(files, root, name="text", on_bad=on_bad)
     if source == "jsonl":
         return JsonLines(files, root, text_key=text_key, on_bad=on_bad)
-    require(
-        find_spec("pyarrow") is not None,
-        "data.source",
-        source,
-        "another one, because the package `pyarrow` is not installed (pip install pyarrow)",
-    )
+    require_package("pyarrow", source)
     return Parquet(files, root, text_key=text_key, on_bad=on_bad)
 
 
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[list[Path], Path]:
-    """Sorted, and the folder that their names are told from."""
+    """The files, sorted, and the folder that their names are relative to."""
     given = Path(path).expanduser()
     if given.is_file():
         return [given], given.parent
@@ -343,3 +357,21 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[list[Path], Path]:
     files = sorted(file for file in map(Path, glob(str(given), recursive=True)) if file.is_file())
     require(bool(files), "data.path", path, "a file, a folder, or a pattern that files match")
     return files, Path(os.path.commonpath([file.parent for file in files]))
+
+
+def require_package(package: str, source: str) -> None:
+    accepted = f"another one, because the package `{package}` is not installed (pip install {package})"
+    require(find_spec(package) is not None, "data.source", source, accepted)
+
+
+def open_documents(config: DataConfig, on_bad: OnBad = stop) -> Documents:
+    """The documents of a config whose source is text."""
+    if config.source == "stdlib":
+        return standard_library()
+    if config.source == "fineweb_edu":
+        subset = config.name or FINEWEB_EDU_SUBSET
+        return HubDocuments(FINEWEB_EDU, subset, text_key=config.text_key, on_bad=on_bad)
+    if config.source.startswith(HUB):
+        return HubDocuments(config.source.removeprefix(HUB), config.name, text_key=config.text_key, on_bad=on_bad)
+    assert config.path is not None
+    return open_files(config.source, config.path, config.text_key, on_bad)

@@ -1,11 +1,11 @@
-"""Batches for a rank, in an order that the seed decides, with a position that can be saved and gone back to.
+"""Batches for a rank, in an order that the seed determines, with a position that can be saved and restored.
 
     loader = open_loader(DataConfig(), split="train", batch_size=8, seq_len=2048, seed=0)
     for batch in loader: ...
 
-All ranks walk the same sequence of windows. A step takes `world_size * batch_size` of them, and a rank its own part of
-those. So the position is one number for all ranks, and a run goes on with another number of ranks, or another batch
-size, where it stopped: no window twice, none left out.
+All ranks iterate over the same sequence of windows. A step takes `world_size * batch_size` of them, and a rank its own
+share of those. So the position is the same on all ranks, and a run can resume with another number of ranks or another
+batch size: no window is repeated or left out.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from nsa.config import require, require_int, require_positive_int
-from nsa.data.config import HUB, IGNORED, Batch, DataConfig, Split
-from nsa.data.documents import Documents, OnBad, open_files, standard_library, stop
-from nsa.data.hub import FINEWEB_EDU, FINEWEB_EDU_SUBSET, HubDocuments
+from nsa.data.config import IGNORED, Batch, DataConfig, Split
+from nsa.data.documents import open_documents
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
 from nsa.data.prefetch import Late, Prefetcher
 from nsa.data.shards import ShardPools
@@ -30,22 +29,22 @@ from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger("nsa")
 
-# How often a silent source is opened again before that is given up.
+# How often a stalled source is opened again.
 RETRIES = 3
 
-# Seconds that a thread gets to end when the loader is closed.
+# Seconds to wait for a thread when the loader is closed.
 PATIENCE = 10.0
 
 
 class Position(NamedTuple):
-    """So many windows were used, counted from the beginning of a pool; None: the first pool of all."""
+    """How many windows were used since the beginning of a pool; None: the very first pool."""
 
     pool: dict[str, Any] | None = None
     used: int = 0
 
 
 class Share(NamedTuple):
-    """What a rank takes of the windows, and how it lays them out."""
+    """Which of the windows a rank takes, and whether it packs them."""
 
     batch_size: int
     rank: int
@@ -54,33 +53,33 @@ class Share(NamedTuple):
 
 
 class Stalled(TimeoutError):
-    """A source gave nothing for too long."""
+    """A source gave no batch for too long."""
 
 
 class Loader:
-    """Endless; close it, or use it in a `with`."""
+    """An endless iterator of batches; close it, or use it in a `with`."""
 
     def __init__(self, pools: Pools, config: DataConfig, share: Share, identity: dict[str, Any]) -> None:
         self.pools, self.config, self.share, self.identity = pools, config, share, identity
         self.source: str = pools.name
         self.tokenizer: Tokenizer = pools.tokenizer
         self.vocab_size: int = pools.tokenizer.vocab_size
-        # Seconds that the caller spent waiting, in all, and since when it waits now.
+        # Seconds that the caller has waited in total, and since when it is waiting now.
         self.waited = 0.0
         self.asked: float | None = None
-        # Batches that stood in for real ones, in all.
+        # Batches of random tokens in place of real ones, in total.
         self.stand_ins = 0
         self.position = Position()
-        # Batches that are late: others stood in for them, and they are dropped when they come.
+        # Batches that were replaced and are dropped when they come.
         self.late = 0
         self.retries = 0
-        # Made when the first batch is asked for: until then the position may still change.
+        # Created for the first batch: until then the position may change.
         self.items: Iterator[tuple[Batch, Position]] | None = None
         self.threads: list[Prefetcher[Any]] = []
         self.closed = False
 
     def start(self) -> Iterator[tuple[Batch, Position]]:
-        """Batches from `position` on. One thread makes the next pool while another takes batches out of this one."""
+        """Batches from `position` on. One thread prepares the next pool while another makes batches of this one."""
         supply = self.pools.pools(self.position.pool)
         if not self.config.prefetch:
             return batches(supply, self.share, self.position.used)
@@ -102,7 +101,7 @@ class Loader:
         return batch
 
     def __str__(self) -> str:
-        """For whoever looks in from another thread."""
+        """For the watchdog, from another thread."""
         since = self.asked
         now = 0.0 if since is None else time.perf_counter() - since
         waited = f"{self.waited + now:.0f} s waited for, {now:.0f} of them for the next batch"
@@ -116,7 +115,7 @@ class Loader:
             if not isinstance(self.items, Prefetcher):
                 return next(self.items)
             try:
-                # A source that is known to be silent is not waited for again.
+                # A source that has stalled is not waited for again.
                 item = self.items.get(0.001 if self.late else self.config.stall_timeout_s)
             except Late:
                 stand_in = self.stalled()
@@ -131,7 +130,7 @@ class Loader:
                 log.warning("%s is back", self.source)
 
     def stalled(self) -> tuple[Batch, Position] | None:
-        """What `on_stall` says: a batch that stands in, None for another try, or the end."""
+        """Follow `on_stall`: return a batch of random tokens, or None to try again, or raise."""
         c = self.config
         message = f"no batch from {self.source} for {c.stall_timeout_s:g} s; it was {self.pools.doing}"
         if c.on_stall == "retry" and self.retries < RETRIES:
@@ -141,7 +140,7 @@ class Loader:
             return None
         if c.on_stall == "synthetic":
             if not self.late:
-                log.warning("%s; random tokens stand in, and what they stand in for will not be seen", message)
+                log.warning("%s; random tokens replace its batches, which will not be seen", message)
             self.late += 1
             return self.stand_in()
         self.stop(patience=0.0)
@@ -150,7 +149,7 @@ class Loader:
         raise Stalled(f"{message} ({hint})")
 
     def stand_in(self) -> tuple[Batch, Position]:
-        """Random tokens. The position moves on as if they were the real ones: all ranks must agree on it."""
+        """Random tokens. The position advances as if they were real: all ranks must agree on it."""
         share, seq_len = self.share, self.identity["seq_len"]
         pools = SyntheticPools(self.tokenizer, split="train", seq_len=seq_len, seed=self.identity["seed"])
         pool = pools.pool(share.rank + share.world_size * self.stand_ins)
@@ -160,34 +159,25 @@ class Loader:
         return layout(windows, share), position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was returned: the same on every rank, JSON types. `stand_ins` alone is
-        this rank's; it is kept so that no noise is learned from twice."""
-        return {
-            **self.identity,
-            "pool": self.position.pool,
-            "used": self.position.used,
-            "stand_ins": self.stand_ins,
-        }
+        """The position after the last batch: JSON types, the same on every rank except `stand_ins`, which is saved so
+        that no random batch is repeated."""
+        return {**self.identity, **self.position._asdict(), "stand_ins": self.stand_ins}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader of the same data, seed and length was, bit for bit.
+        """Resume at the position of a loader of the same data, seed and sequence length.
 
-        The number of ranks and the batch size may be others: no window comes twice and none is left out, for every
-        source. What is lost is what `on_stall="synthetic"` stood in for. Other data, or a corpus that has changed, is
-        an error.
+        The number of ranks and the batch size may differ. What `on_stall="synthetic"` replaced stays lost.
+
+        Raises:
+            ValueError: the state is of other data, or of a corpus that has changed since.
         """
-        # One that was written without the last had none.
+        # Earlier versions did not save it.
         state = {"stand_ins": 0, **state}
         known = {*self.identity, "pool", "used", "stand_ins"}
         require(set(state) == known, "the keys of the data's state", sorted(state, key=str), f"{sorted(known)}")
         for name, value in self.identity.items():
-            did = "was shuffled" if name in ("seed", "shuffle_tokens") else "was read"
-            require(
-                value == state[name],
-                f"{name} of the data",
-                value,
-                f"{state[name]!r}: the data of the run that is resumed {did} with it, and it cannot change now",
-            )
+            accepted = f"{state[name]!r}, as in the run that is resumed: it cannot change"
+            require(value == state[name], f"{name} of the data", value, accepted)
         for name in ("used", "stand_ins"):
             require_int(f"{name} in the data's state", state[name], at_least=0)
         check_mark(state["pool"], self.pools.mark_keys)
@@ -198,7 +188,7 @@ class Loader:
         self.closed = False
 
     def close(self) -> None:
-        """End the threads. One that waits for a source that does not answer ends with the process at the latest."""
+        """Stop the threads. One that waits for a source that does not answer ends with the process."""
         if not self.stop(PATIENCE):
             log.warning("the thread that reads %s does not end yet: it is %s", self.source, self.pools.doing)
         self.closed = True
@@ -211,14 +201,12 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def check_mark(mark: object, keys: tuple[str, ...]) -> None:
-    """None, or the counts that `keys` name; a stream has a bookmark of its own beside them."""
+    """`ValueError` unless `mark` is None, or has these counts; a stream adds a bookmark."""
     if mark is None:
         return
     known = isinstance(mark, dict) and set(keys) <= set(mark) <= {*keys, "bookmark"}
@@ -229,7 +217,7 @@ def check_mark(mark: object, keys: tuple[str, ...]) -> None:
 
 
 def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[Batch, Position]]:
-    """A rank's batches, each with the position after it; `used` windows, from the first pool on, were used before."""
+    """A rank's batches, each with the position after it; the first `used` windows of the supply are skipped."""
     pool, at = next(supply), used
     while True:
         windows: list[Window] = []
@@ -252,15 +240,15 @@ def layout(windows: list[Window], share: Share) -> Batch:
 
 
 def stack(windows: list[Window]) -> Batch:
-    """A window a row; a document sees what was before it in its window."""
+    """One window per row; a document attends to what precedes it in its window."""
     rows = torch.stack([window.tokens for window in windows]).long()
-    # Copies: a slice of a single row is contiguous as it is, and the two would share their memory.
+    # Copies: slices of a single row are contiguous already, and the two would share memory.
     tokens, targets = (x.clone(memory_format=torch.contiguous_format) for x in (rows[:, :-1], rows[:, 1:]))
     return Batch(tokens, targets, None)
 
 
 def pack(windows: list[Window]) -> Batch:
-    """All in one row, with a border at every document and every window. No target is another document's token."""
+    """All windows in one row, with a border at every document and window. No target is another document's token."""
     tokens, targets, _ = stack(windows)
     seq_len = tokens.shape[1]
     borders = [torch.arange(len(windows) + 1) * seq_len]
@@ -282,7 +270,21 @@ def open_loader(
     world_size: int = 1,
     vocab_size: int | None = None,
 ) -> Loader:
-    """Batches of `config`'s data. `vocab_size` is the model's, to be checked where it is given."""
+    """Open the data of a run.
+
+    Args:
+        config: the data.
+        split: "train" or "valid".
+        batch_size: windows in a batch of this rank.
+        seq_len: tokens in a window.
+        seed: of the shuffle.
+        rank: of this process.
+        world_size: number of ranks.
+        vocab_size: the model's, which the tokenizer's must not exceed (default: not checked).
+
+    Raises:
+        ValueError: an argument is out of range, or the data or its tokenizer cannot be used.
+    """
     require(split in get_args(Split), "split", split, f"one of {get_args(Split)}")
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("world_size", world_size)):
         require_positive_int(name, value)
@@ -324,13 +326,10 @@ def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> 
     )
 
 
-def open_documents(config: DataConfig, on_bad: OnBad = stop) -> Documents:
-    if config.source == "stdlib":
-        return standard_library()
-    if config.source == "fineweb_edu":
-        subset = config.name or FINEWEB_EDU_SUBSET
-        return HubDocuments(FINEWEB_EDU, subset, text_key=config.text_key, on_bad=on_bad)
-    if config.source.startswith(HUB):
-        return HubDocuments(config.source.removeprefix(HUB), config.name, text_key=config.text_key, on_bad=on_bad)
-    assert config.path is not None
-    return open_files(config.source, config.path, config.text_key, on_bad)
+def synthetic(
+    batch_size: int, length: int, vocab_size: int, *, seed: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Uniformly random `(tokens, targets)`, each `[batch_size, length]`, for benchmarks, where only shapes matter."""
+    generator = torch.Generator(device).manual_seed(seed)
+    window = torch.randint(vocab_size, (batch_size, length + 1), generator=generator, device=device)
+    return window[:, :-1], window[:, 1:]

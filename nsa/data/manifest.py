@@ -1,9 +1,9 @@
-"""`manifest.json`: what belongs to a prepared data set, so that a missing file is noticed.
+"""`manifest.json`: the files of a prepared data set, so that a missing one is noticed.
 
     {"version": 1, "files": {"train-00000.tokens": {"bytes": 4096, "header_sha256": "..."}, ...}}
 
 A shard's header holds the CRC-32 of its tokens and of its offsets, and the name of its tokenizer, which has a hash of
-`tokenizer.json`. So the hash of the header identifies all of them, and opening a data set takes no time.
+`tokenizer.json`. So the hash of the header identifies all of them without reading them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, get_args
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import parse_json, read_text
-from nsa.files import replace_text
+from nsa.files import parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
 VERSION = 1
 SUFFIX = ".tokens"
 
-# Room for 500,000 files.
+# Enough for 500,000 files.
 MAX_BYTES = 2**26
 
 FILE_NAME = re.compile(rf"({'|'.join(get_args(Split))})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
@@ -58,9 +57,8 @@ class Manifest(NamedTuple):
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
         values = parse_json(read_text(path, MAX_BYTES), f"{path} is not JSON")
-        check(path, "it", values, isinstance(values, dict), "an object")
         check(path, "version", values.get("version"), values.get("version") == VERSION, str(VERSION))
-        files = values.get("files")
+        files: Any = values.get("files")
         check(path, "files", files, isinstance(files, dict), "an object")
         manifest = cls({name: listed(path, name, files[name]) for name in sorted(files)})
         manifest.check_names(path)

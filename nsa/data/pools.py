@@ -1,8 +1,8 @@
-"""Windows of `seq_len + 1` tokens, in pools that are shuffled within: the one order that all ranks agree on.
+"""Windows of `seq_len + 1` tokens in shuffled pools, in an order that is the same on all ranks.
 
-The documents of an epoch, shuffled, make one long row of tokens; a pool is the next stretch of it, cut into windows.
-Two neighbouring windows share a token, the last target of one and the first input of the next. What is left at the end
-of an epoch, less than a window, is dropped. A pool knows where it begins, so that it can be made again.
+The shuffled documents of an epoch are concatenated; a pool is the next part of that, cut into windows. Consecutive
+windows share a token: the last target of one is the first input of the next. Less than a window at the end of an epoch
+is dropped. A pool has a mark from which it can be created again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from nsa.data.documents import VALID_EVERY, Chunk, Documents
 from nsa.data.shuffle import Permutation, mix
 from nsa.data.tokenizer import Tokenizer
 
-# Windows of synthetic data that are made at once.
+# Windows in a pool of synthetic data.
 SYNTHETIC_WINDOWS = 256
 
 
 class Window(NamedTuple):
+    """A training sequence with its last target."""
+
     # [seq_len + 1]
     tokens: Tensor
-    # Where documents begin in it, ascending; whether one begins with the window itself makes no difference.
+    # Where documents begin in it, ascending; 0 may be missing.
     starts: Tensor
 
 
 class Pool(ABC):
-    """`mark`: JSON types, from which the same pool is made again."""
+    """Windows in a shuffled order; `mark`: JSON types, from which the same pool is created again."""
 
     mark: dict[str, Any]
     order: Permutation
@@ -45,6 +47,8 @@ class Pool(ABC):
 
 
 class Pools(Protocol):
+    """An endless sequence of pools."""
+
     name: str
     fingerprint: str
     tokenizer: Tokenizer
@@ -56,12 +60,12 @@ class Pools(Protocol):
     mark_keys: tuple[str, ...]
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
-        """Without end, from `mark` on; None: from the beginning. No pool is empty."""
+        """The pools from `mark` on, or from the beginning. No pool is empty."""
         ...
 
 
 class RowPool(Pool):
-    """A row of tokens in memory."""
+    """Tokens in memory."""
 
     def __init__(self, tokens: Tensor, starts: Tensor, seq_len: int, mark: dict[str, Any], order: Permutation) -> None:
         self.tokens, self.starts, self.seq_len, self.mark, self.order = tokens, starts, seq_len, mark, order
@@ -74,13 +78,13 @@ class RowPool(Pool):
 
 
 class Mark(NamedTuple):
-    """A place in the text: a token of a document of a chunk of an epoch."""
+    """A position in the text: a token of a document of a chunk of an epoch."""
 
     epoch: int = 0
     chunk: int = 0
     document: int = 0
     token: int = 0
-    # What the source itself needs, beside the counts.
+    # Of the chunk, for a source that is a stream.
     bookmark: Any = None
 
 
@@ -90,10 +94,10 @@ class Encoded(NamedTuple):
 
 
 class TextPools:
-    """Pools from documents, which are tokenized on the way.
+    """Pools of documents, which are tokenized on the fly.
 
-    Every rank reads and tokenizes all of it and uses its share of the windows. So all ranks agree on the position
-    without asking each other. For many GPUs, `nsa data prepare` does this work once.
+    Every rank reads and tokenizes everything and uses its share of the windows, so all ranks agree on the position
+    without communication. For many GPUs, `nsa data prepare` does this work once.
     """
 
     mark_keys: tuple[str, ...] = ("epoch", "chunk", "document", "token")
@@ -128,16 +132,12 @@ class TextPools:
                 if pool is not None:
                     windows += len(pool)
                     yield pool
-            require(
-                windows > 0,
-                f"the {self.split} split of {self.name}",
-                f"{tokens:,} tokens",
-                f"at least seq_len + 1 = {self.seq_len + 1:,}",
-            )
+            accepted = f"at least seq_len + 1 = {self.seq_len + 1:,}"
+            require(windows > 0, f"the {self.split} split of {self.name}", f"{tokens:,} tokens", accepted)
             start = Mark(epoch=start.epoch + 1)
 
     def rows(self, start: Mark) -> Iterator[list[Encoded]]:
-        """What each pool of an epoch is cut from; the last window's last token is the first of the next row."""
+        """The tokens of each pool of an epoch; the last token of one row is the first of the next."""
         full = self.windows * self.seq_len
         row: list[Encoded] = []
         length = 0
@@ -146,7 +146,7 @@ class TextPools:
             length += len(document.tokens)
             while length > full:
                 mark, tokens = row.pop()
-                # So many tokens of the last document are before the border; the one after it is needed as a target.
+                # Tokens of the last document before the border; the one after it is the last target.
                 before = full - (length - len(tokens))
                 yield [*row, Encoded(mark, tokens[: before + 1])]
                 row, length = [], length - full
@@ -155,7 +155,7 @@ class TextPools:
         yield row
 
     def pool(self, row: list[Encoded]) -> RowPool | None:
-        """The windows of a row; None where there is not one."""
+        """The windows of a row; None if it is shorter than one."""
         lengths = [len(document.tokens) for document in row]
         count = (sum(lengths) - 1) // self.seq_len
         if count < 1:
@@ -178,7 +178,7 @@ class TextPools:
     def encode(self, waiting: list[tuple[Mark, str]]) -> Iterator[Encoded]:
         if waiting:
             rows = self.tokenizer.encode_documents([text for _, text in waiting])
-            # A target beyond the vocabulary would be found only by the loss.
+            # A target beyond the vocabulary would fail only in the loss.
             top, vocab_size = max(int(tokens.max()) for tokens in rows), self.tokenizer.vocab_size
             require(top < vocab_size, f"a token of the tokenizer {self.tokenizer.name}", top, f"one below {vocab_size}")
             for (mark, _), tokens in zip(waiting, rows, strict=True):
@@ -195,12 +195,12 @@ class TextPools:
                 yield Mark(start.epoch, number, index, token, chunk.bookmark), texts[order[index]]
 
     def part(self, chunk: Chunk) -> list[str]:
-        """What the split has of a chunk."""
+        """The texts of a chunk that are in the split."""
         return split_texts(chunk, self.split, few=self.documents.few)
 
 
 def split_texts(chunk: Chunk, split: Split, *, few: bool) -> list[str]:
-    """One document in VALID_EVERY is for validation; where there are too few, the end of each one."""
+    """One document in VALID_EVERY is for validation; with fewer documents, the end of each."""
     if few:
         cuts = [(text, len(text) - len(text) // VALID_EVERY) for text in chunk.texts]
         texts = [text[:cut] if split == "train" else text[cut:] for text, cut in cuts]
@@ -211,7 +211,7 @@ def split_texts(chunk: Chunk, split: Split, *, few: bool) -> list[str]:
 
 
 class SyntheticPools:
-    """Random phrases, each said twice: the second half of a window can be learned, the first cannot."""
+    """Random phrases, each repeated once: the second half of a window can be learned, the first cannot."""
 
     doing = "making random tokens"
     mark_keys: tuple[str, ...] = ("number",)
@@ -229,7 +229,7 @@ class SyntheticPools:
             number += 1
 
     def pool(self, number: int) -> RowPool:
-        # Signed 63 bits is what torch takes for a seed.
+        # torch takes seeds of 63 bits.
         generator = torch.Generator().manual_seed(mix(self.key, number) >> 1)
         half = (self.seq_len + 1) // 2
         shape = (SYNTHETIC_WINDOWS, half)

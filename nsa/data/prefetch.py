@@ -1,4 +1,4 @@
-"""An iterator that runs ahead in a thread and keeps a few results ready."""
+"""An iterator that runs ahead in a thread and buffers a few items."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Stopped(Exception):
 
 
 class Prefetcher(Generic[T]):
-    """`get()` takes the next result, or raises what the iterator raised, with the traceback from the thread.
+    """`get()` returns the next item, or raises what the iterator raised.
 
-    The thread is a daemon: one that waits for a network that never answers must not keep the process from ending.
+    The thread is a daemon: one that waits for the network must not keep the process from ending.
     """
 
     def __init__(self, items: Iterator[T], size: int) -> None:
@@ -29,7 +29,7 @@ class Prefetcher(Generic[T]):
         self.ready: deque[T] = deque()
         self.failure: Exception | None = None
         self.stopping = False
-        # Guards the three above.
+        # Guards the three attributes above.
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self.work, name="nsa-data", daemon=True)
         self.thread.start()
@@ -44,14 +44,14 @@ class Prefetcher(Generic[T]):
                     self.ready.append(item)
                     self.changed.notify_all()
             raise Stopped
-        # Whatever it is, it is the caller's: get() raises it there.
+        # get() raises it in the caller's thread.
         except Exception as error:  # noqa: BLE001
             with self.changed:
                 self.failure = error
                 self.changed.notify_all()
 
     def get(self, timeout: float | None = None) -> T:
-        """`Late` where nothing comes within `timeout` seconds."""
+        """The next item; raises `Late` after `timeout` seconds."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.ready or self.failure or self.stopping, timeout):
                 raise Late
@@ -67,7 +67,7 @@ class Prefetcher(Generic[T]):
         return self.get()
 
     def stop(self, timeout: float) -> bool:
-        """Whether the thread has ended; one that is in the middle of a read ends when the read does."""
+        """Stop the thread; returns whether it has ended. A read in progress is not interrupted."""
         with self.changed:
             self.stopping = True
             self.ready.clear()

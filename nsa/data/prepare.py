@@ -1,4 +1,4 @@
-"""Tokenize a corpus once, into files of tokens that training reads.
+"""`nsa data`: tokenize a corpus into files that training reads, and check such files.
 
 nsa data prepare --source text --path books/ --out data/books
 nsa data check data/books
@@ -10,47 +10,42 @@ import argparse
 import json
 import shlex
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import get_args
 
 from nsa.config import require, require_positive_int
 from nsa.data.config import DataConfig, Split
-from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, stop
-from nsa.data.files import aside, locked
-from nsa.data.loader import open_documents
+from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, open_documents, stop
 from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
-from nsa.data.shards import Shard, ShardWriter, open_shards
+from nsa.data.shards import Shard, ShardWriter, open_shards, unfinished
 from nsa.data.tokenizer import FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
-from nsa.files import replace_text
+from nsa.files import locked, replace_text
+from nsa.progress import progress
 
-# Characters of the training documents that a BPE is trained on: more makes it no better.
+# Characters of the training documents that a BPE is trained on: more does not improve it.
 BPE_CHARACTERS = 100_000_000
 
-# Seconds between two lines where nobody sees a bar.
-LINE_EVERY = 10.0
+# Seconds between two lines of progress.
+LINE_EVERY_S = 10.0
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-# The documents that `--on-bad skip` left out, one JSON object per line.
+# The documents that `--on-bad skip` skipped, one JSON object per line.
 SKIPPED = "skipped.jsonl"
 
-# What `nsa train` without a config trains at.
+# The sequence length of the config that `nsa train` uses by default.
 DEFAULT_SEQ_LEN = 512
 
 
 class Skipped:
-    """`on_bad` for `prepare`: leaves documents out and remembers them."""
+    """`on_bad` for `prepare`: skips documents and records them."""
 
     def __init__(self) -> None:
-        # Where: what is wrong, and how many documents. A document that is read twice is one.
+        # By place: what is wrong, and how many documents. A document that is read twice counts once.
         self.found: dict[str, tuple[str, int]] = {}
 
     def __call__(self, where: str, problem: str, documents: int) -> None:
@@ -60,7 +55,7 @@ class Skipped:
         return sum(documents for _, documents in self.found.values())
 
     def __str__(self) -> str:
-        """For the end of a message."""
+        """For the end of an error message."""
         if not self.found:
             return ""
         where, (problem, _) = next(iter(self.found.items()))
@@ -80,21 +75,21 @@ def prepare(
     limit_tokens: int | None = None,
     on_bad: OnBad = stop,
 ) -> dict[Split, ShardWriter]:
-    """Write the documents of `config` into `out`, in one pass over them; a BPE of their own takes a part of another.
+    """Write the documents of `config` into `out`.
 
     Args:
         config: where the documents come from, and the tokenizer.
-        out: a folder without shards. After an error nothing is left in it but its lock.
-        bpe_vocab_size: train a BPE of so many tokens.
-        shard_tokens: tokens per file, about.
-        limit_tokens: stop after about so many.
-        on_bad: called with each document that cannot be read. By default that is an error.
+        out: a folder without shards. After an error only its lock is left in it.
+        bpe_vocab_size: train a BPE with this vocabulary on the corpus.
+        shard_tokens: tokens per file, approximately.
+        limit_tokens: stop after approximately this many.
+        on_bad: called with each document that cannot be read (default: an error).
 
     Returns:
         What was written, by split.
 
     Raises:
-        ValueError: a wrong argument, a bad document, a split without tokens, or a folder that another process writes.
+        ValueError: a wrong argument, a bad document, a split without tokens, or another process writes to the folder.
     """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
     require_positive_int("shard_tokens", shard_tokens)
@@ -107,7 +102,7 @@ def prepare(
     documents = open_documents(config, on_bad)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     with locked(out, "out"):
-        # Again: another process may have written some before it released the lock.
+        # Again: another process may have held the lock meanwhile.
         require_no_shards(out)
         remove_leftovers(out)
         if bpe_vocab_size is not None:
@@ -133,9 +128,9 @@ def require_no_shards(out: Path) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """What a process that was killed had not finished."""
+    """Remove the unfinished files of a killed process."""
     for split in SPLITS:
-        for path in out.glob(aside(Path(f"{split}-[0-9]*{SUFFIX}")).name):
+        for path in out.glob(unfinished(Path(f"{split}-[0-9]*{SUFFIX}")).name):
             path.unlink()
 
 
@@ -144,15 +139,10 @@ def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict
     require(found > 0, documents.name, "0 tokens", "a corpus with at least one document that is not empty")
     for split, writer in writers.items():
         writer.finish()
-        require(
-            writer.longest > 1,
-            f"the {split} split of {documents.name}",
-            f"{writer.tokens} tokens",
-            f"more or longer documents: one in {VALID_EVERY} is for validation, and of fewer than {VALID_EVERY} "
-            "the end of each",
-        )
+        accepted = f"more or longer documents: one in {VALID_EVERY}, or the end of each of fewer, is for valid"
+        require(writer.longest > 1, f"the {split} split of {documents.name}", f"{writer.tokens} tokens", accepted)
     tokenizer.save(out)
-    # Before the files get their names: a set of which some have theirs is then known to be incomplete.
+    # Before the files are renamed: a set of which only some are is then known to be incomplete.
     files = {name: listed for writer in writers.values() for name, listed in writer.listed.items()}
     Manifest(files).write(out)
     for writer in writers.values():
@@ -167,9 +157,9 @@ def write(
     doc_batch: int,
     limit_tokens: int | None,
 ) -> None:
-    """Up to the limit; and beyond it one chunk's documents for a split that has none, without which no run starts."""
+    """Up to the limit; beyond it only until each split has a document, without which no run starts."""
     total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
-    shown = show_progress(total)
+    shown = progress(total, unit="chunk", every_s=LINE_EVERY_S)
     try:
         # The order does not matter: training shuffles the windows.
         wanted = writers
@@ -198,45 +188,6 @@ def training_texts(documents: Documents) -> Iterator[str]:
                 return
 
 
-class Lines:
-    """Now and then a line."""
-
-    def __init__(self, total: int | None) -> None:
-        self.total, self.next = total, time.monotonic() + LINE_EVERY
-
-    def show(self, done: int, text: str) -> None:
-        if done == self.total or time.monotonic() >= self.next:
-            self.next = time.monotonic() + LINE_EVERY
-            print(f"{done:,}{f' of {self.total:,}' if self.total else ''} chunks, {text}", flush=True)
-
-    def close(self) -> None:
-        """Nothing to put away."""
-
-
-class Bar:
-    def __init__(self, total: int | None) -> None:
-        rich = import_module("rich.progress")
-        self.bar: Any = rich.Progress(
-            rich.BarColumn(),
-            rich.TaskProgressColumn(),
-            rich.TimeElapsedColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.description}"),
-        )
-        self.task = self.bar.add_task("", total=total)
-        self.bar.start()
-
-    def show(self, done: int, text: str) -> None:
-        self.bar.update(self.task, completed=done, description=text)
-
-    def close(self) -> None:
-        self.bar.stop()
-
-
-def show_progress(total: int | None) -> Lines | Bar:
-    return Bar(total) if find_spec("rich") is not None and sys.stdout.isatty() else Lines(total)
-
-
 def run(args: argparse.Namespace) -> int:
     if args.data_command == "check":
         return run_check(args.folder, write_manifest=args.write_manifest)
@@ -246,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise, so that unfinished files are removed. One that is ignored (nohup) stays so."""
+    """SIGTERM and SIGHUP raise, so that unfinished files are removed. An ignored SIGHUP (nohup) stays ignored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -293,20 +244,12 @@ def run_prepare(args: argparse.Namespace) -> int:
         skipped.write(out / SKIPPED)
         print(f"skipped: {len(skipped):,} documents that could not be read, listed in {out / SKIPPED}")
     vocab_size = writers["train"].vocab_size
-    # A window stays within its file, and needs one token more than it scores.
+    # A window lies within one file, and has one token more than its targets.
     longest = min(writer.longest for writer in writers.values()) - 1
-    command = [
-        "nsa",
-        "train",
-        "--dataset",
-        "shards",
-        "--data-path",
-        str(out),
-        "--set",
-        f"model.vocab_size={vocab_size}",
-    ]
+    seq_len = min(longest, DEFAULT_SEQ_LEN)
+    flags = f"--set model.vocab_size={vocab_size} --seq-len {seq_len}"
     print(f"model.vocab_size: at least {vocab_size}, model.seq_len: at most {longest}")
-    print(f"go on with: {shlex.join([*command, '--seq-len', str(min(longest, DEFAULT_SEQ_LEN))])}")
+    print(f"train with: nsa train --dataset shards --data-path {shlex.quote(str(out))} {flags}")
     counts = {split: {"documents": w.documents, "tokens": w.tokens} for split, w in writers.items()}
     print(json.dumps({"out": str(out), "vocab_size": vocab_size, **counts, "skipped": len(skipped)}))
     return 0
@@ -328,7 +271,7 @@ def run_check(folder: Path, *, write_manifest: bool) -> int:
 
 
 def list_files(folder: Path) -> Manifest:
-    """A manifest of the files that are there."""
+    """A manifest of the files in a folder."""
     require(not (folder / MANIFEST).exists(), "--write-manifest", str(folder), f"a folder without {MANIFEST}")
     manifest = Manifest({path.name: Shard(path).header.listed for path in sorted(folder.glob(f"*{SUFFIX}"))})
     manifest.check_names(folder)

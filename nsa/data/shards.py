@@ -1,17 +1,16 @@
-"""Tokens in files: what `nsa data prepare` writes, and the pools made of them.
+"""Files of tokens, which `nsa data prepare` writes, and the pools that read them.
 
 A folder holds `train-00000.tokens`, `valid-00000.tokens`, ..., the tokenizer, and the manifest that lists them. A file
 is, all little-endian:
 
     128 bytes   magic, version, bytes per token, vocabulary, CRC-32 of the tokens and of the offsets, number of tokens
-                and of documents, name of the tokenizer (which has its hash), CRC-32 of all that
-    tokens      uint16 or uint32, documents one after the other, each with its end; zeros up to a multiple of 8 bytes
+                and of documents, name of the tokenizer (which includes its hash), CRC-32 of all that
+    tokens      uint16 or uint32, concatenated documents, each with its end token; zeros up to a multiple of 8 bytes
     offsets     int64 [documents + 1]: where each document begins, and the number of tokens
 
-Opening a file checks everything but the tokens, which takes no time; `check_tokens` reads those too. A window that is
-read is only checked for tokens that no vocabulary has: a model would fail on those far from here.
-
-Files are read, not mapped into memory: a mapped file that is truncated later ends the process with SIGBUS.
+Opening a file checks everything but the tokens; `check_tokens` reads those too. A window that is read is checked for
+tokens beyond the vocabulary. Files are read, not mapped: a mapped file that is truncated later ends the process with
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from torch import Tensor
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.files import aside
 from nsa.data.manifest import SUFFIX, Listed, Manifest
 from nsa.data.pools import Pool, Window
 from nsa.data.shuffle import Permutation
@@ -41,21 +39,27 @@ from nsa.data.tokenizer import Tokenizer, load_tokenizer
 from nsa.files import naming_file, sync_file, sync_folder
 
 MAGIC = b"NSATOKEN"
-# 2 names the tokenizer.
 VERSION = 2
 FIELDS = struct.Struct("<8s5I2Q32s")
 SEAL = struct.Struct("<I")
 HEADER_BYTES = 128
-DTYPES = {2: torch.uint16, 4: torch.uint32}
+TOKEN_DTYPES = {2: torch.uint16, 4: torch.uint32}
 
-# Tokens or offsets that are read at once when all are checked.
+# Tokens or offsets read at once when all are checked.
 BLOCK = 2**22
 
-# Documents between two offsets that are kept in memory; divides BLOCK.
+# Every so many offsets, one is kept in memory; divides BLOCK.
 STRIDE = 256
 
 
+def unfinished(path: Path) -> Path:
+    """Where a file is written until it is complete."""
+    return path.with_name(path.name + ".part")
+
+
 class Header(NamedTuple):
+    """The first 128 bytes of a file."""
+
     magic: bytes
     version: int
     width: int
@@ -64,7 +68,7 @@ class Header(NamedTuple):
     offsets_crc: int
     tokens: int
     documents: int
-    # Filled up with zeros.
+    # Padded with zeros.
     tokenizer: bytes
 
     @property
@@ -77,7 +81,7 @@ class Header(NamedTuple):
 
     @property
     def listed(self) -> Listed:
-        """As the manifest names it."""
+        """The file's entry in the manifest."""
         return Listed(self.file_bytes, hashlib.sha256(self.pack()).hexdigest())
 
     @property
@@ -90,11 +94,11 @@ class Header(NamedTuple):
 
 
 class Shard:
-    """One file, checked when it is opened, and held to be the same file at every read."""
+    """One file, checked when it is opened; every read checks that it is still the same file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Every STRIDE-th offset. All of them stay on disk: those of a trillion tokens would fill a machine's memory.
+        # Every STRIDE-th offset: all of them would fill the memory for a trillion tokens.
         self.coarse: list[int] = []
         with open_file(path) as file:
             self.header = read_header(file, path)
@@ -107,13 +111,13 @@ class Shard:
         with open_file(self.path) as file:
             status = os.fstat(file)
             check_size(self.path, status.st_size, self.header)
-            damaged(inode(status) == self.inode, self.path, "it was replaced after it was opened")
+            check(inode(status) == self.inode, self.path, "it was replaced after it was opened")
             yield file
 
     def read(self, file: int, at: int, dtype: torch.dtype, count: int) -> Tensor:
         """`count` numbers from byte `at` on."""
         data = bytearray(os.pread(file, count * dtype.itemsize, at))
-        damaged(len(data) == count * dtype.itemsize, self.path, "it was truncated while it was read")
+        check(len(data) == count * dtype.itemsize, self.path, "it was truncated while it was read")
         return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
     def offsets(self, file: int, first: int, last: int) -> Tensor:
@@ -122,10 +126,10 @@ class Shard:
     def tokens(self, file: int, begin: int, end: int) -> Tensor:
         """int64, each below the vocabulary."""
         width, vocab_size = self.header.width, self.header.vocab_size
-        tokens = self.read(file, HEADER_BYTES + begin * width, DTYPES[width], end - begin).to(torch.int64)
+        tokens = self.read(file, HEADER_BYTES + begin * width, TOKEN_DTYPES[width], end - begin).to(torch.int64)
         if len(tokens) and int(tokens.max()) >= vocab_size:
             first = int((tokens >= vocab_size).nonzero()[0])
-            damaged(
+            check(
                 False,
                 self.path,
                 f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}, is "
@@ -149,33 +153,30 @@ class Shard:
             ascending &= last < int(block[0]) and bool((block.diff() > 0).all()) and (first > 0 or int(block[0]) == 0)
             last = int(block[-1])
             self.coarse += block[::STRIDE].tolist()
-        damaged(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
-        damaged(
+        check(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
+        check(
             ascending and last == self.header.tokens,
             self.path,
             f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens",
         )
 
     def check_tokens(self) -> None:
-        """Read every token: does what was written still stand there?"""
+        """Read every token and compare their checksum."""
         found = 0
         with self.opened() as file:
             for begin in range(0, self.header.tokens, BLOCK):
                 tokens = self.tokens(file, begin, min(begin + BLOCK, self.header.tokens))
-                found = crc32(raw(tokens.to(DTYPES[self.header.width])), found)
-        damaged(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
+                found = crc32(raw(tokens.to(TOKEN_DTYPES[self.header.width])), found)
+        check(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
     def check_listed(self, listed: Listed) -> None:
-        damaged(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
+        check(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Another one would give its words to these tokens, and nothing would fail."""
-        require(
-            tokenizer.name == self.header.tokenizer_name,
-            f"the tokenizer beside {self.path}",
-            tokenizer.name,
-            f"{self.header.tokenizer_name!r}, which the tokens were made with",
-        )
+        """`ValueError` if the tokens are of another tokenizer."""
+        name = self.header.tokenizer_name
+        accepted = f"{name!r}, which the tokens were made with"
+        require(tokenizer.name == name, f"the tokenizer beside {self.path}", tokenizer.name, accepted)
 
 
 @contextmanager
@@ -194,43 +195,44 @@ def inode(status: os.stat_result) -> tuple[int, int]:
 
 def read_header(file: int, path: Path) -> Header:
     start = os.pread(file, HEADER_BYTES, 0)
-    damaged(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
+    check(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
     header = Header(*FIELDS.unpack_from(start))
-    damaged(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
-    # Before the seal, which is elsewhere in another version.
-    damaged(header.version == VERSION, path, f"it has version {header.version}, this is for version {VERSION}")
+    check(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
+    # Before the checksum, whose place depends on the version.
+    check(header.version == VERSION, path, f"it has version {header.version}, this is for version {VERSION}")
     (seal,) = SEAL.unpack_from(start, FIELDS.size)
-    damaged(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
-    damaged(header.width in DTYPES, path, f"it has {header.width} bytes per token")
-    damaged(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
-    damaged(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
-    # Before anything is allocated for what the header promises.
+    check(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
+    check(header.width in TOKEN_DTYPES, path, f"it has {header.width} bytes per token")
+    check(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
+    check(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
+    # Before anything is allocated by the header's sizes.
     check_size(path, os.fstat(file).st_size, header)
     return header
 
 
 def check_size(path: Path, found: int, header: Header) -> None:
-    damaged(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
+    check(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
 
 
-def damaged(sound: bool, path: Path, what: str) -> None:
+def check(sound: bool, path: Path, problem: str) -> None:
     if not sound:
-        raise ValueError(f"{path} is no intact file of tokens: {what}; `nsa data prepare` writes it anew")
+        raise ValueError(f"{path} is no intact file of tokens: {problem}; `nsa data prepare` writes it anew")
 
 
 class ShardWriter:
-    """Documents into files of about `shard_tokens` each.
+    """Writes documents into files of about `shard_tokens` each.
 
-    They are written aside and get their names together, in `publish`: a part of a corpus must not pass for the whole.
+    Files are written under temporary names and renamed together, in `publish`: a part of a corpus must not pass for the
+    whole.
     """
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer, shard_tokens: int) -> None:
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.vocab_size, self.tokenizer_name = tokenizer.vocab_size, tokenizer.name.encode()
         self.width = 2 if self.vocab_size <= 2**16 else 4
-        # Of all files, the one that is being written included.
+        # Of all files, including the one that is being written.
         self.paths: list[Path] = []
-        # Of those that are complete.
+        # Of complete files.
         self.headers: list[Header] = []
         self.tokens = self.documents = 0
         # Of the file that is being written.
@@ -244,7 +246,7 @@ class ShardWriter:
                 self.open()
             top = int(document.max())
             require(top < self.vocab_size, "token", top, f"below the vocabulary of {self.vocab_size}")
-            data = raw(document.to(DTYPES[self.width]))
+            data = raw(document.to(TOKEN_DTYPES[self.width]))
             with naming_file(self.paths[-1]):
                 self.file.write(data)
             self.crc = crc32(data, self.crc)
@@ -256,7 +258,7 @@ class ShardWriter:
 
     def open(self) -> None:
         self.paths.append(self.folder / f"{self.split}-{len(self.paths):05}{SUFFIX}")
-        self.file = aside(self.paths[-1]).open("wb")
+        self.file = unfinished(self.paths[-1]).open("wb")
         self.file.write(bytes(HEADER_BYTES))
         self.offsets, self.crc = [0], 0
 
@@ -288,7 +290,7 @@ class ShardWriter:
 
     @property
     def longest(self) -> int:
-        """Tokens of the file with the most."""
+        """Tokens of the largest file."""
         return max((header.tokens for header in self.headers), default=0)
 
     @property
@@ -296,10 +298,10 @@ class ShardWriter:
         return {path.name: header.listed for path, header in zip(self.paths, self.headers, strict=True)}
 
     def publish(self) -> None:
-        """Everything is there: the files get their names, and those survive a power cut."""
+        """Rename the files durably, once all are complete."""
         self.finish()
         for path in self.paths:
-            aside(path).rename(path)
+            unfinished(path).rename(path)
         sync_folder(self.folder)
 
     def discard(self) -> None:
@@ -309,22 +311,22 @@ class ShardWriter:
             with suppress(OSError):
                 self.file.close()
         for path in self.paths:
-            aside(path).unlink(missing_ok=True)
+            unfinished(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
 
 
 def raw(tensor: Tensor) -> bytes:
-    # Numpy would do this too, and is not needed for anything else here.
+    # Without NumPy, which nothing else here needs.
     tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class ShardPool(Pool):
-    """All windows of all files: an epoch. A window stays within its file."""
+    """All windows of all files: an epoch. A window lies within one file."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, epoch: int) -> None:
         self.shards, self.seq_len = shards, seq_len
-        # The number of windows up to each file.
+        # Cumulative numbers of windows.
         self.ends = list(accumulate(max(0, (shard.header.tokens - 1) // seq_len) for shard in shards))
         self.mark = {"epoch": epoch}
         self.order = Permutation(self.ends[-1], seed, epoch)
@@ -339,7 +341,7 @@ class ShardPool(Pool):
 
 
 class ShardPools:
-    """Every rank reads only the windows that are its own."""
+    """Pools of prepared data; every rank reads only its own windows."""
 
     mark_keys: tuple[str, ...] = ("epoch",)
 
@@ -354,12 +356,8 @@ class ShardPools:
         self.name = f"shards ({len(self.shards):,} files, {tokens:,} tokens)"
         headers = b"".join(shard.header.pack() for shard in self.shards)
         self.fingerprint = hashlib.sha256(headers).hexdigest()[:16]
-        require(
-            self.pool(0).ends[-1] > 0,
-            f"the {split} split of {folder}",
-            f"{tokens:,} tokens",
-            f"a file with at least seq_len + 1 = {seq_len + 1:,}",
-        )
+        accepted = f"a file with at least seq_len + 1 = {seq_len + 1:,}"
+        require(self.pool(0).ends[-1] > 0, f"the {split} split of {folder}", f"{tokens:,} tokens", accepted)
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
         epoch = mark["epoch"] if mark else 0
@@ -378,16 +376,12 @@ def open_shards(folder: Path, files: dict[str, Listed]) -> list[Shard]:
     return shards
 
 
-def own_tokenizer(folder: Path, asked: str | None, shards: Sequence[Shard]) -> Tokenizer:
-    """The one the tokens were made with; another one that was asked for is an error."""
+def own_tokenizer(folder: Path, given: str | None, shards: Sequence[Shard]) -> Tokenizer:
+    """The tokenizer of the shards; `given` must be the same."""
     tokenizer = load_tokenizer(folder)
     for shard in shards:
         shard.check_tokenizer(tokenizer)
-    if asked is not None:
-        require(
-            load_tokenizer(asked).name == tokenizer.name,
-            "data.tokenizer",
-            asked,
-            f"{str(folder)!r} or none: the shards have their own, {tokenizer.name}",
-        )
+    if given is not None:
+        accepted = f"{str(folder)!r} or none: the shards have their own, {tokenizer.name}"
+        require(load_tokenizer(given).name == tokenizer.name, "data.tokenizer", given, accepted)
     return tokenizer

@@ -1,4 +1,4 @@
-"""A shuffle that is a function: where item `i` goes is computed, not stored, so any position is reached at once."""
+"""A shuffle that is computed, not stored: any position is available at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ ROUNDS = 4
 
 
 def mix(*values: int) -> int:
-    """64 well-mixed bits from integers: the finaliser of splitmix64, once per value. The same on every machine."""
+    """A 64-bit hash of integers: the finalizer of splitmix64, once per value. The same on every machine."""
     x = 0
     for value in values:
         x = (x + value + 0x9E3779B97F4A7C15) & MASK
@@ -18,7 +18,7 @@ def mix(*values: int) -> int:
 
 
 class Permutation:
-    """`range(n)` in an order that the key alone decides; a Feistel network, so it takes no memory for any `n`."""
+    """`range(n)` in an order that the key determines, by a Feistel network, which takes no memory."""
 
     def __init__(self, n: int, *key: int) -> None:
         self.n = n
@@ -31,7 +31,7 @@ class Permutation:
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self.n:
             raise IndexError(index)
-        # The network permutes the next power of four; walking on until it lands inside permutes `range(n)`.
+        # The network permutes the next power of four; repeating it until it lands inside permutes `range(n)`.
         index = self.network(index)
         while index >= self.n:
             index = self.network(index)

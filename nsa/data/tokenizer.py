@@ -1,6 +1,6 @@
 """Text to tokens and back: bytes, or the `tokenizer.json` of the Hugging Face `tokenizers` package.
 
-A tokenizer is saved as one file, `tokenizer.json`, next to what was made with it: a run, an export, shards.
+A tokenizer is saved as `tokenizer.json` next to what was made with it: a run, an export, shards.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import torch
 from torch import Tensor
 
 from nsa.config import require, require_int
-from nsa.data.files import parse_json, read_text
-from nsa.files import make_folder, replace_text
+from nsa.files import make_folder, parse_json, read_text, replace_text
 
 log = logging.getLogger("nsa")
 
 FILE = "tokenizer.json"
 
-# Several times the largest that are in use.
+# Several times the largest in use.
 MAX_BYTES = 2**28
 MAX_VOCABULARY = 2**24
 
-# What tokenizers call the token that ends a document, the most common names first.
+# Names of the token that ends a document, the most common first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    # For people and for comparison: two tokenizers of one name give the same tokens.
+    """What data, training and generation need of a tokenizer."""
+
+    # Tokenizers with the same name give the same tokens.
     name: str
     vocab_size: int
     # The token that ends a document.
@@ -47,28 +48,28 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
-        """int32 on the CPU, each with its end."""
+        """Per text an int32 tensor `[n]` on the CPU, with the end token."""
         ...
 
     def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer:
-    """One byte of UTF-8, one token. A document ends with byte 0, which is left out of its text."""
+    """A token per byte of UTF-8. A document ends with byte 0, which is removed from its text."""
 
     name = "bytes"
     vocab_size = 256
     end = 0
 
     def __init__(self) -> None:
-        # A source with such a text may have a million of them.
+        # Once: a source may have a million such texts.
         self.warned = False
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What is not UTF-8, or no byte at all (a vocabulary may be larger), shows as the replacement character."""
+        """Invalid UTF-8, and tokens that are no byte, become the replacement character."""
         return bytes(token if 0 <= token <= 0xFF else 0xFF for token in tokens).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
@@ -81,10 +82,7 @@ class ByteTokenizer:
             return text
         if not self.warned:
             self.warned = True
-            log.warning(
-                "byte 0 ends a document, and is left out where a text holds it; the first one that does begins with %r",
-                text[:60],
-            )
+            log.warning("byte 0 ends a document, and is removed from texts; the first one begins with %r", text[:60])
         return text.replace("\0", "")
 
     def save(self, folder: Path) -> None:
@@ -96,18 +94,14 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` package, from the text of its `tokenizer.json`."""
 
     def __init__(self, text: str, origin: str) -> None:
-        require(
-            find_spec("tokenizers") is not None,
-            "tokenizer",
-            origin,
-            "'bytes' where the package `tokenizers` is not installed (pip install tokenizers)",
-        )
+        accepted = "'bytes' where the package `tokenizers` is not installed (pip install tokenizers)"
+        require(find_spec("tokenizers") is not None, "tokenizer", origin, accepted)
         self.origin = origin
         with self.naming_errors("be read"):
             self.inner: Any = import_module("tokenizers").Tokenizer.from_str(text)
-        # A text that spells a special token is text: it must not end the document it is in.
+        # A special token that is spelled out in a text must not end the document.
         self.inner.encode_special_tokens = True
-        # Lengths are the loader's business.
+        # The loader takes care of lengths.
         self.inner.no_truncation()
         self.inner.no_padding()
         self.text = text
@@ -115,12 +109,8 @@ class FileTokenizer:
         require(bool(vocabulary), "tokenizer", origin, "a tokenizer with a vocabulary")
         # Not the number of entries: there may be holes.
         self.vocab_size = max(vocabulary.values()) + 1
-        require(
-            self.vocab_size <= MAX_VOCABULARY,
-            f"the largest token of the tokenizer {origin}",
-            self.vocab_size - 1,
-            f"one below {MAX_VOCABULARY:,}",
-        )
+        largest = self.vocab_size - 1
+        require(largest < MAX_VOCABULARY, f"the largest token of {origin}", largest, f"below {MAX_VOCABULARY:,}")
         self.name = f"{self.inner.model.__class__.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         ends = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
         require(bool(ends), "tokenizer", origin, f"one with a token that ends a document: {', '.join(END_TOKENS)}")
@@ -132,7 +122,7 @@ class FileTokenizer:
         try:
             yield
         except BaseException as error:
-            # Anything else, such as a signal, is not the package's.
+            # Anything else, such as a signal, does not come from the package.
             own = (TypeError, ValueError, OverflowError)
             if not (isinstance(error, own) or type(error) is Exception or type(error).__name__ == "PanicException"):
                 raise
@@ -145,7 +135,7 @@ class FileTokenizer:
             return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The vocabulary of a model may be larger: what is no token shows as the replacement character."""
+        """Tokens beyond the vocabulary, which a model's may exceed, become the replacement character."""
         parts: list[str] = []
         run: list[int] = []
         for token in [*tokens, -1]:
@@ -168,7 +158,14 @@ class FileTokenizer:
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
-    """`"bytes"`, a `tokenizer.json`, or a folder that holds one."""
+    """Load a tokenizer.
+
+    Args:
+        folder_or_name: "bytes", a `tokenizer.json`, or a folder with one.
+
+    Raises:
+        ValueError: there is no such file, or it is no tokenizer that can be used.
+    """
     if folder_or_name == ByteTokenizer.name:
         return ByteTokenizer()
     path = Path(folder_or_name).expanduser()
@@ -176,33 +173,27 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
     require(path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {FILE}, or a folder that holds one")
     text = read_text(path, MAX_BYTES)
     values = parse_json(text, f"tokenizer is {str(path)!r}; accepted: a file with JSON")
-    if isinstance(values, dict) and values.get("type") == ByteTokenizer.name:
+    if values.get("type") == ByteTokenizer.name:
         size = values.get("vocab_size", ByteTokenizer.vocab_size)
-        require(
-            size == ByteTokenizer.vocab_size, f"vocab_size in {path}", size, f"{ByteTokenizer.vocab_size} for bytes"
-        )
+        require(size == ByteTokenizer.vocab_size, f"vocab_size in {path}", size, "256 for bytes")
         return ByteTokenizer()
     return FileTokenizer(text, str(path))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, name: str = "model.vocab_size") -> None:
-    """A model needs a row for every token."""
-    require(
-        tokenizer.vocab_size <= vocab_size,
-        name,
-        vocab_size,
-        f"at least {tokenizer.vocab_size}, the vocabulary of the tokenizer {tokenizer.name}",
-    )
+    """`ValueError` unless a model with `vocab_size` rows has one for every token."""
+    accepted = f"at least {tokenizer.vocab_size}, the vocabulary of the tokenizer {tokenizer.name}"
+    require(tokenizer.vocab_size <= vocab_size, name, vocab_size, accepted)
 
 
 def check_bpe_vocabulary(name: str, vocab_size: int) -> None:
-    """Every byte, and the end of a document."""
+    """`ValueError` unless there is a token for every byte and for the end of a document."""
     require_int(name, vocab_size, at_least=257)
     require(vocab_size <= MAX_VOCABULARY, name, vocab_size, f"at most {MAX_VOCABULARY:,}")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """A byte-level BPE of your own text: every text can be encoded, whatever the training text held."""
+    """Train a byte-level BPE, which can encode any text."""
     check_bpe_vocabulary("vocab_size", vocab_size)
     require(find_spec("tokenizers") is not None, "tokenizer", "bpe", "'bytes' without `pip install tokenizers`")
     package = import_module("tokenizers")
@@ -216,4 +207,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return FileTokenizer(tokenizer.to_str(pretty=True), "a BPE that was just trained")
+    return FileTokenizer(tokenizer.to_str(pretty=True), "the trained BPE")

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: saved while it goes on, kept a few, read back on any number of ranks.
+"""Checkpoints of a run: saved in the background, the newest and the best kept, read back on any number of ranks.
 
     checkpoints = Checkpoints(run / "checkpoints", keep=3)
     found = checkpoints.load(model, optimizer)            # None in a new run, else (step, extra)
     checkpoints.save(step, model, optimizer, {"data": loader.state_dict(), "rng": rng_state()}, loss=loss)
     checkpoints.close()
 
-`torch.distributed.checkpoint` plans who writes and reads what, copies the state to the CPU within `save`, and writes in
-a thread; `nsa.train.storage` is where it goes. In a distributed run every rank makes every call.
+`torch.distributed.checkpoint` plans which rank writes and reads what, copies the state to the CPU within `save`, and
+writes it in a thread by `nsa.train.storage`. In a distributed run every rank makes every call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,36 +33,39 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from nsa.config import require, require_bool, require_int, require_positive_int
+from nsa.data import Tokenizer
 from nsa.files import TEMPORARY
 from nsa.model import LM, save_model
 from nsa.train.distributed import any_rank
-from nsa.train.index import INDEX, Damaged, Index
 from nsa.train.run_folder import saved_steps
-from nsa.train.storage import Reader, Writer, discard, recover, remove
+from nsa.train.storage import INDEX, Damaged, Index, Reader, Writer, discard, recover, remove
 
 T = TypeVar("T")
 
 
 class Checkpoints:
-    """The folder `step_N` for each of the `keep` newest good steps and, with `keep_best`, for that of the lowest loss.
+    """The folders `step_N` of the `keep` newest good steps and of the one with the lowest loss.
 
-    One that was not saved as good is kept only while it is the newest: it never costs a good one.
+    A checkpoint that was not saved as good is kept only while it is the newest, and never replaces a good one. Older
+    checkpoints are removed only once the new one has its name. An error of a save in the background is returned by
+    `failed_save`, or warned of by the next `save`, which then waits for its own, or raised by any other call.
 
-    An error of a save in the background is returned by `look`, said by the next `save`, which then waits for its own,
-    and raised by any other call. It never costs an older checkpoint: those are removed only once the new one has its
-    name.
+    Args:
+        folder: created by the first save.
+        keep: how many of the newest to keep.
+        keep_best: keep the one of the lowest loss too.
+        validation_id: of the data that losses are of; those of other data are not compared with them.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True, judge: str = "") -> None:
+    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True, validation_id: str = "") -> None:
         require_positive_int("keep", keep)
         require_bool("keep_best", keep_best)
         require(not folder.exists() or folder.is_dir(), "folder", str(folder), "a folder, or a path where one can be")
         self.folder = folder
         self.keep = keep
         self.keep_best = keep_best
-        # What the losses are of: those of other validation data are not compared with them.
-        self.judge = judge
-        # The thread speaks with other ranks' threads while training does: that needs a group of its own, on the CPU.
+        self.validation_id = validation_id
+        # The thread communicates while training does, which needs a group of its own, on the CPU.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.pending: tuple[int, Future[Any]] | None = None
@@ -70,7 +73,7 @@ class Checkpoints:
         self.rejected: list[int] = []
         # By step: whether it is good, and its loss where that can be compared.
         self.known: dict[int, tuple[bool, float | None]] = {}
-        # torch finds it remarkable that there is one process; here that is the usual case.
+        # A single process is the usual case here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
     def save(
@@ -84,23 +87,28 @@ class Checkpoints:
         good: bool = True,
         wait: bool = False,
     ) -> None:
-        """Copy the state to the CPU, return, and write it in the background; with `wait`, return when it is written.
+        """Copy the state to the CPU and write it in the background, once the save before it is written.
 
-        `extra` is each rank's own. `good`: loss, gradients and parameters are finite. A save that is still being
-        written is waited for first.
+        Args:
+            step: the number of steps done.
+            model: the model, sharded or not.
+            optimizer: its optimizer.
+            extra: this rank's own state, plain JSON.
+            loss: the validation loss.
+            good: loss, gradients and parameters are finite.
+            wait: return only when it is written.
         """
         require_int("step", step, at_least=0)
         lost = self.settle()
         if lost is not None:
-            # That state is gone, this one need not be.
             wait = True
             if self.rank == 0:
                 warnings.warn(f"{lost}; trying again with step {step}", RuntimeWarning, stacklevel=2)
-        # A signal often comes where a checkpoint was just read or written: it is the same state, if it is still there.
+        # A signal often comes right after a checkpoint was read or written; it may have been deleted since.
         if step == self.current and loss is None and self.from_rank_0(self.path(step).is_dir()):
             return
-        said = plain_json("extra", extra)
-        writer = Writer(self.path(step), step, loss, self.judge, good, said, lambda: self.prune(step))
+        text = plain_json("extra", extra)
+        writer = Writer(self.path(step), step, loss, self.validation_id, good, text, lambda: self.prune(step))
         if self.rank == 0:
             self.set_aside()
         answer = dcp.async_save(state_of(model, optimizer), storage_writer=writer, process_group=self.group)
@@ -109,10 +117,16 @@ class Checkpoints:
             self.wait()
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Read the newest intact checkpoint into both; its step and `extra`, or None where there is none at all.
+        """Read the newest intact checkpoint into both, passing over damaged ones with a warning.
 
-        A damaged one is passed over with a warning. `extra` is what this rank saved, or what rank 0 did if there were
-        more or fewer ranks. The optimizer's hyperparameters are not read: the configuration has them.
+        The optimizer's hyperparameters are not read: the config has them.
+
+        Returns:
+            The step and this rank's `extra`, or that of rank 0 if the number of ranks has changed; None where there is
+            no checkpoint.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or the newest intact one is of another model.
         """
         self.wait()
         if self.rank == 0:
@@ -139,13 +153,13 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Until what is being written has its name; an error of it is raised here."""
+        """Wait for the save in the background; raises its error."""
         lost = self.settle()
         if lost is not None:
             raise lost
 
     def settle(self) -> OSError | RuntimeError | ValueError | None:
-        """Until what is being written has its name; its error, if it does not get it."""
+        """Wait for the save in the background; returns its error."""
         if self.pending is None:
             return None
         step, future = self.pending
@@ -160,18 +174,18 @@ class Checkpoints:
         self.current = step
         return None
 
-    def look(self) -> OSError | RuntimeError | ValueError | None:
-        """The error of a save that has failed meanwhile; one that is being written is left to it."""
+    def failed_save(self) -> OSError | RuntimeError | ValueError | None:
+        """The error of a save in the background that has failed; does not wait for one that is still being written."""
         if self.pending is None or any_rank(not self.pending[1].done(), torch.device("cpu")):
             return None
         return self.settle()
 
     def close(self) -> None:
-        """Wait for the last save. The ranks' own group goes when the run's does."""
+        """Wait for the last save."""
         self.wait()
 
     def latest(self) -> int | None:
-        """The newest step that has its name on the disk."""
+        """The newest step with a checkpoint."""
         return max(self.steps(), default=None)
 
     def last_good(self) -> int | None:
@@ -179,10 +193,9 @@ class Checkpoints:
         return max((step for step in self.steps() if self.is_good(step)), default=None)
 
     def describe(self, step: int, *, saved: bool, good: bool) -> str:
-        """What became of `step`, and which one is the last good one if it is not."""
+        """Whether `step` was saved, and which one is the last good one if it is not."""
         if good:
             return f"step {step} is saved in {self.folder}"
-        # One that is being written counts.
         self.wait()
         last = self.last_good()
         kept = "no good state was saved before" if last is None else f"the last good state is that of step {last}"
@@ -211,13 +224,13 @@ class Checkpoints:
         return found is not None and found[0]
 
     def lookup(self, step: int) -> tuple[bool, float | None] | None:
-        """None: the index cannot be read."""
+        """Whether the step is good, and its loss if it can be compared; None where the index cannot be read."""
         if step not in self.known:
             try:
                 index = Index.read(self.path(step))
             except Damaged:
                 return None
-            self.known[step] = (index.good, index.loss if index.judge == self.judge else None)
+            self.known[step] = (index.good, index.loss if index.validation_id == self.validation_id else None)
         return self.known[step]
 
     @property
@@ -225,7 +238,7 @@ class Checkpoints:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def inspect(self, step: int) -> tuple[Index | None, str | None]:
-        """The index, and what is wrong, the same on every rank; each looks at a part of the files."""
+        """The index and what is wrong with the checkpoint, the same on every rank; each checks some of the files."""
         index, problem = None, None
         try:
             index = Index.read(self.path(step))
@@ -239,7 +252,7 @@ class Checkpoints:
         return index, problem
 
     def read(self, index: Index, model: nn.Module, optimizer: Optimizer) -> None:
-        # A state that was saved before the first step has nothing of the optimizer's.
+        # A state that was saved before the first step has no optimizer state.
         began = any(name.startswith("optimizer.") for name in index.tensors)
         state = state_of(model, optimizer, create=began)
         saved, wanted = index.tensors, {name: tuple(x.shape) for name, x in state.items()}
@@ -250,10 +263,10 @@ class Checkpoints:
         if missing or unknown or other:
             shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
             parts = {"without": missing, "with": unknown, "and": shapes}
-            said = "; ".join(f"{word} {names[0]}{and_more(names)}" for word, names in parts.items() if names)
-            raise ValueError(f"{self.path(index.step)} is of another model: {said}")
+            text = "; ".join(f"{word} {names[0]}{and_more(names)}" for word, names in parts.items() if names)
+            raise ValueError(f"{self.path(index.step)} is of another model: {text}")
         try:
-            # In place: these are the tensors of the model and of the optimizer, not copies.
+            # In place: the state holds the tensors themselves, not copies.
             dcp.load(
                 {name: state[name] for name in wanted},
                 storage_reader=Reader(self.path(index.step), index),
@@ -263,7 +276,7 @@ class Checkpoints:
             raise plain_error(f"{self.path(index.step)} could not be read", error) from error
 
     def set_aside(self) -> None:
-        """Damaged checkpoints lose their names before a new one is written: they must not count as the newest."""
+        """Rename damaged checkpoints before a new one is written: they must not count as the newest."""
         for step in self.rejected:
             if self.path(step).exists():
                 names = (f"damaged_step_{step}" + (f"_{n}" if n > 1 else "") for n in count(1))
@@ -271,9 +284,9 @@ class Checkpoints:
         self.rejected.clear()
 
     def prune(self, saved: int) -> None:
-        """Runs on rank 0, in the thread that wrote `saved`, which therefore stays whatever its number.
+        """Remove old checkpoints, on rank 0 in the thread that wrote `saved`, which stays whatever its number.
 
-        One whose index cannot be read is left alone: nobody knows what it is.
+        One whose index cannot be read is left alone.
         """
         self.known.pop(saved, None)
         steps = self.steps()
@@ -291,9 +304,9 @@ class Checkpoints:
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) -> dict[str, Tensor]:
-    """Every tensor of both by a name that is the same sharded, replicated, compiled or plain; not copies.
+    """Every tensor of both (not copies) by a name that is the same sharded, replicated, compiled or plain.
 
-    An optimizer makes its tensors at its first step: `create` has them made before.
+    An optimizer creates its tensors at its first step; with `create` they are created now.
     """
     state: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
     if create or optimizer.state:
@@ -320,16 +333,14 @@ def plain_json(name: str, value: object) -> str:
 
 
 def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError | ValueError:
-    """torch wraps what each rank ran into; the reader wants the sentence."""
+    """The message of the error that torch wrapped, by rank if several failed."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    said = "; ".join(
-        f"rank {rank}: {failure}" if len(failures) > 1 else f"{failure}" for rank, failure in failures.items()
-    )
+    several = len(failures) > 1
+    text = "; ".join(f"rank {rank}: {failure}" if several else str(failure) for rank, failure in failures.items())
+    text = f"{what}: {text}"
     if all(isinstance(failure, OSError) for failure in failures.values()):
-        return OSError(f"{what}: {said}; older checkpoints are as they were")
-    if all(isinstance(failure, ValueError) for failure in failures.values()):
-        return ValueError(f"{what}: {said}")
-    return RuntimeError(f"{what}: {said}")
+        return OSError(f"{text}; older checkpoints are as they were")
+    return (ValueError if all(isinstance(f, ValueError) for f in failures.values()) else RuntimeError)(text)
 
 
 # The state of the random number generators, as text that JSON holds.
@@ -345,7 +356,7 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """A run that goes on elsewhere keeps what that machine has: a GPU's state is no use to a CPU.
+    """Restore the generators; the state of a GPU is ignored on a CPU.
 
     Raises:
         ValueError: `state` is not what `rng_state` returned.
@@ -370,11 +381,11 @@ def from_text(text: str) -> Tensor:
 
 @contextmanager
 def restoring(folder: Path) -> Iterator[None]:
-    """What a checkpoint's index holds besides tensors is taken up in here: a `ValueError` names the file."""
+    """A `ValueError` in this block names the index of the checkpoint in `folder`."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"the run cannot go on from {folder / INDEX}: {error}") from error
+        raise ValueError(f"the run cannot resume from {folder / INDEX}: {error}") from error
 
 
 def check_state(extra: dict[str, Any]) -> None:
@@ -408,21 +419,15 @@ def check_state(extra: dict[str, Any]) -> None:
             raise ValueError(f"{name} cannot be {reprlib.repr(extra.get(name))}")
 
 
-# What others load.
+# The export.
 
 
-class HasSave(Protocol):
-    """All that is asked of a tokenizer here: to write its file durably."""
-
-    def save(self, folder: Path) -> None: ...
-
-
-def put_together(model: nn.Module) -> LM | None:
-    """The whole model, for the first rank, on the CPU where others hold parts of it; every rank calls it."""
+def unsharded(model: nn.Module) -> LM | None:
+    """The whole model on rank 0, None on the others; on the CPU if it is sharded. Every rank calls it."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.is_initialized() and dist.get_rank() > 0:
         return None
-    # FSDP2 makes a class of its own of the model's, which is still one of these; DDP and compilation wrap it.
+    # The module may be a wrapper, or of a class that FSDP2 derived from LM.
     config = next(module.config for module in model.modules() if isinstance(module, LM))
     with torch.device("meta"):
         whole = LM(config)
@@ -430,12 +435,15 @@ def put_together(model: nn.Module) -> LM | None:
     return whole
 
 
-def export(model: nn.Module, folder: Path, tokenizer: HasSave | None) -> Path:
-    """Write the whole model with its configuration and tokenizer for `nsa.model.load_model`; the parameters' file.
+def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> Path:
+    """Write the whole model with its config and tokenizer for `nsa.model.load_model`, each file durably.
 
-    Every rank calls it, rank 0 writes. Each file is replaced durably; files of other names are not touched.
+    Every rank calls it, rank 0 writes.
+
+    Returns:
+        The file of the parameters.
     """
-    whole = put_together(model)
+    whole = unsharded(model)
     if whole is None:
         return folder
     if tokenizer is not None:

@@ -1,10 +1,10 @@
-"""What a run is: one object, from a YAML file, the environment and the command line.
+"""The config of a run: one object, from a YAML file, the environment and the command line.
 
     load_config("tiny", {"model.attention": "dense", "steps": 50})
 
-The command line (`overrides`) beats the environment, which beats the file, which beats the defaults here. A key that
-does not exist is an error that names the one to use. The result holds no "auto": what it says is what runs. Torch is
-imported only once the keys are known to be right: a mistake is reported at once.
+The command line (`overrides`) beats the environment, which beats the file, which beats the defaults here. An unknown
+key is an error that names the one to use. The result holds no "auto". Torch is imported only after the keys are
+checked, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -39,16 +39,12 @@ from nsa.files import replace_text
 from nsa.model.config import LMConfig
 from nsa.origin import configs_folder
 from nsa.train.keys import FROM_SCRATCH, MODEL_FAMILIES, keys_of, replacement
+from nsa.train.run_folder import CONFIG, RUNS
 from nsa.train.yaml_file import parse_yaml, read_yaml, yaml
 
 log = logging.getLogger("nsa")
 
-RUNS = Path("runs")
-
-# The file in a run's folder that says what the run is.
-FILE = "config.yaml"
-
-# Settings of the environment and the keys they are.
+# The keys that settings of the environment set.
 ENVIRONMENT = {
     "seq_len": "model.seq_len",
     "batch_size": "batch_size",
@@ -61,55 +57,55 @@ ENVIRONMENT = {
 # Keys whose defaults depend on the machine.
 MACHINE = {"device", "dtype", "compile", "cuda_graphs", "parallel", "grad_compression"}
 
-# Keys that need not be said.
-FOUND_OUT = {"data", "out"}
+# Keys without a default that may be missing.
+OPTIONAL = {"data", "out"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run. The length of a sequence is the model's."""
+    """One run. The sequence length is `model.seq_len`."""
 
     model: LMConfig
     data: DataConfig
     out: Path
 
     steps: int
-    # Sequences in a batch of one rank, and batches whose gradients make one step.
+    # Sequences in a batch of one rank, and batches per step.
     batch_size: int
     accum: int = 1
 
     lr: float
-    # "cosine" falls all the way from the warm-up; "wsd" stays at the peak and falls in the last `decay` steps, a tenth
-    # of all where a file does not say. With `lr_floor` 1 neither falls.
+    # "cosine" falls from the warm-up on; "wsd" stays at the peak and falls in the last `decay` steps (default: a tenth
+    # of all). With `lr_floor` 1 neither falls.
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: int = 0
     decay: int = 0
-    # The learning rate at the end, as a part of `lr`.
+    # The learning rate at the end, as a fraction of `lr`.
     lr_floor: float = 0.1
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     seed: int = 0
 
     device: str = "cpu"
-    # Of products; parameters and sums are fp32.
+    # Of matmuls; parameters and accumulation are fp32.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
-    # Replay each pass as one launch. Needs shapes that never change, so no packed documents.
+    # Replay each pass as one launch. Needs fixed shapes, so no packed documents.
     cuda_graphs: bool = False
-    # Activation checkpointing: less memory, a third more work.
+    # Activation checkpointing: less memory, a third more FLOPs.
     gc: bool = False
     parallel: Literal["none", "ddp", "fsdp"] = "none"
-    # What ddp sends: gradients as they are, or rounded.
+    # The dtype of the gradients that ddp all-reduces; none: their own.
     grad_compression: Literal["none", "bf16"] = "none"
 
-    # In steps; 0: only where the run begins and ends.
+    # In steps; 0: only at the start and the end of the run.
     log_every: int = 20
     eval_every: int = 0
     eval_batches: int = 4
     sample_every: int = 0
     sample_prompt: str = "def "
     sample_tokens: int = 200
-    # What the gates and the selection do, layer by layer.
+    # Statistics of the gates and the selection in each layer.
     stats_every: int = 0
     save_every: int = 0
     # Checkpoints kept besides the best.
@@ -117,12 +113,12 @@ class TrainConfig:
 
     # Steps in a row without a finite gradient before the run stops.
     max_skips: int = 8
-    # Seconds without a step before every thread's stack is written down.
+    # Seconds without a step before every thread's stack is written to a file.
     watchdog_s: float = 600.0
-    # A run that is slower stops after its first steps. None: a tenth of what `nsa plan` has for this GPU, where that
-    # rests on a measurement; 0: any speed will do.
+    # A slower run stops after its first steps. None: a tenth of what `nsa plan` has for this GPU, where that is based
+    # on a measurement; 0: any speed is accepted.
     min_tokens_per_s: float | None = None
-    # What an hour of all machines costs, for the display; 0: not known.
+    # Of all machines, for the log; 0: unknown.
     price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
@@ -134,82 +130,55 @@ class TrainConfig:
             require_positive_number(name, getattr(self, name))
         for name in ("lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour"):
             value = getattr(self, name)
-            unsaid = name == "min_tokens_per_s" and value is None
-            # False equals 0, but whoever says it does not mean a number.
-            if not unsaid and (value is False or value != 0):
+            unset = name == "min_tokens_per_s" and value is None
+            # False equals 0, but is no number.
+            if not unset and (value is False or value != 0):
                 require_positive_number(name, value)
         for name in ("compile", "cuda_graphs", "gc"):
             require_bool(name, getattr(self, name))
         hints = get_type_hints(type(self))
         for name in ("schedule", "dtype", "parallel", "grad_compression"):
-            require(
-                getattr(self, name) in get_args(hints[name]),
-                name,
-                getattr(self, name),
-                f"one of {get_args(hints[name])}",
-            )
-        require(self.lr_floor <= 1, "lr_floor", self.lr_floor, "a part of lr, 0 to 1")
-        require(self.warmup < self.steps, "warmup", self.warmup, f"less than steps = {self.steps}")
-        if self.schedule == "wsd":
-            left = self.steps - self.warmup
-            require(1 <= self.decay <= left, "decay", self.decay, f"1 to {left} for wsd: the steps after the warm-up")
-        else:
-            require(self.decay == 0, "decay", self.decay, "0 for a cosine, which falls all the way")
-        require(
-            isinstance(self.sample_prompt, str) and self.sample_prompt != "",
-            "sample_prompt",
-            self.sample_prompt,
-            "a text of at least one character",
-        )
-        require(
-            re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is not None,
-            "device",
-            self.device,
-            "'cpu', 'cuda' or 'cuda:0'",
-        )
-        require(
-            self.cuda_graphs is False or self.device.startswith("cuda"),
-            "cuda_graphs",
-            True,
-            f"False on {self.device}: only a CUDA GPU has graphs",
-        )
-        require(
-            not (self.cuda_graphs and self.data.pack),
-            "cuda_graphs",
-            True,
-            "False with data.pack: packed documents have no fixed shape",
-        )
-        require(
-            self.cuda_graphs is False or self.parallel == "none",
-            "cuda_graphs",
-            True,
-            f"False with parallel = {self.parallel}: a graph cannot wait for other ranks",
-        )
-        require(
-            self.grad_compression == "none" or (self.parallel == "ddp" and self.device.startswith("cuda")),
-            "grad_compression",
-            self.grad_compression,
-            "'none', or with ddp on GPUs 'bf16'; fsdp has its own mixed precision",
-        )
-        require(
-            self.dtype != "float16" or self.parallel != "fsdp",
-            "dtype",
-            self.dtype,
-            "'bfloat16' or 'float32' with fsdp, whose ranks would each scale their own losses",
-        )
+            choices = get_args(hints[name])
+            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
+        left, on_gpu = self.steps - self.warmup, self.device.startswith("cuda")
+        device = re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is not None
+        decay = 1 <= self.decay <= left if self.schedule == "wsd" else self.decay == 0
+        prompt = isinstance(self.sample_prompt, str) and self.sample_prompt != ""
+        compression = self.grad_compression == "none" or (self.parallel == "ddp" and on_gpu)
+        for holds, name, accepted in (
+            (self.lr_floor <= 1, "lr_floor", "a fraction of lr, 0 to 1"),
+            (left > 0, "warmup", f"less than steps = {self.steps}"),
+            (decay, "decay", f"1 to {left} for wsd, the steps after the warm-up; 0 for cosine"),
+            (prompt, "sample_prompt", "a text of at least one character"),
+            (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
+            (not self.cuda_graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
+            (not (self.cuda_graphs and self.data.pack), "cuda_graphs", "False with data.pack, whose shapes vary"),
+            (
+                not self.cuda_graphs or self.parallel == "none",
+                "cuda_graphs",
+                f"False with parallel = {self.parallel}: a graph cannot wait for other ranks",
+            ),
+            (compression, "grad_compression", "'none', or with ddp on GPUs 'bf16'; fsdp has its own mixed precision"),
+            (
+                self.dtype != "float16" or self.parallel != "fsdp",
+                "dtype",
+                "'bfloat16' or 'float32' with fsdp, whose ranks would each scale their own losses",
+            ),
+        ):
+            require(holds, name, getattr(self, name), accepted)
 
     @property
     def tokens_per_batch(self) -> int:
-        """Of one rank."""
+        """Tokens in a batch of one rank."""
         return self.batch_size * self.model.seq_len
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, nested as the YAML file is."""
+        """Plain types, nested as in the YAML file."""
         return {**asdict(self), "model": self.model.to_dict(), "out": str(self.out)}
 
     @property
     def hash(self) -> str:
-        """The same for the same run, wherever it is written."""
+        """The same for the same run in any folder."""
         values = {name: value for name, value in self.to_dict().items() if name != "out"}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -222,35 +191,35 @@ def load_config(
     Args:
         source: a name in `configs/`, a YAML file, or a run's folder.
         overrides: values by dotted key.
-        env: the settings that lie between the two; by default this process's.
+        env: the settings of the environment (default: this process's).
 
     Raises:
-        ValueError: naming the key, its value, what is accepted and where the value comes from.
+        ValueError: names the key, its value, what is accepted and where the value comes from.
     """
     path = find_config(source)
     tree = unfolded(read_yaml(path), str(path))
-    file, said = dict(tree), overrides or {}
+    file, given = dict(tree), overrides or {}
     environment = from_environment(env or settings.current())
-    for layer in (environment, said):
+    for layer in (environment, given):
         for key, value in layer.items():
             put(tree, key, value)
     try:
-        tree |= fitted_schedule(tree, file, said)
+        tree |= fitted_schedule(tree, file, given)
         values = built(checked(TrainConfig, tree, where=str(path)))
         values["out"] = run_folder(values, path)
-        # First without what depends on the machine: a wrong value is reported before torch is imported to ask for it.
+        # First without what depends on the machine: wrong values are reported before torch is imported.
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
         return TrainConfig(**on_this_machine(values))
     except ValueError as error:
-        raise ValueError(f"{error}{origin(str(error), path, tree, environment, said)}") from None
+        raise ValueError(f"{error}{origin(str(error), path, tree, environment, given)}") from None
 
 
 def origin(
-    message: str, path: Path, tree: Mapping[str, Any], environment: Mapping[str, Any], said: Mapping[str, Any]
+    message: str, path: Path, tree: Mapping[str, Any], environment: Mapping[str, Any], given: Mapping[str, Any]
 ) -> str:
-    """Where the value of an error comes from, whose first word is the key; nothing where it was just typed."""
+    """Where the value of an error comes from, whose first word is the key; "" where it was on the command line."""
     key = message.partition(" ")[0].strip("'")
-    if any(f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.") for given in said):
+    if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in given):
         return ""
     setting = next((name for name, known in {**ENVIRONMENT, "no_gc": "gc"}.items() if known == key), None)
     if key in environment and setting is not None:
@@ -259,7 +228,7 @@ def origin(
 
 
 def built(values: dict[str, Any]) -> dict[str, Any]:
-    """With the configs of the model and of the data, whose errors name whole keys."""
+    """With the config objects of the model and of the data, whose errors name whole keys."""
     model = values["model"]
     if isinstance(model.get("attention"), list):
         model = {**model, "attention": tuple(model["attention"])}
@@ -267,7 +236,7 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
         attn = NSAConfig.from_dict(model["attn"])
     with naming("model."):
         lm = LMConfig(**{**model, "attn": attn})
-    # `~` is the shell's, but a file or --set hands it on as it is.
+    # The shell does not expand `~` in a file or in --set.
     data = values.get("data", {})
     expanded = {name: os.path.expanduser(data[name]) for name in ("path", "tokenizer") if data.get(name)}
     return {**values, "model": lm, "data": DataConfig(**{**data, **expanded})}
@@ -282,18 +251,18 @@ def naming(prefix: str) -> Iterator[None]:
 
 
 def run_folder(values: Mapping[str, Any], path: Path) -> Path:
-    """Where the run is written: what is said, else a new folder under `runs/`."""
+    """The run's folder: as given, else a new one under `runs/`."""
     if "out" in values:
         return user_path("out", values["out"], "the path of a folder")
-    name = path.parent.name if path.name == FILE else path.stem
+    name = path.parent.name if path.name == CONFIG else path.stem
     kind = values["model"].attention
-    # The last part tells runs of the same second apart.
+    # The random part distinguishes runs of the same second.
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     return RUNS / f"{name}-{kind if isinstance(kind, str) else 'mixed'}-{stamp}"
 
 
 def user_path(name: str, value: object, accepted: str) -> Path:
-    """The path that a person wrote, with the home folder for `~`; an empty one is an error, not the current folder."""
+    """A path with `~` expanded; an empty one is an error, not the current folder."""
     text = str(value) if isinstance(value, str | Path) else ""
     require(text.strip() != "" and "\0" not in text, name, value, accepted)
     expanded = settings.expand_home(text)
@@ -302,54 +271,54 @@ def user_path(name: str, value: object, accepted: str) -> Path:
     return expanded
 
 
-def fitted_schedule(tree: Mapping[str, Any], file: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, int]:
-    """The `warmup` and `decay` of `tree` where `said` changes the `file`'s steps or schedule, but not these."""
+def fitted_schedule(tree: Mapping[str, Any], file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """The `warmup` and `decay` of `tree` where `given` changes the `file`'s steps or schedule, but not these."""
     steps, whole = tree.get("steps"), file.get("steps")
     if not (isinstance(steps, int) and steps > 0):
         # The config's own checks will name it.
         return {}
-    own = {key: file[key] for key in ("warmup", "decay") if isinstance(file.get(key), int) and key not in said}
-    if "decay" not in said and tree.get("schedule") != file.get("schedule"):
-        # That was another schedule's.
+    own = {key: file[key] for key in ("warmup", "decay") if isinstance(file.get(key), int) and key not in given}
+    if "decay" not in given and tree.get("schedule") != file.get("schedule"):
+        # The file's is of another schedule.
         own["decay"] = 0
     fitted = dict(own)
     if isinstance(whole, int) and steps < whole:
-        # A shorter run has the shape of the whole one. Rounded so that the two never meet, and a decay never vanishes.
+        # In proportion; rounded so that the two never overlap, and a decay never becomes 0.
         fitted = {key: n * steps // whole if key == "warmup" else -(-n * steps // whole) for key, n in own.items()}
         shorter = ", ".join(f"{key} {n} -> {fitted[key]}" for key, n in own.items() if fitted[key] != n)
         if shorter:
             log.warning("steps is %d where the config has %d; in proportion %s", steps, whole, shorter)
-    if tree.get("schedule") == "wsd" and "decay" not in said and fitted.get("decay", tree.get("decay", 0)) == 0:
+    if tree.get("schedule") == "wsd" and "decay" not in given and fitted.get("decay", tree.get("decay", 0)) == 0:
         fitted["decay"] = -(-steps // 10)
     return fitted
 
 
 def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
-    """What is not said, or "auto", follows from the device and from who started this process."""
+    """Replace missing values and "auto" by what fits the device and the launcher."""
 
-    def unsaid(name: str) -> bool:
+    def unset(name: str) -> bool:
         return values.get(name) in (None, "auto")
 
-    # Only now: what is wrong with the keys above was reported without waiting for it.
+    # Slow; errors in the keys were reported before.
     import torch
 
-    if unsaid("device"):
+    if unset("device"):
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = str(values["device"]).startswith("cuda")
-    if unsaid("dtype"):
+    if unset("dtype"):
         values["dtype"] = "bfloat16" if on_gpu else "float32"
-    if unsaid("parallel"):
+    if unset("parallel"):
         values["parallel"] = "ddp" if torch.distributed.is_torchelastic_launched() else "none"
-    if unsaid("compile"):
+    if unset("compile"):
         values["compile"] = on_gpu
-    if unsaid("cuda_graphs"):
+    if unset("cuda_graphs"):
         static = not values["data"].pack
         values["cuda_graphs"] = bool(on_gpu and values["compile"] and static and values["parallel"] == "none")
     return values
 
 
 def moved(run: Path) -> dict[str, Any]:
-    """What of a run's config cannot stay as it was because this machine, or who started this process, is another."""
+    """The keys of a run's config that have to change because the machine, or the launcher, is another."""
     import torch
 
     tree = read_yaml(find_config(run))
@@ -359,7 +328,7 @@ def moved(run: Path) -> dict[str, Any]:
     if str(tree.get("device")).startswith("cuda") and not torch.cuda.is_available():
         moves |= {"device": "auto", "compile": "auto", "cuda_graphs": "auto"}
     if moves and tree.get("grad_compression", "none") != "none":
-        # It was ddp on GPUs, and either is gone.
+        # It needs ddp on GPUs.
         moves["grad_compression"] = "none"
     return moves
 
@@ -369,32 +338,29 @@ def config_names() -> list[str]:
 
 
 def find_config(source: str | Path) -> Path:
-    """A bare word is the name of a config even where a folder has it too; a `Path` is always a place."""
+    """A `str` that is the name of a config means that config, even where a folder has the same name."""
     names = config_names()
     if isinstance(source, str) and source in names:
         return configs_folder() / f"{source}.yaml"
     accepted = f"a .yaml file, a run's folder, or one of {names}"
     path = user_path("config", source, accepted)
     if path.is_dir():
-        require((path / FILE).is_file(), "config", str(source), f"a folder with {FILE}, as `nsa train` writes it")
-        return path / FILE
+        require((path / CONFIG).is_file(), "config", str(source), f"a folder with {CONFIG}, as `nsa train` writes it")
+        return path / CONFIG
     if path.suffix in (".yaml", ".yml"):
         require(path.is_file(), "config", str(source), "a file that exists")
         return path
     close = difflib.get_close_matches(str(source).lower(), names, n=1)
-    if close:
-        near = f"; the nearest is {close[0]}"
-    elif str(source).lower().startswith(MODEL_FAMILIES):
+    near = f"; the nearest is {close[0]}" if close else ""
+    if not close and str(source).lower().startswith(MODEL_FAMILIES):
         near = f"; {FROM_SCRATCH}"
-    else:
-        near = ""
     raise ValueError(f"config is {str(source)!r}; accepted: {accepted}{near}")
 
 
 def write_yaml(path: Path, config: TrainConfig) -> None:
-    """All but where the run is written: whoever starts from the file starts a run of their own."""
+    """Write `config` without `out`: a run that starts from the file is another run."""
     values = {name: value for name, value in config.to_dict().items() if name != "out"}
-    # A tuple is Python's, and safe_load would not know it: JSON has lists alone.
+    # Through JSON, which turns tuples into lists.
     replace_text(path, yaml().safe_dump(json.loads(json.dumps(values)), sort_keys=False))
 
 
@@ -409,13 +375,13 @@ def parse_set(texts: list[str]) -> dict[str, Any]:
 
 
 def from_environment(env: settings.Settings) -> dict[str, Any]:
-    """What the environment itself says; the defaults of the settings say nothing here."""
+    """The keys that the environment sets; defaults of the settings do not count."""
     found = {key: getattr(env, name) for name, key in ENVIRONMENT.items() if env.source(name) != "default"}
     return found | ({"gc": False} if env.no_gc else {})
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key`; a mapping is laid over the one that is there."""
+    """Set the dotted `key`; a mapping is merged into an existing one."""
     head, _, rest = key.partition(".")
     if rest:
         if not isinstance(tree.get(head), dict):
@@ -429,7 +395,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """With a dotted key such as `model.attn.w` in its place among the nested ones."""
+    """`tree` with dotted keys such as `model.attn.w` as nested ones."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -460,12 +426,12 @@ def check_key(name: str) -> None:
 
 
 def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
-    """`tree` with the keys that `cls` has, and no others; its own checks see to the values."""
+    """`tree` with only the keys that `cls` has; `cls` checks the values."""
     hints = get_type_hints(cls)
     for key in tree:
         check_key(f"{prefix}{key}")
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-    missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - FOUND_OUT)
+    missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - OPTIONAL)
     if missing:
         raise ValueError(f"{where} lacks {missing}; accepted: a config with every key that has no default")
     values: dict[str, Any] = {}
@@ -491,12 +457,12 @@ def as_number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        # "auto", or a mistake that the config's own checks will name.
+        # "auto", or an error that the config's own checks report.
         return text
 
 
 def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys in which two runs differ, but for where they are written."""
+    """The dotted keys in which two runs differ, except `out`."""
     left, right = (dict(flat(replace(config, out=Path()).to_dict())) for config in (a, b))
     keys = [*left, *(key for key in right if key not in left)]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}

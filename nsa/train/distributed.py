@@ -1,4 +1,4 @@
-"""Many processes, one run: the ranks that torchrun started, and PyTorch's own engines around the model.
+"""Several ranks, one run: the processes that torchrun started, and DDP or FSDP2 around the model.
 
 torchrun --nproc-per-node 8 -m nsa.cli train --config 125m                    # DDP
 torchrun --nproc-per-node 8 -m nsa.cli train --config 1b --parallel fsdp      # FSDP2
@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import require
-from nsa.generate import usable_device
+from nsa.machine import usable_device
 from nsa.model import LM
-from nsa.train.rank_log import named_log
+from nsa.progress import log_with_rank
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,44 @@ class Ranks:
     device: torch.device
     rank: int = 0
     size: int = 1
-    # The process that started this one; 0: not looked at.
+    # The process that started this one; 0: it may end without this one noticing.
     launcher: int = 0
-    # The same ranks, for questions that not all of them may get to: a training step's own messages stay in order.
+    # A second group of the same ranks, for a barrier that some of them may not reach.
     aside: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
-        """The one that speaks and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     @property
     def orphaned(self) -> bool:
-        """Whether the launcher is gone, and with it whoever would ever end this process."""
+        """Whether the launcher is gone: nothing else would end this process."""
         return self.launcher != 0 and os.getppid() != self.launcher
 
     def all_come(self, seconds: float) -> bool:
-        """Whether every rank asks this within that time."""
+        """Whether every rank calls this within that time."""
         if self.aside is None:
             return True
         try:
             dist.monitored_barrier(self.aside, timeout=timedelta(seconds=seconds))
         except RuntimeError:
-            # How torch says that one did not, or is gone.
+            # One did not, or is gone.
             return False
         return True
 
 
 @contextmanager
 def ranks(device: str, parallel: str) -> Iterator[Ranks]:
-    """The ranks of this run, which torchrun's environment names; one alone without it."""
+    """The ranks of this run, which torchrun set up; a single one without torchrun.
+
+    Args:
+        device: "cpu" or "cuda"; under torchrun, each rank takes the GPU of its local rank.
+        parallel: "none", "ddp" or "fsdp".
+
+    Raises:
+        ValueError: `parallel` does not fit how this process was started, or there is no such device.
+    """
     launched = dist.is_torchelastic_launched()
     if parallel == "none":
         require(not launched, "parallel", parallel, "'ddp' or 'fsdp' under torchrun, whose processes are one run")
@@ -79,9 +87,9 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        with named_log(dist.get_rank()):
+        with log_with_rank(dist.get_rank()):
             yield Ranks(own, dist.get_rank(), dist.get_world_size(), os.getppid(), dist.new_group(backend="gloo"))
-        # No rank leaves while another still writes for all.
+        # No rank leaves while another still writes.
         dist.barrier()
     finally:
         # A sharded model is a cycle that holds on to the group, and a group that outlives Python aborts the process.
@@ -92,9 +100,9 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
 def parallelize(
     model: LM, *, parallel: str, device: torch.device, dtype: torch.dtype, compile: bool, grad_compression: str
 ) -> nn.Module:
-    """What a training step calls in place of `model`; its parameters are sharded in place with "fsdp".
+    """The module that a training step calls in place of `model`; "fsdp" shards the parameters of `model` in place.
 
-    Only the blocks of a sharded model are compiled, here; everything else is compiled by who calls it.
+    Of a sharded model only the blocks are compiled, here. Otherwise the caller compiles what is returned.
     """
     if parallel == "ddp":
         ids = [device.index] if device.type == "cuda" else None
@@ -104,7 +112,7 @@ def parallelize(
         return replicated
     if parallel == "fsdp":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        # Inputs stay as they are: the residual stream is fp32, and autocast rounds what enters a product.
+        # Inputs stay as they are: the residual stream is fp32, and autocast casts the inputs of matmuls.
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -117,8 +125,8 @@ def parallelize(
 
 
 @contextmanager
-def own_gradients(module: nn.Module) -> Iterator[None]:
-    """Gradients of a forward and backward in here stay with this rank, to be exchanged with later ones."""
+def no_gradient_sync(module: nn.Module) -> Iterator[None]:
+    """Gradients of a backward in this block are not all-reduced yet."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield
@@ -131,7 +139,7 @@ def own_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """In place; what is not finite on one rank is not finite on any, so that all decide the same."""
+    """All-reduce in place. A value that is not finite on one rank is not finite on any, so all decide the same."""
     if dist.is_initialized():
         dist.all_reduce(x)
         x /= dist.get_world_size()
@@ -139,7 +147,7 @@ def mean_over_ranks(x: Tensor) -> Tensor:
 
 
 def from_first(value: str) -> str:
-    """What the first rank has."""
+    """The value of rank 0."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -147,7 +155,7 @@ def from_first(value: str) -> str:
 
 
 def from_all(values: list[str]) -> list[str]:
-    """Every rank's, one after the other."""
+    """The values of all ranks, concatenated in rank order."""
     found = [values]
     if dist.is_initialized():
         found = [[] for _ in range(dist.get_world_size())]
@@ -161,9 +169,7 @@ def require_same(values: dict[str, Any]) -> None:
     for rank, other in enumerate(found):
         for name in (*found[0], *other):
             first, own = found[0].get(name), other.get(name)
-            require(
-                first == own, f"{name} on rank {rank}", own, f"{first!r}, as on rank 0: the ranks of a run train alike"
-            )
+            require(first == own, f"{name} on rank {rank}", own, f"{first!r}, as on rank 0")
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
@@ -174,7 +180,7 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether it holds on one of them; waits for all."""
+    """Whether `flag` is true on any rank; waits for all."""
     if not dist.is_initialized():
         return flag
     x = torch.tensor(float(flag), device=device)
@@ -183,27 +189,26 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 class Vote:
-    """Whether a rank asks to stop, found out while all go on: each call answers for the call before it, the same on
-    every rank, and nobody waits for the device."""
+    """Whether any rank wants to stop, without waiting: each call starts an all-reduce on the CPU and returns the result
+    of the one before it, the same on every rank."""
 
     def __init__(self) -> None:
         self.cast: tuple[Tensor, dist.Work] | None = None
 
-    def __call__(self, asks: bool) -> bool:
+    def __call__(self, stop: bool) -> bool:
         if not dist.is_initialized():
-            return asks
+            return stop
         agreed = False
         if self.cast is not None:
             votes, under_way = self.cast
             under_way.wait()
             agreed = bool(votes.item())
-        # On the CPU, where the ranks' processes talk past their GPUs.
-        votes = torch.tensor(float(asks))
+        votes = torch.tensor(float(stop))
         under_way = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
         self.cast = (votes, under_way)
         return agreed
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor of which each rank holds a part, on every rank."""
+    """The full tensor of one that is sharded over the ranks."""
     return x.full_tensor() if isinstance(x, DTensor) else x

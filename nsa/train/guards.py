@@ -1,75 +1,75 @@
-"""What stands between a long run and a bad end: signals, stalls, numbers that are not finite, a run too slow."""
+"""Guards of a long run: signals, stalls, steps that are not finite, and the profile of a run that is too slow."""
 
 from __future__ import annotations
 
-import errno
 import faulthandler
-import fcntl
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.config import require
 from nsa.data import Batch
-from nsa.files import is_at, make_folder, open_no_link
+from nsa.files import open_no_link
+from nsa.progress import say
 from nsa.tensor_file import read_tensors, write_tensors
-from nsa.train.progress import say
 from nsa.train.step import autocast
 
-# The descriptor, which is there whatever Python's own stderr was replaced by.
+# The descriptor, whatever Python's sys.stderr was replaced by.
 STDERR = 2
-LOCK = ".lock"
-WATCHDOG = "watchdog.txt"
-# Between two looks of the watchdog.
+# The longest interval between two checks of the watchdog: the platform cannot wait for any time.
 MAX_WAIT_S = 3600.0
+# torchrun forwards a signal to its ranks within this time.
+ECHO_S = 2.0
 
 
 class RunStopped(RuntimeError):
-    """A guard ended the run; the message says why and what is left on the disk."""
+    """A guard ended the run; the message says why, and what was saved."""
 
 
-class Asked(Exception):
-    """A signal came while the run was waiting for something that may never come."""
+class StopRequested(Exception):
+    """A signal arrived while the run was waiting for something that may never come."""
 
 
 class Signals:
     """SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask the run to stop after its step; a second SIGTERM or SIGINT kills it.
 
-    A closed terminal sends SIGHUP more than once, and a scheduler follows its warning with SIGTERM: neither SIGHUP nor
-    SIGUSR1 ends the process, or counts as the first of two. SIGHUP stays ignored where it is, as under nohup.
+    A closed terminal sends SIGHUP more than once, and a scheduler follows its SIGUSR1 with SIGTERM: neither SIGHUP nor
+    SIGUSR1 kills the process, or counts as the first of two. An ignored SIGHUP, as under nohup, stays ignored.
 
-    Within `waiting()` the first signal ends the wait: nothing else would, if what is waited for never comes. Under a
-    launcher, which forwards what its ranks may have been sent too, one within `echo_s` of the first is the same one.
+    Within `waiting()` the first signal ends the wait. With `forwarded`, signals within 2 s of the first are ignored,
+    because torchrun forwards the first one again.
     """
 
     ENDING = (signal.SIGTERM, signal.SIGINT)
     NUMBERS = (*ENDING, signal.SIGHUP, signal.SIGUSR1)
 
-    def __init__(self, *, echo_s: float = 0.0) -> None:
-        self.echo_s = echo_s
-        self.asked: str | None = None
-        # When the first SIGTERM or SIGINT came.
+    def __init__(self, *, forwarded: bool = False) -> None:
+        self.echo_s = ECHO_S if forwarded else 0.0
+        # The name of the first signal.
+        self.received: str | None = None
+        # When the first SIGTERM or SIGINT arrived.
         self.since: float | None = None
         self.before: dict[int, Any] = {}
         self.raises = False
 
     def __enter__(self) -> Signals:
-        # Python lets only the main thread have handlers; elsewhere whoever started the thread has them.
+        # Only the main thread may have handlers.
         if threading.current_thread() is threading.main_thread():
             ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-            self.before = {number: signal.signal(number, self.note) for number in self.NUMBERS if number not in ignored}
+            self.before = {
+                number: signal.signal(number, self.handle) for number in self.NUMBERS if number not in ignored
+            }
         return self
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number in self.ENDING:
             if self.since is not None and now - self.since >= self.echo_s:
@@ -77,17 +77,17 @@ class Signals:
                 signal.raise_signal(number)
                 return
             self.since = self.since or now
-        if self.asked is None:
-            self.asked = signal.Signals(number).name
+        if self.received is None:
+            self.received = signal.Signals(number).name
             if self.raises:
-                raise Asked
+                raise StopRequested
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         self.raises = True
         try:
-            if self.asked is not None:
-                raise Asked
+            if self.received is not None:
+                raise StopRequested
             yield
         finally:
             self.raises = False
@@ -101,30 +101,8 @@ class Signals:
         self.restore()
 
 
-@contextmanager
-def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Two processes in one folder would remove each other's checkpoints. The lock goes with its process, however that
-    ends; a file system without locks has none.
-
-    Yields a function that tells whether the folder is still the one that was locked: not deleted, moved or replaced.
-    """
-    make_folder(folder)
-    path = folder / LOCK
-    with open(path, "a", opener=open_no_link) as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            require(
-                error.errno not in (errno.EACCES, errno.EAGAIN),
-                "out",
-                str(folder),
-                "a folder that no other process trains in, and one does at this moment",
-            )
-        yield lambda: is_at(path, file)
-
-
 class Skips:
-    """Steps whose loss or gradients were not finite: counted, their batches kept for replay, many in a row an end."""
+    """Steps whose loss or gradients were not finite: counts them, and saves their batches for replay."""
 
     def __init__(self, folder: Path, limit: int, *, rank: int = 0) -> None:
         self.folder = folder
@@ -133,20 +111,19 @@ class Skips:
         self.total = 0
         self.in_a_row = 0
 
-    def note(self, skipped: bool) -> None:
+    def count(self, skipped: bool) -> None:
         """Count the next step."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.total += skipped
 
-    def keep(self, step: int, batches: Sequence[Batch]) -> str:
-        """Write the batches of the skipped `step`, counted from 0; where they are, in words."""
+    def save(self, step: int, batches: Sequence[Batch]) -> str:
+        """Write the batches of the skipped `step`, counted from 0; returns a message that says where they are."""
         rank = f".rank_{self.rank}" if self.rank else ""
         path = self.folder / f"step_{step + 1}{rank}.safetensors"
         try:
             return f"its batch is in {save_batches(path, batches)}"
         except OSError as error:
-            # The run need not end for it.
-            return f"its batch could not be kept: {error}"
+            return f"its batch could not be saved: {error}"
 
     @property
     def too_many(self) -> bool:
@@ -166,7 +143,7 @@ def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
 
 
 def load_batches(path: Path) -> list[Batch]:
-    """What `save_batches` wrote: the batches of one step, to be trained on again."""
+    """The batches of one step that `save_batches` wrote, for `Trainer.step`."""
     tensors = read_tensors(path)
     count = sum(name.startswith("tokens.") for name in tensors)
     return [
@@ -176,11 +153,16 @@ def load_batches(path: Path) -> list[Batch]:
 
 
 class Watchdog:
-    """A thread that writes the stack of every other thread to `path` when no step has come for `seconds`.
+    """A thread that writes the stack of every thread to `path` when no `beat` came for `seconds`.
 
-    `describe` tells what the run was doing; `rescue` saves what can be saved and tells that. The run itself is left
-    alone: it may only be slow, and it is looked at again after twice the time. A thread that has died is replaced at
-    the next `beat`, which is reported.
+    The run goes on, because it may only be slow, and is reported again after twice the time. A thread that has died is
+    replaced at the next `beat`.
+
+    Args:
+        path: the file to append to.
+        seconds: without a `beat`.
+        describe: returns what the run was doing.
+        rescue: saves what can be saved; returns what that was.
     """
 
     def __init__(self, path: Path, seconds: float, *, describe: Callable[[], str], rescue: Callable[[], str]) -> None:
@@ -200,7 +182,7 @@ class Watchdog:
         """A step is done."""
         self.reset()
         if self.thread is not None and not self.thread.is_alive() and not self.ended.is_set():
-            self.say("its thread has died; starting another one")
+            self.log("its thread has died; starting another one")
             self.start()
 
     def __enter__(self) -> Watchdog:
@@ -212,30 +194,25 @@ class Watchdog:
         try:
             self.thread.start()
         except RuntimeError as error:
-            # The machine has no threads left. The run does not depend on this one.
-            self.say(f"the run goes on without it: {error}")
+            self.log(f"the run goes on without it: {error}")
             self.thread = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.ended.set()
         if self.thread is not None:
-            # A thread that is awake while the interpreter ends takes the process down. One that reports is not waited
-            # for.
+            # A thread that runs while the interpreter ends aborts the process. One that is saving is not waited for.
             self.thread.join(1.0)
 
     def watch(self) -> None:
-        # A wait beyond what the platform can count is an error.
         while not self.ended.wait(min(self.seconds / 10, MAX_WAIT_S)):
             idle = time.monotonic() - self.last
             if idle >= self.patience:
                 self.patience = 2 * idle
-                self.bark(idle)
+                self.report_stall(idle)
 
-    def bark(self, idle: float) -> None:
-        silence, doing = f"no step for {idle:.0f} s", answer("describe", self.describe)
-        # Nothing that cannot be written may keep the rescue from being tried.
+    def report_stall(self, idle: float) -> None:
+        silence, doing = f"no step for {idle:.0f} s", call_or_error("describe", self.describe)
+        # A file that cannot be written must not prevent the rescue.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
@@ -244,33 +221,33 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")
-            self.say(f"{silence}: every thread's stack is in {self.path}")
+            self.log(f"{silence}: every thread's stack is in {self.path}")
         except OSError as error:
-            self.say(f"{silence}; {self.path} cannot be written: {error}\n{doing}")
+            self.log(f"{silence}; {self.path} cannot be written: {error}\n{doing}")
             faulthandler.dump_traceback(STDERR, all_threads=True)
-        saved = answer("rescue", self.rescue)
-        self.say(saved)
+        saved = call_or_error("rescue", self.rescue)
+        self.log(saved)
         with suppress(OSError), open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
             file.write(f"{saved}\n\n")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         say(f"[watchdog] {text}", error=True)
 
 
-def answer(name: str, question: Callable[[], str]) -> str:
-    """The answer, or the error in its place: the watchdog asks while another thread changes what it asks about."""
+def call_or_error(name: str, function: Callable[[], str]) -> str:
+    """The result, or the error as text: `function` reads what another thread changes."""
     try:
-        return question()
+        return function()
     except Exception as error:  # noqa: BLE001
         return f"{name} failed: {error!r}"
 
 
-# Names of what torch's own attention shows in a profile.
+# Names of torch's own attention in a profile.
 TORCH_ATTENTION = ("aten::scaled_dot_product_attention", "flex_attention")
 
 
 def branch_profile(module: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
-    """Where the time of a forward and backward goes, branch by branch; uncompiled, because compiled code shows none."""
+    """A table of the time of a forward and backward by branch; uncompiled, because compiled code does not show it."""
     device = batch.tokens.device
     on_gpu = device.type == "cuda"
 

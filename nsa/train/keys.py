@@ -1,4 +1,4 @@
-"""The keys of a config, and what to say of a name that is none: the key that replaces it, or those it may mean."""
+"""The keys of a config, and hints for unknown names: the key that replaces one, or the nearest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
-# What other trainers call our keys: by their name, ours.
+# By the name that other trainers use, our key.
 ALIASES = {
     alias: key
     for key, aliases in {
@@ -66,7 +66,7 @@ ALIASES = {
     for alias in aliases.split()
 }
 
-# Models that people ask for by name and that no config is a copy of.
+# Names of models that there is no config for.
 MODEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gpt", "deepseek", "gemma", "phi", "olmo", "pythia", "falcon")
 FROM_SCRATCH = "these are sizes to train from scratch, not pretrained models: write a .yaml file with its dimensions"
 
@@ -83,7 +83,7 @@ ABSENT = {
 
 
 def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key there is."""
+    """Every dotted key of a config."""
     for key, hint in get_type_hints(cls).items():
         yield f"{prefix}{key}"
         for kind in get_args(hint) or (hint,):
@@ -94,8 +94,8 @@ def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
 def replacement(name: str, keys: Iterable[str]) -> str:
     """What to use in place of `name`, which is not one of `keys`, as the second half of a sentence.
 
-    In this order: the key that another trainer's name stands for, the keys that end like it, what a model's name asks
-    for, the key it is a misspelling of, and where there is none the keys beside it.
+    In this order: the key for another trainer's name, keys with the same last part, a hint for a model's name, the
+    nearest key by spelling, all keys of the same group.
     """
     keys = [key for key in keys if key != name]
     group, _, leaf = name.lower().replace("-", "_").rpartition(".")
@@ -109,7 +109,7 @@ def replacement(name: str, keys: Iterable[str]) -> str:
     if group in ("", "model") and leaf.startswith(MODEL_FAMILIES):
         return f"nothing replaces it: {FROM_SCRATCH}"
     beside = [key for key in keys if key.rpartition(".")[0] == group]
-    # What is misspelled is the last part; all of it only where there is no such group.
+    # The last part is compared; all of it only where there is no such group.
     prefix = f"{group}." if beside and group else ""
     candidates = [key.removeprefix(prefix) for key in beside or keys]
     close = difflib.get_close_matches(leaf if beside else name, candidates, n=1, cutoff=0.65)

@@ -9,64 +9,63 @@ from pathlib import Path
 
 import torch
 
-from nsa.train.capacity import check_capacity
+from nsa.progress import say, warn_on_first_rank
 from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, from_first, ranks
-from nsa.train.guards import WATCHDOG, Asked, RunStopped, Watchdog
-from nsa.train.loop import Trainer, listen
-from nsa.train.progress import say
-from nsa.train.rank_log import one_voice
+from nsa.train.guards import RunStopped, Signals, StopRequested, Watchdog
+from nsa.train.loop import Trainer
+from nsa.train.preflight import check_capacity
+from nsa.train.run_folder import WATCHDOG
 
-# How gloo and NCCL say that a process at the other end has ended.
+# In messages of gloo and NCCL when another process has ended.
 LOST = ("closed by peer", "Connection reset", "remote process exited", "Broken pipe")
 
 
 def launch(config: TrainConfig) -> int:
     """Train, and return the exit status: 0, or 1 where the run stopped itself."""
     if config.device.startswith("cuda"):
-        # What little the host computes, batches and their shuffling, would wake a thread on every core.
+        # The host computes only batches, for which torch would wake a thread on every core.
         torch.set_num_threads(1)
     try:
         with ranks(config.device, config.parallel) as own:
-            # A name with the time in it may differ from rank to rank.
+            # The default folder's name has the time and a random part in it.
             config = replace(config, out=Path(from_first(str(config.out))))
             check_capacity(config, own.size)
-            with listen(own) as signals, telling_of_lost_ranks(own, config.out):
-                # Nothing is done yet that would have to be kept.
-                with signals.waiting(), starting(config), one_voice():
+            with Signals(forwarded=own.size > 1) as signals, report_lost_ranks(own, config.out):
+                with signals.waiting(), startup_watchdog(config), warn_on_first_rank():
                     trainer = Trainer(config, own)
                 summary = trainer.train(signals)
             if summary is not None and own.first:
                 say(str(summary))
-                say(f'go on with: nsa generate --run {config.out} --prompt "import "')
-    except Asked:
-        say("[stop] asked to before the first step: nothing was done")
+                say(f'generate with: nsa generate --run {config.out} --prompt "import "')
+    except StopRequested:
+        say("[stop] stopped before the first step: nothing to save")
     except RunStopped as stopped:
         say(f"nsa train: stopped: {stopped}", error=True)
         return 1
     return 0
 
 
-def starting(config: TrainConfig) -> Watchdog:
-    """For data that is opened and read before the run has a watchdog of its own."""
+def startup_watchdog(config: TrainConfig) -> Watchdog:
+    """For the time before the run has a watchdog of its own."""
     return Watchdog(
         config.out / WATCHDOG,
         config.watchdog_s,
-        describe=lambda: "the run has not begun: its data is opened, its model made",
-        rescue=lambda: "no checkpoint: nothing is learned yet",
+        describe=lambda: "the run has not started: it is opening its data or building its model",
+        rescue=lambda: "no checkpoint: no step is done yet",
     )
 
 
 @contextmanager
-def telling_of_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
-    """Says what to do, and at once: a launcher ends all ranks soon after one is gone."""
+def report_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
+    """Print what to do at once: torchrun kills all ranks soon after one is gone."""
     try:
         yield
     except RuntimeError as error:
         if own.size == 1 or not any(word in str(error) for word in LOST):
             raise
         say(
-            f"nsa train: another rank is gone; its own words, if it had any, are above. Go on with the same command "
+            f"nsa train: another rank is gone; its error, if it printed one, is above. Resume with the same command "
             f"and --out {out}",
             error=True,
         )

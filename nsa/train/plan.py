@@ -1,12 +1,12 @@
-"""What a run would need, before it is started: `nsa plan`.
+"""Memory, time and cost of a run before it starts: `nsa plan`.
 
 nsa plan --config 125m --gpu H200 --price 2.0
 nsa plan --config 1b --gpu H200 H100 A100 --gpus 8 --set parallel=fsdp
 
-Memory and arithmetic come from the model itself. The speed is "measured" only where a row of `benchmarks/results` is of
-this model, length, batch, backend and mode on this GPU. Everything else is marked as an estimate: the nearest row
-scaled by FLOPs, the fraction of the peak that was reached on another GPU, or FLOPs alone; each plus the time that
-launching the kernels takes. Communication between ranks is not included.
+Memory and FLOPs are computed from the model. The speed is "measured" only where `benchmarks/results` has a row for this
+model, length, batch, backend and mode on this GPU. Everything else is marked as an estimate: the nearest row scaled by
+FLOPs, the fraction of the peak that was reached on another GPU, or FLOPs alone; each plus the time to launch the
+kernels. Communication between ranks is not included.
 """
 
 from __future__ import annotations
@@ -26,49 +26,54 @@ import torch
 from nsa import settings
 from nsa.bench.results import Row, read_rows
 from nsa.config import require, require_positive_int, require_positive_number
+from nsa.data import DataConfig, Tokenizer
+from nsa.data.documents import IndexedDocuments, TextFiles
+from nsa.data.loader import open_pools
+from nsa.data.pools import TextPools
+from nsa.data.shards import ShardPools
 from nsa.model import LM, PRESETS, AttentionKind, LMConfig
 from nsa.model.loss import CHUNK_ROWS
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
-from nsa.train.corpus import find_corpus
-from nsa.train.sight import PEAK_FLOPS
+from nsa.train.run_stats import PEAK_FLOPS
 from nsa.train.step import DTYPES
 
 GIB = 2**30
 
-# What the makers state. The peaks are the trainer's own.
+# As the vendor states it.
 MEMORY_GIB = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "RTX 4090": 24}
 
-# Where nothing near was measured: somewhat below the 0.25 of the peak that the 125M model reaches on the H200.
+# The fraction of the peak where nothing similar was measured; the 125M model reaches 0.25 on the H200.
 ASSUMED_FRACTION = 0.2
-# The reference builds whole score matrices in fp32. It is for parity, and has not been measured as training.
+# The reference builds whole score matrices in fp32; its training speed has not been measured.
 REFERENCE_FRACTION = 0.005
 
-# Kernels of a layer, forward and backward, and the seconds that each takes however little it computes. Without them a
-# tiny model, or a short batch, would look as busy as a large one.
+# Kernels of a layer, forward and backward, and the seconds that each takes at the least: they bound short batches.
 LAYER_KERNELS = 60
 KERNEL_S = 5e-6
 
-# A rate is scaled to a model with up to so many times the arithmetic of the measured one, or so many times less.
+# A rate is scaled to a model with up to this many times the FLOPs of the measured one, or as many times fewer.
 NEAR = 4.0
 
-# What a run can do to go faster, as the names of measurements end, each on top of the one before.
+# Suffixes of a measurement's name: each mode includes the one before it; activation checkpointing comes before them.
 MODES = ("", "-compiled", "-graphs")
-# And how they mark activation checkpointing, before that.
 GC = "-gc"
 
-# Times a GPU's memory: what needs more is a mistake, not a plan.
+# A run that needs this many times a GPU's memory is a mistake.
 ABSURD = 1000
 
-# The context, the libraries and what the allocator cannot use.
+# The CUDA context, the libraries and fragmentation.
 RESERVED_GIB = 2.0
+
+# Chunks that are tokenized to estimate how many tokens a corpus has.
+SAMPLED_CHUNKS = 16
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU, each part at its most: a little above the peak, because they are not all that at once."""
+    """Peak bytes on one GPU, part by part; their sum is a little above the peak of all."""
 
     parameters: float
     gradients: float
@@ -86,7 +91,7 @@ Basis = Literal["measured", "scaled", "assumed", "estimated"]
 
 @dataclass(frozen=True)
 class Rate:
-    """Model arithmetic in FLOP/s on one GPU, and where that number comes from."""
+    """FLOP/s of the model on one GPU, and where that number comes from."""
 
     flops: float
     source: str
@@ -97,10 +102,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Plan:
-    """One GPU's answer. Times are in seconds, `cost` in the price's currency.
+    """A run on one kind of GPU. Times are in seconds, `cost` in the price's currency.
 
-    `basis`: "measured" for a row of this run; "scaled" by FLOPs from another one on this GPU; "assumed" from a row of
-    another GPU; "estimated" from FLOPs alone. All but the first are estimates.
+    `basis`: "measured" for a row of this run; "scaled" by FLOPs from another row of this GPU; "assumed" from a row of
+    another GPU; "estimated" from FLOPs alone.
     """
 
     gpu: str
@@ -129,33 +134,41 @@ def plan(
     rows: Iterable[Row] = (),
     parity: bool = False,
 ) -> Plan:
-    """`price`: of one GPU for an hour. `rows`: measurements of training steps. `parity`: NSA_FORCE_PARITY is on."""
+    """Plan a run.
+
+    Args:
+        config: the run.
+        gpu: the kind of GPU, one of `MEMORY_GIB`.
+        gpus: how many of them.
+        price: of one GPU per hour.
+        rows: measurements of training steps.
+        parity: NSA_FORCE_PARITY is on.
+
+    Raises:
+        ValueError: an unknown GPU, a run in fp32, or one that needs an absurd amount of memory.
+    """
     require_positive_int("gpus", gpus)
     if price is not None:
         require_positive_number("price", price)
     name = known_gpu(gpu)
-    require(
-        config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16': whose peaks and rates are known"
-    )
-    # Before the model is built, which takes long where its layers are beyond counting.
+    require(config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16', whose peaks are known")
+    # Before the model is built: it may have a billion layers.
     memory = estimate_memory(config, gpus)
-    gib = memory.total / GIB
-    require(
-        gib <= ABSURD * MEMORY_GIB[name], "the memory of this run", f"{gib:,.0f} GiB", f"within {ABSURD} times a GPU's"
-    )
+    gib, limit = memory.total / GIB, ABSURD * MEMORY_GIB[name]
+    require(gib <= limit, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
     with torch.device("meta"):
         model = LM(config.model)
-    # Several ranks turn graphs off, whatever the config says for one.
+    # Several ranks turn graphs off.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
     rate = rate_of(name, config, list(rows), mode, parity=parity)
-    # A forward that is done again is work that does not count as the model's.
+    # A recomputed forward is no part of the model's FLOPs.
     recomputed = config.gc and not rate.gc
     work = model.flops_per_token(config.model.seq_len) * (4 / 3 if recomputed else 1)
     batch = config.tokens_per_batch * work / rate.flops
-    told = f"{rate.basis}: {rate.source}"
+    source = f"{rate.basis}: {rate.source}"
     if rate.basis != "measured":
         batch += launch_s(config.model)
-        told = f"estimate: {rate.source}, plus {launch_s(config.model) * 1e3:.2g} ms of launches"
+        source = f"estimate: {rate.source}, plus {launch_s(config.model) * 1e3:.2g} ms of launches"
     step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
     total = step * config.steps
@@ -171,7 +184,7 @@ def plan(
         total_s=total,
         cost=None if price is None else total / 3600 * price * gpus,
         basis=rate.basis,
-        source=f"{told}; a third more work for gc, by arithmetic" if recomputed else told,
+        source=f"{source}; a third more FLOPs for gc" if recomputed else source,
     )
 
 
@@ -192,20 +205,20 @@ def known_gpu(name: str) -> str:
 
 
 def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
-    """fp32 parameters and gradients, AdamW's two fp32 moments, and what the backward needs of the forward."""
+    """fp32 parameters and gradients, AdamW's two fp32 moments, and the activations saved for the backward."""
     count = sum(model.parameter_counts().values())
     held = count / gpus if config.parallel == "fsdp" else float(count)
     width = DTYPES[config.dtype].itemsize
     tokens = config.tokens_per_batch
     c = config.model
     layers = [activation_bytes(c, kind, width) for kind in c.kinds]
-    # With checkpointing every layer's input, and all of the one that is being done again.
+    # With checkpointing every layer's input, and all of the layer that is being recomputed.
     saved = 4.0 * c.attn.dim * len(layers) + max(layers) if config.gc else sum(layers)
-    # Rows of logits in fp32 and rounded; the table once rounded, its gradient in fp32.
+    # Rows of logits in fp32 and cast; the embedding table cast, and its gradient in fp32.
     rows = min(CHUNK_ROWS, tokens) * c.vocab_size * (4 + width)
     table = c.vocab_size * c.attn.dim * (4 + width)
     return Memory(
-        # Autocast keeps a rounded copy of every matrix while a forward lasts.
+        # Autocast caches a cast copy of every matrix during a forward.
         parameters=held * (4 + width),
         gradients=held * 4,
         optimizer=held * 8,
@@ -215,10 +228,10 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
 
 
 def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
-    """`memory_of`, but in no time for any number of layers: every layer of a kind adds the same.
+    """`memory_of` without building all layers: every layer of a kind adds the same.
 
     Raises:
-        ValueError: where a single tensor has more elements than 64 bits can count.
+        ValueError: a tensor has more elements than 64 bits can count.
     """
     c = config.model
     layers = {c.attention: c.n_layers} if isinstance(c.attention, str) else Counter(c.attention)
@@ -244,15 +257,14 @@ def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
 
 
 def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
-    """What one token leaves behind in one layer for its backward; `width`: bytes of a number in a product.
+    """Bytes that one token saves in one layer for the backward; `width`: bytes of a matmul's element.
 
-    Read off the forward: the residual stream is fp32, every product keeps its input, an attention its queries, keys,
-    values, outputs and log-sums.
+    The residual stream is fp32; every matmul saves its input, an attention its queries, keys, values, outputs and LSE.
     """
     c = config.attn
     q, o = c.n_heads * c.d_k, c.n_heads * c.d_v
     kv = c.n_kv_groups * (c.d_k + c.d_v)
-    # Two norms: what goes in, and what comes out rounded.
+    # Two norms: the input, and the output cast.
     total = 2.0 * c.dim * (4 + width)
     # The MLP: both halves of `inner`, silu of one, the product.
     total += 4 * config.hidden * width
@@ -260,7 +272,7 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
     total += (2 * q + o) * width
     if kind == "nsa":
         gate = c.gate_hidden or max(1, c.dim // 4)
-        # Three branches' keys, values, outputs and log-sums; rotated keys twice; the gate; the indices.
+        # Three branches' keys, values, outputs and LSE; rotated keys twice; the gate; the indices.
         total += (3 * kv + 2 * c.n_kv_groups * c.d_k + 3 * o + 2 * gate + 3 * c.n_heads) * width
         total += 3 * 4 * c.n_heads + 4 * c.n_kv_groups * c.n_sel
         # Each token is in l / d blocks that phi reads.
@@ -275,21 +287,21 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of training, read as what ran: `nsa-triton-gc-graphs`."""
+    """A row of training, with its name (`nsa-triton-gc-graphs`) taken apart."""
 
     row: Row
     model: LMConfig
     backend: str
     gc: bool
-    # The place of its suffix in MODES.
+    # Index into MODES.
     mode: int
     tokens_per_s: float
     peak_flops: float
 
     @classmethod
     def of(cls, row: Row, kind: str) -> Measured | None:
-        """None where the row says nothing about training with attention of this `kind`. Rows name no model, but those
-        of `nsa bench train` are of the presets, told by their heads."""
+        """None for a row of anything but training with attention of this `kind`. Rows name no model, but those of
+        `nsa bench train` are of the presets, which their heads identify."""
         peak = next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
         if row.op != "train" or row.tokens_per_s is None or peak is None or row.dtype == "float32":
             return None
@@ -297,7 +309,7 @@ class Measured:
         preset = next((p for p in PRESETS.values() if head_shape(p) == heads), None)
         if preset is None or not row.impl.startswith(f"{kind}-"):
             return None
-        mode = max(place for place, name in enumerate(MODES) if row.impl.endswith(name))
+        mode = max(index for index, name in enumerate(MODES) if row.impl.endswith(name))
         backend = row.impl.removeprefix(f"{kind}-").removesuffix(MODES[mode])
         model = LMConfig.from_dict({**preset.to_dict(), "attention": kind, "seq_len": row.S})
         gc = backend.endswith(GC)
@@ -321,18 +333,18 @@ def head_shape(config: LMConfig) -> tuple[int, int, int, int]:
 def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity: bool = False) -> Rate:
     """From the rows of this GPU, else from the fraction of the peak reached on another one, else an assumed fraction.
 
-    `mode`: the one of MODES that the run has.
+    `mode`: the run's index into MODES.
     """
     model = config.model
     kinds = sorted(set(model.kinds))
-    # Dense attention is torch's own, whatever computes NSA.
+    # Dense attention is torch's own, whatever the backend.
     wanted = "auto" if kinds == ["dense"] else "reference" if parity else model.attn.backend
     fraction = REFERENCE_FRACTION if wanted == "reference" else ASSUMED_FRACTION
 
     def estimate(why: str) -> Rate:
-        told = f"from FLOPs alone, at most {fraction:.2g} of the peak; {why}"
-        told += "; the reference needs more memory than shown" if wanted == "reference" else ""
-        return Rate(fraction * PEAK_FLOPS[gpu], told, "estimated")
+        source = f"from FLOPs alone, at most {fraction:.2g} of the peak; {why}"
+        source += "; the reference needs more memory than shown" if wanted == "reference" else ""
+        return Rate(fraction * PEAK_FLOPS[gpu], source, "estimated")
 
     if len(kinds) > 1:
         return estimate(f"no mixture of {' and '.join(kinds)} was measured")
@@ -342,14 +354,14 @@ def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity
     size = flops_of(model, model.seq_len)
     near = [m for m in found if 1 / NEAR <= size / flops_of(m.model, model.seq_len) <= NEAR]
     if not near:
-        return estimate(f"no model of a like size was measured, up to {NEAR:g} times the arithmetic or as much less")
+        return estimate(f"no model of similar size was measured, up to {NEAR:g} times the FLOPs or as many times fewer")
     here = [m for m in near if gpu in m.row.gpu]
     backend = fastest_backend(here or near, model.seq_len) if wanted == "auto" else wanted
     usable = [m for m in here or near if m.backend == backend and m.mode <= mode and m.gc <= config.gc]
     best = min(usable, key=lambda m: distance(m, config, mode), default=None)
     if best is None:
         how = ("uncompiled", "without CUDA graphs", "at all")[mode]
-        return estimate(f"no model of a like size was measured with backend {wanted} {how}")
+        return estimate(f"no model of similar size was measured with backend {wanted} {how}")
     if not here:
         reached = best.flops / best.peak_flops
         return Rate(reached * PEAK_FLOPS[gpu], f"{reached:.1%} of the peak, as {best}", "assumed", best.gc)
@@ -359,7 +371,7 @@ def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity
 
 
 def is_of_run(measured: Measured, config: TrainConfig, mode: int) -> bool:
-    """Whether that was this very run, and not one like it."""
+    """Whether the measurement is of exactly this run."""
     row = measured.row
     return (
         (row.S, row.B, row.dtype) == (config.model.seq_len, config.batch_size, config.dtype)
@@ -369,7 +381,7 @@ def is_of_run(measured: Measured, config: TrainConfig, mode: int) -> bool:
 
 
 def fastest_backend(found: list[Measured], length: int) -> str:
-    """What `auto` comes to at the nearest length that was measured."""
+    """What `auto` selects at the nearest measured length."""
     return min(found, key=lambda m: (abs(math.log(m.row.S / length)), -m.tokens_per_s)).backend
 
 
@@ -395,15 +407,69 @@ def model_without_length(config: LMConfig) -> dict[str, Any]:
 
 
 def measurements(folder: Path) -> list[Row]:
-    """Every row of training under a folder of results; none where there is no such folder."""
+    """Every row of training under a folder of results; empty where there is no such folder."""
     return [row for path in sorted(folder.glob("*/train.csv")) for row in read_rows(path)]
+
+
+# Data.
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`tokens`: of one pass, approximately; None for a stream or synthetic data, which have no end."""
+
+    name: str
+    tokenizer: str
+    vocab_size: int
+    tokens: float | None
+
+    def passes(self, tokens: float) -> float | None:
+        return tokens / self.tokens if self.tokens else None
+
+    def describe(self, tokens: float, vocab_size: int) -> list[str]:
+        """Lines for a run of so many `tokens` and a model with this `vocab_size`."""
+        passes, unused = self.passes(tokens), vocab_size - self.vocab_size
+        over = "" if passes is None else f", {passes:,.{0 if passes >= 10 else 2}f} passes over it"
+        rows = f"{self.vocab_size:,} of the vocabulary's {vocab_size:,} rows: {unused:,} are unused"
+        return [f"data: {self.name}{over}", *([f"the tokenizer {self.tokenizer} uses {rows}"] if unused > 0 else [])]
+
+
+def find_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
+    """Opens the data as training would and reads a sample of it.
+
+    Raises:
+        ValueError, OSError: the data, or its tokenizer, is not on this machine.
+    """
+    pools = open_pools(config, split="train", seq_len=seq_len, seed=0)
+    tokens = None
+    if isinstance(pools, ShardPools):
+        tokens = float(sum(shard.header.tokens for shard in pools.shards))
+    elif isinstance(pools, TextPools) and isinstance(pools.documents, IndexedDocuments):
+        tokens = count_tokens(pools.documents, pools.tokenizer)
+    return Corpus(pools.name, pools.tokenizer.name, pools.tokenizer.vocab_size, tokens)
+
+
+def count_tokens(documents: IndexedDocuments, tokenizer: Tokenizer) -> float:
+    """Tokens of all documents, estimated from a sample; text files count by their bytes, which vary widely."""
+    if isinstance(documents, TextFiles) and tokenizer.name == "bytes":
+        return documents.bytes
+    every = -(-documents.n_chunks // SAMPLED_CHUNKS)
+    texts = [text for index in range(0, documents.n_chunks, every) for text in documents.read(index).texts]
+    tokens = sum(map(len, tokenizer.encode_documents(texts)))
+    if isinstance(documents, TextFiles):
+        return documents.bytes * tokens / max(1, sum(len(text.encode()) for text in texts))
+    return documents.n_documents * tokens / max(1, len(texts))
 
 
 # The table.
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
 def render(config: TrainConfig, plans: list[Plan], data: Iterable[str] = ()) -> str:
-    """`data`: lines about the data."""
+    """The plans as a table; `data`: lines about the data."""
     with torch.device("meta"):
         count = sum(LM(config.model).parameter_counts().values())
     first = plans[0]
@@ -415,7 +481,7 @@ def render(config: TrainConfig, plans: list[Plan], data: Iterable[str] = ()) -> 
         f"{config.steps * first.tokens_per_step / 1e9:.3g}G tokens",
         *data,
         "",
-        "GiB on a GPU",
+        "GiB per GPU",
     ]
     parts = asdict(first.memory)
     width = max(map(len, parts))
@@ -428,32 +494,28 @@ def render(config: TrainConfig, plans: list[Plan], data: Iterable[str] = ()) -> 
             f"{plan.memory_gib:g} GiB",
             "yes" if plan.fits else "no",
             f"{plan.tokens_per_s:,.0f}",
-            f"{plan.step_s * 1e3:,.3g} ms" if plan.step_s < 0.1 else f"{plan.step_s * 1e3:,.0f} ms",
+            milliseconds(plan.step_s),
             f"{plan.total_s / 3600:,.1f} h",
             "-" if plan.cost is None else f"{plan.cost:,.2f}",
         )
         for plan in plans
     ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for row in (head, *rows):
-        lines.append(
-            "  ".join(
-                f"{text:<{w}}" if i == 0 else f"{text:>{w}}"
-                for i, (text, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
+    for first_cell, *cells in (head, *rows):
+        right = [f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first_cell:<{widths[0]}}", *right]))
     lines += ["", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
     if not all(plan.fits for plan in plans):
         lines.append(
             "where it does not fit: a smaller batch_size with more accum, gc=true, or parallel=fsdp on more GPUs"
         )
     if first.gpus > 1:
-        lines.append("the exchange of gradients and parameters between GPUs is not in these times")
+        lines.append("communication between GPUs is not included in these times")
     return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> int:
-    # As it would resolve on a machine with a GPU, and with the engine that so many of them need.
+    # As it would resolve on a machine with that many GPUs.
     assumed = {"device": "cuda", "parallel": "none" if args.gpus == 1 else "ddp"}
     config = load_config(args.config, assumed | parse_set(args.set))
     rows, parity = measurements(args.results or RESULTS), settings.current().force_parity
@@ -465,7 +527,7 @@ def run(args: argparse.Namespace) -> int:
         data = corpus.describe(tokens, config.model.vocab_size)
         facts = {"passes": corpus.passes(tokens), "unused_vocabulary": config.model.vocab_size - corpus.vocab_size}
     except (ValueError, OSError) as error:
-        # The machine that plans need not be the one that trains.
+        # This need not be the machine that trains.
         data = [f"data: not on this machine, so its passes are not known: {error}"]
     print(render(config, plans, data))
     print(json.dumps([plan.to_dict() | facts for plan in plans]))

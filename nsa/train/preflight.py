@@ -1,6 +1,7 @@
-"""Before a long run: everything that could end it in its first minute or its last, looked at now.
+"""Checks before a run starts: memory, speed, device, backends, folder and data.
 
-`nsa doctor --config C` calls this on top of what it always looks at.
+`nsa train` checks the memory, and takes from here the speed below which it stops. `nsa doctor --config C` checks
+everything.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -17,21 +21,148 @@ from nsa import settings
 from nsa.backends.routing import Router
 from nsa.data import Batch, open_loader
 from nsa.data.config import Split
-from nsa.generate import usable_device
+from nsa.machine import usable_device
 from nsa.model import LM
-from nsa.train.boot import check_folder, problem_of
-from nsa.train.capacity import check_capacity
 from nsa.train.config import TrainConfig
-from nsa.train.speed import compared, cpu_step_s, expected, long_time
+from nsa.train.plan import GIB, MEMORY_GIB, RESULTS, Plan, estimate_memory, flops_of, measurements, milliseconds, plan
+from nsa.train.run_info import check_folder, problem_of
 from nsa.train.step import DTYPES, TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
 CHECKPOINT_BYTES = 12
 
-# On a CPU a step is run where it is estimated to take no longer than this; else the estimate has to do.
+# The estimate of memory is above the peak by less than this: what is refused would not have run.
+MARGIN = 1.25
+# Bytes of a token in a batch, with its target; and of a generated one, in the list and in the result.
+TOKEN_BYTES = 16
+# Attention whose cache stops growing with the text.
+BOUNDED = ("sliding", "longformer")
+# The files of a container's memory limit, with cgroups of version 2 and 1.
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+# A run below this fraction of its planned speed is broken, not slow.
+FLOOR = 0.1
+# The fraction of a large matmul's speed on the CPU that a training step reaches.
+CPU_FRACTION = 0.2
+# Rows and columns of that matmul, and the seconds for which it is repeated.
+CPU_MATMUL, CPU_MATMUL_S = 256, 0.1
+# On a CPU, one step is run if it is estimated to take at most this long.
 CPU_TRIED_S = 5.0
-# A run in fp32 that takes longer on a CPU is meant for a GPU.
+# A run that takes longer than this on a CPU is meant for a GPU.
 CPU_PATIENCE_S = 2 * 86400.0
+
+
+# Memory.
+
+
+def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
+    """Refuse a run that cannot fit, by arithmetic alone.
+
+    Args:
+        config: the run; its device exists.
+        ranks: among which fsdp shards the parameters.
+
+    Raises:
+        ValueError: with the memory that is needed, the memory that there is, and the keys to lower.
+    """
+    c = config.model
+    # The host holds the batches of a step, the prefetched ones and those of the validation.
+    held = config.accum + config.data.queue + config.eval_batches
+    keys = (
+        f"batch_size = {config.batch_size}, model.seq_len = {c.seq_len}, accum = {config.accum}, "
+        f"eval_batches = {config.eval_batches} or data.queue = {config.data.queue}"
+    )
+    require_memory(held * config.tokens_per_batch * TOKEN_BYTES, ram(), "this machine", keys)
+    memory = estimate_memory(config, ranks)
+    state = memory.parameters + memory.gradients + memory.optimizer
+    there, name = ram(), "this machine"
+    if config.device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(config.device))
+        there, name = properties.total_memory, properties.name
+    if state > there:
+        # No batch is small enough.
+        keys = f"model.hidden = {c.hidden}, model.attn.dim = {c.attn.dim} or model.vocab_size = {c.vocab_size}"
+    else:
+        keys = f"batch_size = {config.batch_size} or model.seq_len = {c.seq_len}, or set gc=true"
+    require_memory(memory.total, there, name, f"model.n_layers = {c.n_layers}, {keys}")
+    require_memory(state + sample_bytes(config), there, name, f"sample_tokens = {config.sample_tokens}")
+
+
+def sample_bytes(config: TrainConfig) -> int:
+    """The tokens of a complete sample and, in fp32, the keys and values of every layer."""
+    a = config.model.attn
+    layers = sum(kind not in BOUNDED for kind in config.model.kinds)
+    return config.sample_tokens * (TOKEN_BYTES + layers * a.n_kv_groups * (a.d_k + a.d_v) * 4)
+
+
+def require_memory(needed: float, there: int, device: str, keys: str) -> None:
+    if needed > MARGIN * there:
+        gib = f"{needed / GIB:,.1f} GiB, and {device} has {there / GIB:,.1f}"
+        raise ValueError(f"this run needs about {gib}; lower {keys}")
+
+
+def ram() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [text for path in LIMITS if path.is_file() and (text := path.read_text().strip()).isdigit()]
+    return min([physical, *map(int, limits)])
+
+
+# Speed.
+
+
+def expected_plan(config: TrainConfig, *, ranks: int = 1) -> Plan | None:
+    """The plan for the GPU of this machine; None on a CPU, for a GPU whose peak is not known, or in fp32."""
+    if not config.device.startswith("cuda") or config.dtype == "float32":
+        return None
+    name = torch.cuda.get_device_name(config.device)
+    gpu = next((known for known in MEMORY_GIB if known in name), None)
+    if gpu is None:
+        return None
+    return plan(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
+
+
+def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
+    """The configured `min_tokens_per_s`, else a tenth of the plan's. 0, any speed, where the plan is not based on a
+    measurement: an estimate from FLOPs alone is no reason to stop a run."""
+    if config.min_tokens_per_s is not None:
+        return config.min_tokens_per_s
+    found = expected_plan(config, ranks=ranks)
+    return 0.0 if found is None or found.basis == "estimated" else FLOOR * found.tokens_per_s
+
+
+def compare_step(config: TrainConfig, found: Plan | None, seconds: float) -> tuple[str, str | None]:
+    """Compare an uncompiled step of one batch with the plan: a note, and a problem if it is far too slow."""
+    took = f"one uncompiled step of {config.tokens_per_batch:,} tokens took {milliseconds(seconds)}"
+    if found is None:
+        return took, None
+    batch = found.step_s / config.accum
+    note = f"{took}; the plan has {milliseconds(batch)} for the run's own ({found.source})"
+    if found.basis == "estimated" or seconds <= batch / FLOOR:
+        return note, None
+    return note, f"{took}, {seconds / batch:.0f} times the {milliseconds(batch)} of the plan: {found.source}"
+
+
+def cpu_step_s(config: TrainConfig) -> float:
+    """Seconds that a batch takes on this CPU, estimated from the speed of one matmul in the run's dtype."""
+    a = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=DTYPES[config.dtype])
+    times: list[float] = []
+    with warnings.catch_warnings():
+        # A CPU without instructions for the dtype takes a slow path, which shows in the time.
+        warnings.simplefilter("ignore")
+        while sum(times) < CPU_MATMUL_S:
+            begin = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - begin)
+    rate = 2 * CPU_MATMUL**3 / min(times)
+    return config.tokens_per_batch * flops_of(config.model, config.model.seq_len) / (CPU_FRACTION * rate)
+
+
+def long_time(seconds: float) -> str:
+    return f"{seconds / 86400:,.0f} days" if seconds > 2 * 86400 else str(timedelta(seconds=round(seconds)))
+
+
+# Everything, for `nsa doctor`.
 
 
 def problems(
@@ -42,11 +173,13 @@ def problems(
     notes: list[str] | None = None,
     device_given: bool = True,
 ) -> list[str]:
-    """What is wrong with this machine for that run, each as a sentence; nothing is left behind.
+    """What is wrong with this machine for that run, each as a sentence; leaves nothing behind.
 
     Args:
+        config: the run.
+        router: chooses the backends.
         environ: the environment (default: this process's).
-        notes: gets what is worth knowing and no problem: how fast a step is.
+        notes: gets the speed of a step, which is no problem.
         device_given: the device was asked for, and not only found to be the best there is.
     """
     absent = missing_device(config)
@@ -54,10 +187,12 @@ def problems(
     unknown = [
         f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()
     ]
-    too_large = None if absent else too_large_for_memory(config)
-    if too_large:
-        # Everything below builds the model, or takes time in proportion to it.
-        return [*unknown, too_large]
+    if not absent:
+        try:
+            check_capacity(config)
+        except ValueError as error:
+            # Everything below builds the model, or takes time in proportion to it.
+            return [*unknown, str(error)]
     # Skip route checks when the device is missing, and the step where no backend would run it.
     routes = [] if absent else list(route_problems(config, router))
     return [
@@ -70,7 +205,7 @@ def problems(
 
 
 def missing_device(config: TrainConfig) -> str | None:
-    """Why nothing can run on the config's device, if so: to be asked before anything is put there."""
+    """Why the config's device cannot be used; None if it can."""
     try:
         usable_device(config.device)
     except ValueError as error:
@@ -78,16 +213,8 @@ def missing_device(config: TrainConfig) -> str | None:
     return None
 
 
-def too_large_for_memory(config: TrainConfig) -> str | None:
-    try:
-        check_capacity(config)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def device_problems(config: TrainConfig, notes: list[str], device_given: bool, *, runs: bool) -> Iterator[str]:
-    """Whether a batch fits the device and how fast it is there, which goes to `notes`. `runs`: a step can be tried."""
+    """Whether a batch fits the device, and how fast it is, which goes to `notes`. `runs`: a step can be tried."""
     device = torch.device(config.device)
     if device.type != "cuda":
         yield from cpu_problems(config, notes, device_given, runs=runs)
@@ -101,8 +228,8 @@ def device_problems(config: TrainConfig, notes: list[str], device_given: bool, *
     except torch.cuda.OutOfMemoryError as error:
         yield f"one batch does not fit this GPU: {error}; a smaller --batch-size, or --gc, may"
     else:
-        told, slow = compared(config, expected(config), seconds)
-        notes.append(told)
+        note, slow = compare_step(config, expected_plan(config), seconds)
+        notes.append(note)
         if slow is not None:
             yield slow
     finally:
@@ -110,8 +237,8 @@ def device_problems(config: TrainConfig, notes: list[str], device_given: bool, *
 
 
 def cpu_problems(config: TrainConfig, notes: list[str], device_given: bool, *, runs: bool) -> Iterator[str]:
-    """A run that is meant for a GPU is not ready on a CPU, unless somebody asked for the CPU."""
-    seconds, how = cpu_step_s(config), "estimated from the speed of one matrix product"
+    """A run that is meant for a GPU is not ready on a CPU, unless the CPU was asked for."""
+    seconds, how = cpu_step_s(config), "estimated from the speed of one matmul"
     if runs and seconds <= CPU_TRIED_S:
         seconds, how = try_step(config, torch.device("cpu")), "from one step that was timed"
     total = config.steps * config.accum * seconds
@@ -125,11 +252,7 @@ def cpu_problems(config: TrainConfig, notes: list[str], device_given: bool, *, r
 
 
 def try_step(config: TrainConfig, device: torch.device) -> float:
-    """Run one uncompiled step on random tokens; on a GPU twice, because the first one compiles kernels.
-
-    Returns:
-        The seconds of the last one.
-    """
+    """Seconds of one uncompiled step on random tokens; on a GPU of the second, because the first compiles kernels."""
     with device:
         model = LM(config.model)
         tokens = torch.randint(config.model.vocab_size, (config.batch_size, config.model.seq_len))
@@ -149,15 +272,16 @@ def try_step(config: TrainConfig, device: torch.device) -> float:
 def route_problems(config: TrainConfig, router: Router) -> Iterator[str]:
     if "nsa" not in config.model.kinds:
         return
+    attn = config.model.attn
     for backward in (False, True):
         problem = problem_of(config, backward=backward)
-        attn = config.model.attn
         routes = router.explain(problem, attn.backend, block=attn.l, stride=attn.d, window=attn.w).routes
-        for op, route in routes.items():
+        for name, route in routes.items():
+            op = f"{name} backward" if backward else name
             if route.chosen is None:
-                yield f"nothing serves {op}{' backward' if backward else ''}: {route.error_message()}"
+                yield f"no backend runs {op}: {route.error_message()}"
             elif route.chosen == "reference" and problem.device == "cuda" and attn.backend == "auto":
-                yield f"only the reference serves {op}{' backward' if backward else ''}, which is slow: {route.reasons}"
+                yield f"only the reference runs {op}, which is slow: {route.reasons}"
 
 
 def folder_problems(config: TrainConfig) -> Iterator[str]:
@@ -166,24 +290,26 @@ def folder_problems(config: TrainConfig) -> Iterator[str]:
         check_folder(config)
     except ValueError as error:
         yield str(error)
-    blocked = next((path for path in (config.out, *config.out.absolute().parents) if path.is_file()), None)
+    folders = (config.out, *config.out.absolute().parents)
+    blocked = next((path for path in folders if path.is_file()), None)
     if blocked is not None:
         yield f"out is {str(config.out)!r}; accepted: a folder, and {blocked} is a file"
         return
-    there = next(folder for folder in (config.out, *config.out.absolute().parents) if folder.is_dir())
+    there = next(folder for folder in folders if folder.is_dir())
     if not os.access(there, os.W_OK):
         yield f"out is {str(config.out)!r}; accepted: a folder that can be written, and {there} cannot"
         return
     with torch.device("meta"):
         parameters = sum(LM(config.model).parameter_counts().values())
-    # One more is written before the oldest goes, the best is kept besides, and the export comes last.
+    # One more is written before the oldest is removed, the best is kept besides, and the export comes last.
     needed = parameters * (CHECKPOINT_BYTES * (config.keep + 2) + 4)
     free = shutil.disk_usage(there).free
     if free < needed:
-        yield f"{there} has {free / 2**30:.1f} GiB free, and the checkpoints of this run take {needed / 2**30:.1f} GiB"
+        yield f"{there} has {free / GIB:.1f} GiB free, and the checkpoints of this run take {needed / GIB:.1f} GiB"
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
+    """Whether each split gives a batch."""
     splits: tuple[Split, ...] = get_args(Split)
     for split in splits:
         try:

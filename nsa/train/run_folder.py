@@ -1,19 +1,44 @@
-"""Names in a run's folder, for whoever looks for a checkpoint before torch is imported."""
+"""The files of a run's folder: their names, which checkpoints are there, and the log that a run writes as it goes.
+
+`metrics.jsonl` and `heartbeat.jsonl` hold one JSON object per line, flushed line by line. A process that is killed
+while it writes a line loses that line; the next process drops it and appends. Kinds of lines that `nsa.train.report`
+draws (it draws other numbers too, by their name):
+
+    step       step, loss, grad_norm, lr
+    eval       step, loss
+    speed      step, tokens_per_s, step_s (seconds per step), data_wait (fraction of time), mfu, gpu_util, memory_gib
+    gates      step, mean, entropy: one {"cmp": .., "sel": .., "win": ..} per layer, None for a layer without gates
+    distances  step, counts: how many of the selected blocks lie 0, 1, 2, ... blocks back
+    fallbacks  step, counts: {reason: how often}
+    sample     step, text
+    end        the summary of the run
+
+Importable without torch: a missing checkpoint is reported before torch is loaded.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, Any
 
 from nsa.config import require
-from nsa.files import TEMPORARY
+from nsa.files import TEMPORARY, is_at, open_no_link
 
-CHECKPOINTS = "checkpoints"
-METRICS = "metrics.jsonl"
+RUNS = Path("runs")
 
-# A folder whose name ends so is no checkpoint: it is being written, being replaced, or being removed.
-REPLACED = ".replaced" + TEMPORARY
-REMOVED = ".removed" + TEMPORARY
+CONFIG, RUN_INFO, METRICS, HEARTBEAT = "config.yaml", "run.json", "metrics.jsonl", "heartbeat.jsonl"
+CHECKPOINTS, TENSORBOARD, WATCHDOG, REPORT = "checkpoints", "tensorboard", "watchdog.txt", "report.html"
+
+# A folder whose name ends so is no checkpoint: it is being replaced or removed.
+REPLACED, REMOVED = ".replaced" + TEMPORARY, ".removed" + TEMPORARY
 
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 LEFTOVER = re.compile(rf"{STEP.pattern}(\.replaced|\.removed)?{re.escape(TEMPORARY)}")
@@ -31,10 +56,129 @@ def require_checkpoint(run: Path, argument: str) -> None:
     """`ValueError`, naming `argument`, unless `run` has a checkpoint: without one, a start would empty its metrics."""
     folder = run / CHECKPOINTS
     found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
-    require(
-        found,
-        argument,
-        str(run),
+    accepted = (
         f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "
-        f"--config and another --out (or --out {run}, once its {METRICS} is moved away)",
+        f"--config and another --out (or --out {run}, once its {METRICS} is moved away)"
     )
+    require(found, argument, str(run), accepted)
+
+
+class RunLog:
+    """Metrics, heartbeat and, where it is installed, TensorBoard of one run; rank 0 alone has one.
+
+    Args:
+        folder: the run's; it is created.
+        resume: append to the files instead of emptying them.
+        tensorboard: write TensorBoard's files too.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool, tensorboard: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = {name: open_lines(folder / name, resume) for name in (METRICS, HEARTBEAT)}
+        self.folder = folder
+        self.board: Any = None
+        # Made when there is a number to show: the import takes seconds.
+        self.board_folder = folder / TENSORBOARD if tensorboard and find_spec("tensorboard") is not None else None
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line of metrics, without the time: the same run twice gives the same lines."""
+        add_line(self.files[METRICS], {"kind": kind, **plain(values)})
+        step = values.get("step")
+        if isinstance(step, int):
+            self.add_scalars(kind, {name: value for name, value in values.items() if name != "step"}, step)
+
+    def heartbeat(self, step: int, **values: Any) -> None:
+        """Append a line with the Unix time, for a monitor to compare with its clock."""
+        add_line(self.files[HEARTBEAT], {"time": round(time.time(), 3), "step": step, **plain(values)})
+
+    def in_place(self) -> bool:
+        """Whether the metrics are where they were opened."""
+        return is_at(self.folder / METRICS, self.files[METRICS])
+
+    def reopen(self) -> list[Path]:
+        """Open again the files that were deleted or replaced; return their paths."""
+        lost = [name for name, file in self.files.items() if not is_at(self.folder / name, file)]
+        for name in lost:
+            self.files[name].close()
+            self.files[name] = open_lines(self.folder / name, resume=True)
+        return [self.folder / name for name in lost]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        if self.board is not None:
+            with self.optional_charts():
+                self.board.close()
+            self.board = None
+
+    def add_scalars(self, kind: str, values: dict[str, Any], step: int) -> None:
+        if self.board_folder is None:
+            return
+        numbers = dict(scalars(kind, values))
+        with self.optional_charts():
+            if numbers and self.board is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(str(self.board_folder))
+            for name, number in numbers.items():
+                self.board.add_scalar(name, number, step)
+
+    @contextmanager
+    def optional_charts(self) -> Iterator[None]:
+        """A broken package or a full disk ends TensorBoard's log, not the run: `metrics.jsonl` has every number."""
+        try:
+            yield
+        except (ImportError, OSError) as error:
+            warnings.warn(f"TensorBoard's log ends here: {error}", RuntimeWarning, stacklevel=4)
+            self.board = self.board_folder = None
+
+
+def add_line(file: IO[str], record: dict[str, Any]) -> None:
+    try:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}") from error
+
+
+def open_lines(path: Path, resume: bool) -> IO[str]:
+    """Open for appending: to what is there without its incomplete last line, or to an empty file."""
+    if resume and path.exists():
+        with open(path, "r+b", opener=open_no_link) as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return open(path, "a" if resume else "w", encoding="utf-8", opener=open_no_link)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that may still be written to, without incomplete lines; none of a missing file."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().rpartition(b"\n")[0].decode(errors="replace").splitlines():
+        # A disk that was full, or a machine that lost power, can tear a line that others follow.
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def plain(value: Any) -> Any:
+    """Non-finite floats as "nan", "inf" and "-inf", which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number in a nested value, by its path."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from scalars(f"{name}/{key}", entry)
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from scalars(f"{name}/{index}", entry)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)

@@ -1,13 +1,14 @@
-"""One optimizer step: forward, backward, clip, update.
+"""One optimizer step: forward, backward, clip, update; and the results of steps that are not logged yet.
 
-Used by the trainer and by the benchmark, so that what is measured is what trains. It never waits for the device: losses
-and norms stay tensors until someone reads them, and whether a step counts is decided where they are.
+Used by the trainer and by the benchmark, so that what is measured is what trains. A step never waits for the device:
+losses and norms stay tensors until they are read, and whether a step is skipped is decided on the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from nsa.data import Batch
 from nsa.data.config import IGNORED
 from nsa.model import LM
-from nsa.train.distributed import mean_over_ranks, own_gradients, whole
+from nsa.train.distributed import mean_over_ranks, no_gradient_sync, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,9 +33,16 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """AdamW on fp32 parameters; products in `dtype` by autocast.
+    """AdamW on fp32 parameters; matmuls in `dtype` by autocast.
 
-    `module` is what is called in place of `model`: what `distributed.parallelize` made of it.
+    Args:
+        model: the model; its parameters are updated in place.
+        dtype: of matmuls; fp16 comes with a loss scale.
+        compile: compile `module` with `torch.compile`.
+        cuda_graphs: compile each layer and replay it as a CUDA graph; implies `compile`.
+        weight_decay: of matrices; norms and biases are not decayed.
+        grad_clip: largest norm of all gradients together.
+        module: called in place of `model`; what `distributed.parallelize` returned for it.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class TrainStep:
         self.module = model if module is None else module
         self.forward: Any = self.module
         if cuda_graphs:
-            # A graph replays a layer in one launch: what the host needs for thousands no longer counts.
+            # A graph replays a layer in one launch, which takes the launch overhead off the host.
             model.compile_layers(dynamic=False, mode="reduce-overhead")
         elif compile:
             self.forward = torch.compile(self.module, dynamic=False)
@@ -75,8 +83,8 @@ class TrainStep:
         self.begun = 0
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One update from the gradient of the mean loss over all tokens of `batches`, which lie on the device."""
-        # A graph's gradients lie where its next replay writes: a second batch must be added to a place of its own.
+        """One update from the gradient of the mean loss over all tokens of `batches`, which are on the device."""
+        # A graph's next replay overwrites its gradients: those of several batches are added up elsewhere.
         own_place = self.cuda_graphs and len(batches) > 1
         if own_place:
             for p in self.parameters:
@@ -84,7 +92,7 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for index, (batch, share) in enumerate(zip(batches, shares(batches), strict=True)):
             # Ranks exchange gradients once a step, with the last batch.
-            with own_gradients(self.module) if index + 1 < len(batches) else nullcontext():
+            with no_gradient_sync(self.module) if index + 1 < len(batches) else nullcontext():
                 if self.cuda_graphs:
                     # Nothing that the graphs of an earlier batch wrote is read again.
                     torch.compiler.cudagraph_mark_step_begin()
@@ -115,14 +123,14 @@ class TrainStep:
 
 
 def shares(batches: Sequence[Batch]) -> Tensor:
-    """What the mean loss of each batch counts for in the mean over all tokens of all ranks: packed documents leave
-    unequal numbers of tokens to score. The mean over the ranks of what each sums up with these is that mean."""
+    """The weight of each batch's mean loss, so that the weighted sums of all ranks average to the mean over all tokens:
+    with packed documents, batches have unequal numbers of scored tokens."""
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).float()
     return counts / mean_over_ranks(counts.sum()).clamp_min(1)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    # Only from pinned memory can a copy go on behind the host's back.
+    # A copy that does not wait needs pinned memory.
     def move(x: Tensor) -> Tensor:
         return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
@@ -130,16 +138,84 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """fp32 is what parameters already are: nothing to cast."""
+    """Nothing for fp32, which parameters already are."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+class Outcome(NamedTuple):
+    """The result of a step, read back from the device."""
+
+    # Counted from 0.
+    step: int
+    loss: float
+    grad_norm: float
+    # For a skipped step, a message that says where its batches were saved; else None.
+    saved: str | None
+
+
+class PendingSteps:
+    """Results of the steps since the last log step, and the batches of those that the device has not finished.
+
+    A step's batches are needed only if it was skipped, so they are dropped, or passed to `save(step, batches)`, as soon
+    as its result can be read without waiting: memory does not grow with the length of the log interval.
+    """
+
+    def __init__(self, device: torch.device, save: Callable[[int, Sequence[Batch]], str]) -> None:
+        self.device = device
+        self.save = save
+        self.running: deque[tuple[int, Tensor, torch.cuda.Event | None, Sequence[Batch]]] = deque()
+        self.outcomes: list[Outcome] = []
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.outcomes)
+
+    def add(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
+        values, arrived = torch.stack(result), None
+        if self.device.type == "cuda":
+            # A copy that does not wait needs pinned memory.
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = on_host.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(self.device))
+        self.running.append((step, values, arrived, batches))
+        self.poll()
+
+    def poll(self) -> None:
+        """Read back the steps that are finished; never waits."""
+        while self.running and (self.running[0][2] is None or self.running[0][2].query()):
+            step, values, _, batches = self.running.popleft()
+            loss, grad_norm, skipped = values.tolist()
+            self.outcomes.append(Outcome(step, loss, grad_norm, self.save(step, batches) if skipped else None))
+
+    def wait(self) -> list[Outcome]:
+        """The outcomes of all steps since the last call, in order; waits for the device."""
+        wait_asleep(self.device)
+        self.poll()
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+
+def wait_asleep(device: torch.device) -> None:
+    """Wait until the device is idle. Reading a value would wait too, but keep a core busy."""
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
 
 
 def learning_rate(
     step: int, steps: int, *, peak: float, warmup: int, floor: float, schedule: str = "cosine", decay: int = 0
 ) -> float:
-    """Linear to `peak` over `warmup` steps, in the end `floor * peak`.
+    """The learning rate of `step`, counted from 0.
 
-    In between half a cosine, or with "wsd" the peak until `decay` steps are left, and then straight down.
+    Args:
+        step: the step.
+        steps: of the whole run.
+        peak: the rate after a linear warm-up over `warmup` steps.
+        warmup: steps of the warm-up.
+        floor: the rate of the last step as a fraction of `peak`.
+        schedule: "cosine" falls along half a cosine; "wsd" stays at the peak and falls linearly in the last `decay`.
+        decay: steps of that fall.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

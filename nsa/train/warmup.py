@@ -1,8 +1,4 @@
-"""What a run compiles before its first step, and what it says meanwhile.
-
-Kernels that were never launched on a machine are compiled in parallel, and what takes long is announced before it
-begins.
-"""
+"""Compile kernels in parallel before the first step, with progress messages."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ from nsa.train.step import to_device
 # Kernels between two lines of progress.
 REPORT_EVERY = 12
 
-# Told after each kernel: its name, how many are done, how many there are.
+# Called after each kernel: its name, how many are done, how many there are.
 Progress = Callable[[str, int, int], None]
 
 
 def compile_kernels(
     config: LMConfig, batch: Batch, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
 ) -> int:
-    """Compile what one NSA layer launches, forward and backward, on batches shaped like `batch`.
+    """Compile the kernels of one NSA layer, forward and backward, for batches shaped like `batch`.
 
     Returns:
         How many kernels; 0 where the backend that runs the layer compiles none.
@@ -51,7 +47,7 @@ def compile_kernels(
 
 
 def warm_up(
-    config: TrainConfig, batch: Batch, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+    config: TrainConfig, batch: Batch, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> None:
     """Compile the kernels of a run on batches like `batch`, and announce what torch compiles after them."""
     if device.type != "cuda":
@@ -60,10 +56,8 @@ def warm_up(
 
     def report(kernel: str, done: int, total: int) -> None:
         if done == total or done % REPORT_EVERY == 0:
-            say(f"[compile] {done} of {total} attention kernels, {time.perf_counter() - begin:.1f} s: {kernel}")
+            log(f"[compile] {done} of {total} attention kernels, {time.perf_counter() - begin:.1f} s: {kernel}")
 
     compile_kernels(config.model, to_device(batch, device), device, dtype, report)
     if config.compile or config.cuda_graphs:
-        say(
-            "[compile] the training step, by torch.compile: about half a minute on a new machine, before the first step"
-        )
+        log("[compile] torch.compile of the training step: about half a minute on a new machine, before the first step")

@@ -1,7 +1,7 @@
-"""YAML that a person wrote: read with limits, and with an error of one line that names the file.
+"""YAML read with limits, and with one-line errors that name the file.
 
-What YAML allows and a config never means is an error: a key twice, an alias to itself, nesting without end, and aliases
-of aliases that would fill the memory once they are expanded.
+Duplicate keys, aliases to themselves, unbounded nesting and aliases that would fill the memory when expanded are
+errors, although YAML allows them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import require
+from nsa.files import read_text
 
-# Far above any config: bytes of a file, and values after every alias is expanded.
+# Far above any config: bytes of a file, and values once all aliases are expanded.
 MAX_BYTES = 2**20
 MAX_VALUES = 100_000
 
@@ -25,18 +26,8 @@ def yaml() -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a file holds.
-
-    Raises:
-        ValueError: naming `path`, where it is too large, not UTF-8, not YAML or not a mapping.
-    """
-    size = path.stat().st_size
-    require(size <= MAX_BYTES, f"the size of {path}", size, f"at most {MAX_BYTES} bytes for a config")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    tree = parse_yaml(text, str(path))
+    """The mapping in a file; a `ValueError` names `path` if it is too large, not UTF-8, not YAML or no mapping."""
+    tree = parse_yaml(read_text(path, MAX_BYTES), str(path))
     if not isinstance(tree, dict):
         holds = "nothing" if tree is None else f"a {type(tree).__name__}"
         raise ValueError(f"{path} holds {holds}; accepted: keys and values")
@@ -73,7 +64,7 @@ def describe(error: Any) -> str:
 
 
 def count_values(node: Any, counts: dict[int, int], where: str) -> int:
-    """How many values `node` has once its aliases are expanded, which a merge key does while it is read."""
+    """How many values `node` has once its aliases are expanded."""
     if id(node) in counts:
         require(counts[id(node)] > 0, where, "an alias inside what it stands for", "aliases of earlier values")
         return counts[id(node)]

@@ -12,7 +12,7 @@ import torch
 from nsa.model import chunked_cross_entropy
 from nsa.settings import Settings
 from nsa.train import Trainer, load_config
-from nsa.train.clock import wait_asleep
+from nsa.train.step import wait_asleep
 
 
 def trainer(out: Path, **changes: Any) -> Trainer:

@@ -16,7 +16,7 @@ from nsa.backends.triton.tuning import KERNELS, Key
 from nsa.bench.attention import AttentionShape
 from nsa.bench.kernels import Workbench, is_used, tile_in_use
 from nsa.bench.tune import Candidates, Tuner, error_ratio
-from nsa.train.progress import Lines
+from nsa.progress import Lines
 
 GPU = (9, 0)
 SHAPE = AttentionShape(batch=1, length=70, n_heads=10, n_groups=2, head_dim=16)

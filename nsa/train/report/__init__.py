@@ -1,8 +1,8 @@
-"""A run on one page: `report.html`, drawn from the files of the run's folder and nothing else.
+"""A run on one page: `report.html`, drawn from the files of the run's folder alone.
 
-One file with its pictures and styles inside. It asks the network for nothing and says so to the browser, it is whole
-without JavaScript (which adds the numbers under the pointer), and follows the reader's choice of light or dark. A kind
-of line that is not there leaves its picture out.
+The page is self-contained: charts, styles and script are inside, and its content security policy forbids any request.
+JavaScript only adds the numbers under the pointer. The color scheme follows the browser's. A chart is left out if the
+metrics have no lines for it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from string import Template
 from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import replace_text
-from nsa.train.metrics import HEARTBEAT, read_lines
-from nsa.train.run_folder import METRICS
+from nsa.train.run_folder import HEARTBEAT, METRICS, REPORT, read_lines
 
-REPORT = "report.html"
-
-# More points than pixels show nothing more.
+# Points of a line: the chart has no more pixels.
 POINTS = 600
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 24, 10, 30
 SAMPLES = 4
-# Beats further apart than this are two sittings of one run; the time between them was not spent.
+# Between heartbeats further apart than this the run was stopped.
 PAUSE_S = 900
 
 Point = tuple[float, float]
@@ -37,7 +36,14 @@ Record = dict[str, Any]
 
 
 def write_report(run: Path) -> Path:
-    """Draw the run in the folder `run`; the file."""
+    """Draw the run in the folder `run`.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        ValueError: `run` is no folder with metrics.
+    """
     require(run.is_dir(), "run", str(run), "the folder of a run")
     found = [name for name in (METRICS, HEARTBEAT) if (run / name).exists()]
     require(bool(found), "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
@@ -56,11 +62,14 @@ def page(run: Path) -> str:
         section("Selection", distances(records)),
         section("Fallbacks", fallbacks(records)),
         section("Samples", samples(records)),
-        section("Configuration", files(run, ("config.yaml", "train.json", "model.json"))),
+        section("Configuration", first_file(run, ("config.yaml", "train.json", "model.json"))),
         section("Environment", environment(run)),
     ]
     body = "\n".join(part for part in parts if part)
-    return PAGE.replace("{title}", escape(run.resolve().name)).replace("{body}", body)
+    page, style, script = (
+        files(__name__).joinpath(name).read_text() for name in ("page.html", "style.css", "hover.js")
+    )
+    return Template(page).substitute(title=escape(run.resolve().name), style=style, script=script, body=body)
 
 
 # Numbers by step.
@@ -74,7 +83,7 @@ class Series:
 
 
 def gather(records: list[Record], beats: list[Record]) -> list[Series]:
-    """Every number that has a step. A step that was done again after a resume counts as it was last."""
+    """Every number that has a step. Of a step that was repeated after a resume, the last value counts."""
     values: dict[tuple[str, str], dict[int, float]] = {}
 
     def add(kind: str, record: Record) -> None:
@@ -99,21 +108,21 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# What a field is called and how its numbers read; those that are not here follow under their own name.
+# Titles of charts; other fields follow under their own name.
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
-    "tokens_per_s": "Tokens a second",
+    "tokens_per_s": "Tokens/s",
     "step_s": "Seconds per step",
-    "data_wait": "Waiting for data, part of the time",
-    "mfu": "Model FLOPs, part of the peak",
-    "gpu_util": "GPU utilisation",
+    "data_wait": "Waiting for data, fraction of time",
+    "mfu": "MFU, fraction of the peak FLOP/s",
+    "gpu_util": "GPU utilization",
     "memory_gib": "GPU memory, GiB",
     "cpu_cores": "CPU cores in use",
     "cost": "Cost so far",
 }
-# The noisy ones get a line through their middle.
+# These get a smoothed line too.
 NOISY = ("loss", "grad_norm")
 LABELS = {"step": "training", "eval": "validation"}
 
@@ -163,7 +172,7 @@ def charts(series: list[Series]) -> list[Chart]:
     result = []
     for field in fields:
         lines = [s for s in series if s.field == field and len(s.points) > 1]
-        # A counter that stayed at nought needs no picture.
+        # A counter that stayed at 0 gets no chart.
         lines = [s for s in lines if field in TITLES or any(y != 0 for _, y in s.points)]
         lines.sort(key=lambda s: list(LABELS).index(s.kind) if s.kind in LABELS else len(LABELS))
         if lines:
@@ -183,7 +192,7 @@ def drawn(points: list[Point], x_of: Callable[[float], float], y_of: Callable[[f
 
 
 def thin(points: list[Point]) -> list[Point]:
-    """At most `POINTS`: of each bucket its lowest and its highest, so that no spike is lost."""
+    """At most `POINTS` points: the lowest and the highest of each bucket, so that no spike is lost."""
     if len(points) <= POINTS:
         return points
     size = math.ceil(2 * len(points) / POINTS)
@@ -195,15 +204,14 @@ def thin(points: list[Point]) -> list[Point]:
 
 
 def middle(points: list[Point]) -> list[Point]:
-    """The median of the steps around each: it follows a slope without lag, and a spike does not move it."""
+    """The running median, which follows a slope without lag and ignores spikes."""
     reach = min(50, max(2, len(points) // 120))
     values = [y for _, y in points]
     return [(x, median(values[max(0, i - reach) : i + reach + 1])) for i, (x, _) in enumerate(points)]
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest, without the few that would flatten all the others: a first loss or a spike is cut off above
-    only where it is far out of the way."""
+    """Lowest and highest value; the top 1 % (a first loss, a spike) is cut off where it would flatten all others."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     usual = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
@@ -224,7 +232,7 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
 
 def scale(marks: list[float], begin: float, end: float) -> Callable[[float], float]:
     low, high = marks[0], marks[-1]
-    # What `span` left out is drawn at the edge.
+    # Values that `span` cut off are drawn at the edge.
     return lambda value: begin + (end - begin) * (min(max(value, low), high) - low) / (high - low)
 
 
@@ -260,9 +268,9 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
     rates = next((s.points for s in series if s.field == "tokens_per_s" and s.points), None)
     end = last_of(records, "end")
     if rates:
-        tiles["tokens a second, median"] = f"{median(y for _, y in rates):,.0f}"
+        tiles["tokens/s, median"] = f"{median(y for _, y in rates):,.0f}"
     elif is_number(end.get("tokens_per_s")):
-        tiles["tokens a second"] = f"{end['tokens_per_s']:,.0f}"
+        tiles["tokens/s"] = f"{end['tokens_per_s']:,.0f}"
     times = [beat["time"] for beat in beats if is_number(beat.get("time"))]
     if len(times) > 1:
         gaps = [later - earlier for earlier, later in pairwise(times)]
@@ -284,7 +292,7 @@ def last_of(records: list[Record], kind: str) -> Record:
 
 
 def gates(records: list[Record]) -> list[str]:
-    """How open each branch's gate is: over the run by branch, at its end by layer."""
+    """The gates by branch over the run, and by layer at its end."""
     lines = [record for record in records if record.get("kind") == "gates" and isinstance(record.get("step"), int)]
     parts = []
     for field, title in (("mean", "Mean gate"), ("entropy", "Gate entropy, bits")):
@@ -334,7 +342,7 @@ def cell(value: float | None) -> str:
 
 
 def distances(records: list[Record]) -> list[str]:
-    """How far back the selected blocks lie, in bins that double."""
+    """A histogram of how far back the selected blocks lie, in bins that double."""
     record = last_of(records, "distances")
     counts = record.get("counts")
     if not isinstance(counts, list) or not any(is_number(count) and count > 0 for count in counts):
@@ -369,7 +377,7 @@ def distances(records: list[Record]) -> list[str]:
 
 
 def failures(records: list[Record]) -> dict[str, int] | None:
-    """By reason, as last counted; None where nobody counted."""
+    """The last counts of failures by reason; None where there are none in the metrics."""
     for record in reversed(records):
         counts = record.get("counts") if record.get("kind") == "fallbacks" else record.get("fallbacks")
         if isinstance(counts, dict):
@@ -398,8 +406,8 @@ def samples(records: list[Record]) -> list[str]:
     ]
 
 
-def files(run: Path, names: Iterable[str]) -> list[str]:
-    """The first of the files that is there, as it is."""
+def first_file(run: Path, names: Iterable[str]) -> list[str]:
+    """The content of the first of the files that exists."""
     for name in names:
         if (run / name).is_file():
             text = escape((run / name).read_text(encoding="utf-8", errors="replace"))
@@ -414,7 +422,7 @@ def environment(run: Path) -> list[str]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        return files(run, (path.name,))
+        return first_file(run, (path.name,))
     return [table(dict(flat("", values)))]
 
 
@@ -429,85 +437,3 @@ def flat(name: str, value: Any) -> Iterable[tuple[str, str]]:
 def table(values: dict[str, str]) -> str:
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in values.items())
     return f'<figure class="card"><table>{rows}</table></figure>'
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root { --page: #f6f7f6; --card: #fff; --text: #1c2420; --muted: #66716b; --rule: #e3e7e4;
-  --c0: #0b6e4f; --c1: #c2571a; --c2: #3a6ea5; --c3: #8a4fa3; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #121614; --card: #1b211e; --text: #e6ece8; --muted: #94a19a; --rule: #2c3530;
-    --c0: #4fc79b; --c1: #f0955a; --c2: #7fb2ea; --c3: #c592dd; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1240px; padding: 32px 24px 64px; background: var(--page); color: var(--text);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { margin: 0 0 16px; font-size: 26px; font-weight: 650; overflow-wrap: anywhere; }
-h2 { margin: 36px 0 12px; font-size: 17px; font-weight: 650; }
-.tiles { display: flex; flex-wrap: wrap; gap: 12px; }
-.tiles div { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 16px; }
-.tiles b { display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.tiles small { color: var(--muted); font-size: 15px; font-weight: 400; }
-.tiles span { color: var(--muted); font-size: 13px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 16px;
-  align-items: start; }
-.card { margin: 0; padding: 14px 16px; min-width: 0; background: var(--card); border: 1px solid var(--rule);
-  border-radius: 8px; }
-figcaption { margin-bottom: 6px; font-size: 14px; font-weight: 600; }
-.key { margin-left: 14px; font-size: 13px; font-weight: 400; color: var(--muted); }
-.key::before { content: ""; display: inline-block; width: 14px; height: 3px; margin: 0 6px 3px 0;
-  border-radius: 2px; background: var(--c); }
-.c0 { --c: var(--c0); } .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--muted); font-size: 11.5px; font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--rule); }
-.line { fill: none; stroke: var(--c, var(--c0)); stroke-width: 1.8; stroke-linejoin: round; }
-circle.line { fill: var(--c, var(--c0)); }
-.faint { stroke-width: 1; opacity: .35; }
-.bar { fill: var(--c0); }
-.hover { fill: transparent; }
-.cross { stroke: var(--muted); visibility: hidden; }
-pre { margin: 0; max-height: 340px; overflow: auto; font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 400; color: var(--muted); padding: 3px 12px 3px 0; vertical-align: top; }
-td { padding: 3px 0; overflow-wrap: anywhere; }
-.heat td { padding: 3px 8px; border: 2px solid var(--card); border-radius: 4px; text-align: center;
-  background: color-mix(in srgb, var(--c0) calc(var(--v, 0%) * .7), transparent); }
-.heat th:not(:first-child) { text-align: center; }
-#tip { position: fixed; display: none; padding: 6px 10px; background: var(--text); color: var(--page);
-  border-radius: 6px; font-size: 12.5px; pointer-events: none; white-space: pre; }
-</style>
-</head>
-<body>
-{body}
-<div id="tip"></div>
-<script>
-const tip = document.getElementById("tip");
-for (const area of document.querySelectorAll(".hover")) {
-  const lines = JSON.parse(area.dataset.lines), svg = area.ownerSVGElement, cross = svg.querySelector(".cross");
-  area.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
-    const near = lines.map(([label, points]) => [label, points.reduce(
-      (best, point) => Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best)]);
-    tip.textContent = near.map(([label, point]) => (label ? label + "  " : "") + point[1]).join("\\n");
-    tip.style.display = "block";
-    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-    tip.style.top = event.clientY + 14 + "px";
-    cross.setAttribute("x1", near[0][1][0]);
-    cross.setAttribute("x2", near[0][1][0]);
-    cross.style.visibility = "visible";
-  });
-  area.addEventListener("pointerleave", () => { tip.style.display = "none"; cross.style.visibility = "hidden"; });
-}
-</script>
-</body>
-</html>
-"""

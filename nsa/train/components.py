@@ -1,0 +1,303 @@
+"""What a run does besides its steps: validation, samples, statistics, the check of its speed, and checkpoints.
+
+After each step the trainer calls `run` of the components that are `due`, in order. Every rank runs the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from nsa.config import require
+from nsa.data import Batch
+from nsa.generate import generate
+from nsa.model import LM
+from nsa.train.checkpoint import Checkpoints, check_state, restoring, rng_state, set_rng_state, unsharded
+from nsa.train.distributed import all_finite, any_rank, from_all, mean_over_ranks
+from nsa.train.guards import RunStopped, StopRequested, branch_profile
+from nsa.train.logger import every
+from nsa.train.preflight import min_tokens_per_s
+from nsa.train.run_folder import CHECKPOINTS
+from nsa.train.run_info import read_run_info
+from nsa.train.run_stats import attention_stats
+from nsa.train.step import autocast, shares, to_device
+
+if TYPE_CHECKING:
+    from nsa.train.loop import Trainer
+
+# Timed steps after which the speed is compared with `min_tokens_per_s`.
+SMOKE_STEPS = 10
+
+
+class Component(Protocol):
+    """Something that a run does after some of its steps."""
+
+    def due(self, step: int) -> bool:
+        """Whether to run after the first `step` steps."""
+        ...
+
+    def run(self) -> object: ...
+
+
+class SpeedCheck:
+    """Stops a run that is slower than `min_tokens_per_s` in its first steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.min_tokens_per_s = min_tokens_per_s(trainer.config, ranks=trainer.ranks.size)
+
+    def due(self, step: int) -> bool:
+        """After `SMOKE_STEPS` timed steps, or at the end of a run with fewer."""
+        timed = step - self.trainer.began - self.trainer.warmup_steps
+        last = step == self.trainer.config.steps and 0 < timed < SMOKE_STEPS
+        return self.min_tokens_per_s > 0 and (timed == SMOKE_STEPS or last)
+
+    def run(self) -> None:
+        t, least, rate = self.trainer, self.min_tokens_per_s, self.trainer.clock.mean_rate
+        if any_rank(rate is not None and rate < least, t.device):
+            profile = branch_profile(t.update.module, to_device(t.validator.batches[0], t.device), t.dtype)
+            raise RunStopped(
+                f"{rate:,.0f} tokens/s in the first steps, where at least {least:,.0f} are expected; "
+                f"--min-tokens-per-s 0 accepts any speed\n{profile}"
+            )
+
+
+class StatsWriter:
+    """Logs what the gates and the selection do in each layer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def due(self, step: int) -> bool:
+        return every(step, self.trainer.config.stats_every)
+
+    def run(self) -> None:
+        t = self.trainer
+        found = attention_stats(t.model, to_device(t.validator.batches[0], t.device), t.dtype)
+        if found is not None:
+            gates, distances = found
+            t.logger.write("gates", step=t.done, **gates)
+            t.logger.write("distances", step=t.done, **distances)
+
+
+class Validator:
+    """The validation loss, of the same few batches every time."""
+
+    def __init__(self, trainer: Trainer, batches: list[Batch]) -> None:
+        self.trainer = trainer
+        self.batches = batches
+        # Of the last validation: the step and the loss.
+        self.last: tuple[int, float] | None = None
+
+    def due(self, step: int) -> bool:
+        """Also before a checkpoint: without a loss it could not be the best one. The end of a run validates anyway."""
+        c = self.trainer.config
+        return step < c.steps and (every(step, c.eval_every) or every(step, c.save_every))
+
+    def run(self) -> float:
+        """Validate and log the loss; raises `StopRequested` on a signal, because it may take minutes."""
+        t = self.trainer
+
+        def until_stopped() -> Iterator[Batch]:
+            for batch in self.batches:
+                if t.stop_requested():
+                    raise StopRequested
+                yield batch
+
+        loss = mean_loss(t.model, until_stopped(), t.dtype).item()
+        self.last = (t.done, loss)
+        t.logger.write("eval", step=t.done, loss=loss)
+        if not math.isfinite(loss):
+            t.logger.log0(
+                f"[eval] step {t.done}: the validation loss is {loss}; good checkpoints are kept until it recovers"
+            )
+        return loss
+
+    @property
+    def loss(self) -> float | None:
+        """The validation loss of the current step, if it was computed."""
+        return self.last[1] if self.last and self.last[0] == self.trainer.done else None
+
+    def has_finite_loss(self) -> bool:
+        """Whether the parameters give a finite loss. Skipped steps change nothing, but the update before them may have
+        broken the model."""
+        if self.loss is not None:
+            return math.isfinite(self.loss)
+        # One batch is enough, and a run that is about to stop has no time for more.
+        return math.isfinite(mean_loss(self.trainer.model, self.batches[:1], self.trainer.dtype).item())
+
+
+@torch.no_grad()
+def mean_loss(model: LM, batches: Iterable[Batch], dtype: torch.dtype) -> Tensor:
+    """The mean loss over the tokens of all ranks' `batches`; every rank calls it."""
+    device = model.head_weight.device
+    moved, losses = [], []
+    for batch in batches:
+        moved.append(to_device(batch, device))
+        with autocast(device, dtype):
+            losses.append(model(moved[-1].tokens, moved[-1].targets, cu_seqlens=moved[-1].cu_seqlens))
+    return mean_over_ranks((torch.stack(losses) * shares(moved)).sum())
+
+
+def validation_id(batches: list[Batch], seq_len: int) -> str:
+    """A hash of all ranks' batches: the same for the same sequences, however they are divided among ranks."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+    rows = [torch.stack([batch.tokens, batch.targets], dim=-1).view(-1, seq_len, 2) for batch in batches]
+    own = [digest(sequence.tolist()) for row in rows for sequence in row]
+    return digest(sorted(from_all(own)))[:16]
+
+
+class Sampler:
+    """Text that the model generates."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def due(self, step: int) -> bool:
+        return step < self.trainer.config.steps and every(step, self.trainer.config.sample_every)
+
+    def run(self) -> None:
+        t = self.trainer
+        if not t.validator.has_finite_loss():
+            t.logger.log0(f"[sample] none at step {t.done}: the parameters give no finite loss")
+            return
+        model = unsharded(t.model) if t.config.parallel == "fsdp" else t.model
+        if model is not None and t.ranks.first:
+            text = self.generate(model.to(t.device))
+            # A text that was cut short is not what this step would have generated.
+            if t.signals.received is None:
+                t.logger.write("sample", step=t.done, text=text)
+
+    def generate(self, model: LM) -> str:
+        """The configured prompt with its continuation, which a signal cuts short."""
+        t, c, tokenizer = self.trainer, self.trainer.config, self.trainer.loader.tokenizer
+        new = generate(
+            model,
+            [tokenizer.encode(c.sample_prompt)],
+            c.sample_tokens,
+            temperature=0.8,
+            generator=torch.Generator(t.device).manual_seed(c.seed),
+            stop=lambda: t.signals.received is not None,
+        )
+        return c.sample_prompt + tokenizer.decode(new[0].tolist())
+
+
+class Checkpointer:
+    """Saves and restores the state of the run."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        c = trainer.config
+        self.trainer = trainer
+        self.checkpoints = Checkpoints(
+            c.out / CHECKPOINTS, keep=c.keep, validation_id=validation_id(trainer.validator.batches, c.model.seq_len)
+        )
+        # Held while parameters change or are copied, so that the watchdog never saves half a step.
+        self.changing = threading.Lock()
+
+    def due(self, step: int) -> bool:
+        return step < self.trainer.config.steps and every(step, self.trainer.config.save_every)
+
+    def run(self) -> None:
+        self.save_if_finite(wait=False)
+
+    def retry_failed_save(self) -> None:
+        """Save again if a save in the background has failed meanwhile."""
+        error = self.checkpoints.failed_save()
+        if error is not None:
+            self.trainer.logger.log0(f"[save] {error}: {self.save_if_finite()}")
+
+    def save_if_finite(self, *, wait: bool = True) -> str:
+        """Save, unless the parameters are not finite; returns a message that says what can be resumed from.
+
+        A state whose loss or gradients are not finite may recover, so it is saved, but not in place of a good one.
+        """
+        t = self.trainer
+        finite = all_finite(t.model.parameters(), t.device)
+        good = finite and t.skips.in_a_row == 0 and t.validator.has_finite_loss()
+        if finite:
+            with self.changing:
+                self.save(wait=wait, good=good)
+        text = self.checkpoints.describe(t.done, saved=finite, good=good)
+        if not good and not wait:
+            t.logger.log0(f"[save] {text}")
+        return text
+
+    def save(self, *, wait: bool, good: bool) -> None:
+        """Called with `changing` held."""
+        t = self.trainer
+        extra = {
+            "data": t.position,
+            "ranks": t.ranks.size,
+            "tokens_per_step": t.tokens_per_step,
+            "rng": rng_state(t.device),
+            "scaler": t.update.scaler.state_dict(),
+            "skipped": t.skips.total,
+            "loss_start": t.loss_start if math.isfinite(t.loss_start or 0.0) else None,
+            "seconds": t.clock.total,
+        }
+        self.checkpoints.save(t.done, t.model, t.update.optimizer, extra, loss=t.validator.loss, good=good, wait=wait)
+
+    def rescue(self) -> str:
+        """Save the last finished step from another thread, if no step is in progress; returns what was saved."""
+        t = self.trainer
+        if t.ranks.size > 1:
+            return "no checkpoint: the other ranks would have to take part"
+        if not self.changing.acquire(blocking=False):
+            return "no checkpoint: the step in progress has changed part of the state"
+        try:
+            # A forward may be what hangs, so no loss is computed.
+            if not all(bool(p.isfinite().all()) for p in t.model.parameters()):
+                return "no checkpoint: the parameters are not finite"
+            self.save(wait=True, good=t.skips.in_a_row == 0)
+        except (OSError, RuntimeError, ValueError) as error:
+            return f"no checkpoint: {error}"
+        finally:
+            self.changing.release()
+        return f"step {t.done} is saved in {self.checkpoints.folder}"
+
+    def resume(self) -> int:
+        """Restore the newest intact checkpoint into the trainer; returns its step, 0 if there is none.
+
+        Called with `changing` held.
+        """
+        t, c = self.trainer, self.trainer.config
+        found = self.checkpoints.load(t.model, t.update.optimizer)
+        if found is None:
+            return 0
+        step, extra = found
+        with restoring(self.checkpoints.path(step)):
+            check_state(extra)
+            t.loader.load_state_dict(extra["data"])
+            set_rng_state(extra["rng"], t.device)
+        t.done = t.began = step
+        # Read now: a damaged file must not end a run that has gone on.
+        t.logger.last_start = read_run_info(c.out)
+        require(step <= c.steps, "steps", c.steps, f"at least the {step} that the run in {c.out} has done")
+        t.position = extra["data"]
+        # Empty where the run did not scale its losses so far.
+        if extra["scaler"]:
+            t.update.scaler.load_state_dict(extra["scaler"])
+        t.skips.total = extra["skipped"]
+        t.loss_start = extra["loss_start"]
+        t.clock.earlier = extra["seconds"]
+        t.logger.log0(f"[resume] step {step} of {c.out}")
+        for key, (then, now) in t.changed.items():
+            t.logger.log0(f"[resume] {key}: {then!r} -> {now!r}")
+        now = t.tokens_per_step
+        then = extra.get("tokens_per_step", now)
+        if then != now:
+            t.logger.log0(
+                f"[resume] tokens per step: {then:,} on {extra['ranks']} ranks -> {now:,} on {t.ranks.size}; "
+                "--accum-batches and --batch-size can keep them"
+            )
+        return step

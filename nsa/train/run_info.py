@@ -1,0 +1,239 @@
+"""What a run records about itself: the boot line, `config.yaml` and `run.json`, and the summary at its end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nsa
+from nsa import machine, settings
+from nsa.backends.problem import Problem
+from nsa.backends.routing import explain
+from nsa.config import require
+from nsa.files import LOCK, make_folder, parse_json, read_limited, replace_text
+from nsa.model import LM
+from nsa.origin import commit, installed
+from nsa.train.config import TrainConfig, diff, flat, load_config, write_yaml
+from nsa.train.distributed import Ranks, require_same
+from nsa.train.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    HEARTBEAT,
+    METRICS,
+    REPORT,
+    RUN_INFO,
+    read_lines,
+    require_checkpoint,
+)
+from nsa.train.step import DTYPES
+
+# A start adds about a kilobyte.
+MAX_RUN_BYTES = 2**26
+# Files that a run appends to, and all that it writes besides its config.
+APPENDED = (LOCK, METRICS, HEARTBEAT)
+WRITTEN = (RUN_INFO, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
+
+
+def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
+    """Everything that decides what runs, in one line that a log can be searched for."""
+    switch = {True: "on", False: "off"}
+    kinds = Counter(config.model.kinds)
+    parts = {
+        "S": config.model.seq_len,
+        "B": config.batch_size,
+        "accum": config.accum,
+        "gc": switch[config.gc],
+        # `nsa`, or `nsa*6+dense*6` where layers differ.
+        "attention": "+".join(f"{kind}*{n}" if len(kinds) > 1 else kind for kind, n in kinds.items()),
+        "params": f"{sum(model.parameter_counts().values()):,}",
+        "steps": config.steps,
+        "lr": config.lr,
+        "schedule": config.schedule,
+        "seed": config.seed,
+        "device": config.device,
+        "dtype": config.dtype,
+        "compile": switch[config.compile],
+        "cuda_graphs": switch[config.cuda_graphs],
+        "parallel": config.parallel,
+        "ranks": ranks.size,
+        **backends(config),
+        "hash": config.hash,
+        "out": config.out,
+        "data": source,
+    }
+    return "[boot] effective config: " + " ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def backends(config: TrainConfig) -> dict[str, str]:
+    """The backend of each branch, as `forward/backward` where they differ."""
+    kinds = set(config.model.kinds)
+    if kinds == {"dense"}:
+        return {"backend": "torch-sdpa"}
+    attn = config.model.attn
+    forward, backward = (
+        explain(
+            problem_of(config, backward=is_backward), attn.backend, block=attn.l, stride=attn.d, window=attn.w
+        ).routes
+        for is_backward in (False, True)
+    )
+    found = {}
+    # The alternatives to NSA consist of these two ops.
+    for op in forward if "nsa" in kinds else ("selected", "sliding"):
+        names = [route[op].chosen or "none" for route in (forward, backward)]
+        found[op] = "/".join(dict.fromkeys(names))
+    return found | ({"dense": "torch-sdpa"} if "dense" in kinds else {})
+
+
+def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
+    """The attention of one batch."""
+    packed = config.data.pack
+    problem = Problem.of_config(
+        config.model.attn,
+        batch=1 if packed else config.batch_size,
+        length=config.tokens_per_batch if packed else config.model.seq_len,
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device).type,
+        backward=backward,
+    )
+    return replace(problem, packed=packed)
+
+
+def save_run_info(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str, Any] | None = None) -> None:
+    """Write the resolved config, its hash, the environment and the commit into the run's folder.
+
+    Args:
+        config: the run.
+        step: the step that this start goes on from.
+        ranks: the ranks of this start.
+        before: the record of the last start, which holds the earlier ones.
+    """
+    make_folder(config.out)
+    write_yaml(config.out / CONFIG, config)
+    record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
+    if before is not None:
+        last = {name: value for name, value in before.items() if name != "before"}
+        record["before"] = [*before.get("before", []), last]
+    replace_text(config.out / RUN_INFO, json.dumps(record, indent=2) + "\n")
+
+
+def read_run_info(run: Path) -> dict[str, Any]:
+    """The record of the run's last start; empty where there is none. A `ValueError` names a damaged file."""
+    path = run / RUN_INFO
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(read_limited(path, MAX_RUN_BYTES))
+        for name, kind in (("environment", dict), ("before", list)):
+            require(isinstance(found.get(name, kind()), kind), name, type(found.get(name)).__name__, kind.__name__)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    current = settings.current()
+    given = {s.env: getattr(current, s.name) for s in settings.SETTINGS if current.source(s.name) != "default"}
+    return {
+        "commit": commit(),
+        "command": sys.argv,
+        "nsa": nsa.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": installed("triton"),
+        "machine": platform.node(),
+        "system": platform.platform(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **machine.runtime(),
+        "settings": given,
+    }
+
+
+def config_of(run: Path) -> TrainConfig:
+    """The config in a run's folder, whatever this process's environment says."""
+    return load_config(run, {"out": str(run)}, env=settings.Settings())
+
+
+def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """How `config` differs from the run that its folder holds, if it holds one.
+
+    Raises:
+        ValueError: The run has another model, or has lost its checkpoints; or the folder holds files that no run wrote,
+            which this one would replace, or links that it would write through.
+    """
+    out, name = config.out, str(config.out)
+    links = [file for file in APPENDED if (out / file).is_symlink()]
+    require(not links, "out", name, f"a folder in which {', '.join(links)} is no symbolic link")
+    if not (out / CONFIG).is_file():
+        foreign = [file for file in WRITTEN if (out / file).exists()]
+        require(not foreign, "out", name, f"another folder: this one holds {', '.join(foreign)} of no run")
+        return {}
+    if any(line.get("kind") == "step" for line in read_lines(out / METRICS)):
+        require_checkpoint(out, "out")
+    changed = diff(config_of(out), config)
+    model = [key for key in changed if key.startswith("model.") and key != "model.attn.backend"]
+    same = not model or not (out / CHECKPOINTS).is_dir()
+    require(same, "out", name, f"another folder: the model of the run in this one has another {', '.join(model)}")
+    return changed
+
+
+def check_ranks(config: TrainConfig, data: dict[str, Any] | None = None) -> None:
+    """`ValueError` unless all ranks have the same config and, once it is open, the same data.
+
+    Paths may differ between machines: a copy elsewhere is the same corpus, which `data` identifies.
+    """
+    own = {key: value for key, value in flat(config.to_dict()) if key not in ("out", "data.path")}
+    require_same(own if data is None else {f"{key} of the data": value for key, value in data.items()})
+
+
+def describe_difference(run: Path, config: TrainConfig) -> str:
+    """`nsa train --diff RUN`: how a start now would differ from that run's, in config and environment."""
+    then, now = read_run_info(run).get("environment", {}), environment(torch.device(config.device))
+    lines = [f"{key}: {a!r} -> {b!r}" for key, (a, b) in diff(config_of(run), config).items()]
+    names = [name for name in now if name not in ("command", "machine")]
+    lines += [f"{name}: {then.get(name)!r} -> {now[name]!r}" for name in names if then.get(name) != now[name]]
+    return "\n".join([f"{run} -> a start now", *(f"  {line}" for line in lines or ["no difference"])])
+
+
+@dataclass
+class Summary:
+    """The results of a run: its last metrics line, and the last lines that it prints."""
+
+    loss_start: float
+    loss_end: float
+    # None for a run of one step, which is not timed.
+    tokens_per_s: float | None
+    skipped: int
+    # Batches of random tokens in place of data that did not come.
+    stand_ins: int
+    # Calls by "op/backend"; a graph's replays are not calls.
+    served: dict[str, int]
+    fallbacks: dict[str, int]
+    sample: str
+    checkpoint: Path
+    report: Path | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "checkpoint": str(self.checkpoint), "report": str(self.report)}
+
+    def __str__(self) -> str:
+        failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
+        calls = ", ".join(f"{name} {times:,}" for name, times in self.served.items())
+        rate = self.tokens_per_s
+        return "\n".join(
+            [
+                f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
+                "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
+                f"calls by backend: {calls or 'torch alone'}",
+                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}",
+                f"sample:\n{self.sample}",
+                f"saved {self.checkpoint}",
+                f"report {self.report}",
+            ]
+        )
