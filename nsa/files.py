@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: The file cannot be written; it names `path`.
     """
-    # A name that nobody else has, opened exclusively: no file of others is replaced, no link written through.
+    # A unique name, opened exclusively: no other file is replaced, no link written through.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}{TEMPORARY}")
     try:
         with naming_file(path, temporary):
@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def naming_file(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """A read or write that fails (full disk, I/O error) says why, not where: name `path`, also for its `temporary`."""
+    """An `OSError` in this block names `path`, also if it occurs on its `temporary` or without a name."""
     try:
         yield
     except OSError as error:

@@ -2,8 +2,8 @@
 
 Written here rather than by the safetensors library, so that the checksum is computed on the way to the disk without a
 second copy in memory, the file is durable, and neither checkpoints nor exports need more than torch. Any reader of the
-format reads these files. Nothing in a header is believed before it is checked against the size of the file: a mapped
-file that is shorter than its header says would end the process with SIGBUS.
+format reads these files. Every header is checked against the size of the file: a mapped file that is shorter than its
+header claims would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The file's tensors, as views of the mapped file: only what is used is read.
 
     Raises:
-        ValueError: The file is not what it says it is; the message names `path`.
+        ValueError: The file is damaged; the message names `path`.
     """
     try:
         with path.open("rb") as file:
             entries = read_header(file)
-            # Copy on write: torch asks for memory that may be written, and nobody writes it.
+            # Copy on write: torch requires writable memory, which is never written.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return {key: view(mapped, entry) for key, entry in entries.items()}
     except (ValueError, RuntimeError) as error:

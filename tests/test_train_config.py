@@ -305,7 +305,7 @@ def test_the_doctor_sees_a_full_disk_and_a_folder_of_another_model(
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: argparse.Namespace(free=1024))
     other = replace(config, model=replace(config.model, hidden=32))
     first, second = preflight.folder_problems(other)
-    assert "another folder: this one holds the run of a model with another model.hidden" in first
+    assert "another model.hidden" in first
     assert "0.0 GiB free" in second
     preflight.try_step(small_run(tmp_path, kind="nsa"), torch.device("cpu"))
 

@@ -116,7 +116,7 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["one rank is asked", "everyone is asked", "the launcher is killed"])
-def test_all_ranks_stop_and_save_with_no_look_in_sight(end: str, tmp_path: Path) -> None:
+def test_all_ranks_stop_and_save_between_log_steps(end: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
     with subprocess.Popen(command(tmp_path, out, *words), stdout=subprocess.PIPE, text=True) as launcher:
@@ -182,7 +182,7 @@ def test_ranks_whose_data_fails_keep_what_they_have(tmp_path: Path) -> None:
     assert newest(out).name == f"step_{saved[1]}"
 
 
-def test_a_rank_that_is_killed_is_told_of(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
     with subprocess.Popen(
@@ -195,10 +195,8 @@ def test_a_rank_that_is_killed_is_told_of(tmp_path: Path) -> None:
         ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
         os.kill(ranks[-1], signal.SIGKILL)
         _, said = launcher.communicate(timeout=60)
-    assert (
-        f"another rank is gone; its own words, if it had any, are above. Go on with the same command and --out {out}"
-        in said
-    )
+    assert "another rank is gone" in said
+    assert f"--out {out}" in said
     assert not any(map(running, ranks))
 
 

@@ -11,7 +11,7 @@ from nsa.model.config import ATTENTION_KINDS
 from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of
 
-# Flags that are keys of the config under another name; the others are spelled as their key is.
+# Flags whose key of the config has another name.
 KEYS = {
     "attention": "model.attention",
     "backend": "model.attn.backend",
@@ -24,13 +24,13 @@ KEYS = {
     "accum_batches": "accum",
 }
 
-# Flags that are no keys.
+# Flags that are not keys of the config.
 OTHERS = ("config", "set", "resume", "diff", "ddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train a language model. What is not said here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "
+        "Train a language model. What is not given here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "
         "NSA_ACCUM, NSA_NO_GC, NSA_FWE_*), then from the config."
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -39,37 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  nsa train                       a minute or two on two CPU cores\n"
         "  nsa train --attention dense     the same with dense attention\n"
         "  nsa train --config 125m --steps 2000 --batch-size 8 --set model.attn.w=256 --set schedule=wsd\n"
-        "  nsa train --resume runs/NAME    go on where that run stopped\n"
+        "  nsa train --resume runs/NAME    resume that run\n"
         "  torchrun --nproc-per-node 8 -m nsa train --config 1b --parallel fsdp"
     )
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     start = parser.add_argument_group("what to run")
     add_config_arguments(start, names=("--config", "--preset"))
+    start.add_argument("--resume", type=path, metavar="RUN", help="resume the run in this folder, with its own config")
     start.add_argument(
-        "--resume", type=path, metavar="RUN", help="go on with the run in this folder, as it was configured"
-    )
-    start.add_argument(
-        "--out", type=path, help="the run's folder; goes on with the run in it (default: a new one under runs/)"
+        "--out", type=path, help="the run's folder; resumes a run in it (default: a new one under runs/)"
     )
     start.add_argument("--diff", type=path, metavar="RUN", help="show how this start differs from that run's, and stop")
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one a layer, with commas between them"
+        "--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one per layer, comma-separated"
     )
     model.add_argument("--seq-len", type=int, help="tokens in a sequence")
-    model.add_argument("--backend", help="who computes NSA's branches; a named one never falls back")
+    model.add_argument("--backend", help="the backend of NSA's branches; a named one never falls back")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help="stdlib, synthetic, text, jsonl, parquet, shards, fineweb_edu or hf:NAME")
     data.add_argument("--data-path", help="a file, a folder or a pattern, for the sources that read files")
     data.add_argument("--tokenizer", help="bytes, a tokenizer.json or a folder with one")
-    data.add_argument("--pack", **switch, help="documents do not see each other")
+    data.add_argument("--pack", **switch, help="documents do not attend to each other")
     data.add_argument("--on-stall", help="synthetic, retry or abort: when no batch comes for data.stall_timeout_s")
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--steps", type=int, help="optimizer steps; fewer than the config's: its warm-up and decay shrink with them"
+        "--steps",
+        type=int,
+        help="optimizer steps; with fewer than the config's, its warm-up and decay shrink in proportion",
     )
     run.add_argument("--batch-size", type=int, help="sequences in a batch of one rank")
-    run.add_argument("--accum-batches", "--accum", type=int, help="batches in a step")
+    run.add_argument("--accum-batches", "--accum", type=int, help="batches per step")
     run.add_argument("--lr", type=float, help="peak learning rate")
     run.add_argument("--warmup", type=int, help="steps up to the peak")
     run.add_argument("--seed", type=int)
@@ -79,21 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     dtypes = sorted(get_args(get_type_hints(TrainConfig)["dtype"]))
     machine.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    machine.add_argument("--dtype", choices=dtypes, help="of products (default: bfloat16 on a GPU, else float32)")
+    machine.add_argument("--dtype", choices=dtypes, help="of matmuls (default: bfloat16 on a GPU, else float32)")
     machine.add_argument("--compile", **switch, help="torch.compile (default: on a GPU)")
-    machine.add_argument(
-        "--cuda-graphs", **switch, help="(default: on a GPU, where shapes are fixed and ranks are one)"
-    )
+    machine.add_argument("--cuda-graphs", **switch, help="(default: on a GPU, with fixed shapes and one rank)")
     machine.add_argument("--gc", **switch, help="activation checkpointing (default: off)")
     machine.add_argument("--parallel", choices=("ddp", "fsdp", "none"), help="(default: ddp under torchrun)")
-    # Runbooks of an older trainer have it.
+    # Accepted from the scripts of an older trainer.
     machine.add_argument("--ddp", nargs="?", const="1", choices=("0", "1"), help=argparse.SUPPRESS)
     guards = parser.add_argument_group("guards")
     guards.add_argument(
         "--min-tokens-per-s",
         type=float,
         metavar="N",
-        help="stop, with a profile, if it is slower; 0: never (default: a tenth of what `nsa plan` has for this GPU)",
+        help="stop, with a profile, below this speed; 0: never (default: a tenth of what `nsa plan` has for this GPU)",
     )
     guards.add_argument(
         "--watchdog-s", type=float, metavar="N", help="seconds without a step before stacks are written"
@@ -105,7 +103,7 @@ def kinds(text: str) -> str | list[str]:
 
 
 def suggestion(name: str, flags: Sequence[str]) -> str | None:
-    """What to write for a flag `--name` that another trainer has, out of the `flags` there are."""
+    """A hint for an unknown flag `--name` that another trainer has; `flags`: those that exist."""
     leaf = name.replace("-", "_")
     if leaf in ABSENT:
         return f"nothing replaces it: {ABSENT[leaf]}"

@@ -3,7 +3,7 @@
 nsa train                                              # a minute or two on two CPU cores
 nsa train --attention dense                            # the same with dense attention: the A/B is one flag
 nsa train --config 125m --batch-size 8 --steps 2000    # on a GPU: bf16, compiled, CUDA graphs
-nsa train --resume runs/tiny-nsa-20261115-120000       # go on; so does the same --out a second time
+nsa train --resume runs/tiny-nsa-20261115-120000       # resume; so does the same --out a second time
 torchrun --nproc-per-node 8 -m nsa train --config 125m
 """
 

@@ -142,13 +142,14 @@ class TrainConfig:
             require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
         left, on_gpu = self.steps - self.warmup, self.device.startswith("cuda")
         device = re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is not None
-        decay = 1 <= self.decay <= left if self.schedule == "wsd" else self.decay == 0
+        wsd = self.schedule == "wsd"
+        decay = 1 <= self.decay <= left if wsd else self.decay == 0
         prompt = isinstance(self.sample_prompt, str) and self.sample_prompt != ""
         compression = self.grad_compression == "none" or (self.parallel == "ddp" and on_gpu)
         for holds, name, accepted in (
             (self.lr_floor <= 1, "lr_floor", "a fraction of lr, 0 to 1"),
             (left > 0, "warmup", f"less than steps = {self.steps}"),
-            (decay, "decay", f"1 to {left} for wsd, the steps after the warm-up; 0 for cosine"),
+            (decay, "decay", f"1 to {left} for wsd: the steps after the warm-up" if wsd else "0 for a cosine"),
             (prompt, "sample_prompt", "a text of at least one character"),
             (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
             (not self.cuda_graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),

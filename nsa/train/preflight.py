@@ -56,7 +56,7 @@ CPU_PATIENCE_S = 2 * 86400.0
 
 
 def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
-    """Refuse a run that cannot fit, by arithmetic alone.
+    """Refuse a run that cannot fit, before anything of its size is built.
 
     Args:
         config: the run; its device exists.

@@ -110,7 +110,7 @@ def save_run_info(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[
 
     Args:
         config: the run.
-        step: the step that this start goes on from.
+        step: the step that this start resumes from.
         ranks: the ranks of this start.
         before: the record of the last start, which holds the earlier ones.
     """

@@ -49,7 +49,7 @@ FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
 
 
 class Damaged(Exception):
-    """What was read is not what was written; the text says what differs."""
+    """A checkpoint is not as it was written; the message says what differs."""
 
 
 @dataclass(frozen=True)
