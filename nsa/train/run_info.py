@@ -19,7 +19,7 @@ from nsa.backends.routing import explain
 from nsa.config import require
 from nsa.files import LOCK, make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
-from nsa.origin import commit, installed
+from nsa.origin import commit, package_version
 from nsa.train.config import TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
 from nsa.train.run_folder import (
@@ -146,7 +146,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "nsa": nsa.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": installed("triton"),
+        "triton": package_version("triton"),
         "machine": platform.node(),
         "system": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
