@@ -13,6 +13,7 @@ Two kernels after the row statistics (`row_statistics.py`), no atomics, every ou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.gluon import tiles as gluon_tiles
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
 from nsa.backends.triton.partials import sum_partials
 from nsa.backends.triton.primitives import (
@@ -308,7 +310,9 @@ class Plan:
         tile: BackwardTile | None,
         accumulate: bool,
     ) -> None:
-        tile = tile or pick_backward(q, v, visibility.sliding)
+        if tile is None:
+            tile = pick_backward(q, v, visibility.sliding)
+            tile = replace(tile, dkv=gluon_tiles.pick_dkv(do, q, k, v, visibility) or tile.dkv)
         self.visibility = visibility
         batch, n_queries, n_heads, d_k = q.shape
         _, n_keys, n_groups, d_v = v.shape
@@ -366,6 +370,13 @@ class Plan:
         if self.n_parts > 1:
             self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
             self.sum_parts = sum_partials(self.n_parts, k.shape.numel(), v.shape.numel())
+        if isinstance(cut, gluon_tiles.KeyTile):
+            from nsa.backends.gluon.backward import KeyLaunch
+
+            # It makes its descriptors itself.
+            self.describe_dkv_rows = self.describe_statistics = None
+            self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, self.n_parts, part_rows)
+            return
         self.describe_dkv_rows = describe_both_rows(cut)
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
         self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None

@@ -13,12 +13,14 @@ keys which no query of the tile selected, so it is for sequences of which every 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.gluon import tiles as gluon_tiles
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, new_layout, strides
 from nsa.backends.triton.primitives import (
     COUNTS,
@@ -44,6 +46,9 @@ from nsa.backends.triton.tiles import (
     row_contiguous,
 )
 from nsa.sequences import Compressed, Sliding
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.forward import ForwardPlan
 
 
 @triton.jit
@@ -211,7 +216,17 @@ class Plan:
         )
 
 
-plan = lru_cache(maxsize=MAX_PLANS)(Plan)
+@lru_cache(maxsize=MAX_PLANS)
+def plan(
+    q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: Tile | None
+) -> Plan | ForwardPlan:
+    """Of Triton's kernel, or of Gluon's where `tile` is one of its own or it has one for the problem."""
+    tile = tile or gluon_tiles.pick_forward(q, k, v, visibility)
+    if isinstance(tile, gluon_tiles.ForwardTile):
+        from nsa.backends.gluon.forward import ForwardPlan
+
+        return ForwardPlan(q, k, v, visibility, scale, tile)
+    return Plan(q, k, v, visibility, scale, tile)
 
 
 def ranged_forward(

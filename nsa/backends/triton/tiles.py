@@ -108,13 +108,15 @@ def block_width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def describable(x: Layout) -> bool:
+    """Whether the hardware's rules allow a tensor descriptor."""
+    aligned = x.aligned and all(s > 0 and s * x.dtype.itemsize % 16 == 0 for s in x.strides[:-1])
+    return aligned and 0 not in x.shape
+
+
 def describe(x: Layout, box: tuple[int, ...]) -> Descriptor | None:
     """How to describe tensors of this layout, where the hardware's rules allow it."""
-    size = x.dtype.itemsize
-    aligned = x.aligned and all(s > 0 and s * size % 16 == 0 for s in x.strides[:-1])
-    if not aligned or 0 in x.shape or max(box) > 256:
-        return None
-    return Descriptor(x, box)
+    return Descriptor(x, box) if describable(x) and max(box) <= 256 else None
 
 
 def describe_rows(x: Layout, heads: int, tile: Tile) -> Descriptor | None:

@@ -1,0 +1,266 @@
+"""Gradients of keys and values of a range of queries, for Hopper.
+
+The results of `ranged_dkv_kernel` in `triton/ranged_backward.py`, with the same split of rows into parts. A CTA has
+three partitions: one warp issues the TMA loads of rows, and two consumer warpgroups own 64 keys each. A step of a
+consumer, over a tile of rows:
+
+    issue S^T = K Q^T, issue dP^T = V dO^T, wait for S^T
+    P^T = exp2(S^T - lse)       while dP^T is being computed
+    issue dV += P^T dO, wait for dP^T
+    dS^T = P^T (dP^T - delta)   while dV is being computed
+    issue dK += dS^T Q, wait for both
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.backends.gluon.api import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from nsa.backends.gluon.descriptors import describe_keys, describe_rows, describe_statistics
+from nsa.backends.gluon.tiles import KeyTile
+from nsa.backends.triton.launch import Launch, Layout, new_layout
+from nsa.backends.triton.primitives import COUNTS, LOG2_E, first_position, seeing_queries
+from nsa.backends.triton.row_statistics import ROW_PAD
+from nsa.backends.triton.tiles import Visibility
+
+
+@gluon.jit
+def edge_row(step, i_start, i_full, i_edge, BLOCK_M: gl.constexpr):
+    """First row of the masked tile number `step`: of `[i_start, i_full)`, then from `i_edge` on."""
+    i_row = i_start + step * BLOCK_M
+    return i_row + gl.where(i_row >= i_full, i_edge - i_full, 0)
+
+
+@gluon.jit
+def produce_rows(
+    q, do, lse2, delta, q_s, do_s, lse2_s, delta_s, full, free, i_b, i_g, i_bg, i_start, i_full, i_edge, i_stop,
+    H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: requests a tile of rows and their statistics as soon as a buffer is free."""
+    n_edge = (i_full - i_start + i_stop - i_edge) // BLOCK_M
+    for step in range((i_stop - i_start) // BLOCK_M):
+        i_row = edge_row(step, i_start, i_full, i_edge, BLOCK_M)
+        if step >= n_edge:
+            i_row = i_full + (step - n_edge) * BLOCK_M
+        slot = step % STAGES
+        mbarrier.wait(free.index(slot), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
+        tma.async_copy_global_to_shared(q, [i_b, i_row // H, i_g * H, 0], full.index(slot), q_s.index(slot))
+        tma.async_copy_global_to_shared(lse2, [i_bg, i_row], full.index(slot), lse2_s.index(slot))
+        tma.async_copy_global_to_shared(do, [i_b, i_row // H, i_g * H, 0], full.index(slot), do_s.index(slot))
+        tma.async_copy_global_to_shared(delta, [i_bg, i_row], full.index(slot), delta_s.index(slot))
+
+
+@gluon.jit
+def attend_rows(
+    k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
+    s_layout: gl.constexpr, o_layout: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Adds to `b_dk`, `b_dv` what comes of the tile of rows from `i_row` on."""
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    slot = step % STAGES
+    q_w = q_s.index(slot).reshape([BLOCK_M, D])
+    do_w = do_s.index(slot).reshape([BLOCK_M, D])
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    b_st = warpgroup_mma(k_w, q_w.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_dpt = warpgroup_mma(v_w, do_w.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_lse2 = lse2_s.index(slot).reshape([BLOCK_M]).load(column)
+    b_st = warpgroup_mma_wait(1, deps=[b_st])
+    # [64, BLOCK_M]
+    b_e = gl.exp2(b_st * scale_log2 - b_lse2[None, :])
+    if MASKED:
+        o_r = (i_row + gl.arange(0, BLOCK_M, column))[None, :]
+        b_e = gl.where((o_r >= b_first[:, None]) & (o_r < b_end[:, None]), b_e, 0.0)
+    b_pt = gl.convert_layout(b_e.to(q_s.dtype), p_layout)
+    b_dv = warpgroup_mma(b_pt, do_w, b_dv, is_async=True)
+    b_delta = delta_s.index(slot).reshape([BLOCK_M]).load(column)
+    b_dpt = warpgroup_mma_wait(1, deps=[b_dpt])
+    b_dst = gl.convert_layout((b_e * (b_dpt - b_delta[None, :])).to(q_s.dtype), p_layout)
+    b_dk = warpgroup_mma(b_dst, q_w, b_dk, is_async=True)
+    # The operands in registers too: ptxas may reuse them under a product in flight unless the wait depends on them.
+    b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
+    mbarrier.arrive(free.index(slot), count=1)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def consume_rows(
+    W: gl.constexpr, p_dk, p_dv, p_first, p_end, p_start, start,
+    k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+    i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2, n_queries, n_keys, n_groups,
+    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: keys `[64 W, 64 W + 64)` of the tile, over rows `[i_start, i_stop)`, of which `[i_full, i_edge)` see
+    every key and come last. `p_dk`, `p_dv` point to the tile's first key."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    k_w = k_s.index(W).reshape([64, D])
+    v_w = v_s.index(W).reshape([64, D])
+    zero = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
+    b_dk = gl.zeros([64, D], gl.float32, o_layout)
+    b_dv = gl.zeros([64, D], gl.float32, o_layout)
+    o_key = gl.minimum(i_n + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout)), n_keys - 1)
+    b_first, b_end = seeing_queries(o_key, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED)
+    b_first = b_first * H
+    b_end = b_end * H
+    mbarrier.wait(kv_full, 0)
+    n_edge = (i_full - i_start + i_stop - i_edge) // BLOCK_M
+    for step in range(n_edge):
+        i_row = edge_row(step, i_start, i_full, i_edge, BLOCK_M)
+        b_dk, b_dv = attend_rows(
+            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
+            s_layout, o_layout, D, BLOCK_M, STAGES, True,
+        )  # fmt: skip
+    for step in range(n_edge, (i_stop - i_start) // BLOCK_M):
+        b_dk, b_dv = attend_rows(
+            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, 0, b_first, b_end, scale_log2,
+            s_layout, o_layout, D, BLOCK_M, STAGES, False,
+        )  # fmt: skip
+    o_n = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    o_out = (o_n * n_groups * D)[:, None] + o_d[None, :]
+    m_n = (i_n + o_n < n_keys)[:, None]
+    gl.store(p_dk + o_out, (b_dk * scale).to(p_dk.dtype.element_ty), mask=m_n)
+    gl.store(p_dv + o_out, b_dv.to(p_dv.dtype.element_ty), mask=m_n)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def hopper_dkv_kernel(
+    q, do, k, v, lse2, delta, p_dk, p_dv, p_first, p_end, scale, scale_log2,
+    n_queries, n_keys, n_groups, n_parts, part_rows, stride_xp, stride_yp,
+    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    p_start=None,
+):  # fmt: skip
+    """One tile of 128 keys against one part of the rows that see it, cut and ordered as in `ranged_dkv_kernel`."""
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_M // H, H, D], q.layout)
+    do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_M // H, H, D], do.layout)
+    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
+    k_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], k.layout)
+    v_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], v.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+
+    n_tiles = (n_keys + 127) // 128
+    i_n = gl.program_id(0) % n_tiles * 128
+    i_bg = gl.program_id(0) // n_tiles
+    n_bg = gl.num_programs(0) // (n_tiles * n_parts)
+    i_part = n_parts - 1 - i_bg // n_bg
+    i_bg = i_bg % n_bg
+    i_b = i_bg // n_groups
+    i_g = i_bg % n_groups
+    mbarrier.expect(kv_full, 4 * k.block_type.nbytes)
+    for w in gl.static_range(2):
+        tma.async_copy_global_to_shared(k, [i_b, i_n + w * 64, i_g, 0], kv_full, k_s.index(w))
+        tma.async_copy_global_to_shared(v, [i_b, i_n + w * 64, i_g, 0], kv_full, v_s.index(w))
+
+    i_last = gl.minimum(i_n + 128, n_keys) - 1
+    start = first_position(p_start, i_b)
+    first_begin, first_end = seeing_queries(
+        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+    )
+    last_begin, last_end = seeing_queries(
+        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+    )
+    i_start = first_begin * H // BLOCK_M * BLOCK_M
+    i_stop = (last_end * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    i_part_row = i_part * part_rows
+    if SLIDING:
+        i_part_row += i_start
+    i_start = gl.maximum(i_start, i_part_row)
+    i_stop = gl.minimum(i_stop, i_part_row + part_rows)
+    i_full = gl.minimum(gl.maximum((last_begin * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M, i_start), i_stop)
+    # Once complete a compressed block is seen to the end, and rows past the end have no probability.
+    i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if SLIDING or PACKED else i_stop
+    o_tile = ((gl.cast(i_b, gl.int64) * n_keys + i_n) * n_groups + i_g) * D
+    p_dk += gl.cast(i_part, gl.int64) * stride_xp + o_tile
+    p_dv += gl.cast(i_part, gl.int64) * stride_yp + o_tile
+    gl.warp_specialize(
+        [
+            (consume_rows, (0, p_dk, p_dv, p_first, p_end, p_start, start,
+                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+                            i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED)),
+            (consume_rows, (1, p_dk, p_dv, p_first, p_end, p_start, start,
+                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+                            i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED)),
+            (produce_rows, (q, do, lse2, delta, q_s, do_s, lse2_s, delta_s, full, free, i_b, i_g, i_bg,
+                            i_start, i_full, i_edge, i_stop, H, BLOCK_M, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+class KeyLaunch:
+    """Launches `hopper_dkv_kernel`, given what the launch of `ranged_dkv_kernel` is given, all of it as tensors."""
+
+    __slots__ = ("describe_do", "describe_k", "describe_q", "describe_statistics", "describe_v", "launch")
+
+    def __init__(
+        self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: KeyTile,
+        n_parts: int, part_rows: int,
+    ) -> None:  # fmt: skip
+        batch, n_queries, n_heads, d = q.shape
+        _, n_keys, n_groups, _ = k.shape
+        heads, n_bg = n_heads // n_groups, batch * n_groups
+        n_rows_padded = triton.cdiv(n_queries * heads, ROW_PAD) * ROW_PAD
+        rows = describe_rows(q, heads, tile.block_m), describe_rows(do, heads, tile.block_m)
+        assert rows[0] is not None, "q is not whole queries, which `pick_dkv` declines"
+        assert rows[1] is not None, "do is not whole queries, which `pick_dkv` declines"
+        self.describe_q, self.describe_do = rows[0], rows[1]
+        self.describe_k, self.describe_v = describe_keys(k, tile.block_n // 2), describe_keys(v, tile.block_n // 2)
+        self.describe_statistics = describe_statistics(
+            new_layout((n_bg, n_rows_padded), torch.float32, q.device), tile.block_m
+        )
+        self.launch = Launch(
+            hopper_dkv_kernel,
+            (triton.cdiv(n_keys, tile.block_n) * n_bg * n_parts,),
+            scale=scale,
+            scale_log2=scale * LOG2_E,
+            n_queries=n_queries,
+            n_keys=n_keys,
+            n_groups=n_groups,
+            n_parts=n_parts,
+            part_rows=part_rows,
+            stride_xp=k.shape.numel(),
+            stride_yp=v.shape.numel(),
+            H=heads,
+            D=d,
+            BLOCK_M=tile.block_m,
+            STAGES=tile.num_stages,
+            **visibility.constants,
+            **visibility.absent("p_first", "p_end"),
+            num_warps=tile.num_warps,
+            maxnreg=tile.max_registers,
+        )
+
+    def __call__(
+        self, q: Tensor, do: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, p_dk: Tensor, p_dv: Tensor,
+        **tables: Tensor,
+    ) -> None:  # fmt: skip
+        """`tables`: those of `Visibility.key_tables`."""
+        self.launch(
+            q=self.describe_q(q),
+            do=self.describe_do(do),
+            k=self.describe_k(k),
+            v=self.describe_v(v),
+            lse2=self.describe_statistics(lse2),
+            delta=self.describe_statistics(delta),
+            p_dk=p_dk,
+            p_dv=p_dv,
+            **tables,
+        )

@@ -1,0 +1,96 @@
+"""How the Gluon kernels cut their work, and for which problems they are picked: those they were measured faster on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nsa.backends import gluon
+from nsa.backends.triton.launch import Layout
+from nsa.backends.triton.tiles import SplitTile, Tile, Visibility, capability, describable
+
+HOPPER = (9, 0)
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+# From here on a tile of 128 keys is ahead of one of 64 in the compressed branch.
+MANY_KEYS = 1024
+# Rows of the compressed branch are split into parts. With more of them the last CTA runs alone for less time, and more
+# partials are written and summed: so many elements of them cost as much as a step over a tile of rows.
+PARTIALS = 75_000
+
+
+@dataclass(frozen=True)
+class ForwardTile(Tile):
+    """Two warpgroups of 64 rows each, and a warp that loads."""
+
+    block_m: int = 128
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = 168
+
+
+@dataclass(frozen=True)
+class KeyTile(SplitTile):
+    """Two warpgroups of 64 keys each, and a warp that loads `block_m` rows at a time."""
+
+    block_m: int = 64
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int | None = 168
+
+
+# Tiles that are picked, or were near to it: 128 keys for long ranges, 64 for short ones.
+FORWARD = {
+    64: (ForwardTile(block_n=128, num_stages=4), ForwardTile(block_n=64, num_stages=4)),
+    128: (ForwardTile(block_n=128, num_stages=2), ForwardTile(block_n=64, num_stages=4)),
+}
+KEYS = (KeyTile(num_stages=3), KeyTile(num_stages=4))
+
+
+def unsupported(gpu: tuple[int, int], dtype: torch.dtype, d_k: int, d_v: int) -> str | None:
+    """Why Triton's kernels run instead, whatever the lengths are; None where these may."""
+    if gpu != HOPPER:
+        return f"the Gluon kernels are for sm_90, the GPU is sm_{gpu[0]}{gpu[1]}"
+    if dtype not in DTYPES:
+        return f"the Gluon kernels take fp16 and bf16, not {dtype}"
+    if d_k != d_v or d_k not in HEAD_DIMS:
+        return f"the Gluon kernels take head_dim 64 and 128, not {d_k} and {d_v}"
+    return gluon.unavailable()
+
+
+def whole_queries(x: Layout, n_groups: int) -> bool:
+    """Whether a descriptor fetches rows of `x [B, S, Hq, D]`: boxes of whole queries, in powers of two."""
+    heads = x.shape[2] // n_groups
+    return describable(x) and heads & (heads - 1) == 0 and heads <= 64
+
+
+def pick_forward(q: Layout, k: Layout, v: Layout, visibility: Visibility) -> ForwardTile | None:
+    """The tile of the forward pass; None where Triton's kernel runs."""
+    head_dim = q.shape[3]
+    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or not (describable(k) and describable(v)):
+        return None
+    # Rows of fewer queries than that are mostly padding: a step of decoding.
+    few = q.shape[1] * q.shape[2] // k.shape[2] < ForwardTile().block_m
+    if few or (head_dim == 64 and not whole_queries(q, k.shape[2])):
+        return None
+    long, short = FORWARD[head_dim]
+    return long if not visibility.sliding and k.shape[1] >= MANY_KEYS else short
+
+
+def pick_dkv(do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility) -> KeyTile | None:
+    """The tile of the gradients of keys and values; None where Triton's kernel runs, as it does for head_dim 64."""
+    n_groups, head_dim = k.shape[2], q.shape[3]
+    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim == 64:
+        return None
+    rows, keys = (whole_queries(x, n_groups) for x in (q, do)), (describable(x) for x in (k, v))
+    if not all((*rows, *keys)):
+        return None
+    if visibility.sliding:
+        return KeyTile(waves=1)
+    tile = KeyTile(waves=32)
+    n_row_tiles = q.shape[1] * q.shape[2] // n_groups // tile.block_m
+    n_parts = max(1, round((PARTIALS * n_row_tiles / k.shape.numel()) ** 0.5))
+    return replace(tile, min_row_tiles=max(tile.min_row_tiles, n_row_tiles // n_parts))
