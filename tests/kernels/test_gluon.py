@@ -1,0 +1,283 @@
+"""The Gluon kernels, run on the CPU by `gluon_emulator.py`, against the reference in fp64: the cases of Triton's.
+
+The launchers are the real ones: their launches reach the emulator, and Triton's own kernels (row statistics, dq, sums
+of partials) its interpreter. Tiles are small, so that short sequences have several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+import triton
+
+# First: it skips this file where kernels cannot run.
+from interpreted import INTERPRETED  # isort: skip
+import test_offset
+from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs, poison, split
+
+from nsa import doctor
+from nsa.backends import gluon
+from nsa.backends.gluon.tiles import ForwardTile, KeyTile, pick_dkv, pick_forward, unsupported
+from nsa.backends.problem import Problem
+from nsa.backends.triton.launch import COLLECTING, Launch, layout
+from nsa.backends.triton.tiles import BackwardTile, Visibility
+
+if not INTERPRETED:
+    pytest.skip("the emulator runs beside Triton's interpreter", allow_module_level=True)
+if gluon.import_failure() is not None:
+    pytest.skip(gluon.import_failure(), allow_module_level=True)
+
+__all__ = ["poison"]
+
+FORWARD = ForwardTile(block_n=16, num_stages=2)
+# As many rows as the heads of a group, at least.
+KEYS = KeyTile(block_m=16, num_stages=2, waves=0)
+LONG = {
+    "h1": Case(heads=1, length=300, window=70),
+    "h2, batch": Case(heads=2, length=150, groups=2, batch=2, window=40),
+    "h16, fp16": Case(heads=16, length=140, dtype=torch.float16),
+    "h3": Case(heads=3, length=130, window=50),
+    "all keys seen": Case(heads=4, length=200, window=512, block=2, stride=1),
+    "packed": Case(heads=2, length=300, documents=(1, 31, 140, 0, 100, 28), window=40),
+    "packed, h8": Case(heads=8, length=150, groups=2, documents=(64, 86), window=90),
+}
+
+
+class Emulator:
+    """Takes every launch: Gluon's kernels to the emulator, Triton's to their interpreter."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def submit(self, launch: Launch, free: dict[str, Any]) -> None:
+        self.launched.append(launch.kernel.__name__)
+        if launch.kernel.__name__.startswith("hopper"):
+            options = {"num_warps", "maxnreg"}
+            bound = {name: x for name, x in launch.bound.items() if name not in options}
+            gluon_emulator.run(launch.kernel, launch.grid, {name: emulated(x) for name, x in free.items()} | bound)
+        else:
+            launch.kernel[launch.grid](**free, **launch.bound)
+
+
+def emulated(x: Any) -> Any:
+    if not hasattr(x, "block_shape"):
+        return x
+    values = torch.as_strided(x.base, x.shape, x.strides)
+    return gluon_emulator.Descriptor(values, tuple(x.block_shape))
+
+
+@pytest.fixture
+def emulator() -> Iterator[Emulator]:
+    found = Emulator()
+    token = COLLECTING.set(found)
+    yield found
+    COLLECTING.reset(token)
+
+
+def tiles(case: Case, **how: Any) -> tuple[ForwardTile, BackwardTile]:
+    whole = case.heads & (case.heads - 1) == 0
+    return FORWARD, BackwardTile(SMALL, dataclasses.replace(KEYS, **how) if whole else split(SMALL))
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+@pytest.mark.parametrize("name", [*CASES, *(f"long {name}" for name in LONG)])
+def test_outputs_and_gradients(name: str, branch: str, emulator: Emulator) -> None:
+    case = LONG[name.removeprefix("long ")] if name.startswith("long ") else CASES[name]
+    if case.d_k != case.d_v:
+        pytest.skip("the kernels take one head_dim")
+    if case.n_keys(branch) == 0:
+        pytest.skip("no descriptor has no keys")
+    x = inputs(case, branch)
+    check(case, branch, by_kernel(case, branch, x, *tiles(case)), x)
+    assert "hopper_forward_kernel" in emulator.launched
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+@pytest.mark.parametrize("name", [*test_offset.OFFSETS, "several tiles"])
+def test_queries_that_start_later_than_their_keys(
+    name: str, branch: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = test_offset.BASE.but(batch=2, groups=2, heads=2, length=200, window=70), 90, (0, 103)
+    monkeypatch.setitem(test_offset.OFFSETS, "several tiles", long)
+    case, _, _ = test_offset.OFFSETS[name]
+    if case.d_k != case.d_v:
+        pytest.skip("the kernels take one head_dim")
+    test_offset.check(branch, name, tiles(case))
+    assert "hopper_forward_kernel" in emulator.launched
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+def test_rows_split_into_parts(branch: str, emulator: Emulator) -> None:
+    case = Case(heads=4, length=160, window=60, groups=2)
+    x = inputs(case, branch)
+    check(case, branch, by_kernel(case, branch, x, *tiles(case, waves=8, min_row_tiles=3)), x)
+    assert "sum_partials_kernel" in emulator.launched
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+def test_more_stages_and_wider_tiles_change_nothing_but_rounding(branch: str, emulator: Emulator) -> None:
+    case = Case(heads=2, length=200, window=90)
+    x = inputs(case, branch)
+    wide = ForwardTile(block_n=32, num_stages=3), BackwardTile(SMALL, KeyTile(block_m=32, num_stages=3, waves=0))
+    check(case, branch, by_kernel(case, branch, x, *wide), x)
+
+
+def hazard(function: Any) -> None:
+    """Runs a kernel of one load, one buffer and one partition of products."""
+    memory = gluon_emulator.Shared(torch.ones(16, 16))
+    full, free = gluon_emulator.Barrier(), gluon_emulator.Barrier()
+    gluon_emulator.mbarrier.init(full, 1)
+    gluon_emulator.mbarrier.init(free, 1)
+    source = gluon_emulator.Descriptor(torch.ones(16, 16), (16, 16))
+    function(memory, full, free, source)
+
+
+def test_the_emulator_finds_a_missing_wait() -> None:
+    def kernel(memory: Any, full: Any, free: Any, source: Any) -> None:
+        def consume() -> None:
+            product = gluon_emulator.warpgroup_mma(memory, memory, None, use_acc=False, is_async=True)
+            gluon_emulator.warpgroup_mma_wait(0, deps=[product])
+
+        gluon_emulator.mbarrier.expect(full, source.block_type.nbytes)
+        gluon_emulator.tma.async_copy_global_to_shared(source, [0, 0], full, memory)
+        gluon_emulator.warp_specialize([(consume, ())], [], [])
+
+    with pytest.raises(AssertionError, match="not loaded"):
+        hazard(kernel)
+
+
+def test_the_emulator_finds_a_buffer_freed_under_a_product() -> None:
+    def kernel(memory: Any, full: Any, free: Any, source: Any) -> None:
+        def produce() -> None:
+            gluon_emulator.mbarrier.wait(free, 0)
+            gluon_emulator.tma.async_copy_global_to_shared(source, [0, 0], full, memory)
+
+        def consume() -> None:
+            product = gluon_emulator.warpgroup_mma(memory, memory, None, use_acc=False, is_async=True)
+            gluon_emulator.mbarrier.arrive(free)
+            # As long as the products of a real kernel may take.
+            while not memory.values.isnan().any():
+                pass
+            gluon_emulator.warpgroup_mma_wait(0, deps=[product])
+
+        gluon_emulator.warp_specialize([(consume, ()), (produce, ())], [], [])
+
+    with pytest.raises(AssertionError, match="under a product"):
+        hazard(kernel)
+
+
+def test_the_emulator_finds_a_wrong_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.1)
+    with pytest.raises(AssertionError, match="deadlock"):
+        hazard(lambda memory, full, free, source: gluon_emulator.mbarrier.wait(free, 0))
+
+
+COMPRESSED = Visibility(sliding=False, span=32, stride=16, packed=False, offset=False)
+
+
+def picked(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, Any]:
+    x, keys = layout(q), layout(k)
+    return pick_forward(x, keys, keys, COMPRESSED), pick_dkv(x, x, keys, keys, COMPRESSED)
+
+
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without TRITON_INTERPRET."""
+    monkeypatch.setattr(gluon, "unavailable", lambda: None)
+
+
+@pytest.mark.usefixtures("usable")
+def test_tiles_are_picked_where_the_kernels_apply() -> None:
+    q, k = torch.empty(1, 4096, 64, 128, dtype=torch.bfloat16), torch.empty(1, 255, 4, 128, dtype=torch.bfloat16)
+    forward, dkv = picked(q, k)
+    assert isinstance(forward, ForwardTile)
+    assert isinstance(dkv, KeyTile)
+    assert picked(q.float(), k.float()) == (None, None)
+    # One query, and a tile of rows that is not full.
+    assert picked(q[:, :1], k)[0] is None
+    # Heads of a group that no box holds: by pointer in the forward pass.
+    assert picked(q[:, :, :48], k) == (forward, None)
+    # Keys that no descriptor takes, and none at all.
+    assert picked(q, torch.empty(1, 255, 4, 132, dtype=torch.bfloat16)[..., :128]) == (None, None)
+    assert picked(q, k[:, :0]) == (None, None)
+
+
+@pytest.mark.usefixtures("usable")
+def test_head_dim_64_has_a_forward_kernel_for_whole_queries_alone() -> None:
+    q, k = torch.empty(1, 4096, 16, 64, dtype=torch.float16), torch.empty(1, 255, 2, 64, dtype=torch.float16)
+    forward, dkv = picked(q, k)
+    assert isinstance(forward, ForwardTile)
+    assert dkv is None
+    assert picked(q[:, :, :12], k) == (None, None)
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize("length", [2048, 8192, 65536])
+def test_rows_are_split_into_as_many_parts_whatever_the_length(length: int) -> None:
+    q = torch.empty(1, length, 64, 128, dtype=torch.bfloat16)
+    n_row_tiles = length * 16 // KeyTile().block_m
+    _, dkv = picked(q, torch.empty(1, length // 16 - 1, 4, 128, dtype=torch.bfloat16))
+    assert 20 <= n_row_tiles // dkv.min_row_tiles <= 30
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "d_k", "d_v", "named"),
+    [
+        ((8, 0), torch.bfloat16, 128, 128, "sm_80"),
+        ((10, 0), torch.bfloat16, 128, 128, "sm_100"),
+        ((9, 0), torch.float32, 128, 128, "float32"),
+        ((9, 0), torch.bfloat16, 192, 128, "192"),
+        ((9, 0), torch.bfloat16, 96, 96, "96"),
+    ],
+)
+def test_what_is_not_supported_is_named(gpu: Any, dtype: torch.dtype, d_k: int, d_v: int, named: str) -> None:
+    assert named in str(unsupported(gpu, dtype, d_k, d_v))
+
+
+@pytest.mark.usefixtures("usable")
+def test_the_doctor_reports_which_set_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(
+        batch=1, n_queries=4096, n_keys=4096, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16
+    )
+    assert "Triton" in doctor.kernel_set(problem)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    on_gpu = dataclasses.replace(problem, device="cuda")
+    assert doctor.kernel_set(on_gpu).startswith("Gluon")
+    assert "float32" in doctor.kernel_set(dataclasses.replace(on_gpu, dtype=torch.float32))
+    monkeypatch.setattr(gluon, "unavailable", lambda: "another Triton")
+    assert doctor.kernel_set(on_gpu) == "Triton; another Triton"
+
+
+@pytest.fixture
+def imported_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delitem(sys.modules, "nsa.backends.gluon.api", raising=False)
+    gluon.import_failure.cache_clear()
+    yield
+    gluon.import_failure.cache_clear()
+
+
+@pytest.mark.usefixtures("imported_anew")
+def test_a_triton_without_gluon_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    assert "triton.experimental.gluon" in str(gluon.import_failure())
+
+
+@pytest.mark.usefixtures("imported_anew")
+def test_another_api_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", SimpleNamespace())
+    assert "fence_async_shared" in str(gluon.import_failure())
+
+
+@pytest.mark.usefixtures("imported_anew")
+def test_a_version_that_was_never_compiled_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    assert "3.99.0" in str(gluon.import_failure())
