@@ -196,8 +196,8 @@ class Driver:
         return 0
 
 
-def stand_in(target: Target, recorder: Recorder) -> None:
-    """From here on this process compiles for `target` and launches nothing."""
+def stand_in(target: Target, recorder: Recorder, *, gluon: bool = False) -> None:
+    """From here on this process compiles for `target` and launches nothing; Gluon's kernels if it is told to."""
     import triton
     from triton.errors import TritonError
     from triton.runtime.jit import JITFunction
@@ -206,6 +206,10 @@ def stand_in(target: Target, recorder: Recorder) -> None:
     assert not loaded, f"these would keep the real capability: {loaded}"
     from nsa.backends.triton import tiles
 
+    if not gluon:
+        from nsa.backends import gluon as kernels
+
+        kernels.unavailable = lambda: "these are compiled by themselves, see gluon_compiling.py"
     tiles.capability = lambda device: divmod(target.arch, 10)
     tiles.sm_count = lambda device: target.sms
     triton.runtime.driver.set_active(Driver(target))

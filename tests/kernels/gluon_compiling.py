@@ -1,0 +1,171 @@
+"""Compiles the Gluon kernels for sm_90 without a GPU, by the means of `compiling.py`, and reads their machine code.
+
+    python tests/kernels/gluon_compiling.py --shapes 64/4/128 12/2/128 > kernels.json
+
+What makes these kernels fast is an order that ptxas is free to change: arithmetic between the waits for two products
+in flight. `order` tells what a loop does in which order. `hazards` finds instructions that touch the registers of a
+product in flight, also over the back edge of the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass, field, replace
+
+import compiling
+import sass
+
+SPILL = ("LDL", "STL")
+# Long enough for the tiles of long sequences.
+SHAPES = {name: replace(compiling.SHAPES[name], length=32768) for name in ("64/4/128", "32/8/128 packed", "32/8/64")}
+SHAPES["12/2/128"] = compiling.Shape(12, 2, 128, 128, length=32768)
+
+
+@dataclass
+class Loop:
+    """An innermost loop with products. `order`: "product", "exp" and "wait 1" as they follow each other, runs once."""
+
+    order: list[str]
+    spills: int
+    hazards: list[str]
+
+
+@dataclass
+class Compiled:
+    shape: str
+    branch: str
+    kernel: str
+    shared: int
+    products: int
+    waits: int
+    overwritten: list[str]
+    loops: list[Loop] = field(default_factory=list)
+
+
+def product_loops(code: list[sass.Instruction]) -> list[list[sass.Instruction]]:
+    """The innermost loops that hold products."""
+    found = [body for body in sass.loops(code) if any(x.name.startswith("HGMMA") for x in body)]
+
+    def inside(body: list[sass.Instruction], other: list[sass.Instruction]) -> bool:
+        return body is not other and other[0].address <= body[0].address and body[-1].address <= other[-1].address
+
+    return [body for body in found if not any(inside(other, body) for other in found)]
+
+
+def kind(instruction: sass.Instruction) -> str | None:
+    if instruction.name.startswith("HGMMA"):
+        return "product"
+    if instruction.name.startswith("MUFU.EX2"):
+        return "exp"
+    if instruction.name.startswith("WARPGROUP.DEPBAR"):
+        return f"wait {int(instruction.operands[-1], 16)}"
+    return None
+
+
+def order(body: list[sass.Instruction]) -> list[str]:
+    steps: list[str] = []
+    for step in map(kind, body):
+        if step is not None and steps[-1:] != [step]:
+            steps.append(step)
+    return steps
+
+
+def registers(instruction: sass.Instruction) -> set[int]:
+    return {int(number) for operand in instruction.operands for number in re.findall(r"\bR(\d+)\b", operand)}
+
+
+def hazards(body: list[sass.Instruction]) -> list[str]:
+    """Of the loop laid out twice: instructions that write a product's left operand or touch its sum before the wait."""
+    in_flight: list[list[sass.Instruction]] = []
+    group: list[sass.Instruction] = []
+    found = []
+    for instruction in body + body:
+        step = kind(instruction)
+        if step == "product":
+            group.append(instruction)
+            # The last product of a group counts it as one to be waited for.
+            if any("gsb0" in operand for operand in instruction.operands):
+                in_flight.append(group)
+                group = []
+        elif step is not None and step.startswith("wait"):
+            pending = int(step.removeprefix("wait "))
+            in_flight = in_flight[len(in_flight) - pending :] if pending else []
+        else:
+            for product in (x for issued in [*in_flight, group] for x in issued):
+                touched = instruction.written | registers(instruction)
+                if instruction.written & product.left_operand or touched & product.written:
+                    found.append(f"{instruction.name} at {instruction.address:#x} under {product.address:#x}")
+    return found
+
+
+def read(text: str) -> list[Loop]:
+    return [
+        Loop(order(body), sum(x.name.startswith(SPILL) for x in body), hazards(body))
+        for body in product_loops(sass.instructions(text))
+    ]
+
+
+class Recorder(compiling.Recorder):
+    """Keeps what is Gluon's of what is compiled."""
+
+    def add(self, name: str, kernel: object, seconds: float) -> None:
+        if not name.startswith("hopper"):
+            return
+        text = compiling.dump(kernel.asm["cubin"], "-sass")
+        found = Compiled(
+            self.shape,
+            self.branch,
+            name,
+            kernel.metadata.shared,
+            *sass.products_and_waits(text),
+            sass.overwritten(text),
+            read(text),
+        )
+        self.found.append(found)
+
+
+def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
+    """Forward and backward of both branches, as the launchers would launch them."""
+    import torch
+
+    from nsa.backends.triton import compressed, sliding
+    from nsa.sequences import Compressed, Pooling, Saved, Sequences, Sliding, Upstream
+
+    cu = torch.tensor([0, shape.length // 4, shape.length], dtype=torch.int32) if shape.packed else None
+    sequences = Sequences(1, shape.length, torch.device("cpu"), cu)
+
+    def tensor(n: int, heads: int) -> torch.Tensor:
+        return torch.empty(1, n, heads, shape.d_k, dtype=getattr(torch, shape.dtype))
+
+    q, do = tensor(shape.length, shape.heads), tensor(shape.length, shape.heads)
+    lse = torch.empty(1, shape.length, shape.heads)
+    for name, n_keys, branch, module in (
+        ("compressed", Pooling(sequences, 32, 16).count, Compressed(sequences, 32, 16, 0.1), compressed),
+        ("sliding", shape.length, Sliding(sequences, 512, 0.1), sliding),
+    ):
+        k, v = tensor(n_keys, shape.groups), tensor(n_keys, shape.groups)
+        with recorder.at(name):
+            getattr(module, f"{name}_forward")(q, k, v, branch)
+            getattr(module, f"{name}_backward")(Upstream(do), Saved(q, k, v, do, lse), branch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compile the Gluon kernels for a GPU that is not there")
+    parser.add_argument("--shapes", nargs="+", required=True, choices=SHAPES)
+    arguments = parser.parse_args()
+    recorder = Recorder(90)
+    compiling.stand_in(compiling.TARGETS["sm_90"], recorder, gluon=True)
+    for name in arguments.shapes:
+        recorder.shape = name
+        compile_shape(SHAPES[name], recorder)
+    errors = [x for x in recorder.found if isinstance(x, compiling.Compiled)]
+    if errors:
+        sys.exit("\n".join(f"{x.shape} {x.branch} {x.kernel}: {x.error}" for x in errors))
+    json.dump([asdict(x) for x in recorder.found], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The Gluon kernels compile for sm_90, fit its shared memory, and leave ptxas in the order that makes them fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import sass
+from compiling import TARGETS
+from gluon_compiling import SHAPES, Compiled, Loop, hazards, order, read
+
+from nsa.backends import gluon
+
+KERNELS = ("hopper_forward_kernel", "hopper_dkv_kernel")
+# Per loop. Forward: the softmax of one tile while the values of the one before are multiplied. dk, dv: the exponentials
+# while dP is computed, dS while dV is.
+ORDER = {
+    "hopper_forward_kernel": ["product", "wait 1", "exp", "wait 0"],
+    "hopper_dkv_kernel": ["product", "wait 1", "exp", "product", "wait 1", "product", "wait 0"],
+}
+
+
+def compiled(shape: str, folder: Path) -> list[Compiled]:
+    """What `gluon_compiling.py` finds, in a process of its own: it stands in for Triton's driver."""
+    command = [sys.executable, str(Path(__file__).with_name("gluon_compiling.py")), "--shapes", shape]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "NSA_TUNED_TILES": os.devnull}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [Compiled(**x) for x in json.loads(done.stdout)]
+    for x in found:
+        x.loops = [Loop(**loop) for loop in x.loops]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon.import_failure() is not None, reason=str(gluon.import_failure()))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_compile_into_the_order_that_is_fast(shape: str, tmp_path: Path) -> None:
+    found = compiled(shape, tmp_path)
+    # dk, dv of head_dim 64, and of heads of a group that are no power of two, are Triton's.
+    kernels = KERNELS[:1] if shape in ("32/8/64", "12/2/128") else KERNELS
+    assert {(x.branch, x.kernel) for x in found} == {(b, k) for b in ("compressed", "sliding") for k in kernels}
+    wrong = []
+    for x in found:
+        where = f"{x.branch} {x.kernel}"
+        if x.shared > TARGETS["sm_90"].shared:
+            wrong.append(f"{where}: {x.shared} bytes of shared memory")
+        if sass.serialized(x.products, x.waits):
+            wrong.append(f"{where}: {x.products} products with {x.waits} waits")
+        wrong += [f"{where}: {what}" for what in x.overwritten]
+        # Masked and unmasked, in each of two warpgroups.
+        if len(x.loops) != 4:
+            wrong.append(f"{where}: {len(x.loops)} loops with products")
+        for loop in x.loops:
+            wrong += [f"{where}: {what}" for what in loop.hazards]
+            if loop.spills:
+                wrong.append(f"{where}: {loop.spills} spills in a loop")
+            if loop.order != ORDER[x.kernel]:
+                wrong.append(f"{where}: {loop.order}")
+    assert not wrong, "\n".join(wrong)
+
+
+# Two groups of products, the softmax of the first while the second is in flight.
+LOOP = """
+    /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT, gsb0 ;
+    /*0020*/                   HGMMA.64x64x16.F32.BF16 R56, R8, gdesc[UR16], R56, gsb0 ;
+    /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+    /*0040*/                   MUFU.EX2 R4, R24 ;
+    /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+    /*0060*/                   FMUL R56, R56, R4 ;
+    /*0070*/               @P0 BRA 0x10 ;
+"""
+
+
+def test_the_order_of_a_loop_is_read() -> None:
+    (loop,) = read(LOOP)
+    assert loop == Loop(["product", "wait 1", "exp", "wait 0"], 0, [])
+    (early,) = read(LOOP.replace("0x1 ;", "0x0 ;"))
+    assert early.order == ["product", "wait 0", "exp", "wait 0"]
+
+
+@pytest.mark.parametrize(
+    ("told", "instead"),
+    [
+        ("MUFU.EX2 R4, R24", "MUFU.EX2 R8, R24"),
+        ("MUFU.EX2 R4, R24", "MUFU.EX2 R4, R57"),
+        ("gsb0, 0x1", "gsb0, 0x2"),
+        ("gsb0, 0x0 ;", "gsb0, 0x1 ;"),
+    ],
+    ids=["left-operand-written", "sum-read", "first-product-in-flight", "sum-rescaled-in-flight"],
+)
+def test_registers_of_a_product_in_flight_are_found(told: str, instead: str) -> None:
+    assert told in LOOP
+    (loop,) = read(LOOP.replace(told, instead))
+    assert loop.hazards
+
+
+def test_a_spill_in_a_loop_is_found() -> None:
+    (loop,) = read(LOOP.replace("MUFU.EX2 R4, R24 ;", "LDL R4, [R1] ;"))
+    assert loop.spills == 1
+    assert (order(sass.instructions(LOOP)), hazards(sass.instructions(LOOP))) == (read(LOOP)[0].order, [])
