@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 from test_ranged import Case, by_kernel, check, inputs, poison
 
 from nsa.backends import gluon
+from nsa.backends.gluon import tiles
 from nsa.backends.gluon.tiles import FORWARD, KEYS, ForwardTile, KeyTile
 from nsa.backends.triton.ranged_backward import plan as backward_plan
 from nsa.backends.triton.ranged_forward import plan as forward_plan
@@ -49,6 +50,13 @@ ROWS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def kernels_are_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "PICKED", True)
+    for plan in (forward_plan, backward_plan):
+        plan.cache_clear()
+
+
 def case_of(shape: str, rows: str) -> Case:
     width, heads, dtype = SHAPES[shape]
     return Case(heads=heads, d_k=width, d_v=width, dtype=dtype, block=32, stride=16, window=200, **ROWS[rows])
@@ -65,10 +73,10 @@ def test_both_sets_match_the_reference(shape: str, rows: str, branch: str) -> No
     check(case, branch, expected, x)
     whole = case.heads & (case.heads - 1) == 0
     for forward, keys in zip(FORWARD[case.d_k], KEYS, strict=True):
-        tiles = forward, BackwardTile(triton[1].dq, keys if whole else triton[1].dkv)
-        actual = by_kernel(case, branch, x, *tiles)
+        own = forward, BackwardTile(triton[1].dq, keys if whole else triton[1].dkv)
+        actual = by_kernel(case, branch, x, *own)
         check(case, branch, actual, x)
-        again = by_kernel(case, branch, x, *tiles)
+        again = by_kernel(case, branch, x, *own)
         for name, value in actual.items():
             assert torch.equal(value, again[name]), f"{name} is not deterministic"
             hidden = expected[name] == float("-inf")
