@@ -1,0 +1,106 @@
+"""What generation can be asked for, checked when it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
+
+# Below it, logits divided by the temperature may overflow in fp32.
+MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How the tokens after a prompt are generated.
+
+    Args:
+        max_new_tokens: Most tokens per row.
+        temperature: 0 takes the most likely token (greedy), and then no filter may be given.
+        top_k: Sample from the `top_k` most likely tokens; ties go to the lower token id.
+        top_p: Sample from the most likely tokens whose probabilities first sum to `top_p`, after `top_k`.
+        min_p: Sample from tokens at least `min_p` times as likely as the most likely one.
+        repetition_penalty: Divides positive logits of tokens that the prompt or the new text holds, and multiplies
+            negative ones. 1: none.
+        seed: Row `b` draws from its own stream, seeded with `seed + b`, so that it does not depend on other rows.
+        end: Token that ends a row; it is not part of the output. None: no token does.
+        prompt_lookup: Speculative decoding: most tokens that are copied from after an earlier occurrence of the last
+            n-gram and verified in one step. 0: off. Needs NSA in every layer.
+        lookup_ngram: Length of that n-gram, in tokens.
+        max_len: Most tokens per row, prompt included; a row that reaches it ends. None: what the longest prompt needs.
+        prefill_chunk: Most prompt tokens per row and prefill step.
+        cuda_graph: On a GPU, capture the decode step in a CUDA graph. Models with other layers than NSA, and `strict`
+            ones, always run eagerly.
+
+    Raises:
+        ValueError: An argument has a wrong type or value, or excludes another one.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    end: int | None = None
+    prompt_lookup: int = 0
+    lookup_ngram: int = 3
+    max_len: int | None = None
+    prefill_chunk: int = 8192
+    cuda_graph: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "lookup_ngram", "prefill_chunk"):
+            require_positive_int(name, getattr(self, name))
+        for name in ("seed", "prompt_lookup"):
+            require_int(name, getattr(self, name), at_least=0)
+        if self.max_len is not None:
+            require_int("max_len", self.max_len, at_least=2)
+        require_bool("cuda_graph", self.cuda_graph)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(number or (value is None and name != "temperature"), name, value, "a number")
+        require(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+            "temperature",
+            self.temperature,
+            f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}",
+        )
+        if self.top_k is not None:
+            require_positive_int("top_k", self.top_k)
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
+        require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        require_positive_number("repetition_penalty", self.repetition_penalty)
+        for name in ("top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            accepted = "None with temperature = 0, which takes the most likely token"
+            require(value is None or self.temperature != 0, name, value, accepted)
+
+    def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        """Check what depends on the model and the prompts.
+
+        Args:
+            prompts: Token ids of each row.
+            vocab_size: Of the model.
+
+        Raises:
+            ValueError: An option or a prompt is impossible for the other or for the model.
+        """
+        require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
+        inside = self.end is None or 0 <= self.end < vocab_size
+        require(inside, "end", self.end, f"None or a token id from 0 to {vocab_size - 1}")
+        require(len(prompts) > 0, "prompts", prompts, "at least one prompt")
+        for row, prompt in enumerate(prompts):
+            require(len(prompt) >= 1, f"prompts[{row}]", list(prompt), "at least one token")
+            inside = min(prompt) >= 0 and max(prompt) < vocab_size
+            require(inside, f"prompts[{row}]", list(prompt), f"token ids from 0 to {vocab_size - 1}")
+            require(
+                self.max_len is None or len(prompt) < self.max_len,
+                f"the length of prompts[{row}]",
+                len(prompt),
+                f"less than max_len = {self.max_len}, so that a new token fits",
+            )
