@@ -1,4 +1,4 @@
-"""Generate text with a trained model: one pass over the prompts, then token by token from the caches.
+"""Text from a trained model.
 
 nsa generate --run runs/tiny-nsa --prompt "def main(" --max-new-tokens 200 --temperature 0.8
 """
@@ -6,102 +6,120 @@ nsa generate --run runs/tiny-nsa --prompt "def main(" --max-new-tokens 200 --tem
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.config import require, require_int, require_positive_int
-from nsa.data.tokenizer import FILE, Tokenizer, check_vocabulary, load_tokenizer
+from nsa.config import require, require_int
+from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from nsa.generation.engine import Generation, as_rows
+from nsa.generation.options import Options
+from nsa.generation.text import TextGeneration
 from nsa.machine import usable_device
 from nsa.model import LM, load_model
 from nsa.train.run_folder import RUNS
 
-# Below it, logits over the temperature may overflow in fp32.
-MIN_TEMPERATURE = 1e-6
+MIB = 2**20
 
 
-@torch.inference_mode()
 def generate(
     model: LM,
     prompts: Tensor | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
     stop: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Tensor:
-    """Continue prompts. Nothing is read back on the way, so the GPU never waits.
+    """Generate the tokens that follow each prompt.
 
     Args:
-        model: the model.
-        prompts: a tensor `[B, S]`, or B lists of any lengths.
-        max_new_tokens: tokens to generate.
-        temperature: 0 takes the most likely token.
-        top_k: sample among that many.
-        generator: for sampling.
-        stop: called after each token; once it returns True the tokens so far are returned.
+        model: The model, on its device.
+        prompts: Token ids `[B, S]`, or a list of rows of any lengths.
+        max_new_tokens: Most tokens per row.
+        stop: Called after each step; once it returns True, the tokens so far are returned.
+        options: Any other argument of `nsa.generation.options.Options`: `temperature`, `top_k`, `top_p`, `min_p`,
+            `repetition_penalty`, `seed`, `end`, `prompt_lookup`, `lookup_ngram`, `max_len`, `prefill_chunk`,
+            `cuda_graph`.
 
     Returns:
-        `[B, n]` tokens, n <= max_new_tokens. A row whose logits are not finite gets -1 from there on.
+        `[B, T]` int64, with T the tokens of the longest row. A row that ended earlier, by `end` or because its logits
+        are not finite, is filled with -1, which is no token.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: A prompt or an option is impossible.
     """
-    require_positive_int("max_new_tokens", max_new_tokens)
-    require(
-        temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf,
-        "temperature",
-        temperature,
-        f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}",
-    )
-    require(
-        top_k is None or 1 <= top_k <= model.config.vocab_size,
-        "top_k",
-        top_k,
-        f"None or 1 to {model.config.vocab_size}",
-    )
-    tokens, mask = pad_left(prompts, model.head_weight.device)
-    caches = model.new_cache(len(tokens), tokens.shape[1] + max_new_tokens)
-    # With the padding on the left every prompt ends in the last column.
-    x = model.hidden(tokens, attention_mask=mask, caches=caches)[:, -1:]
-    new = [pick(model.logits(x)[:, -1], temperature, top_k, generator)]
-    while len(new) < max_new_tokens and not stop():
-        x = model.hidden(new[-1].clamp_min(0), caches=caches)
-        new.append(pick(model.logits(x)[:, -1], temperature, top_k, generator))
-    return torch.cat(new, dim=1)
+    generation = Generation(model, as_rows(prompts), Options(max_new_tokens=max_new_tokens, **options))
+    for _ in generation:
+        if stop():
+            break
+    longest = max(len(row.tokens) for row in generation.rows)
+    rows = [row.tokens + [-1] * (longest - len(row.tokens)) for row in generation.rows]
+    return torch.tensor(rows, dtype=torch.long, device=model.head_weight.device)
 
 
-def pad_left(prompts: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one `[B, S]` tensor, and the mask of its real tokens; None where all are."""
-    if isinstance(prompts, Tensor):
-        require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
-        return prompts.to(device), None
-    lengths = [len(prompt) for prompt in prompts]
-    require(bool(lengths) and min(lengths) >= 1, "prompts", lengths, "at least one prompt, of at least one token each")
-    width = max(lengths)
-    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    if min(lengths) == width:
-        return tokens, None
-    first = torch.tensor([width - length for length in lengths], device=device)
-    return tokens, torch.arange(width, device=device) >= first[:, None]
+def generate_text(
+    model: LM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    stop_strings: Sequence[str] = (),
+    **options: Any,
+) -> list[str]:
+    """Generate the text that follows each prompt.
+
+    Args:
+        model: The model, on its device.
+        tokenizer: The model's, for example of `load_tokenizer`.
+        prompts: Texts of at least one token.
+        max_new_tokens: Most tokens per row.
+        stop_strings: A row ends before the first of them that it generates.
+        options: As for `generate`; `end` is the tokenizer's unless it is given.
+
+    Returns:
+        The new text of each row, without its prompt.
+
+    Raises:
+        ValueError: A prompt or an option is impossible, or the model's logits are not finite.
+    """
+    chosen = Options(**{"end": tokenizer.end, "max_new_tokens": max_new_tokens, **options})
+    generation = TextGeneration(model, tokenizer, prompts, chosen, stop_strings=stop_strings)
+    texts = ["" for _ in prompts]
+    for pieces in generation:
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    return texts
 
 
-def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """`[B, V]` logits to `[B, 1]` tokens; -1 for a row that is not finite."""
-    finite = logits.isfinite().all(dim=-1, keepdim=True)
-    # Sampling from NaN is an error that would end the process on a GPU.
-    logits = logits.where(finite, 0.0)
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True).where(finite, -1)
-    if top_k is not None:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = (logits.float() / temperature).softmax(dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator).where(finite, -1)
+class OrderedRows:
+    """Writes rows one after the other: the first that is not finished as it grows, those after it once it is.
+
+    Args:
+        write: Takes text.
+        heads: What each row begins with.
+    """
+
+    def __init__(self, write: Callable[[str], None], heads: Sequence[str]) -> None:
+        self.write = write
+        self.waiting = list(heads)
+        self.current = 0
+
+    def add(self, pieces: Sequence[str], finished: Callable[[int], bool]) -> None:
+        """Append `pieces`, one per row."""
+        self.waiting = [text + piece for text, piece in zip(self.waiting, pieces, strict=True)]
+        while self.current < len(self.waiting):
+            row = self.current
+            done = finished(row)
+            text, self.waiting[row] = self.waiting[row] + ("\n" if done else ""), ""
+            if text:
+                self.write(text)
+            if not done:
+                break
+            self.current += 1
 
 
 def newest_run(runs: Path = RUNS) -> Path:
@@ -116,33 +134,93 @@ def tokenizer_of(run: Path) -> Tokenizer:
 
 
 def run(args: argparse.Namespace) -> int:
+    """`nsa generate`: text on stdout as it is generated, speeds on stderr."""
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require_int("--seed", args.seed, at_least=0)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph")
+    options = Options(**{name: getattr(args, name) for name in names + more})
     folder = args.run or newest_run()
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
-    check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {folder}")
-    prompts = args.prompt or ["def "]
-    for prompt in prompts:
-        text = prompt != "" and prompt == prompt.encode(errors="replace").decode()
-        require(text, "--prompt", prompt, "UTF-8 text of at least one character")
-    generator = torch.Generator(device).manual_seed(args.seed)
-    new = generate(
+    if args.dtype is not None:
+        model = model.to(getattr(torch, args.dtype))
+    prompts = read_prompts(args)
+    generation = TextGeneration(
         model,
-        [tokenizer.encode(prompt) for prompt in prompts],
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        generator=generator,
+        tokenizer,
+        prompts,
+        replace(options, end=None if args.ignore_end else tokenizer.end),
+        stop_strings=args.stop,
+        name=f"the model in {folder}",
+        progress=show_prefill if sys.stderr is not None and sys.stderr.isatty() else None,
     )
-    if bool((new < 0).any()):
-        raise ValueError(f"the model in {folder} gives logits that are not finite: {where_not_finite(model)}")
-    for prompt, tokens in zip(prompts, new.tolist(), strict=True):
-        print(prompt + tokenizer.decode(tokens))
+    rows = OrderedRows(write, [""] * len(prompts) if args.hide_prompt else prompts)
+    try:
+        for pieces in generation:
+            rows.add(pieces, generation.finished)
+    except KeyboardInterrupt:
+        if generation.tokens.stats.new_tokens:
+            rows.add(generation.close(), lambda row: True)
+        raise
+    print(summary(generation.tokens), file=sys.stderr)
     return 0
 
 
-def where_not_finite(model: LM) -> str:
-    names = [name for name, x in model.named_parameters() if not bool(x.isfinite().all())]
-    if not names:
-        return "its parameters are finite, but the forward pass overflows"
-    return f"{len(names)} of its parameters hold NaN or inf, the first is {names[0]}"
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of `--prompt`, `--prompt-file` or `--prompts`, of which at most one is given."""
+    if args.prompts is not None:
+        lines = read_source(args.prompts, "--prompts").removesuffix("\n").split("\n")
+        named = [(f"line {number} of --prompts", line.removesuffix("\r")) for number, line in enumerate(lines, 1)]
+    elif args.prompt_file:
+        named = [(f"--prompt-file {source}", read_source(source, "--prompt-file")) for source in args.prompt_file]
+    else:
+        named = [("--prompt", prompt) for prompt in args.prompt or ["def "]]
+    for name, prompt in named:
+        text = prompt != "" and prompt == prompt.encode(errors="replace").decode()
+        require(text, name, prompt, "UTF-8 text of at least one character")
+    return [prompt for _, prompt in named]
+
+
+def read_source(source: str, flag: str) -> str:
+    """The text of a file, or of stdin for `-`."""
+    try:
+        if source != "-":
+            return Path(source).expanduser().read_bytes().decode()
+        require(sys.stdin is not None, flag, source, "a file, because stdin is closed")
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} is {source!r}; accepted: UTF-8 text ({error})") from None
+
+
+def write(text: str) -> None:
+    """To stdout at once; what its encoding does not have is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def show_prefill(done: int, total: int) -> None:
+    """A progress bar on stderr, which disappears at the end; none for a prompt of one chunk."""
+    filled = 30 * done // total
+    bar = f"\rprefill [{'#' * filled}{' ' * (30 - filled)}] {done:,}/{total:,} tokens"
+    print("\r\033[K" if done == total else bar, end="", file=sys.stderr, flush=True)
+
+
+def summary(generation: Generation) -> str:
+    """Tokens per second of prefill and decoding, and the bytes that a decode step reads against dense attention."""
+    s = generation.stats
+    lines = [
+        f"prefill: {s.prompt_tokens:,} tokens in {s.prefill_s:.2f} s, {s.prompt_tokens / s.prefill_s:,.0f} tokens/s"
+    ]
+    if s.decode_s:
+        speed = s.decoded_tokens / s.decode_s
+        lines.append(
+            f"decode: {s.decoded_tokens:,} tokens in {s.decode_s:.2f} s, {speed:,.0f} tokens/s, {s.steps:,} steps"
+        )
+        if s.drafted:
+            lines[-1] += f", {s.accepted:,} of {s.drafted:,} draft tokens accepted"
+    own, dense = generation.kv_bytes_read()
+    lines.append(
+        f"KV read per step at the end: {own / MIB:.2f} MiB, dense attention {dense / MIB:.2f} MiB ({own / dense:.0%})"
+    )
+    return "\n".join(lines)

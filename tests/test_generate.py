@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from corpora import TEXTS, needs_tokenizers
+from generating import small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa import NSAConfig, cli, generate
-from nsa.data import train_bpe
-from nsa.generate import newest_run, pick
-from nsa.machine import usable_device
-from nsa.model import LM, LMConfig, save_model
+from nsa.generate import generate
+from nsa.generation import decoder
+from nsa.generation.engine import Generation
+from nsa.generation.options import Options
+from nsa.model import LM
 
 KINDS = ("nsa", "dense")
-
-
-def small_model(kind: str, vocab_size: int = 64) -> LM:
-    torch.manual_seed(0)
-    attn = NSAConfig(dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=8)
-    config = LMConfig(vocab_size=vocab_size, n_layers=2, hidden=64, seq_len=64, attn=attn, attention=kind)
-    model = LM(replace(config, tie_embeddings=False))
-    # Fresh layers add little to the residual stream: with larger weights the next token depends on the whole past.
-    for parameter in model.parameters():
-        parameter.data.mul_(8)
-    return model.double().eval()
 
 
 def greedy_without_cache(model: LM, tokens: Tensor, n_new: int) -> Tensor:
@@ -41,7 +32,7 @@ def test_greedy_from_caches_equals_greedy_without(kind: str) -> None:
     model = small_model(kind)
     prompt = torch.randint(64, (2, 19))
     expected = greedy_without_cache(model, prompt, 20)
-    assert torch.equal(generate.generate(model, prompt, 20, temperature=0), expected)
+    assert torch.equal(generate(model, prompt, 20, temperature=0), expected)
     assert len(expected.unique()) > 10
 
 
@@ -49,7 +40,7 @@ def test_greedy_from_caches_equals_greedy_without(kind: str) -> None:
 def test_prompts_of_different_lengths_do_not_disturb_each_other(kind: str) -> None:
     model = small_model(kind)
     prompts = [torch.randint(64, (length,)).tolist() for length in (3, 17, 1, 30)]
-    together = generate.generate(model, prompts, 12, temperature=0)
+    together = generate(model, prompts, 12, temperature=0)
     for row, prompt in zip(together, prompts, strict=True):
         assert torch.equal(row[None], greedy_without_cache(model, torch.tensor([prompt]), 12))
 
@@ -64,26 +55,184 @@ def test_generation_can_be_stopped_after_any_token(length: int) -> None:
         calls.append(True)
         return len(calls) == length
 
-    whole = generate.generate(model, prompt, 12, temperature=0)
-    assert torch.equal(generate.generate(model, prompt, 12, temperature=0, stop=stop), whole[:, :length])
+    whole = generate(model, prompt, 12, temperature=0)
+    assert torch.equal(generate(model, prompt, 12, temperature=0, stop=stop), whole[:, :length])
 
 
 def test_sampling_repeats_with_its_seed() -> None:
     model = small_model("dense")
     prompt = torch.randint(64, (2, 5))
 
-    def sample(seed: int) -> Tensor:
-        return generate.generate(model, prompt, 16, temperature=2.0, generator=torch.Generator().manual_seed(seed))
+    def sample(seed: int, n_new: int = 16) -> Tensor:
+        return generate(model, prompt, n_new, temperature=2.0, seed=seed)
 
     assert torch.equal(sample(1), sample(1))
     assert not torch.equal(sample(1), sample(2))
+    assert torch.equal(sample(1, 9), sample(1)[:, :9])
+    same_prompt = generate(model, prompt[:1].expand(2, -1), 16, temperature=2.0)
+    assert not torch.equal(same_prompt[0], same_prompt[1])
 
 
-def test_top_k_samples_among_the_most_likely() -> None:
-    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]]).repeat(200, 1)
-    assert set(pick(logits, 5.0, 2, None).flatten().tolist()) == {1, 2}
-    assert set(pick(logits, 5.0, None, None).flatten().tolist()) == {0, 1, 2, 3}
-    assert set(pick(logits, 5.0, 1, None).flatten().tolist()) == {1}
+TOKENS = st.lists(st.integers(0, 63), min_size=1, max_size=40)
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "penalized": {"temperature": 0, "repetition_penalty": 1.3},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 3},
+    "all": {"temperature": 2.0, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 9},
+}
+
+
+@cache
+def fp32_model(kind: str) -> LM:
+    return small_model(kind).float()
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(KINDS),
+    st.lists(TOKENS, min_size=2, max_size=4),
+    st.sampled_from(list(SAMPLING)),
+    st.integers(1, 48),
+)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_chunks(
+    kind: str, prompts: list[list[int]], sampling: str, chunk: int
+) -> None:
+    model, how = fp32_model(kind), {"seed": 0, **SAMPLING[sampling]}
+    together = generate(model, prompts, 12, prefill_chunk=chunk, **how)
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, [prompt], 12, **{**how, "seed": how["seed"] + row})
+        assert torch.equal(together[row], alone[0])
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(TOKENS.map(lambda tokens: tokens[:8] * 3), min_size=1, max_size=3),
+    st.sampled_from(list(SAMPLING)),
+    st.integers(1, 8),
+    st.integers(1, 3),
+)
+def test_prompt_lookup_changes_no_token(prompts: list[list[int]], sampling: str, n_draft: int, ngram: int) -> None:
+    model, how = fp32_model("nsa"), SAMPLING[sampling]
+    plain = generate(model, prompts, 30, **how)
+    assert torch.equal(generate(model, prompts, 30, prompt_lookup=n_draft, lookup_ngram=ngram, **how), plain)
+
+
+def test_prompt_lookup_takes_fewer_steps_where_the_text_repeats() -> None:
+    model = small_model("nsa")
+    # A token decides the next one, and so on in a circle: what was generated once is found again.
+    for layer in model.blocks:
+        layer.attention.o_proj.weight.data.zero_()
+    generations = [
+        Generation(model, [[1, 2, 3], [4]], Options(max_new_tokens=200, temperature=0, prompt_lookup=n)) for n in (0, 8)
+    ]
+    for generation in generations:
+        assert sum(len(new[0]) for new in generation) == 200
+    plain, lookup = (generation.stats for generation in generations)
+    assert generations[0].rows[0].tokens == generations[1].rows[0].tokens
+    assert plain.steps == 199
+    assert lookup.steps < 100
+    assert lookup.drafted >= lookup.accepted > 200
+    assert plain.new_tokens == lookup.new_tokens == 400
+    assert plain.decoded_tokens == lookup.decoded_tokens == 398
+
+
+@pytest.mark.parametrize("n_draft", [0, 4])
+@pytest.mark.parametrize("sampling", ["greedy", "all"])
+def test_static_caches_change_no_token(n_draft: int, sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs in a graph, run eagerly."""
+    model, prompts = small_model("nsa"), [[1, 2, 3] * 7, [9], [5, 6] * 3]
+    how = {**SAMPLING[sampling], "prompt_lookup": n_draft, "lookup_ngram": 1, "prefill_chunk": 8}
+    expected = generate(model, prompts, 25, **how)
+    real = decoder.Replay
+    monkeypatch.setattr(decoder, "can_capture", lambda model, options: True)
+    monkeypatch.setattr(decoder, "Replay", lambda run, capture: real(run, capture=False))
+    assert decoder.Decoder(model, prompts, [25] * 3, Options(max_new_tokens=25)).caches[0].static
+    assert torch.equal(generate(model, prompts, 25, **how), expected)
+
+
+def test_every_call_of_a_replay_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA graphs, which runs nothing while it captures."""
+    done: list[str] = []
+
+    class Graph:
+        capturing = False
+
+        def replay(self) -> None:
+            done.append("replayed")
+
+        def __enter__(self) -> None:
+            Graph.capturing = True
+
+        def __exit__(self, *error: object) -> None:
+            Graph.capturing = False
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: graph)
+    step = decoder.Replay(lambda: None if Graph.capturing else done.append("eager"), capture=True)
+    for n in range(1, 7):
+        step()
+        assert len(done) == n
+    assert done == ["eager"] * decoder.WARMUP + ["replayed"] * (6 - decoder.WARMUP)
+
+
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_a_row_ends_at_its_end_token_and_the_others_go_on(n_draft: int) -> None:
+    model, prompts = small_model("nsa"), [[1, 2, 3] * 4, [7, 8]]
+    whole = generate(model, prompts, 30, temperature=0).tolist()
+    # One that row 0 generates, but row 1 does not.
+    end = next(token for token in whole[0][5:] if token not in whole[1])
+    ended = generate(model, prompts, 30, temperature=0, end=end, prompt_lookup=n_draft, lookup_ngram=1).tolist()
+    first = whole[0].index(end)
+    assert ended[0] == whole[0][:first] + [-1] * (30 - first)
+    assert ended[1] == whole[1]
+
+
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_a_row_ends_at_max_len(n_draft: int) -> None:
+    model, prompts = small_model("nsa"), [[1, 2, 3] * 4, [7, 8]]
+    whole = generate(model, prompts, 30, temperature=0)
+    cut = generate(model, prompts, 30, temperature=0, max_len=16, prompt_lookup=n_draft)
+    assert cut.shape == (2, 14)
+    assert torch.equal(cut[1], whole[1, :14])
+    assert cut[0].tolist() == [*whole[0, :4].tolist(), *[-1] * 10]
+
+
+def test_progress_counts_the_prompt_in_chunks() -> None:
+    seen: list[tuple[int, int]] = []
+    options = Options(max_new_tokens=1, prefill_chunk=8)
+    for _ in Generation(small_model("nsa"), [[1] * 20, [2] * 3], options, progress=lambda *at: seen.append(at)):
+        assert seen == [(8, 20), (16, 20), (20, 20)]
+
+
+def test_bytes_read_are_those_of_the_last_step_and_of_a_dense_model() -> None:
+    read = {}
+    for kind in KINDS:
+        generation = Generation(fp32_model(kind), [[1] * 20, [2] * 3], Options(max_new_tokens=8))
+        list(generation)
+        read[kind] = generation.kv_bytes_read()
+        assert read[kind][0] == sum(fp32_model(kind).kv_bytes_read(length) for length in (27, 10))
+    assert read["dense"][0] == read["dense"][1] == read["nsa"][1]
+
+
+def test_a_stopped_row_gets_no_more_tokens() -> None:
+    generation = Generation(small_model("dense"), [[1, 2], [3]], Options(max_new_tokens=6, temperature=0))
+    for _ in generation:
+        if generation.stats.new_tokens >= 6:
+            generation.stop(0)
+    assert [len(row.tokens) for row in generation.rows] == [3, 6]
+    assert [row.finish for row in generation.rows] == ["stop", "length"]
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
+    model = small_model("dense")
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = generate(model, prompts, 6, temperature=0)
+    row = int(torch.tensor([t for t in range(64) if t not in {*prompts[0].tolist(), *expected[0].tolist()}])[0])
+    prompts[1, 0] = row
+    model.embedding.weight.data[row] = float("nan")
+    new = generate(model, prompts, 6, temperature=0)
+    assert torch.equal(new[0], expected[0])
+    assert (new[1] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -93,125 +242,31 @@ def test_top_k_samples_among_the_most_likely() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-320}, "temperature is 1e-320"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"top_k": 65}, "top_k is 65"),
-        ({"prompts": [[1], []]}, "prompts is"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"end": 64}, "end is 64"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"prompt_lookup": 4}, "prompt_lookup is 4.*dense"),
+        ({"prompt_lookup": -1}, "prompt_lookup is -1"),
+        ({"lookup_ngram": 0}, "lookup_ngram is 0"),
+        ({"temperature": 0, "top_k": 5}, "top_k is 5.*temperature"),
+        ({"temperature": 0, "top_p": 0.5}, "top_p is 0.5.*temperature"),
+        ({"max_len": 1}, "max_len is 1"),
+        ({"prompts": [[1], [1, 2, 3]], "max_len": 3}, r"prompts\[1\] is 3.*max_len = 3"),
+        ({"prompts": [[1], []]}, r"prompts\[1\] is"),
+        ({"prompts": []}, "prompts is"),
+        ({"prompts": [[1], [64]]}, r"prompts\[1\] is \[64\]"),
+        ({"prompts": torch.ones(3, dtype=torch.long)}, r"prompts.shape is \(3,\)"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
     arguments = {"prompts": [[1, 2]], "max_new_tokens": 2, **changes}
     with pytest.raises(ValueError, match=message):
-        generate.generate(small_model("dense"), **arguments)
-
-
-def test_the_command_continues_every_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(small_model("nsa", vocab_size=256).float(), tmp_path / "run")
-    assert newest_run(tmp_path) == tmp_path / "run"
-    words = ["--run", str(tmp_path / "run"), "--prompt", "def f(", "--prompt", "import", "--max-new-tokens", "4"]
-    assert generate.run(cli.parser_of("generate").parse_args([*words, "--device", "cpu"])) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("def f(")
-    assert "\nimport" in printed
-
-
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_model_that_is_not_finite_gives_no_text_and_a_status(
-    value: float, temperature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_model("nsa", vocab_size=256).float()
-    model.layers[1].mlp.outer.weight.data[3, 5] = value
-    save_model(model, tmp_path)
-    words = ["--run", str(tmp_path), "--device", "cpu", "--max-new-tokens", "4", "--temperature", temperature]
-    assert cli.main(["generate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert str(tmp_path) in err
-    assert "layers.1.mlp.outer.weight" in err
-
-
-def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
-    model = small_model("dense")
-    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    expected = generate.generate(model, prompts, 6, temperature=0)
-    row = int(torch.tensor([t for t in range(64) if t not in {*prompts[0].tolist(), *expected[0].tolist()}])[0])
-    prompts[1, 0] = row
-    model.embedding.weight.data[row] = float("nan")
-    new = generate.generate(model, prompts, 6, temperature=0)
-    assert torch.equal(new[0], expected[0])
-    assert (new[1] == -1).all()
-
-
-@needs_tokenizers
-def test_a_tokenizer_larger_than_the_model_is_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(small_model("dense", vocab_size=256).float(), tmp_path)
-    tokenizer = train_bpe(TEXTS, 300)
-    tokenizer.save(tmp_path)
-    assert cli.main(["generate", "--device", "cpu", "--run", str(tmp_path)]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert all(word in line for word in (str(tmp_path), "256", str(tokenizer.vocab_size)))
-
-
-def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
-    save_model(small_model("dense", vocab_size=256).float(), tmp_path / "run")
-    wrong = [
-        (["--run", str(tmp_path / "nowhere")], "a folder with model.json"),
-        (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
-        (["--device", "gpu"], "device is 'gpu'"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--run", str(tmp_path / "run"), "--prompt", ""], "--prompt is ''"),
-        (["--run", str(tmp_path / "run"), "--prompt", "a\udcff"], r"--prompt is 'a\udcff'"),
-        (["--seed", str(2**70)], f"--seed is {2**70}"),
-    ]
-    if not torch.cuda.is_available():
-        wrong.append((["--device", "cuda"], "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here"))
-    for words, message in wrong:
-        assert cli.main(["generate", "--device", "cpu", *words]) == 2
-        line = capsys.readouterr().err
-        assert line.startswith("nsa generate: error: ")
-        assert message in line
-        assert line.count("\n") == 1
-
-
-def test_a_damaged_model_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = small_model("dense", vocab_size=256).float()
-    safe, plain, config = (tmp_path / name for name in ("model.safetensors", "model.pt", "model.json"))
-
-    def check(path: Path, data: bytes, what: str = "is damaged") -> None:
-        before = path.read_bytes()
-        path.write_bytes(data)
-        assert cli.main(["generate", "--device", "cpu", "--run", str(tmp_path)]) == 2
-        line = capsys.readouterr().err
-        assert line.startswith(f"nsa generate: error: {path} {what}: ")
-        assert line.count("\n") == 1
-        path.write_bytes(before)
-
-    save_model(model, tmp_path)
-    for data in (b"", b"{", b"\xff", b"[]", b'{"layers": 1}'):
-        check(config, data)
-    if safe.is_file():
-        whole = safe.read_bytes()
-        other = save_model(small_model("nsa", vocab_size=256).float(), tmp_path / "other").read_bytes()
-        for data in (b"", whole[: len(whole) // 2]):
-            check(safe, data)
-        check(safe, other, "does not fit model.json")
-        safe.unlink()
-    torch.save(model.state_dict(), plain)
-    whole = plain.read_bytes()
-    for data in (b"", b"no model", whole[: len(whole) // 2]):
-        check(plain, data)
-
-
-def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no trained model"):
-        newest_run(tmp_path)
-
-
-@pytest.mark.parametrize("device", ["meta", "xpu", "mps"])
-def test_a_device_that_is_neither_cpu_nor_cuda_is_named(device: str) -> None:
-    with pytest.raises(ValueError, match=f"device is '{device}'"):
-        usable_device(device)
+        generate(small_model("dense"), **arguments)

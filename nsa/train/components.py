@@ -186,7 +186,8 @@ class Sampler:
             [tokenizer.encode(c.sample_prompt)],
             c.sample_tokens,
             temperature=0.8,
-            generator=torch.Generator(t.device).manual_seed(c.seed),
+            seed=c.seed,
+            cuda_graph=False,
             stop=lambda: t.signals.received is not None,
         )
         return c.sample_prompt + tokenizer.decode(new[0].tolist())

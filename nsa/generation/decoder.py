@@ -1,0 +1,213 @@
+"""The decode step: everything it reads and writes stays on the device at fixed addresses, so that it can be replayed.
+
+A step feeds each row its last token, and with prompt lookup a draft of the next ones, and picks a token at every
+position. Draft tokens that equal the picks before them are kept, and so is the first pick after them: exactly the
+tokens that single steps would have picked, for greedy decoding and for sampling alike, because the random number of
+each token depends on the row and the token's index alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nsa.attention import NSAAttention
+from nsa.cache import NSACache
+from nsa.config import require
+from nsa.generation.options import Options
+from nsa.generation.sampling import draws, pick
+from nsa.model import LM
+from nsa.model.transformer import Cache
+
+# Eager calls before a capture: kernels are compiled and libraries initialized in them.
+WARMUP = 2
+
+
+class Replay:
+    """Calls `run`; on a GPU it is captured in a CUDA graph after `WARMUP` calls, and replayed from then on.
+
+    Args:
+        run: Reads and writes tensors at fixed addresses, and waits for nothing.
+        capture: False calls it eagerly every time.
+    """
+
+    def __init__(self, run: Callable[[], None], *, capture: bool) -> None:
+        self.run = run
+        self.warmup = WARMUP if capture else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.warmup is None:
+            self.run()
+        elif self.warmup > 0:
+            self.warmup -= 1
+            self.run()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate meanwhile. Capturing runs nothing: the replay is this call's step.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.run()
+            self.graph = graph
+            graph.replay()
+
+
+def can_capture(model: LM, options: Options) -> bool:
+    """Whether decode steps of `model` run in a CUDA graph: that needs static caches, and no reads of device values."""
+    c = model.config
+    on_gpu = model.head_weight.device.type == "cuda"
+    return options.cuda_graph and on_gpu and set(c.kinds) == {"nsa"} and not c.attn.strict
+
+
+class Decoder:
+    """Caches and sampling state of a batch, its prefill and its decode step.
+
+    Args:
+        model: The model.
+        prompts: Token ids of each row, checked.
+        limits: Most new tokens of each row.
+        options: How tokens are picked.
+
+    Raises:
+        ValueError: `prompt_lookup` is on and a layer's cache cannot be cropped.
+    """
+
+    def __init__(self, model: LM, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: Options) -> None:
+        kinds = set(model.config.kinds)
+        accepted = f"0 for attention = {sorted(kinds)}: only NSA caches can be cropped"
+        require(options.prompt_lookup == 0 or kinds == {"nsa"}, "prompt_lookup", options.prompt_lookup, accepted)
+        self.model = model
+        self.options = options
+        self.device = device = model.head_weight.device
+        batch_size = len(prompts)
+        self.max_len = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        captured = can_capture(model, options)
+        self.caches = new_caches(
+            model, batch_size, self.max_len, static=captured, max_rollback=max(1, options.prompt_lookup)
+        )
+        self.prompts, self.mask = pad_left(prompts, device)
+        # What the next step feeds: the last token of each row and its draft; how many of these are real. Without drafts
+        # and with equal limits, all are: rows that ended early are fed until the last one has ended.
+        self.width = 1 + options.prompt_lookup
+        self.masked = self.width > 1 or min(limits) < max(limits)
+        self.tokens = torch.zeros(batch_size, self.width, dtype=torch.long, device=device)
+        self.counts = torch.ones(batch_size, dtype=torch.long, device=device)
+        # What the last step picked, and how many of these are kept.
+        self.picks = torch.zeros_like(self.tokens)
+        self.kept = torch.zeros_like(self.counts)
+        # Index of each row's next token, and its random numbers.
+        self.index = torch.zeros_like(self.counts)
+        self.limits = torch.tensor(limits, device=device)
+        self.draws = draws(options, batch_size, device)
+        self.seen = None if options.repetition_penalty == 1 else self.prompt_tokens()
+        self.steps = {w: Replay(partial(self.run, w), capture=captured) for w in {1, self.width}}
+
+    def prompt_tokens(self) -> Tensor:
+        """`[B, V]` bool: the tokens of each prompt."""
+        seen = torch.zeros(len(self.prompts), self.model.config.vocab_size, dtype=torch.bool, device=self.device)
+        # Padding repeats the row's last token.
+        tokens = self.prompts if self.mask is None else self.prompts.where(self.mask, self.prompts[:, -1:])
+        return seen.scatter_(1, tokens, True)
+
+    def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Process the prompts in chunks and pick every row's first token.
+
+        Args:
+            progress: Called after each chunk with the columns done and in all; the device is waited for before.
+        """
+        n_columns = self.prompts.shape[1]
+        # From here on no row is padding.
+        n_padded = 0 if self.mask is None else int((~self.mask).sum(dim=1).max())
+        for start in range(0, n_columns, self.options.prefill_chunk):
+            columns = slice(start, start + self.options.prefill_chunk)
+            mask = None if self.mask is None or start >= n_padded else self.mask[:, columns]
+            x = self.model.hidden(self.prompts[:, columns], attention_mask=mask, caches=self.caches)
+            if progress is not None:
+                if x.is_cuda:
+                    torch.cuda.synchronize(x.device)
+                progress(min(columns.stop, n_columns), n_columns)
+        self.pick(self.model.logits(x[:, -1:]), None)
+
+    def step(self, width: int = 1) -> None:
+        """Feed the first `width` columns of `tokens`, 1 or all, and pick the tokens that follow."""
+        self.steps[width]()
+
+    def run(self, width: int) -> None:
+        mask = None
+        if self.masked:
+            mask = torch.arange(width, device=self.device) < self.counts[:, None]
+        x = self.model.hidden(self.tokens[:, :width], attention_mask=mask, caches=self.caches)
+        self.pick(self.model.logits(x), mask)
+
+    def pick(self, logits: Tensor, mask: Tensor | None) -> None:
+        """Pick a token at every position of `logits [B, T, V]`, and make the kept ones the rows' newest."""
+        width = logits.shape[1]
+        fed = self.tokens[:, :width]
+        seen, picks = self.seen, []
+        for t in range(width):
+            if t > 0 and seen is not None:
+                seen = seen.scatter(1, fed[:, t : t + 1], True)
+            at = (self.index + t).clamp_max(self.draws.shape[1] - 1)
+            picks.append(pick(logits[:, t], self.draws.gather(1, at[:, None]).squeeze(1), self.options, seen))
+        picked = torch.stack(picks, dim=1)
+        kept = torch.ones_like(self.kept)
+        if mask is not None:
+            agree = (picked[:, :-1] == fed[:, 1:]) & mask[:, 1:]
+            # A finished row is fed nothing.
+            kept = (1 + agree.cumprod(dim=1).sum(dim=1)).minimum(self.counts)
+        last = picked.gather(1, (kept - 1).clamp_min(0)[:, None])
+        if self.seen is not None:
+            new = picked.where(torch.arange(width, device=self.device) < kept[:, None], last)
+            self.seen.scatter_(1, new.clamp_min(0), True)
+        self.picks[:, :width] = picked
+        self.kept.copy_(kept)
+        self.tokens[:, :1] = last.clamp_min(0)
+        self.index += kept
+        self.counts.copy_(self.index < self.limits)
+
+    def feed(self, drafts: Sequence[Sequence[int] | None]) -> int:
+        """Set what the next step feeds after each row's last token; None: the row is finished and is fed nothing.
+
+        Returns:
+            The width of that step.
+        """
+        n_draft = self.width - 1
+        counts = [0 if draft is None else 1 + len(draft) for draft in drafts]
+        self.counts.copy_(torch.tensor(counts))
+        if max(counts) <= 1:
+            return 1
+        padded = [[*(draft or []), *([0] * (n_draft - len(draft or [])))] for draft in drafts]
+        self.tokens[:, 1:] = torch.tensor(padded, device=self.device)
+        return self.width
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Remove from the caches what lies past `lengths`, one per row."""
+        kept = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        for cache in self.caches:
+            assert isinstance(cache, NSACache)
+            cache.crop(kept)
+
+
+def new_caches(model: LM, batch_size: int, max_len: int, *, static: bool, max_rollback: int) -> list[Cache]:
+    """One cache per layer; only NSA's can be static and cropped."""
+    return [
+        layer.attention.new_cache(batch_size, max_len, static=static, max_rollback=max_rollback)
+        if isinstance(layer.attention, NSAAttention)
+        else layer.attention.new_cache(batch_size, max_len)
+        for layer in model.blocks
+    ]
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one `[B, S]` tensor that each of them ends with, and the mask of what is real; None: everything."""
+    lengths = [len(prompt) for prompt in prompts]
+    width = max(lengths)
+    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    if min(lengths) == width:
+        return tokens, None
+    first = torch.tensor([width - length for length in lengths], device=device)
+    return tokens, torch.arange(width, device=device) >= first[:, None]

@@ -1,0 +1,206 @@
+"""A batch of prompts from prefill to its last token: which rows go on, what each got, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from nsa.config import require
+from nsa.generation.decoder import Decoder
+from nsa.generation.lookup import PromptLookup
+from nsa.generation.options import Options
+from nsa.model import LM, LMConfig
+
+Finish = Literal["length", "end", "stop", "nonfinite"]
+
+
+@dataclass
+class Row:
+    """One sequence: its new tokens so far, and why it ended."""
+
+    n_prompt: int
+    limit: int  # most new tokens
+    lookup: PromptLookup | None
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass
+class Stats:
+    """What a generation did and how long it took, so far."""
+
+    prompt_tokens: int
+    new_tokens: int = 0
+    decoded_tokens: int = 0  # without each row's first token, which is the prefill's
+    steps: int = 0  # decode steps
+    drafted: int = 0
+    accepted: int = 0  # of the drafted tokens
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Generation:
+    """Generates the tokens after a batch of prompts.
+
+    Iterating runs the prefill, then decode steps until every row has ended.
+
+    Args:
+        model: The model, on its device.
+        prompts: Token ids of each row, of any lengths.
+        options: See `Options`.
+        progress: Called after each prefill chunk with the prompt columns done and in all.
+
+    Raises:
+        ValueError: A prompt is empty, too long or has an unknown token, or an option does not fit the model.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: LM,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        options.check(prompts, model.config.vocab_size)
+        self.model = model
+        self.options = options
+        self.progress = progress
+        max_len = options.max_len or max(map(len, prompts)) + options.max_new_tokens
+        self.rows = [
+            Row(
+                len(prompt),
+                min(options.max_new_tokens, max_len - len(prompt)),
+                PromptLookup(prompt, options.lookup_ngram) if options.prompt_lookup else None,
+            )
+            for prompt in prompts
+        ]
+        self.stats = Stats(prompt_tokens=sum(map(len, prompts)))
+        self.decoder = Decoder(model, prompts, [row.limit for row in self.rows], options)
+
+    def stop(self, row: int) -> None:
+        """End a row; the others go on."""
+        self.rows[row].finish = self.rows[row].finish or "stop"
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended."""
+        return all(row.finish is not None for row in self.rows)
+
+    @torch.inference_mode()
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        """Yields, after the prefill and after each step, the new tokens of every row; none for a row that has ended."""
+        began = time.perf_counter()
+        self.decoder.prefill(self.progress)
+        first = HostCopy(self.decoder, 1)
+        first.read()
+        decoding = time.perf_counter()
+        self.stats.prefill_s = decoding - began
+        for copy in self.steps_with_lookup(first) if self.options.prompt_lookup else self.steps(first):
+            new = [self.take(row, tokens) for row, tokens in zip(self.rows, copy.read(), strict=True)]
+            self.stats.new_tokens += sum(map(len, new))
+            if copy is not first:
+                self.stats.decoded_tokens += sum(map(len, new))
+                self.stats.decode_s = time.perf_counter() - decoding
+            yield new
+
+    def steps(self, first: HostCopy) -> Iterator[HostCopy]:
+        """One token per row and step. A GPU is kept a step ahead of what the host reads."""
+        ahead = 1 if self.decoder.device.type == "cuda" else 0
+        copies = deque([first])
+        limit = max(row.limit for row in self.rows)
+        while not self.finished:
+            while len(copies) < 1 + ahead and 1 + self.stats.steps < limit:
+                self.step(1)
+                copies.append(HostCopy(self.decoder, 1))
+            yield copies.popleft()
+
+    def steps_with_lookup(self, first: HostCopy) -> Iterator[HostCopy]:
+        """Draft tokens are verified in the same step; what is rejected leaves the caches again."""
+        yield first
+        while not self.finished:
+            drafts = [self.draft(row) for row in self.rows]
+            # The caches hold all but each row's last token.
+            lengths = [row.n_prompt + len(row.tokens) - 1 for row in self.rows]
+            self.step(self.decoder.feed(drafts))
+            copy = HostCopy(self.decoder, self.decoder.width)
+            n_kept = [len(tokens) for tokens in copy.read()]
+            n_fed = [0 if draft is None else 1 + len(draft) for draft in drafts]
+            if n_kept != n_fed:
+                # Rows that have ended stay as they are.
+                ends = zip(lengths, n_kept, n_fed, strict=True)
+                self.decoder.rollback([length + n if fed else self.decoder.max_len for length, n, fed in ends])
+            self.stats.drafted += sum(n - 1 for n in n_fed if n)
+            self.stats.accepted += sum(n - 1 for n in n_kept if n)
+            yield copy
+
+    def step(self, width: int) -> None:
+        self.decoder.step(width)
+        self.stats.steps += 1
+
+    def draft(self, row: Row) -> list[int] | None:
+        """The tokens proposed for a row, at most as many as it may still get besides the next one; None: it ended."""
+        if row.finish is not None or row.lookup is None:
+            return None
+        return row.lookup.propose(min(self.options.prompt_lookup, row.limit - len(row.tokens) - 1))
+
+    def take(self, row: Row, tokens: Sequence[int]) -> list[int]:
+        """Append picked tokens to a row until it ends; returns those appended."""
+        before = len(row.tokens)
+        for token in tokens:
+            if row.finish is not None:
+                break
+            if token < 0:
+                row.finish = "nonfinite"
+            elif token == self.options.end:
+                row.finish = "end"
+            else:
+                row.tokens.append(token)
+                row.finish = "length" if len(row.tokens) == row.limit else None
+        new = row.tokens[before:]
+        if row.lookup is not None:
+            row.lookup.extend(new)
+        return new
+
+    def kv_bytes_read(self) -> tuple[int, int]:
+        """Bytes of keys and values that the last decode step read, and what dense attention would have read."""
+        lengths = [row.n_prompt + max(0, len(row.tokens) - 1) for row in self.rows]
+        own = sum(self.model.kv_bytes_read(length) for length in lengths)
+        return own, sum(lengths) * dense_kv_bytes_per_token(self.model.config, self.model.head_weight.element_size())
+
+
+def dense_kv_bytes_per_token(config: LMConfig, element_size: int) -> int:
+    """Keys and values of one token in all layers of a dense model with the same heads."""
+    return config.n_layers * config.attn.n_kv_groups * (config.attn.d_k + config.attn.d_v) * element_size
+
+
+class HostCopy:
+    """The kept picks of a step, on their way to the host; reading them waits for that step, not for later ones."""
+
+    def __init__(self, decoder: Decoder, width: int) -> None:
+        on_gpu = decoder.device.type == "cuda"
+        # The next step writes to the same tensors. On a GPU, `to` copies to pinned memory here.
+        copies = torch.cat([decoder.picks[:, :width], decoder.kept[:, None]], dim=1).to("cpu", non_blocking=on_gpu)
+        self.copies = copies
+        self.event = torch.cuda.current_stream(decoder.device).record_event() if on_gpu else None
+
+    def read(self) -> list[list[int]]:
+        """Token ids of each row; -1 where logits were not finite."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [row[: row[-1]] for row in self.copies.tolist()]
+
+
+def as_rows(prompts: torch.Tensor | Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Prompts `[B, S]` as lists."""
+    if not isinstance(prompts, torch.Tensor):
+        return prompts
+    require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
+    rows: list[list[int]] = prompts.tolist()
+    return rows
