@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,13 @@ def test_a_character_that_stdout_does_not_have_is_escaped(run: list[str], monkey
     monkeypatch.setattr(sys, "stdout", stdout)
     assert cli.main([*run, "--prompt", "é"]) == 0
     assert stdout.buffer.getvalue().startswith(b"\\xe9")
+
+
+def test_the_cache_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "inference.md").read_text()
+    _, block = re.findall(r"^```python$(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("[1002, 605] ")
 
 
 def test_a_prefill_in_chunks_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help="a batch, one prompt per line; -: stdin")
 
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.8, help="0: greedy, the most likely token")
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default: 0.8)")
     sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     sampling.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that sum to P")
     sampling.add_argument(
