@@ -16,6 +16,7 @@ from nsa.generate import generate
 from nsa.generation import decoder
 from nsa.generation.engine import Generation
 from nsa.generation.options import Options
+from nsa.generation.sampling import penalize
 from nsa.model import LM
 
 KINDS = ("nsa", "dense")
@@ -87,7 +88,7 @@ def fp32_model(kind: str) -> LM:
     return small_model(kind).float()
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     st.sampled_from(KINDS),
     st.lists(TOKENS, min_size=2, max_size=4),
@@ -104,7 +105,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_chunks(
         assert torch.equal(together[row], alone[0])
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.lists(TOKENS.map(lambda tokens: tokens[:8] * 3), min_size=1, max_size=3),
     st.sampled_from(list(SAMPLING)),
@@ -113,8 +114,23 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_chunks(
 )
 def test_prompt_lookup_changes_no_token(prompts: list[list[int]], sampling: str, n_draft: int, ngram: int) -> None:
     model, how = fp32_model("nsa"), SAMPLING[sampling]
-    plain = generate(model, prompts, 30, **how)
-    assert torch.equal(generate(model, prompts, 30, prompt_lookup=n_draft, lookup_ngram=ngram, **how), plain)
+    plain = generate(model, prompts, 20, **how)
+    assert torch.equal(generate(model, prompts, 20, prompt_lookup=n_draft, lookup_ngram=ngram, **how), plain)
+
+
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_the_penalty_is_for_the_prompt_and_the_new_text(n_draft: int) -> None:
+    model, prompts = small_model("nsa"), [[1, 2, 3] * 5, [7]]
+    how = {"temperature": 0, "repetition_penalty": 1.5, "prompt_lookup": n_draft, "lookup_ngram": 1}
+    found = generate(model, prompts, 20, **how)
+    for row, prompt in zip(found.tolist(), prompts, strict=True):
+        tokens = torch.tensor([prompt])
+        for token in row:
+            logits = model(tokens)[:, -1]
+            seen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, tokens, True)
+            assert token == int(penalize(logits, seen, 1.5).argmax())
+            tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
+    assert not torch.equal(found, generate(model, prompts, 20, temperature=0))
 
 
 def test_prompt_lookup_takes_fewer_steps_where_the_text_repeats() -> None:

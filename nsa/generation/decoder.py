@@ -146,22 +146,18 @@ class Decoder:
     def pick(self, logits: Tensor, mask: Tensor | None) -> None:
         """Pick a token at every position of `logits [B, T, V]`, and make the kept ones the rows' newest."""
         width = logits.shape[1]
-        fed = self.tokens[:, :width]
-        seen, picks = self.seen, []
-        for t in range(width):
-            if t > 0 and seen is not None:
-                seen = seen.scatter(1, fed[:, t : t + 1], True)
-            at = (self.index + t).clamp_max(self.draws.shape[1] - 1)
-            picks.append(pick(logits[:, t], self.draws.gather(1, at[:, None]).squeeze(1), self.options, seen))
-        picked = torch.stack(picks, dim=1)
+        offset = torch.arange(width, device=self.device)
+        draw = self.draws.gather(1, (self.index[:, None] + offset).clamp_max(self.draws.shape[1] - 1))
+        # Draft tokens are copied from the text, so all of them were seen.
+        picked = pick(logits, draw, self.options, None if self.seen is None else self.seen[:, None])
         kept = torch.ones_like(self.kept)
         if mask is not None:
-            agree = (picked[:, :-1] == fed[:, 1:]) & mask[:, 1:]
+            agree = (picked[:, :-1] == self.tokens[:, 1:width]) & mask[:, 1:]
             # A finished row is fed nothing.
             kept = (1 + agree.cumprod(dim=1).sum(dim=1)).minimum(self.counts)
         last = picked.gather(1, (kept - 1).clamp_min(0)[:, None])
         if self.seen is not None:
-            new = picked.where(torch.arange(width, device=self.device) < kept[:, None], last)
+            new = picked.where(offset < kept[:, None], last)
             self.seen.scatter_(1, new.clamp_min(0), True)
         self.picks[:, :width] = picked
         self.kept.copy_(kept)

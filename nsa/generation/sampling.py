@@ -33,20 +33,20 @@ def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
 
 
 def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = None) -> Tensor:
-    """The next token of every row.
+    """The next token at every position.
 
     Args:
-        logits: `[B, V]`.
-        draw: `[B]` numbers in `[0, 1)`; not used by greedy decoding.
+        logits: `[..., V]`.
+        draw: `[...]` numbers in `[0, 1)`; not used by greedy decoding.
         options: Temperature, filters and penalty.
-        seen: `[B, V]` bool, the tokens that `repetition_penalty` is for. None: no penalty.
+        seen: bool, broadcast to `[..., V]`: the tokens that `repetition_penalty` is for. None: no penalty.
 
     Returns:
-        `[B]` int64; -1 for a row whose logits are not finite.
+        `[...]` int64; -1 where logits are not finite.
     """
     finite = logits.isfinite().all(dim=-1)
     # A CUDA assert on NaN would end the process.
-    logits = logits.where(finite[:, None], 0.0).float()
+    logits = logits.where(finite[..., None], 0.0).float()
     if seen is not None:
         logits = penalize(logits, seen, options.repetition_penalty)
     if options.temperature == 0:
@@ -55,35 +55,36 @@ def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = N
     if options.top_k is None and options.top_p is None and options.min_p is None:
         return inverse_cdf(probabilities, draw).where(finite, -1)
     probabilities, tokens = filtered(probabilities, options)
-    return tokens.gather(1, inverse_cdf(probabilities, draw)[:, None]).squeeze(1).where(finite, -1)
+    return tokens.gather(-1, inverse_cdf(probabilities, draw)[..., None]).squeeze(-1).where(finite, -1)
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of tokens that were `seen [B, V]`, for a penalty above 1."""
+    """Lower the logits of tokens that were `seen`, for a penalty above 1."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered(probabilities: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """What top-k, then top-p, and min-p leave of `probabilities [B, V]`.
+    """What top-k, then top-p, and min-p leave of `probabilities [..., V]`.
 
     Returns:
-        Probabilities in descending order, 0 for tokens left out and not normalized, and the token ids: `[B, V]` each.
+        Probabilities in descending order, 0 for tokens left out and not normalized, and the token ids: `[..., top_k]`
+        each.
     """
     kept, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     if options.top_k is not None:
-        kept = kept[:, : options.top_k]
-        tokens = tokens[:, : options.top_k]
-    top = kept[:, :1]
+        kept = kept[..., : options.top_k]
+        tokens = tokens[..., : options.top_k]
+    top = kept[..., :1]
     if options.top_p is not None:
         # A token stays where those before it do not reach top_p yet: the first one always does.
         total = kept.cumsum(dim=-1, dtype=torch.float64)
-        kept = kept.masked_fill(total - kept >= options.top_p * total[:, -1:], 0.0)
+        kept = kept.masked_fill(total - kept >= options.top_p * total[..., -1:], 0.0)
     if options.min_p is not None:
         kept = kept.masked_fill(kept < options.min_p * top, 0.0)
     return kept, tokens
 
 
 def inverse_cdf(probabilities: Tensor, draw: Tensor) -> Tensor:
-    """The first index of each row where the sum of `probabilities [B, N]` exceeds `draw [B]` times its total."""
+    """The first index where the sum of `probabilities [..., N]` exceeds `draw [...]` times its total."""
     total = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    return (total <= draw[:, None] * total[:, -1:]).sum(dim=-1)
+    return (total <= draw[..., None] * total[..., -1:]).sum(dim=-1)
