@@ -20,7 +20,7 @@ Finish = Literal["length", "end", "stop", "nonfinite"]
 
 
 @dataclass
-class Row:
+class GeneratedRow:
     """One sequence: its new tokens so far, and why it ended."""
 
     n_prompt: int
@@ -74,7 +74,7 @@ class Generation:
         self.progress = progress
         max_len = options.max_len or max(map(len, prompts)) + options.max_new_tokens
         self.rows = [
-            Row(
+            GeneratedRow(
                 len(prompt),
                 min(options.max_new_tokens, max_len - len(prompt)),
                 PromptLookup(prompt, options.lookup_ngram) if options.prompt_lookup else None,
@@ -144,13 +144,13 @@ class Generation:
         self.decoder.step(width)
         self.stats.steps += 1
 
-    def draft(self, row: Row) -> list[int] | None:
+    def draft(self, row: GeneratedRow) -> list[int] | None:
         """The tokens proposed for a row, at most as many as it may still get besides the next one; None: it ended."""
         if row.finish is not None or row.lookup is None:
             return None
         return row.lookup.propose(min(self.options.prompt_lookup, row.limit - len(row.tokens) - 1))
 
-    def take(self, row: Row, tokens: Sequence[int]) -> list[int]:
+    def take(self, row: GeneratedRow, tokens: Sequence[int]) -> list[int]:
         """Append picked tokens to a row until it ends; returns those appended."""
         before = len(row.tokens)
         for token in tokens:
