@@ -20,8 +20,7 @@ from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 from nsa.geometry import n_compressed, n_compressed_of
 from nsa.rope import Rope
-
-Pair = tuple[Tensor, Tensor]
+from nsa.sequences import Pair
 
 
 class NewTokens(NamedTuple):

@@ -25,6 +25,9 @@ from nsa.geometry import (
     query_positions,
 )
 
+# Keys and values.
+Pair = tuple[Tensor, Tensor]
+
 
 @dataclass(eq=False)
 class Sequences:

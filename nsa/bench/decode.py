@@ -175,7 +175,7 @@ def copy_rate() -> float:
     return 2 * COPY_BYTES / quantiles(replay_times(lambda: torch.bitwise_not(source, out=target)))[1]
 
 
-def measure(shape: DecodeShape, args: argparse.Namespace, rate: float) -> Iterator[Row]:
+def measure_decode(shape: DecodeShape, args: argparse.Namespace, rate: float) -> Iterator[Row]:
     step = CachedStep(shape, args.smooth)
     error = max(step.error(row) for row in {0, shape.batch - 1})
     _, indices = step.nsa()
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
                 batch = batch_of(length, n_groups, width, args.gib)
                 for n_tokens in args.tokens:
                     shape = DecodeShape(batch, length, n_heads, n_groups, width, n_tokens)
-                    for row in measure(shape, args, rate):
+                    for row in measure_decode(shape, args, rate):
                         print(f"{shape!s:<36} {row.impl:<20} {row.p50_ms:9.4f} ms", flush=True)
                         if args.out is not None:
                             append(args.out, row)

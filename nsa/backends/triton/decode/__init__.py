@@ -19,6 +19,7 @@ from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, plan_de
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
+from nsa.sequences import Pair
 
 __all__ = [
     "DecodeTile",
@@ -29,8 +30,6 @@ __all__ = [
     "decode_attention",
     "decode_step",
 ]
-
-Pair = tuple[Tensor, Tensor]
 
 
 def decode_attention(

@@ -19,8 +19,8 @@ from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, depende
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
 from nsa.backends.triton.tiles import block_width, row_contiguous
 from nsa.geometry import n_compressed
+from nsa.sequences import Pair
 
-Pair = tuple[Tensor, Tensor]
 Layouts = tuple[Layout, Layout]
 
 HEAD_TILE = 16
