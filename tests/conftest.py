@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=3, help="how often tests/test_train_resume.py kills its run")
+    parser.addoption("--kills", type=int, default=3, help="how often tests/train/test_train_resume.py kills its run")
 
 
 @pytest.fixture(autouse=True)

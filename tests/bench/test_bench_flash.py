@@ -167,7 +167,7 @@ def test_the_router_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_the_routes_that_ship_follow_from_the_rows_that_ship() -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     rows = read_rows(root / "benchmarks" / "results" / "h200" / "flash.csv")
     assert list(load_routes(routes_path())) == measured_routes(rows)
 

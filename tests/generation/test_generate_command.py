@@ -129,7 +129,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(run: list[str]) -> Non
 
 
 def child_environment() -> dict[str, str]:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
@@ -141,7 +141,7 @@ def test_a_character_that_stdout_does_not_have_is_escaped(run: list[str], monkey
 
 
 def test_the_cache_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "inference.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
     _, block = re.findall(r"^```python$(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(block, {})
     assert capsys.readouterr().out.startswith("[1002, 605] ")

@@ -1,6 +1,6 @@
 """The losses of the tiny config's first steps, in git: they change on purpose or not at all.
 
-python tests/test_train_golden.py    # writes them anew
+python tests/train/test_train_golden.py    # writes them anew
 """
 
 from __future__ import annotations

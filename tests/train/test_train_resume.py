@@ -38,7 +38,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def test_kills_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Three times here; `pytest tests/test_train_resume.py --kills 20` for longer."""
+    """Three times here; `pytest tests/train/test_train_resume.py --kills 20` for longer."""
     chance = random.Random(pytestconfig.getoption("--kills"))
     out, whole = tmp_path / "run", tmp_path / "whole"
     file = config_file(tmp_path, config(out))

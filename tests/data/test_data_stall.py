@@ -237,7 +237,7 @@ def test_a_process_ends_though_its_source_never_answers() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={"PYTHONPATH": ":".join([str(Path(__file__).parent), *sys.path])},
+        env={"PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path])},
         capture_output=True,
         text=True,
         timeout=60,

@@ -16,7 +16,7 @@ import nsa
 MEBIBYTE = 1 << 20
 
 # Forward and backward of the whole attention: 12 heads in 2 groups, width 64, fp32, the paper's knobs.
-MEASURE = """
+MEASURE = r"""
 import json, re, sys, time
 from pathlib import Path
 import torch
