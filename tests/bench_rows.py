@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa.bench.results import Row
+from nsa.results import Row
 
 ROW = Row(
     suite="train",

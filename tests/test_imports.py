@@ -157,7 +157,7 @@ def test_submodules_are_attributes_as_ever() -> None:
 
 @pytest.mark.parametrize(
     ("module", "old", "new"),
-    [("config", "Branch", "BranchName"), ("bench.results", "read", "read_rows")],
+    [("config", "Branch", "BranchName"), ("results", "read", "read_rows")],
 )
 def test_a_renamed_attribute_keeps_working_for_one_version(module: str, old: str, new: str) -> None:
     found = importlib.import_module(f"nsa.{module}")

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops
-from nsa.bench.results import Row, append, make_row
 from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
+from nsa.results import Row, append, make_row
 
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
 WARMUP_MS, MEASURE_MS = 50, 300

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import reference
 from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
 from nsa.bench.attention import captured, parse_heads
-from nsa.bench.results import Row, append, environment, quantiles
 from nsa.config import NSAConfig, require
 from nsa.geometry import n_compressed
+from nsa.results import Row, append, environment, quantiles
 
 # Of bf16 keys and values, both.
 BYTES_PER_NUMBER = 4

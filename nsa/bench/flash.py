@@ -31,9 +31,9 @@ from nsa.backends.problem import Problem
 from nsa.bench.attention import captured, peak_bytes, time_calls
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
 from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths
-from nsa.bench.results import Row, append, origin_columns, quantiles, read_rows
 from nsa.config import require
 from nsa.geometry import n_compressed
+from nsa.results import Row, append, origin_columns, quantiles, read_rows
 from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
 BLOCK, STRIDE, WINDOW = 32, 16, 512

@@ -20,8 +20,8 @@ from typing import Any
 from nsa.backends.gpu import gpu_family
 from nsa.backends.measured_routes import MeasuredRoute, load_routes
 from nsa.backends.routing import BACKEND_MODULES
-from nsa.bench.results import Row
 from nsa.files import make_folder, replace_text
+from nsa.results import Row
 
 # How the suite of varlen rows ends.
 PACKED = "-packed"

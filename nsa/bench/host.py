@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.attention import NSAAttention
 from nsa.bench.attention import AttentionShape, Inputs, Task, dense_forward, nsa_forward, parse_heads
-from nsa.bench.results import Row, append, make_row, quantiles
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
+from nsa.results import Row, append, make_row, quantiles
 
 WARMUP, CALLS, REPETITIONS = 10, 10, 20
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa.bench.results import Row, read_rows
 from nsa.config import require
+from nsa.results import Row, read_rows
 
 # NSA in green, darkest for the kernels; dense attention in grey.
 COLOURS = {

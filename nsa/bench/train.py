@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from nsa.backends.routing import router
-from nsa.bench.results import Row, append, make_row
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.generate import usable_device
 from nsa.model import LM, LMConfig
+from nsa.results import Row, append, make_row
 from nsa.train.step import DTYPES, TrainStep
 
 # Moves the parameters without diverging on random tokens.

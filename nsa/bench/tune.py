@@ -27,9 +27,9 @@ from nsa.backends import triton as backend
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import Entry, Gpu, Key, Tuned
 from nsa.bench.attention import AttentionShape, parse_heads, time_calls
-from nsa.bench.results import origin_columns, quantiles
 from nsa.config import require, require_positive_int
 from nsa.progress import Progress, progress
+from nsa.results import origin_columns, quantiles
 from nsa.testing import TOLERANCE_ROUNDINGS, relative_error
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import torch
 
 from nsa import settings
-from nsa.bench.results import Row, read_rows
 from nsa.config import require, require_positive_int, require_positive_number
 from nsa.data import DataConfig, Tokenizer
 from nsa.data.documents import IndexedDocuments, TextFiles
@@ -33,6 +32,7 @@ from nsa.data.pools import TextPools
 from nsa.data.shards import ShardPools
 from nsa.model import LM, PRESETS, AttentionKind, LMConfig
 from nsa.model.loss import CHUNK_ROWS
+from nsa.results import Row, read_rows
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
 from nsa.train.run_stats import PEAK_FLOPS

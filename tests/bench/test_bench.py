@@ -13,10 +13,10 @@ from bench_rows import ROW
 
 from nsa import bench, cli
 from nsa.bench import attention, trained
-from nsa.bench.results import COLUMNS, append, origin_columns, quantiles, read_rows
 from nsa.bench.train import Runner, TrainBench
 from nsa.functional import nsa_attention
 from nsa.model import LM, PRESETS
+from nsa.results import COLUMNS, append, origin_columns, quantiles, read_rows
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from nsa.backends.routing import Router
 from nsa.bench import flash
 from nsa.bench.flash import Point, table
 from nsa.bench.flash_routes import measured_routes, order_of, ranges, write_routes
-from nsa.bench.results import Row, append, read_rows
+from nsa.results import Row, append, read_rows
 from nsa.settings import Settings
 
 ROW = replace(

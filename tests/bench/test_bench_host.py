@@ -8,7 +8,7 @@ import pytest
 
 from nsa import cli
 from nsa.bench import host
-from nsa.bench.results import read_rows
+from nsa.results import read_rows
 
 
 @pytest.fixture(autouse=True)

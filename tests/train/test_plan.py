@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from nsa import cli
 from nsa.backends.routing import build_router
-from nsa.bench.results import Row, append
 from nsa.data import DataConfig, load_tokenizer, train_bpe
 from nsa.data.documents import standard_library
 from nsa.data.prepare import list_files
 from nsa.data.shards import ShardWriter
 from nsa.model import LM, LMConfig
+from nsa.results import Row, append
 from nsa.settings import Settings
 from nsa.train import plan as planning
 from nsa.train import preflight

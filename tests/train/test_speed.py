@@ -10,7 +10,7 @@ import torch
 from bench_rows import ROW
 from training import small_run
 
-from nsa.bench.results import Row
+from nsa.results import Row
 from nsa.train import TrainConfig, preflight
 from nsa.train.config import load_config
 from nsa.train.loop import Trainer
