@@ -242,9 +242,7 @@ def test_window_that_covers_everything_is_dense_causal_attention(
 
 
 @given(length=st.integers(1, 70), extra=st.integers(0, 2), shared=st.booleans(), seed=st.integers(0, 99))
-def test_selection_that_covers_everything_is_dense_causal_attention(
-    length: int, extra: int, shared: bool, seed: int
-) -> None:
+def test_selection_of_every_block_is_dense_causal_attention(length: int, extra: int, shared: bool, seed: int) -> None:
     torch.manual_seed(seed)
     attn = layer(force_branch="sel", n_sel=max(2, -(-length // SMALL["l_sel"]) + extra), share_kv=shared)
     x = tokens(length, batch=2)
@@ -272,7 +270,7 @@ def test_window_one_token_too_short_is_not_dense() -> None:
     assert difference[19] > 1e-6
 
 
-def test_compressed_branch_is_silent_before_the_first_whole_block() -> None:
+def test_compressed_branch_is_zero_before_the_first_full_block() -> None:
     attn = layer(force_branch="cmp")
     x = tokens(20).requires_grad_()
     y = attn(x)
@@ -496,7 +494,7 @@ def test_the_gates_last_layer_is_xavier_uniform_and_never_zeros() -> None:
 
 
 @every_variant
-def test_every_parameter_gets_a_finite_gradient_in_each_of_its_rows(variant: dict[str, Any]) -> None:
+def test_each_parameter_row_gets_a_finite_nonzero_gradient(variant: dict[str, Any]) -> None:
     attn = layer(**variant)
     grads = with_gradients(attn, attn, tokens(60, batch=2))
     for name, grad in grads.items():
@@ -828,7 +826,7 @@ def test_a_wrong_argument_is_a_value_error_that_names_it(name: str, call: Callab
         call(layer(), tokens(9, batch=2))
 
 
-def test_under_autocast_a_cache_of_the_layers_dtype_is_refused_and_one_of_autocasts_serves() -> None:
+def test_under_autocast_a_cache_must_have_the_autocast_dtype() -> None:
     attn = layer(torch.float32)
     x = tokens(20, dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -870,7 +868,7 @@ WRONG_INPUT = {
 
 
 @pytest.mark.parametrize(("name", "call"), WRONG_INPUT.values(), ids=WRONG_INPUT.keys())
-def test_a_wrong_input_of_the_layer_is_a_value_error_that_names_it(name: str, call: Callable[..., Any]) -> None:
+def test_wrong_layer_input_is_a_value_error_that_names_it(name: str, call: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=f"{name}.*accepted"):
         call(layer())
 

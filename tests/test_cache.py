@@ -132,7 +132,7 @@ def test_the_papers_geometry_decodes_like_the_whole_forward(static: bool) -> Non
 
 
 @given(data=st.data(), variant=variants, static=st.booleans())
-def test_rows_of_different_lengths_each_equal_their_own_whole_forward(
+def test_rows_of_different_lengths_equal_their_own_full_forward(
     data: st.DataObject, variant: dict[str, Any], static: bool
 ) -> None:
     """Every call brings each row some real tokens, possibly none, and padding on the left, right or between."""
@@ -179,7 +179,7 @@ def test_a_padded_prefill_then_steps_continues_each_row(static: bool) -> None:
 
 @every_variant
 @both_kinds
-def test_the_reference_backend_gives_the_same_numbers_through_the_cache(variant: dict[str, Any], static: bool) -> None:
+def test_reference_backend_agrees_through_the_cache(variant: dict[str, Any], static: bool) -> None:
     attn = layer(**variant)
     slow = NSAAttention(dataclasses.replace(attn.config, backend="reference")).double()
     slow.load_state_dict(attn.state_dict())
@@ -309,7 +309,7 @@ def test_a_cropped_cache_continues_as_if_the_rest_had_never_come(
 
 
 @pytest.mark.parametrize("max_rollback", [1, 5])
-def test_max_rollback_tokens_can_be_taken_back_wherever_a_row_stands(max_rollback: int) -> None:
+def test_crop_can_remove_max_rollback_tokens_at_any_length(max_rollback: int) -> None:
     attn = layer()
     x, new = tokens(50), tokens(50, seed=1)
     for length in range(max_rollback, 40, 3):
@@ -322,7 +322,7 @@ def test_max_rollback_tokens_can_be_taken_back_wherever_a_row_stands(max_rollbac
 
 
 @pytest.mark.parametrize("lengths", [20, -20, torch.tensor([40, 20])], ids=["to", "back", "per_row"])
-def test_a_crop_further_than_the_rings_reach_is_refused_and_changes_nothing(lengths: int | Tensor) -> None:
+def test_crop_beyond_max_rollback_is_rejected_without_changes(lengths: int | Tensor) -> None:
     attn = layer()
     cache = attn.new_cache(2, 64, max_rollback=4)
     x = tokens(50, batch=2)
@@ -376,7 +376,7 @@ def test_a_short_sequence_can_be_cropped_at_will() -> None:
 
 @settings(max_examples=30)
 @given(data=st.data(), variant=variants, static=st.booleans())
-def test_any_course_of_appends_crops_resets_and_reorders_equals_the_whole_forward(
+def test_any_sequence_of_cache_calls_equals_the_full_forward(
     data: st.DataObject, variant: dict[str, Any], static: bool
 ) -> None:
     """Three rows are followed as plain lists of tokens; after every append each must see exactly its own list."""
@@ -507,7 +507,7 @@ def test_rows_of_different_lengths_read_each_what_they_need() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[21], [20, 1], [15, 6], [*[1] * 20, 1]], ids=str)
-def test_overflow_is_a_value_error_that_names_max_len_and_changes_nothing(sizes: list[int]) -> None:
+def test_overflow_error_names_max_len_and_changes_nothing(sizes: list[int]) -> None:
     attn = layer()
     cache = attn.new_cache(1, 20)
     x = tokens(sum(sizes))
@@ -566,7 +566,7 @@ def test_real_tokens_that_do_not_fit_are_refused_by_their_number() -> None:
 
 
 @given(data=st.data(), variant=variants, static=st.booleans(), max_len=st.integers(1, 30))
-def test_every_token_that_fits_is_answered_whatever_else_a_step_brings(
+def test_every_token_that_fits_gets_its_output_in_any_step(
     data: st.DataObject, variant: dict[str, Any], static: bool, max_len: int
 ) -> None:
     """Padding may be as long as it likes. A static cache may be brought more than fits, a growing one may not."""
@@ -605,7 +605,7 @@ def test_a_step_lays_out_no_more_keys_than_the_cache_can_hold(n_new: int) -> Non
 # Lengths at which the last compressed block ends at max_len, just before it, and as far before it as can be.
 @pytest.mark.parametrize("max_len", [5, 20, 21, 22, 23])
 @pytest.mark.parametrize("sizes", [[1], [1, 1, 1, 1, 1, 1, 1], [3]], ids=str)
-def test_a_full_static_cache_drops_what_does_not_fit_and_keeps_the_rest(max_len: int, sizes: list[int]) -> None:
+def test_full_static_cache_drops_new_tokens_and_keeps_the_old(max_len: int, sizes: list[int]) -> None:
     attn = layer()
     cache = attn.new_cache(2, max_len, static=True, max_rollback=3)
     x = tokens(max_len, batch=2)
@@ -629,7 +629,7 @@ def test_a_strict_static_cache_asks_the_device_and_refuses(sizes: list[int]) -> 
 
 
 @pytest.mark.parametrize("sizes", [[14, 18], [19, 2], [3, 20]], ids=str)
-def test_of_a_static_chunk_that_fits_in_part_that_part_is_answered(sizes: list[int]) -> None:
+def test_static_chunk_that_fits_in_part_gets_that_part_right(sizes: list[int]) -> None:
     attn = layer()
     x = tokens(32)[:, : sum(sizes)]
     cache = attn.new_cache(1, 20, static=True)
@@ -639,7 +639,7 @@ def test_of_a_static_chunk_that_fits_in_part_that_part_is_answered(sizes: list[i
     assert_equal(attn(x[:, 16:20], cache=cache), attn(x)[:, 16:20])
 
 
-def test_a_static_row_that_is_full_does_not_disturb_one_that_is_not() -> None:
+def test_full_static_row_does_not_affect_other_rows() -> None:
     attn = layer()
     cache = attn.new_cache(2, 20, static=True)
     x = tokens(30, batch=2)
@@ -652,7 +652,7 @@ def test_a_static_row_that_is_full_does_not_disturb_one_that_is_not() -> None:
     assert cache.lengths.tolist() == [20, 18]
 
 
-def test_of_a_chunk_that_overflows_a_static_cache_the_part_that_fits_is_kept() -> None:
+def test_static_cache_keeps_the_part_of_a_chunk_that_fits() -> None:
     """What a later crop and step find in the rings is the last tokens that fit, not the last that came."""
     config = layer().config
     max_len, max_rollback = 20, 2
@@ -720,7 +720,7 @@ def test_padding_leaves_no_trace_in_the_cache() -> None:
 # Making one.
 
 
-def test_a_new_cache_takes_the_layers_dtype_and_device_unless_told() -> None:
+def test_new_cache_has_the_layer_dtype_and_device_by_default() -> None:
     attn = layer()
     assert attn.new_cache(1, 8).dtype == FP64
     assert attn.new_cache(1, 8, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -799,7 +799,7 @@ def test_what_was_not_finite_is_gone_after_a_crop_or_a_reset(bad: float) -> None
     assert_equal(attn(x, cache=cache), whole)
 
 
-def test_what_was_not_finite_is_not_seen_where_padding_runs_past_the_end() -> None:
+def test_cropped_nan_stays_unseen_when_padding_passes_the_end() -> None:
     """The queries are then asked from further back, where the ring still holds what was taken back."""
     attn = layer()
     x = tokens(20)
@@ -862,9 +862,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize(("name", "call"), WRONG_CALLS.values(), ids=WRONG_CALLS.keys())
-def test_a_wrong_call_of_the_cache_is_a_value_error_that_names_the_argument(
-    name: str, call: Callable[[NSACache], Any]
-) -> None:
+def test_wrong_cache_call_is_a_value_error_naming_the_argument(name: str, call: Callable[[NSACache], Any]) -> None:
     with pytest.raises(ValueError, match=f"{name}.*accepted"):
         call(layer().new_cache(2, 8))
 
@@ -880,7 +878,7 @@ def test_cropping_to_more_than_there_is_changes_nothing(lengths: int | Tensor) -
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_more_tokens_than_the_cache_is_long_are_refused_by_their_number(static: bool) -> None:
+def test_more_tokens_than_max_len_are_rejected_with_their_count(static: bool) -> None:
     attn = layer()
     cache = attn.new_cache(2, 20, static=static)
     with torch.no_grad(), pytest.raises(ValueError, match=r"30.*max_len = 20"):

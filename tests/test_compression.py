@@ -67,7 +67,7 @@ def test_the_mean_of_a_block_is_the_mean_of_its_tokens(case: Case) -> None:
 
 
 @given(case=any_case)
-def test_a_gathered_block_is_its_tokens_in_a_row_each_with_its_place_added(case: Case) -> None:
+def test_gathered_block_concatenates_tokens_plus_positions(case: Case) -> None:
     x, position = compression_inputs("gather_blocks", case)
     got = reference.gather_blocks(x, position, **case.compression, cu_seqlens=case.cu_seqlens)
     blocks = blocks_of_case(x, case)
@@ -125,7 +125,7 @@ def test_gradients_are_the_slopes_of_the_output(op: str, case: Case, backend: st
 
 @every_op
 @every_backend
-def test_a_sequence_shorter_than_a_block_has_no_blocks_and_zero_gradients(op: str, backend: str) -> None:
+def test_sequence_shorter_than_a_block_has_no_blocks_or_gradient(op: str, backend: str) -> None:
     found = compression_results(ops, op, compression_inputs(op, SHORT), SHORT, backend=backend)
     assert found["out"].shape[1] == 0
     assert all((x == 0).all() for x in found.values())
@@ -157,7 +157,7 @@ def test_two_runs_give_the_same_bits(op: str, backend: str, dtype: torch.dtype) 
 
 @every_op
 @every_backend
-def test_inputs_need_not_be_contiguous_beyond_their_last_dimension(op: str, backend: str) -> None:
+def test_inputs_may_be_strided_in_all_but_the_last_dimension(op: str, backend: str) -> None:
     for case in (PLAIN, PACKED):
         x, *rest = compression_inputs(op, case)
         spread = torch.cat([x, x], dim=-1)[..., : case.d_k].transpose(1, 2).contiguous().transpose(1, 2)
@@ -220,7 +220,7 @@ def test_hidden_width_of_the_mlp_is_twice_the_width_unless_told() -> None:
     assert Compression(6, 8, kind="mlp", hidden=5).inner.out_features == 5
 
 
-def test_the_mlp_knows_where_in_the_block_a_token_is_and_the_mean_does_not() -> None:
+def test_mlp_depends_on_token_order_in_a_block_but_mean_does_not() -> None:
     x = torch.randn(1, 8, 1, 4, dtype=FP64)
     mlp, mean = Compression(4, 8, kind="mlp").double(), Compression(4, 8, kind="mean")
     torch.testing.assert_close(mean(x, stride=4), mean(x.flip(1), stride=4))
@@ -235,7 +235,7 @@ def test_parameters_have_the_names_that_checkpoints_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given_dtype", [torch.float32, "autocast"], ids=str)
-def test_under_autocast_the_mlp_runs_in_its_dtype_and_the_mean_in_that_of_its_keys(
+def test_autocast_sets_the_dtype_of_the_mlp_but_not_of_the_mean(
     dtype: torch.dtype, given_dtype: torch.dtype | str
 ) -> None:
     x = torch.randn(1, 16, 2, 4).to(dtype if given_dtype == "autocast" else torch.float32)

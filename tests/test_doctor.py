@@ -348,7 +348,7 @@ def test_a_route_that_differs_by_op_and_direction_is_told_apart(capsys: pytest.C
     assert "triton for sliding backward: no backward" in text
 
 
-def test_settings_show_value_source_and_whether_they_have_an_effect(
+def test_settings_show_value_source_and_effect(
     capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
 ) -> None:
     environment(NSA_FORCE_PARITY="0", NSA_SEQ_LEN="512", NSA_SEQ_LENS="1")
@@ -465,7 +465,7 @@ def test_a_gpu_that_is_not_there_is_a_wrong_argument(capsys: pytest.CaptureFixtu
     assert "torch sees no GPU" in capsys.readouterr().err
 
 
-def test_a_backend_that_this_machine_cannot_run_is_shown_with_the_reason(
+def test_unavailable_backend_is_shown_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("nsa.backends.triton.available", lambda: "the triton package is not installed")
@@ -483,7 +483,7 @@ def test_a_backend_that_is_broken_is_a_finding(capsys: pytest.CaptureFixture[str
     assert [name for name, state in states.items() if state["broken"]] == ["triton"]
 
 
-def test_both_compressions_have_a_route_where_keys_and_values_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_and_value_compressions_are_routed_separately(capsys: pytest.CaptureFixture[str]) -> None:
     def supports(problem: Problem) -> str | None:
         return "8 wide" if problem.op == "compress" and problem.d_k == 8 else None
 

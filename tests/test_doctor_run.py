@@ -69,7 +69,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
 
 
 @without_gpu
-def test_a_run_that_fits_this_machine_is_ready_and_its_step_is_timed(
+def test_run_that_fits_this_machine_is_ready_with_a_timed_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], environment: Callable[..., None]
 ) -> None:
     environment(NSA_PREFILL_BATCHED="1", NSA_USE_SEL_PACK="1", NSA_SEL_RANGES_V2="1")

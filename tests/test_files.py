@@ -89,7 +89,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path, mon
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"file": "old"}
 
 
-def test_files_and_links_of_others_are_neither_removed_nor_written_through(tmp_path: Path) -> None:
+def test_foreign_files_and_links_are_not_removed_or_written(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("theirs")
     for name in ("file.tmp", ".file.tmp"):
         (tmp_path / name).symlink_to(tmp_path / "theirs")

@@ -89,7 +89,7 @@ print(all(p.grad is not None and p.grad.isfinite().all() for p in attn.parameter
     assert run_python(WITHOUT + code, *OPTIONAL) == "True"
 
 
-def test_the_doctor_takes_a_triton_that_a_finder_refuses_for_a_missing_one() -> None:
+def test_doctor_treats_triton_refused_by_a_finder_as_missing() -> None:
     code = """
 import sys
 
@@ -298,7 +298,7 @@ def test_a_backend_imports_no_other_backend(backend: str) -> None:
         assert not {name for name in own_imports(path) if ".".join(name.split(".")[:3]) in others}, dotted(path)
 
 
-def test_only_the_triton_backend_imports_triton_and_only_the_flash_backend_imports_flash_attn() -> None:
+def test_only_their_own_backends_import_triton_and_flash_attn() -> None:
     for path in modules():
         for name in imports_of(path):
             if name.split(".")[0] in ("triton", "flash_attn"):
@@ -368,3 +368,15 @@ def test_one_top_level_name_is_defined_in_one_module() -> None:
         and any(home.startswith(f"nsa.{part}") for home in found for part in KEPT_APART)
     }
     assert not several
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    folder = Path(__file__).parent
+    functions = [
+        (path.relative_to(folder), node.name)
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(functions) > 1000
+    assert [f"{path}: {name}" for path, name in functions if len(name) > 60] == []

@@ -84,7 +84,7 @@ def test_scaled_frequencies_are_those_llama3_publishes(width: int, theta: float,
     torch.testing.assert_close(got, expected, atol=0.0, rtol=1e-12)
 
 
-def test_llama3_scaling_keeps_the_fastest_divides_the_slowest_and_blends_between() -> None:
+def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
     rope = Rope(128, 500_000.0)
     plain = rope.frequencies(torch.device("cpu"))
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
@@ -135,7 +135,7 @@ def test_each_row_has_positions_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_vectors_are_rotated_in_fp32_and_keep_their_dtype(dtype: torch.dtype) -> None:
+def test_low_precision_vectors_rotate_in_fp32_and_keep_dtype(dtype: torch.dtype) -> None:
     rope = Rope(16)
     x = torch.randn(5, 2, 16).to(dtype)
     positions = torch.tensor([0, 3, 99, 1000, 4000])
@@ -183,9 +183,7 @@ def test_a_model_cast_to_bf16_has_exact_angles() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4), scaling=scalings)
-def test_a_table_holds_the_angles_of_its_positions_however_it_grew(
-    lengths: list[int], scaling: RopeScaling | None
-) -> None:
+def test_table_has_the_right_angles_however_it_grew(lengths: list[int], scaling: RopeScaling | None) -> None:
     rope = Rope(8, scaling=scaling)
     for length in lengths:
         positions = torch.arange(length)

@@ -137,7 +137,7 @@ def test_a_lower_source_is_checked_even_where_a_higher_one_wins() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_a_misspelled_variable_is_a_warning_that_names_the_nearest(setting: settings.Setting) -> None:
+def test_misspelled_variable_warning_names_the_nearest_setting(setting: settings.Setting) -> None:
     with pytest.warns(UserWarning, match=rf"{setting.env}X .*{setting.env}$"):
         Settings.load(environ={f"{setting.env}X": "1"})
     assert settings.unknown_names({setting.env: "1"}) == {}
@@ -166,7 +166,7 @@ def test_other_programs_variables_are_none_of_our_business() -> None:
         Settings.load(environ={"NSACCT": "x", "PATH": "/bin", "nsa_seq_len": "8"})
 
 
-def test_an_unknown_name_in_a_file_or_on_the_command_line_is_an_error_with_the_nearest() -> None:
+def test_unknown_name_in_file_or_option_is_an_error_with_nearest() -> None:
     with pytest.raises(ValueError, match=r"'seqlen'.* seq_len"):
         Settings.load(environ={}, file={"seqlen": 8})
     with pytest.raises(ValueError, match=r"'NSA_USE_FA2'.* use_fa2"):
@@ -224,7 +224,7 @@ def test_the_environment_is_read_once(environment: Callable[..., None], monkeypa
     assert settings.current().seq_len == 8
 
 
-def test_a_setting_claims_an_effect_exactly_when_the_code_reads_it() -> None:
+def test_setting_claims_an_effect_exactly_when_code_reads_it() -> None:
     """`nsa doctor` says "no effect yet" where `needs` is missing: that must be true, and so must the contrary."""
     root = Path(nsa.__file__).parent
     apart = {"settings.py", "doctor.py", "routing.py"}
@@ -238,7 +238,7 @@ def test_a_setting_claims_an_effect_exactly_when_the_code_reads_it() -> None:
         assert bool(spec) == bool(read), f"{setting.name}: needs {setting.needs}, read in the code: {bool(read)}"
 
 
-def test_what_is_no_setting_s_value_is_refused_wherever_it_comes_from() -> None:
+def test_invalid_setting_value_is_rejected_from_any_source() -> None:
     with pytest.raises(ValueError, match="force_parity is 'no'"):
         Settings(force_parity="no")
     with pytest.raises(ValueError, match=r"file is \['a'\]"):

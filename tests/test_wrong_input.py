@@ -410,7 +410,7 @@ def test_a_wrong_knob_of_a_config_is_named(named: str, changes: dict[str, Any]) 
         NSAConfig(**{**GOOD_CONFIG, **changes})
 
 
-def test_a_config_takes_every_backend_there_is_and_names_the_nearest_to_another() -> None:
+def test_config_takes_every_backend_and_suggests_the_nearest() -> None:
     assert set(BACKENDS) == {"auto", *BACKEND_MODULES}
     for name in BACKENDS:
         assert NSAConfig(**GOOD_CONFIG, backend=name).backend == name
@@ -530,6 +530,6 @@ def test_a_wrong_environment_variable_is_named(variable: str, text: str) -> None
         Settings.load(environ={variable: text})
 
 
-def test_an_unknown_environment_variable_is_a_warning_that_names_the_nearest() -> None:
+def test_unknown_environment_variable_warning_names_the_nearest() -> None:
     with pytest.warns(UserWarning, match=r"NSA_FORCE_PARTY.*NSA_FORCE_PARITY"):
         Settings.load(environ={"NSA_FORCE_PARTY": "1"})

@@ -102,7 +102,7 @@ def test_a_selection_block_costs_no_more_than_the_keys_there_are(documents: tupl
 
 
 @pytest.mark.parametrize("documents", [None, (17, 1, 0, 12)])
-def test_choosing_among_blocks_wider_than_the_sequence_costs_no_more_than_it(documents: tuple[int, ...] | None) -> None:
+def test_selection_block_larger_than_sequence_costs_no_more(documents: tuple[int, ...] | None) -> None:
     case = Case(length=30, documents=documents, groups=2, heads=2, select_block=32)
     inputs = random_inputs(case)
     q, k_cmp, _ = inputs.of("compressed")
@@ -132,7 +132,7 @@ def test_a_given_scale_is_used(branch: str) -> None:
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_inputs_need_not_be_contiguous_beyond_their_last_dimension(branch: str) -> None:
+def test_inputs_may_be_strided_in_all_but_the_last_dimension(branch: str) -> None:
     case = Case(length=40, batch=2, groups=2, heads=2)
     inputs = random_inputs(case)
     head_major = inputs.map(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
@@ -203,7 +203,7 @@ def importance_at_the_cut(importance: Tensor, selected: Tensor, case: Case) -> t
 
 
 @given(case=any_case)
-def test_the_selection_is_the_reference_selection_where_importances_are_apart(case: Case) -> None:
+def test_selection_equals_the_reference_where_importances_differ(case: Case) -> None:
     inputs = random_inputs(case)
     selected, expected = select(inputs, case), reference_selection(inputs, case)
     importance = importance_of(inputs, case)
@@ -216,7 +216,7 @@ def test_the_selection_is_the_reference_selection_where_importances_are_apart(ca
 
 
 @given(case=any_case)
-def test_a_selection_is_ascending_padded_and_holds_the_forced_blocks(case: Case) -> None:
+def test_selection_is_ascending_padded_and_has_forced_blocks(case: Case) -> None:
     selected = select(random_inputs(case), case)
     own = (query_positions(case) // case.select_block)[:, None].expand(selected.shape[:3])
     used = selected >= 0
@@ -234,7 +234,7 @@ def test_a_selection_is_ascending_padded_and_holds_the_forced_blocks(case: Case)
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=name_of)
 @given(case=any_case)
-def test_a_selection_in_low_precision_errs_no_more_than_plain_torch_would(dtype: torch.dtype, case: Case) -> None:
+def test_low_precision_selection_is_as_accurate_as_plain_torch(dtype: torch.dtype, case: Case) -> None:
     inputs = random_inputs(case, dtype)
     exact = importance_of(inputs.to(torch.float64), case)
     # Scores and LSE come from the same op, as in the attention.
@@ -261,7 +261,7 @@ def test_equal_importance_goes_to_the_lower_index(dtype: torch.dtype, documents:
 
 
 @given(case=any_case)
-def test_with_all_scores_equal_the_selection_is_worth_what_the_reference_selection_is(case: Case) -> None:
+def test_equal_scores_select_blocks_of_equal_importance(case: Case) -> None:
     inputs = random_inputs(case)
     inputs = inputs.but(q=torch.zeros_like(inputs.q))
     importance = importance_of(inputs, case)
@@ -362,7 +362,7 @@ def test_a_small_score_budget_changes_nothing(branch: str, case: Case, budget: i
     select_block=st.sampled_from([4, 8]),
     budget=st.sampled_from([1, 1000, 8000]),
 )
-def test_chunks_of_a_pack_of_tiny_documents_reach_their_own_blocks(
+def test_chunks_of_many_short_documents_read_their_own_blocks(
     documents: list[int], select_block: int, budget: int
 ) -> None:
     """Around a chunk there are many more documents than in it; first a long one, whose blocks many chunks reach."""
@@ -481,7 +481,7 @@ def test_two_runs_of_forward_and_backward_give_the_same_bits(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_nan_in_a_visible_key_reaches_every_row_that_sees_it_and_no_other(branch: str) -> None:
+def test_nan_key_reaches_exactly_the_rows_that_see_it(branch: str) -> None:
     case = Case(length=64, groups=2, heads=2)
     inputs = random_inputs(case, torch.float32)
     inputs.indices[:] = torch.tensor([0, 1, 2, -1])
@@ -540,7 +540,7 @@ def test_huge_negative_scores_do_not_let_a_query_see_the_future(branch: str) -> 
 
 @pytest.mark.parametrize("score", [0.0, 1e2, 1e4, -1e4])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_an_output_is_an_average_of_values_however_large_the_scores(branch: str, score: float) -> None:
+def test_output_is_an_average_of_values_for_any_score_size(branch: str, score: float) -> None:
     """Keys that are all alike share the weight evenly: of values that are all one, the average is one."""
     case = Case(length=40, heads=2, d_k=1, d_v=3)
     inputs = random_inputs(case, torch.float32)
@@ -570,7 +570,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(branch: str, dtyp
         assert got["lse"].isinf().sum() == len(empty) * case.n_heads
 
 
-def test_the_lse_of_a_sequence_without_blocks_can_be_differentiated() -> None:
+def test_lse_of_a_sequence_without_blocks_is_differentiable() -> None:
     case = Case(length=5, block=8)
     inputs = random_inputs(case)
     _, lse = sdpa_attend("compressed", inputs.but(q=inputs.q.requires_grad_()), case)

@@ -75,7 +75,7 @@ def test_what_fits_a_large_gpu_is_never_given_to_another() -> None:
         rows_of(tuned(sm_90_128=90), (8, 9), 128)
 
 
-def test_narrow_heads_take_a_wider_tile_but_a_relatives_own_width_first() -> None:
+def test_exact_head_dim_of_a_related_gpu_beats_a_larger_one() -> None:
     table = tuned(sm_90_64=1, sm_90_256=4, sm_100_128=2)
     assert [rows_of(table, (9, 0), head_dim) for head_dim in WIDTHS] == [1, 2, 4, 4]
 
@@ -154,9 +154,7 @@ def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -
         ('{"sm_90": {"tiles": {"scores": {"half": {"64": {"ms": 1}}}}}}', "64 has 'ms'; accepted: tile, measured"),
     ],
 )
-def test_a_broken_file_is_an_error_with_the_file_the_entry_and_what_is_accepted(
-    content: str, message: str, tmp_path: Path
-) -> None:
+def test_broken_file_error_names_file_entry_and_accepted_values(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -327,7 +325,7 @@ def test_nan_of_the_tile_in_use_is_nobodys_measure() -> None:
     assert [outcome.ms for outcome in outcomes] == [None, 1.0]
 
 
-def test_roundings_are_allowed_and_so_are_queries_that_see_nothing() -> None:
+def test_rounding_errors_and_queries_without_keys_are_accepted() -> None:
     nothing = torch.tensor([-torch.inf, 1.0, 2.0])
     assert error_ratio([RIGHT * (1 + 2**-8), nothing], [RIGHT, nothing]) < 1
     assert error_ratio([nothing], [torch.tensor([0.0, 1.0, 2.0])]) == torch.inf

@@ -44,7 +44,7 @@ def test_a_permutation_has_every_item_once(n: int, key: int) -> None:
     assert sorted(order[index] for index in range(n)) == list(range(n))
 
 
-def test_a_permutation_depends_on_its_key_and_is_the_same_on_every_machine() -> None:
+def test_permutation_depends_on_its_key_but_not_on_the_machine() -> None:
     orders = [list(Permutation(100, *key)) for key in ((1,), (2,), (1, 0), (0, 1))]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
     # The first output of the published splitmix64 for the seed 0.
@@ -66,7 +66,7 @@ def test_a_permutation_leaves_no_pattern() -> None:
 
 
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9), shuffle_tokens=st.integers(1, 200), doc_batch=st.integers(1, 5))
-def test_an_epoch_has_every_token_once_but_for_less_than_a_window(
+def test_epoch_has_each_token_once_but_for_a_last_partial_window(
     lengths: list[int], seq_len: int, shuffle_tokens: int, doc_batch: int
 ) -> None:
     documents = Memory(lengths)
@@ -233,7 +233,7 @@ def test_resume_behind_the_prefetching_thread(source: str, pack: bool) -> None:
                 assert equal(a, b)
 
 
-def test_validation_batches_are_the_same_every_time_from_the_first_state() -> None:
+def test_validation_batches_repeat_from_the_first_state() -> None:
     with open_loader(DataConfig(), split="valid", batch_size=2, seq_len=64, seed=0) as loader:
         first = loader.state_dict()
         before = take(loader, 3)

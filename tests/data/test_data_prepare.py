@@ -147,7 +147,7 @@ def test_bad_documents_stop_it_or_are_left_out_and_listed(
     assert command("check", str(out)) == 0
 
 
-def test_a_row_group_that_does_not_unpack_counts_with_all_its_rows(tmp_path: Path) -> None:
+def test_unreadable_row_group_counts_all_its_rows_as_skipped(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "corpus.parquet"
     texts = [f"{index} " + "many words " * 50 for index in range(60)]
@@ -162,7 +162,7 @@ def test_a_row_group_that_does_not_unpack_counts_with_all_its_rows(tmp_path: Pat
     assert (row["document"], row["documents"]) == (f"{path}, row group 0", 30)
 
 
-def test_a_corpus_of_bad_documents_alone_is_an_error_that_counts_them(tmp_path: Path) -> None:
+def test_corpus_of_bad_documents_is_an_error_with_their_count(tmp_path: Path) -> None:
     path = jsonl_file(tmp_path / "corpus.jsonl")
     words = ("prepare", "--source", "jsonl", "--path", str(path), "--text-key", "body", "--out", str(tmp_path / "out"))
     with pytest.raises(ValueError, match=r"45 documents.*data.text_key is 'body', the line has {.*'text': 'str'}"):
@@ -203,7 +203,7 @@ def left_in(out: Path) -> list[str]:
 
 @pytest.mark.usefixtures("children_find_the_stand_ins")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
-def test_only_one_process_prepares_a_folder_and_a_signal_leaves_nothing(number: int, tmp_path: Path) -> None:
+def test_one_process_prepares_a_folder_and_a_signal_cleans_up(number: int, tmp_path: Path) -> None:
     jsonl_file(tmp_path / "corpus.jsonl")
     out = tmp_path / "out"
     child = prepare_in_a_child(tmp_path, before=ENDLESS)
@@ -253,9 +253,7 @@ def test_a_rename_that_fails_leaves_nothing(failing: str, tmp_path: Path, monkey
     assert left_in(out) == []
 
 
-def test_a_set_whose_files_have_not_all_got_their_names_is_known_to_be_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_set_with_unrenamed_files_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a power cut in the middle of the renames leaves it."""
     path, out = jsonl_file(tmp_path / "corpus.jsonl"), tmp_path / "out"
     monkeypatch.setattr(prepare.ShardWriter, "publish", lambda self: None)
@@ -265,7 +263,7 @@ def test_a_set_whose_files_have_not_all_got_their_names_is_known_to_be_incomplet
 
 
 @pytest.mark.parametrize("bad", ["", "broken\n"])
-def test_prepared_data_survives_a_power_cut_and_before_is_known_to_be_incomplete(
+def test_prepared_data_is_complete_or_rejected_after_a_power_cut(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The power fails after every single fsync."""
@@ -331,7 +329,7 @@ def test_prepare_stops_at_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["1", "200", "700"])
-def test_prepare_keeps_a_document_for_validation_whatever_the_limit(limit: str, tmp_path: Path) -> None:
+def test_prepare_keeps_a_validation_document_at_any_token_limit(limit: str, tmp_path: Path) -> None:
     words = ("prepare", "--path", str(text_files(tmp_path / "in")), "--out", str(tmp_path / "out"))
     assert command(*words, "--limit-tokens", limit) == 0
     documents = {split: Shard(tmp_path / "out" / f"{split}-00000.tokens").header.documents for split in prepare.SPLITS}
@@ -340,7 +338,7 @@ def test_prepare_keeps_a_document_for_validation_whatever_the_limit(limit: str, 
     assert total < int(limit) + 2 * max(map(len, TEXTS))
 
 
-def test_prepare_refuses_a_corpus_that_leaves_nothing_for_validation(tmp_path: Path) -> None:
+def test_prepare_rejects_a_corpus_without_validation_tokens(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "a.txt").write_text("too short")
     with pytest.raises(

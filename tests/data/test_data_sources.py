@@ -165,7 +165,7 @@ def test_an_empty_jsonl_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_file_that_is_no_text_is_named_with_the_traceback_of_who_read_it(prefetch: bool, tmp_path: Path) -> None:
+def test_non_text_file_error_names_it_and_keeps_the_traceback(prefetch: bool, tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"abc\xff\xfe")
     loader = opened(DataConfig(source="text", path=str(tmp_path), prefetch=prefetch))
     for _ in range(2):

@@ -118,7 +118,7 @@ def test_shards_bring_their_own_tokenizer(tmp_path: Path) -> None:
 
 
 @needs_tokenizers
-def test_a_tokenizer_that_others_tokens_were_made_with_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_other_than_the_one_of_the_tokens_is_rejected(tmp_path: Path) -> None:
     """Of the same size, so that every token is a word to it."""
     texts = {"a": TEXTS, "b": [text.upper() for text in TEXTS]}
     for name in texts:
@@ -213,7 +213,7 @@ def test_files_that_changed_places_are_noticed(prepared: Path) -> None:
     refused(prepared, "train-00000.tokens is no intact file of tokens: its header is not the one that the manifest")
 
 
-def test_a_data_set_of_an_older_version_gets_a_manifest_on_request(prepared: Path) -> None:
+def test_data_set_of_an_older_version_can_be_given_a_manifest(prepared: Path) -> None:
     path = prepared / "manifest.json"
     written = json.loads(path.read_text())
     path.unlink()
@@ -278,7 +278,7 @@ JSON = st.recursive(
 
 @given(values=JSON, key=st.sampled_from(["version", "files", "train-00000.tokens", "bytes", "header_sha256"]))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_value_in_a_manifest_is_more_than_an_error_that_names_it(values: Any, key: str, tmp_path: Path) -> None:
+def test_any_bad_manifest_value_is_a_value_error_naming_the_file(values: Any, key: str, tmp_path: Path) -> None:
     def replaced(part: Any) -> Any:
         return {k: values if k == key else replaced(v) for k, v in part.items()} if isinstance(part, dict) else part
 
@@ -317,7 +317,7 @@ def removed_while_read(folder: Path) -> None:
         (removed_while_read, FileNotFoundError, "No such file"),
     ],
 )
-def test_a_shard_that_changes_while_it_is_read_is_an_error_that_names_it(
+def test_shard_changed_while_being_read_is_an_error_naming_it(
     change: Any, error: type[Exception], message: str, prepared: Path
 ) -> None:
     """A mapped file would end the process with SIGBUS, or go on with other tokens."""
@@ -401,7 +401,7 @@ def test_damaged_tokens_are_found_by_the_check(prepared: Path) -> None:
         command("check", str(prepared))
 
 
-def test_a_token_that_no_vocabulary_has_is_named_where_it_is_read(prepared: Path) -> None:
+def test_token_outside_the_vocabulary_is_reported_when_read(prepared: Path) -> None:
     """Not by the embedding, in the middle of a run."""
     path = prepared / "train-00001.tokens"
     data = bytearray(path.read_bytes())

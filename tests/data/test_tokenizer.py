@@ -131,7 +131,7 @@ def test_a_crafted_tokenizer_is_an_error_that_names_it(content: str, message: st
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_file_that_is_no_text_or_too_large_is_not_parsed(tmp_path: Path) -> None:
+def test_non_text_or_oversized_tokenizer_file_is_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"tokenizer.json is not UTF-8 text: .* byte 7"):
@@ -174,7 +174,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_named(prefetch: bool, tmp_path: Pat
 
 
 @needs_tokenizers
-def test_a_signal_that_raises_within_the_package_is_not_taken_for_its_error() -> None:
+def test_signal_exception_is_not_taken_for_a_tokenizer_error() -> None:
     tokenizer = train_bpe(TEXTS, 300)
 
     class Stop(Exception):
@@ -194,9 +194,7 @@ def test_a_tokenizer_that_ends_no_document_is_refused(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_a_tokenizer_file_without_the_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tokenizers_package_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("nsa.data.tokenizer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install tokenizers"):

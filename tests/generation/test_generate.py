@@ -220,7 +220,7 @@ def test_progress_counts_the_prompt_in_chunks() -> None:
         assert seen == [(8, 20), (16, 20), (20, 20)]
 
 
-def test_bytes_read_are_those_of_the_last_step_and_of_a_dense_model() -> None:
+def test_bytes_read_are_of_the_last_step_and_a_dense_model() -> None:
     read = {}
     for kind in KINDS:
         generation = Generation(fp32_model(kind), [[1] * 20, [2] * 3], Options(max_new_tokens=8))

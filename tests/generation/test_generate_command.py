@@ -174,7 +174,7 @@ def test_a_model_that_is_not_finite_gives_no_text_and_a_status(
 
 
 @needs_tokenizers
-def test_a_tokenizer_larger_than_the_model_is_one_line_and_status_2(
+def test_tokenizer_larger_than_model_is_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(small_model("dense", vocab_size=256).float(), tmp_path)

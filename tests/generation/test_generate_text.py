@@ -57,9 +57,7 @@ def test_pieces_add_up_to_the_text(text: str, cuts: list[int]) -> None:
 
 
 @given(st.text("abc€", max_size=20), CUTS, st.lists(st.text("abc€", min_size=1, max_size=4), max_size=3))
-def test_the_text_ends_before_the_stop_string_that_is_complete_first(
-    text: str, cuts: list[int], stops: list[str]
-) -> None:
+def test_text_ends_before_the_stop_string_completed_first(text: str, cuts: list[int], stops: list[str]) -> None:
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
     assert pieces_of(text, cuts, stops) == (expected, bool(ends))

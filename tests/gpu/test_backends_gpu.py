@@ -88,7 +88,7 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_branch_matches_the_fp64_reference_twice_with_the_same_bits(
+def test_branch_matches_fp64_and_is_bitwise_deterministic(
     backend: str, branch: str, case: Case, dtype: torch.dtype, with_lse: bool
 ) -> None:
     if backend == "triton" and case.d_k % 16:
@@ -105,7 +105,7 @@ def test_a_branch_matches_the_fp64_reference_twice_with_the_same_bits(
 
 @pytest.mark.parametrize("name", METHOD_CASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_of_the_selected_branch_matches_the_fp64_reference(
+def test_each_selected_branch_method_matches_the_fp64_reference(
     method: str, name: str, selected_by: Callable[[str | None], list[str]]
 ) -> None:
     case, dtype = METHOD_CASES[name]
@@ -140,7 +140,7 @@ def compression_on_gpu(module, op: str, tensors: tuple[Tensor, ...], case: Case,
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("op", COMPRESSIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compression_matches_the_fp64_reference_twice_with_the_same_bits(
+def test_compression_matches_fp64_and_is_bitwise_deterministic(
     backend: str, op: str, case: Case, dtype: torch.dtype
 ) -> None:
     if backend == "triton" and case.d_k % 16:
@@ -187,9 +187,7 @@ def test_the_mixture_matches_the_fp64_reference(backend: str, dtype: torch.dtype
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["plain", "packed", "one-token", "few-blocks"])
-def test_the_whole_matches_the_fp64_reference_twice_with_the_same_bits(
-    kind: str, dtype: torch.dtype, backend: str
-) -> None:
+def test_attention_matches_fp64_and_is_bitwise_deterministic(kind: str, dtype: torch.dtype, backend: str) -> None:
     case = CASES[kind]
     gates = torch.rand(case.batch, case.length, case.n_heads, 3, device="cuda")
     gates[:, ::5] = 0.0
@@ -200,7 +198,7 @@ def test_the_whole_matches_the_fp64_reference_twice_with_the_same_bits(
 
 @pytest.mark.parametrize("gate", [1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_in_fp16_stay_exact_behind_a_gate_that_is_nearly_closed(backend: str, gate: float) -> None:
+def test_fp16_gradients_stay_accurate_with_a_nearly_closed_gate(backend: str, gate: float) -> None:
     """With a loss scale, as fp16 is trained with: the gradients are well within fp16's range, `gate * p` is not."""
     case = CASES["plain"]
     gates = torch.full((case.batch, case.length, case.n_heads, 3), gate, device="cuda")
@@ -319,7 +317,7 @@ def test_peak_memory_is_linear_in_the_length(config: NSAConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_compiled_with_inductor_equals_eager_forward_and_backward(config: NSAConfig) -> None:
+def test_inductor_equals_eager_in_forward_and_backward(config: NSAConfig) -> None:
     attn = NSAAttention(config).cuda()
     x = torch.randn(2, 500, config.dim, device="cuda", requires_grad=True)
     dy = torch.randn(2, 500, config.dim, device="cuda")

@@ -55,9 +55,7 @@ def outputs_and_gradients(module: Any, branch: str, inputs: Inputs, case: Case, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", OFFSETS)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_matches_the_fp64_reference_twice_with_the_same_bits(
-    branch: str, name: str, dtype: torch.dtype
-) -> None:
+def test_branch_matches_fp64_and_is_bitwise_deterministic(branch: str, name: str, dtype: torch.dtype) -> None:
     case, inputs, where = problem(name, dtype)
     ours, again = (outputs_and_gradients(ops, branch, inputs, case, backend="triton", **where) for _ in range(2))
     exact = outputs_and_gradients(reference, branch, inputs.to(torch.float64), case, **where)

@@ -71,7 +71,7 @@ def test_a_target_outside_the_vocabulary_is_loud_without_a_wait(target: int) -> 
         chunked_cross_entropy(x, weight, targets, strict=True)
 
 
-def test_a_process_that_waits_for_the_device_leaves_the_processor_alone() -> None:
+def test_waiting_for_the_gpu_uses_little_cpu_time() -> None:
     x = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     for _ in range(40):

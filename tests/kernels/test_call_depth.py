@@ -27,7 +27,7 @@ def frames(stack: traceback.StackSummary) -> list[str]:
 
 @pytest.mark.parametrize("length", [40, 300], ids=["short", "long"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_a_layer_reaches_every_attention_kernel_through_few_frames(
+def test_layer_launches_attention_kernels_within_few_frames(
     length: int, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, launch = [], Launch.__call__

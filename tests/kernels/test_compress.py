@@ -143,7 +143,7 @@ def test_slots_are_those_of_the_specification(lengths: list[int] | None) -> None
 
 
 @pytest.mark.parametrize("cu", [[0, 500], [0, 2, 4], [0, 90, 33]], ids=str)
-def test_a_wrong_total_that_nobody_looked_at_reads_nothing_outside(cu: list[int]) -> None:
+def test_unchecked_wrong_cu_seqlens_read_nothing_out_of_bounds(cu: list[int]) -> None:
     """On a GPU offsets are not looked at; what lies before and after the tensors here is NaN."""
     pooling = pool(33, 4, 2, torch.tensor(cu, dtype=torch.int32, device=DEVICE))
 

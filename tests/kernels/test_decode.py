@@ -158,7 +158,7 @@ def test_a_step_attends_as_the_reference_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("n_distinct", [1, 3, 4])
-def test_of_equal_blocks_the_lower_is_selected_in_whichever_split_it_lies(n_distinct: int) -> None:
+def test_lowest_of_equal_blocks_is_selected_across_splits(n_distinct: int) -> None:
     inputs = StepInputs(StepCase(lengths=(95, 61), select_block=8, block=4), n_distinct=n_distinct)
     # Large scores: a probability relative to another maximum would be rounded otherwise.
     inputs.q *= 7.3
@@ -189,7 +189,7 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(actual, expected)
 
 
-def test_tokens_past_the_end_are_finite_and_the_others_as_without_them() -> None:
+def test_tokens_past_the_end_are_finite_and_do_not_affect_others() -> None:
     inputs = StepInputs(StepCase(lengths=(94, 30), tokens=4))
     o, _ = inputs.run()
     assert o.isfinite().all()
@@ -267,7 +267,7 @@ def step_both(fused: NSAAttention, plain: NSAAttention, lengths: list[int], max_
     return caches
 
 
-def test_rows_of_different_lengths_and_padding_step_as_the_general_path() -> None:
+def test_ragged_rows_with_padding_step_like_the_general_code() -> None:
     fused, plain = layers()
     mine, other = step_both(fused, plain, [3, 30, 17], 48)
     for mask in ([[1, 1], [1, 0], [0, 1]], [[0, 0], [1, 1], [1, 0]]):

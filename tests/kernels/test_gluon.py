@@ -216,7 +216,7 @@ def test_tiles_are_picked_where_the_kernels_apply() -> None:
 
 
 @pytest.mark.usefixtures("usable")
-def test_head_dim_64_has_a_forward_kernel_for_whole_queries_alone() -> None:
+def test_head_dim_64_has_only_a_forward_kernel_of_whole_queries() -> None:
     q, k = torch.empty(1, 4096, 16, 64, dtype=torch.float16), torch.empty(1, 255, 2, 64, dtype=torch.float16)
     forward, dkv = picked(q, k)
     assert isinstance(forward, ForwardTile)

@@ -209,7 +209,7 @@ def test_gradient_of_an_expanded_scalar(branch: str) -> None:
     check(case, branch, by_kernel(case, branch, x, *TILES["descriptors"]), x)
 
 
-def test_rows_that_see_nothing_have_no_gradient_whatever_their_cotangent() -> None:
+def test_rows_without_keys_have_no_gradient_for_any_cotangent() -> None:
     case = Case(length=20)
     x = inputs(case, "compressed")
     x["dlse"][:, : case.block - 1] = float("inf")

@@ -144,7 +144,7 @@ def test_whole_sequences_are_a_masked_softmax_with_its_gradients(pattern: Patter
 
 
 @pytest.mark.parametrize("pattern", PACKED, ids=str)
-def test_packed_documents_are_a_masked_softmax_with_its_gradients(pattern: Pattern) -> None:
+def test_varlen_equals_masked_softmax_with_gradients(pattern: Pattern) -> None:
     cu_seqlens = offsets(pattern.lengths)
     attention = pattern.attention()
     assert_same_attention(lambda q, k, v: attention.attend(q, k, v, cu_seqlens=cu_seqlens), pattern, batch=1)
@@ -195,7 +195,7 @@ def test_narrow_dtypes_stay_what_they_are(pattern: Pattern, dtype: torch.dtype) 
 # BigBird's draw.
 
 
-def test_blocks_are_drawn_without_replacement_and_all_where_there_are_few() -> None:
+def test_random_blocks_are_distinct_and_all_taken_if_few() -> None:
     attention = Pattern("bigbird", (0,), window=8, n_global=4, n_random=3).attention()
     assert isinstance(attention, BigBirdAttention)
     for own, drawn in enumerate(drawn_blocks(attention, 200)):
@@ -301,7 +301,7 @@ def test_flex_attention_does_not_break_a_compiled_model_s_graph(monkeypatch: pyt
     torch.testing.assert_close(actual, expected)
 
 
-def test_flex_attention_runs_long_sequences_on_a_gpu_unless_a_backend_is_named() -> None:
+def test_auto_uses_flex_attention_for_long_sequences_on_a_gpu() -> None:
     def uses_flex(length: int, block: int = 64, backend: str = "auto", device: str = "cuda") -> bool:
         config = NSAConfig(dim=24, n_heads=6, n_kv_groups=2, d_k=4, d_v=6, backend=backend)
         options = {"window": block, "n_global": 1, "n_random": 1, "seed": 0, "layer": 0}
@@ -372,7 +372,7 @@ def test_a_mixture_runs_each_layer_s_own_attention() -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
 
 
-def test_a_layer_of_a_mixture_is_the_layer_of_a_model_of_one_kind() -> None:
+def test_layer_of_a_mixed_model_equals_that_of_a_uniform_model() -> None:
     mixed, one = small_model(("dense", "sliding")), small_model("sliding")
     one.load_state_dict(mixed.state_dict())
     x = torch.randn(1, 40, 32, dtype=torch.float64)

@@ -73,7 +73,7 @@ def measure(length: int, threads: int = 1, document: int = 0) -> dict[str, float
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_twice_the_length_takes_at_most_little_more_than_twice_the_memory() -> None:
+def test_memory_grows_at_most_linearly_with_length() -> None:
     short, long = measure(4096), measure(8192)
     assert long["peak"] <= 2.2 * short["peak"], f"{short['peak'] / MEBIBYTE:.0f} to {long['peak'] / MEBIBYTE:.0f} MiB"
     # A fixed workspace hides a quadratic part from the ratio; a single [S, S] matrix of fp32 would add 192 MiB.
@@ -83,13 +83,13 @@ def test_twice_the_length_takes_at_most_little_more_than_twice_the_memory() -> N
 
 
 @pytest.mark.parametrize("document", [1, 4])
-def test_a_pack_of_short_documents_takes_little_more_memory_than_one_sequence(document: int) -> None:
+def test_short_documents_take_little_more_memory_than_one_long(document: int) -> None:
     pack, plain = measure(4096, document=document), measure(4096)
     assert pack["peak"] <= 1.1 * plain["peak"], f"{plain['peak'] / MEBIBYTE:.0f} to {pack['peak'] / MEBIBYTE:.0f} MiB"
 
 
 @pytest.mark.slow
-def test_sixteen_thousand_tokens_train_in_less_than_four_gibibytes() -> None:
+def test_training_16k_tokens_takes_less_than_4_gib() -> None:
     measured = measure(16_384, threads=2)
     print(f"S=16384: {measured['total'] / MEBIBYTE:.0f} MiB, {measured['seconds']:.1f} s")
     assert measured["total"] < 4096 * MEBIBYTE

@@ -85,7 +85,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int, needs_grad: bo
 
 
 @pytest.mark.parametrize("target", [-1, -101, 50, 63, 64, 2**40])
-def test_an_unchecked_target_outside_the_vocabulary_makes_loss_and_gradients_nan(target: int) -> None:
+def test_unchecked_out_of_vocabulary_target_gives_nan_gradients(target: int) -> None:
     """Compiled code reads no values, as on a GPU."""
     x, weight = torch.randn(3, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
     compiled = torch.compile(chunked_cross_entropy, backend="eager", fullgraph=True)
@@ -189,7 +189,7 @@ def padded(fill: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_padding_that_is_not_finite_reaches_no_output_and_no_gradient(kind: str, value: float) -> None:
+def test_non_finite_padding_reaches_no_output_or_gradient(kind: str, value: float) -> None:
     results = []
     for fill in (0.0, value):
         attention = small_model(kind).layers[0].attention
@@ -292,7 +292,7 @@ def test_flops_of_a_dense_model_are_its_products() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flops_are_the_products_that_torch_counts_and_the_scores_that_are_seen(kind: str) -> None:
+def test_flops_are_those_torch_counts_plus_visible_scores(kind: str) -> None:
     """Of 50 tokens: torch counts what is multiplied with a weight, and does not look into our ops."""
     model, length = small_model(kind), 50
     # Torch looks into its own attention; a pack of one document makes the dense layers' scores an op of ours too.
@@ -338,7 +338,7 @@ def test_flops_by_part_add_up_over_a_mixture() -> None:
         assert parts[kind] == pytest.approx(layers / 2 * small_model(kind).flops_by_part(50)[kind])
 
 
-def test_sparse_attention_costs_less_than_dense_on_long_sequences() -> None:
+def test_sparse_attention_costs_less_than_dense_when_long() -> None:
     with torch.device("meta"):
         models = {kind: LM(replace(PRESETS["125m"], attention=kind)) for kind in KINDS}
     dense = models.pop("dense")

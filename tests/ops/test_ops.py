@@ -223,7 +223,7 @@ def with_gradients(function: Callable[..., Tensor], inputs: Inputs, case: Case) 
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
-def test_all_ops_compile_into_one_graph_that_computes_what_eager_does(kind: str) -> None:
+def test_all_ops_compile_into_one_graph_that_matches_eager(kind: str) -> None:
     case = CASES[kind]
     inputs = random_inputs(case, torch.float32)
     torch._dynamo.reset()
@@ -233,7 +233,7 @@ def test_all_ops_compile_into_one_graph_that_computes_what_eager_does(kind: str)
 
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_a_compression_compiles_into_one_graph_that_computes_what_eager_does(op: str, kind: str) -> None:
+def test_compression_compiles_into_one_graph_that_matches_eager(op: str, kind: str) -> None:
     case = WHOLE[kind]
     tensors = compression_inputs(op, case, torch.float32)
     torch._dynamo.reset()
@@ -243,7 +243,7 @@ def test_a_compression_compiles_into_one_graph_that_computes_what_eager_does(op:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_a_compiled_compression_serves_another_length_without_being_compiled_again(op: str, packed: bool) -> None:
+def test_compiled_compression_is_not_recompiled_for_new_lengths(op: str, packed: bool) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -264,7 +264,7 @@ def test_a_compiled_compression_serves_another_length_without_being_compiled_aga
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_compiled_op_serves_another_length_without_being_compiled_again(branch: str) -> None:
+def test_compiled_op_is_not_recompiled_for_new_lengths(branch: str) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -322,7 +322,7 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
 
 
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_a_gradient_of_a_compressions_gradient_is_refused_by_name(op: str) -> None:
+def test_second_derivative_of_a_compression_is_rejected_by_name(op: str) -> None:
     leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
     out = getattr(ops, op)(*leaves, **PLAIN.compression)
     (dx,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
@@ -331,7 +331,7 @@ def test_a_gradient_of_a_compressions_gradient_is_refused_by_name(op: str) -> No
 
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_activation_checkpointing_changes_no_bit_of_a_compression(op: str, kind: str) -> None:
+def test_activation_checkpointing_changes_no_compression_bit(op: str, kind: str) -> None:
     case = WHOLE[kind]
     tensors = compression_inputs(op, case, torch.float32)
 
@@ -342,7 +342,7 @@ def test_activation_checkpointing_changes_no_bit_of_a_compression(op: str, kind:
     assert_same_bits(got, compression_results(ops, op, tensors, case))
 
 
-def test_a_compression_keeps_no_tensor_of_its_own_for_the_backward_pass() -> None:
+def test_compression_saves_only_cu_seqlens_for_backward() -> None:
     kept = []
     leaves = [x.requires_grad_() for x in compression_inputs("gather_blocks", PACKED)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -351,7 +351,7 @@ def test_a_compression_keeps_no_tensor_of_its_own_for_the_backward_pass() -> Non
 
 
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_a_compressions_gradient_that_is_not_contiguous_is_taken_as_it_is(op: str) -> None:
+def test_compression_accepts_a_non_contiguous_output_gradient(op: str) -> None:
     leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
     out = getattr(ops, op)(*leaves, **PLAIN.compression)
     ones = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
@@ -450,7 +450,7 @@ def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_autocast_changes_neither_dtype_nor_value_of_a_compression(op: str, backend: str) -> None:
+def test_autocast_changes_neither_dtype_nor_value_of_compression(op: str, backend: str) -> None:
     tensors = compression_inputs(op, PLAIN, torch.float32)
     expected = compression_results(ops, op, tensors, PLAIN, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -486,7 +486,7 @@ def test_auto_on_a_cpu_is_served_by_sdpa(environment: Callable[..., None]) -> No
     assert calls["compress", "sdpa"] == 4
 
 
-def test_parity_mode_serves_even_a_named_backend_by_the_reference(environment: Callable[..., None]) -> None:
+def test_parity_mode_runs_the_reference_for_a_named_backend(environment: Callable[..., None]) -> None:
     environment(NSA_FORCE_PARITY="1")
     inputs = random_inputs(PLAIN, torch.float32)
     for branch in BRANCHES:

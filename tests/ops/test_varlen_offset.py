@@ -42,7 +42,7 @@ def test_the_reference_gives_a_part_what_it_gives_the_whole(branch: str, problem
 
 
 @given(problem=parts())
-def test_the_reference_selects_for_a_part_what_it_selects_for_the_whole(problem: tuple[Case, int, int]) -> None:
+def test_reference_selects_the_same_for_a_part_as_for_the_whole(problem: tuple[Case, int, int]) -> None:
     case, start, end = problem
     inputs = random_inputs(case)
     where = {"cu_seqlens": case.cu_seqlens}

@@ -98,7 +98,7 @@ def test_a_branch_that_leaves_nothing_out_is_dense_attention(branch: str, heads:
     torch.testing.assert_close(p.sum(dim=-1), torch.ones_like(lse), atol=EXACT, rtol=EXACT)
 
 
-def test_compressed_branch_of_one_token_blocks_is_dense_attention() -> None:
+def test_compressed_branch_with_one_token_blocks_is_dense() -> None:
     case = Case(length=21, groups=2, heads=3, d_k=4, d_v=5, block=1, stride=1)
     inputs = random_inputs(case)
     o, _ = attend(reference, "compressed", inputs, case)
@@ -106,7 +106,7 @@ def test_compressed_branch_of_one_token_blocks_is_dense_attention() -> None:
 
 
 @pytest.mark.parametrize("branch", ["selected", "sliding"])
-def test_whole_attention_with_the_gate_on_one_full_branch_is_dense_attention(branch: str) -> None:
+def test_gate_on_one_full_branch_gives_dense_attention(branch: str) -> None:
     case = Case(length=40, groups=2, heads=3, d_k=4, d_v=6, n_select=5, window=64)
     inputs = random_inputs(case)
     inputs = inputs.but(gates=one_hot_gates(inputs, branch))
@@ -207,7 +207,7 @@ def test_later_tokens_do_not_change_a_selection(case: Case, data: st.DataObject)
 
 
 @pytest.mark.parametrize("t", [1, 7, 20, 38])
-def test_whole_attention_from_raw_tokens_is_causal_forward_and_backward(t: int) -> None:
+def test_whole_attention_is_causal_in_forward_and_backward(t: int) -> None:
     case = Case(length=40, groups=2, heads=2, n_select=3)
     inputs = random_inputs(case)
     raw_k, raw_v = inputs.k_win, inputs.v_win
@@ -259,7 +259,7 @@ def test_importance_of_a_group_is_the_sum_over_its_heads() -> None:
         torch.testing.assert_close(whole[:, :, g], sum(alone), atol=EXACT, rtol=EXACT)
 
 
-def test_the_order_of_heads_in_a_group_does_not_change_its_selection() -> None:
+def test_selection_ignores_the_order_of_heads_in_a_group() -> None:
     case = Case(length=60, groups=2, heads=3, select_block=4, n_select=5)
     inputs = random_inputs(case)
     reordered = inputs.but(q=inputs.q[:, :, [2, 0, 1, 4, 5, 3]])
@@ -358,7 +358,7 @@ def test_no_gradient_flows_through_the_selection() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_a_sequence_shorter_than_every_block_has_an_empty_compressed_branch_and_full_others(length: int) -> None:
+def test_short_sequence_leaves_only_the_compressed_branch_empty(length: int) -> None:
     case = Case(length=length, groups=2, heads=3, d_k=4, d_v=3, block=32, stride=16, select_block=64, n_select=16)
     inputs = random_inputs(case)
     assert inputs.k_cmp.shape[1] == 0
@@ -394,7 +394,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(branch: str, dtyp
         assert got["lse"][:, seen].isfinite().all()
 
 
-def test_the_lse_of_a_sequence_without_blocks_can_be_differentiated() -> None:
+def test_lse_of_a_sequence_without_blocks_is_differentiable() -> None:
     case = Case(length=5, block=8)
     inputs = random_inputs(case)
     _, lse = attend(reference, "compressed", inputs.but(q=inputs.q.requires_grad_()), case)
@@ -558,7 +558,7 @@ def test_gradients_of_the_whole_attention_are_its_slopes(documents: tuple[int, .
 # The mixture.
 
 
-def test_gates_weigh_compressed_selected_and_sliding_in_that_order() -> None:
+def test_gates_are_ordered_compressed_selected_sliding() -> None:
     o = [torch.full((1, 2, 3, 4), value) for value in (1.0, 10.0, 100.0)]
     gates = torch.zeros(1, 2, 3, 3)
     gates[0, 1, 2] = torch.tensor([2.0, 3.0, 4.0])

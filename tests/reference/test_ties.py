@@ -61,7 +61,7 @@ def test_of_equal_keys_the_first_blocks_are_selected(backend: str, dtype: torch.
 @on_every_backend
 @in_every_dtype
 @given(case=tied_cases(), draw=st.data())
-def test_of_equal_keys_the_first_blocks_are_selected_in_any_split(
+def test_equal_keys_select_the_first_blocks_in_any_split(
     backend: str, dtype: torch.dtype, case: Case, draw: st.DataObject
 ) -> None:
     q, k, _ = tied_inputs(case, dtype, n_distinct=1)
@@ -104,7 +104,7 @@ def test_no_row_of_a_long_uniform_sequence_differs_by_one_bit(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @given(case=cases(max_length=80))
-def test_importance_in_half_precision_is_that_of_a_softmax_in_fp32(dtype: torch.dtype, case: Case) -> None:
+def test_half_precision_importance_uses_an_fp32_softmax(dtype: torch.dtype, case: Case) -> None:
     case = case.but(n_select=case.n_select + 2)
     generator = torch.Generator().manual_seed(case.seed)
     shapes = [(case.batch, case.length, case.n_heads, case.d_k), (case.batch, case.n_compressed, case.groups, case.d_k)]

@@ -360,7 +360,7 @@ def test_an_index_of_another_version_is_no_traceback(tmp_path: Path, trained: Pa
 
 
 @pytest.mark.parametrize("call", ["wait", "close", "load"])
-def test_a_full_disk_is_raised_by_the_next_call_and_costs_nothing(
+def test_full_disk_is_raised_by_the_next_call_and_loses_nothing(
     call: str, tmp_path: Path, trained: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)

@@ -72,7 +72,7 @@ def test_a_measured_run_is_as_fast_as_it_was_measured() -> None:
     ],
     ids=str,
 )
-def test_what_was_not_measured_is_an_estimate_above_the_time_of_its_launches(changes: dict[str, object]) -> None:
+def test_unmeasured_step_time_is_an_estimate_above_launch_time(changes: dict[str, object]) -> None:
     """Not the rate of another batch, length, kind of attention or backend."""
     rows = [row(), row(impl="dense-sdpa-graphs", tokens_per_s=400_000.0)]
     given = config(**changes)
@@ -85,7 +85,7 @@ def test_what_was_not_measured_is_an_estimate_above_the_time_of_its_launches(cha
 
 @settings(max_examples=5)
 @given(batch=st.integers(1, 64), length=st.integers(1, 64).map(lambda n: 64 * n))
-def test_a_longer_batch_takes_longer_and_no_step_is_shorter_than_its_launches(batch: int, length: int) -> None:
+def test_step_time_grows_with_batch_and_exceeds_launch_time(batch: int, length: int) -> None:
     small, large = (
         plan(config(batch_size=n, model__seq_len=length), "H200", rows=[row(B=1000)]) for n in (batch, batch + 1)
     )
@@ -136,7 +136,7 @@ def test_another_model_or_length_is_scaled_by_flops() -> None:
     assert "S 32768" in long.source, "the nearest length"
 
 
-def test_a_gpu_without_rows_takes_the_fraction_of_the_peak_and_says_so() -> None:
+def test_unmeasured_gpu_uses_the_fraction_of_peak_and_says_so() -> None:
     there, here = plan(config(), "H200", rows=[row()]), plan(config(), "A100", rows=[row()])
     assert here.basis == "assumed"
     assert "of the peak, as nsa-triton-graphs" in here.source

@@ -114,7 +114,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     assert "2.000" in text
 
 
-def test_numbers_that_are_not_finite_leave_a_gap_and_no_invalid_json(tmp_path: Path) -> None:
+def test_non_finite_numbers_leave_a_gap_and_valid_json(tmp_path: Path) -> None:
     log = RunLog(tmp_path, resume=False, tensorboard=False)
     for step, loss in enumerate([1.0, math.nan, math.inf, 2.0]):
         log.write("step", step=step, loss=loss)
@@ -222,9 +222,7 @@ def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.jsonl", "metrics.jsonl"]
 
 
-def test_a_disk_that_is_full_for_tensorboard_costs_the_charts_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_for_tensorboard_loses_only_the_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     log = RunLog(tmp_path, resume=False)
     log.write("step", step=1, loss=1.0)

@@ -44,7 +44,7 @@ def changed_before(config: Any, changes: dict[int, Change]) -> Trainer:
 
 @pytest.mark.parametrize("left", ["no folder", "an empty one", "half a checkpoint", "a file"])
 @pytest.mark.parametrize("flag", ["--resume", "--out"])
-def test_going_on_without_a_checkpoint_is_an_error_and_empties_nothing(
+def test_resuming_without_checkpoint_is_an_error_and_keeps_files(
     flag: str, left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -64,7 +64,7 @@ def test_going_on_without_a_checkpoint_is_an_error_and_empties_nothing(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_that_lost_its_checkpoints_starts_again_once_its_metrics_are_moved_away(tmp_path: Path) -> None:
+def test_run_without_checkpoints_restarts_once_metrics_are_moved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Trainer(small_run(run)).train()
     shutil.rmtree(run / "checkpoints")
@@ -74,7 +74,7 @@ def test_a_run_that_lost_its_checkpoints_starts_again_once_its_metrics_are_moved
     assert list(losses(run)) == list(range(1, 7))
 
 
-def test_a_run_that_was_killed_before_its_first_step_starts_again(tmp_path: Path) -> None:
+def test_run_killed_before_its_first_step_starts_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     class Killed(Trainer):
@@ -98,7 +98,7 @@ def test_resume_finds_a_checkpoint_that_was_being_replaced(tmp_path: Path) -> No
 # The folder changes during the run.
 
 
-def test_a_folder_that_is_deleted_stops_the_run_and_costs_no_step(tmp_path: Path) -> None:
+def test_deleted_run_folder_stops_the_run_and_loses_no_step(tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     config = small_run(run, log_every=1, save_every=2)
     trainer = changed_before(config, {4: lambda trainer: shutil.rmtree(run)})
@@ -122,7 +122,7 @@ def test_a_folder_that_is_moved_keeps_what_it_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.jsonl"])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_log_that_is_deleted_or_replaced_is_written_again_which_is_reported(
+def test_deleted_or_replaced_log_is_rewritten_and_reported(
     name: str, replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose(trainer: Trainer) -> None:
@@ -169,7 +169,7 @@ def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> No
     assert (run / "config.yaml").read_text() == "theirs"
 
 
-def test_a_folder_deleted_after_the_last_save_is_noticed_by_a_signal(tmp_path: Path) -> None:
+def test_folder_deleted_after_the_last_save_is_saved_again(tmp_path: Path) -> None:
     """The step is saved already, where nobody can find it."""
     trainer = Trainer(small_run(tmp_path / "run", save_every=1))
     trainer.advance(trainer.fetch())
@@ -209,7 +209,7 @@ def without_gradients(trainer: Trainer) -> None:
     trainer.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
 
 
-def test_steps_without_finite_gradients_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+def test_steps_with_non_finite_gradients_keep_the_last_good_one(tmp_path: Path) -> None:
     config = small_run(tmp_path, steps=20, save_every=1, log_every=1, keep=2, max_skips=6)
     trainer = changed_before(config, {3: without_gradients})
     with pytest.raises(RunStopped, match=r"step 9 is saved.*the last good state is that of step 3"):
@@ -242,7 +242,7 @@ def test_one_step_without_finite_gradients_is_forgotten(tmp_path: Path) -> None:
     assert trainer.checkpoints.last_good() == 6
 
 
-def test_a_validation_that_turns_nan_is_reported_at_once_and_the_run_goes_on_saving(
+def test_nan_validation_is_reported_at_once_and_saving_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: dict[int, str] = {}
@@ -297,7 +297,7 @@ def test_the_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.json", "tokenizer.json", "run.json", "metrics.jsonl", "report.html"]
 )
-def test_a_folder_with_files_of_no_run_is_refused_before_training(
+def test_folder_with_foreign_files_is_rejected_before_training(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "theirs"
@@ -329,7 +329,7 @@ def test_a_link_in_a_runs_folder_is_not_written_through(
 
 
 @pytest.mark.parametrize("name", [".lock", "heartbeat.jsonl", "metrics.jsonl", "watchdog.txt"])
-def test_a_link_made_after_the_check_is_not_written_through_either(name: str, tmp_path: Path) -> None:
+def test_link_made_after_the_check_is_not_written_through(name: str, tmp_path: Path) -> None:
     run, theirs = tmp_path / "run", tmp_path / "theirs"
     theirs.write_text("theirs")
     trainer = Trainer(small_run(run, watchdog_s=0.01))

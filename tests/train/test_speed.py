@@ -62,7 +62,7 @@ def test_parity_has_no_floor_of_the_kernels(monkeypatch: pytest.MonkeyPatch, env
     assert preflight.min_tokens_per_s(config()) == 0
 
 
-def test_the_checkout_s_own_measurements_give_the_125m_model_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_results_give_the_125m_model_a_minimum_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert 10_000 < preflight.min_tokens_per_s(config()) < 100_000
 

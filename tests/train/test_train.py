@@ -39,7 +39,7 @@ def test_learning_rate_rises_then_falls_to_its_floor(schedule: str) -> None:
     assert (rates[78] == 1.0) == (schedule == "wsd")
 
 
-def test_accumulated_batches_are_one_larger_batch_however_few_of_their_tokens_count() -> None:
+def test_accumulation_equals_one_batch_with_ignored_targets() -> None:
     config = small_run(Path()).model
     tokens, targets, _ = random_batch(4)
     targets = targets.clone()
@@ -269,7 +269,7 @@ def test_the_command_trains_and_says_how_to_go_on(
     assert f"nsa train: error: {tmp_path / 'run.json'} is damaged: " in capsys.readouterr().err
 
 
-def test_what_a_resumed_run_changes_is_said_and_every_start_is_written_down(
+def test_changes_on_resume_are_reported_and_each_start_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Trainer(small_run(tmp_path, steps=2)).train()

@@ -59,7 +59,7 @@ def test_the_presets_are_the_configs(name: str) -> None:
     assert load_config(name, env=PLAIN).model == PRESETS[name]
 
 
-def test_the_command_line_beats_the_environment_which_beats_the_file() -> None:
+def test_precedence_is_command_line_then_environment_then_file() -> None:
     env = Settings.load(
         environ={"NSA_SEQ_LEN": "128", "NSA_BATCH_SIZE": "3", "NSA_ACCUM": "2", "NSA_NO_GC": "1",
                  "NSA_FWE_DOC_BATCH": "7", "NSA_FWE_PREFETCH": "0", "NSA_FWE_Q": "9"}
@@ -227,7 +227,7 @@ def test_a_name_is_a_config_and_a_path_is_a_folder(tmp_path: Path, monkeypatch: 
     assert load_config(run, env=PLAIN).steps == 6
 
 
-def test_a_run_goes_on_as_it_was_configured_whatever_the_environment_says(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_config_in_any_environment(tmp_path: Path) -> None:
     write_yaml(tmp_path / "config.yaml", small_run(tmp_path))
     (tmp_path / "checkpoints" / "step_0").mkdir(parents=True)
     other = Settings.load(environ={"NSA_BATCH_SIZE": "4", "NSA_SEQ_LEN": "64"})
@@ -292,9 +292,7 @@ def test_the_doctor_takes_a_shape_or_a_config(capsys: pytest.CaptureFixture[str]
     assert "nothing without --config" in capsys.readouterr().err
 
 
-def test_the_doctor_sees_a_full_disk_and_a_folder_of_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_reports_full_disk_and_folder_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa.train import preflight
     from nsa.train.distributed import Ranks
     from nsa.train.run_info import save_run_info

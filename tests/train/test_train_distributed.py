@@ -209,9 +209,7 @@ def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
         (["--data-path", "other.txt"], "fingerprint of the data on rank 1"),
     ],
 )
-def test_ranks_that_would_train_differently_are_told_so_before_they_do(
-    words: list[str], key: str, tmp_path: Path
-) -> None:
+def test_ranks_with_different_runs_are_rejected_before_training(words: list[str], key: str, tmp_path: Path) -> None:
     for name in ("one.txt", "other.txt"):
         (tmp_path / name).write_text(f"some words of {name}\n" * 400)
     out = tmp_path / "run"

@@ -114,7 +114,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_saves_and_the_next_start_goes_on_as_if_nothing_had_been(
+def test_signal_saves_and_the_next_start_resumes_exactly(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handlers = [signal.getsignal(number) for number in Signals.NUMBERS]
@@ -198,7 +198,7 @@ def test_what_comes_after_too_many_skips_is_written_down(tmp_path: Path) -> None
     ]
 
 
-def test_a_disk_without_room_for_the_log_names_the_file_and_costs_no_step(
+def test_full_disk_for_the_log_names_the_file_and_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(self: RunLog, step: int, **values: object) -> None:

@@ -91,9 +91,7 @@ def test_a_sample_does_not_delay_a_stop(tmp_path: Path, asked_while_sampling: li
     assert lines_of(tmp_path, "sample") == []
 
 
-def test_a_finished_run_is_complete_though_its_sample_is_cut_short(
-    tmp_path: Path, asked_while_sampling: list[int]
-) -> None:
+def test_finished_run_is_complete_when_its_sample_is_cut_short(tmp_path: Path, asked_while_sampling: list[int]) -> None:
     summary = Trainer(small_run(tmp_path, sample_tokens=500)).train()
     assert summary is not None
     assert asked_while_sampling == [1]

@@ -37,7 +37,7 @@ class Compiling:
         return 2
 
 
-def test_a_layers_kernels_are_compiled_by_the_backend_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_kernels_are_compiled_by_the_backend_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Compiling()
     real = warmup.router()
     stand_in = SimpleNamespace(route=real.route, backends={"sdpa": backend})
