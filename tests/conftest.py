@@ -14,14 +14,16 @@ from nsa import settings
 from nsa.backends import routing
 from nsa.backends.triton import tuning
 
-hypothesis.settings.register_profile(
-    "nsa",
-    deadline=None,
-    max_examples=40,
-    # On CI the same examples every time; at a desk new ones, and failures are remembered in .hypothesis.
-    derandomize="CI" in os.environ,
-)
-hypothesis.settings.load_profile("nsa")
+# On CI the same examples every time; at a desk new ones, and failures are remembered in .hypothesis.
+for profile, max_examples in {"nsa": 40, "quick": 15}.items():
+    hypothesis.settings.register_profile(
+        profile, deadline=None, max_examples=max_examples, derandomize="CI" in os.environ
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "nsa")
+
 
 # Workers of pytest-xdist share the cores; small tensors gain nothing from threads.
 torch.set_num_threads(1)

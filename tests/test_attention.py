@@ -619,6 +619,7 @@ def compiled(attn: NSAAttention, backend: str = "aot_eager") -> Callable[..., Te
     return torch.compile(attn, fullgraph=True, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("batch", ["plain", "packed", "padded"])
 def test_compiled_layer_equals_eager(batch: str) -> None:
@@ -633,6 +634,7 @@ def test_compiled_layer_equals_eager(batch: str) -> None:
     assert_close(got, with_gradients(attn, lambda x: attn(x, **kwargs), x), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @torch.no_grad()
 def test_compiled_static_steps_equal_eager_and_compile_once() -> None:

@@ -105,6 +105,7 @@ def test_the_package_is_a_program() -> None:
 # Output that cannot be written.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--help", "train --help", "plan --config tiny"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_ends_it_without_a_word(words: str, unbuffered: str) -> None:
@@ -124,6 +125,7 @@ def test_a_closed_pipe_ends_it_without_a_word(words: str, unbuffered: str) -> No
     assert done.returncode in ((0, 141) if unbuffered and "--help" in words else (141,))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:

@@ -180,6 +180,7 @@ print("same")
     assert run_python(code) == "same"
 
 
+@pytest.mark.slow
 def test_import_takes_little_longer_than_torch_does() -> None:
     """The best of a few tries, because the machine may be busy; torch is loaded first and not counted."""
     code = """

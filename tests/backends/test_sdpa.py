@@ -357,6 +357,7 @@ def test_a_small_score_budget_changes_nothing(branch: str, case: Case, budget: i
     assert_close(got, reference_results(branch, inputs, case), TIGHT)
 
 
+@pytest.mark.slow
 @given(
     documents=st.lists(st.integers(0, 3), min_size=30, max_size=60).filter(any),
     select_block=st.sampled_from([4, 8]),

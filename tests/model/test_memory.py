@@ -73,6 +73,7 @@ def measure(length: int, threads: int = 1, document: int = 0) -> dict[str, float
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_memory_grows_at_most_linearly_with_length() -> None:
     short, long = measure(4096), measure(8192)
     assert long["peak"] <= 2.2 * short["peak"], f"{short['peak'] / MEBIBYTE:.0f} to {long['peak'] / MEBIBYTE:.0f} MiB"
@@ -82,6 +83,7 @@ def test_memory_grows_at_most_linearly_with_length() -> None:
     assert added_per_token <= 8 * input_and_gradient_bytes, f"{added_per_token / 1024:.0f} KiB a token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [1, 4])
 def test_short_documents_take_little_more_memory_than_one_long(document: int) -> None:
     pack, plain = measure(4096, document=document), measure(4096)

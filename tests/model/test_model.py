@@ -212,6 +212,7 @@ def test_padding_that_is_not_finite_leaves_nothing_in_a_cache(kind: str) -> None
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_padding_takes_no_room_in_a_cache(kind: str, data: st.DataObject) -> None:
@@ -434,6 +435,7 @@ def test_a_saved_model_comes_back(kind: str, tied: bool, tmp_path) -> None:
     torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_without_a_graph_break(kind: str) -> None:
     model = small_model(kind, n_layers=1).train()

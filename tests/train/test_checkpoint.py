@@ -473,6 +473,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """The worker has saved step 1, trained, and hangs with half of step 2 on the disk."""
     process = start("hang", str(tmp_path))
@@ -490,6 +491,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
+@pytest.mark.slow
 def test_killed_anywhere(tmp_path: Path) -> None:
     """Eight children, each going on from what the one before left, each killed at a random moment."""
     reached = [int(line) for line in finish(start("killed", str(tmp_path))).splitlines()]
@@ -497,6 +499,7 @@ def test_killed_anywhere(tmp_path: Path) -> None:
     assert reached[-1] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_one_reads_and_back(tmp_path: Path) -> None:
     """Replicated (DDP) and sharded (FSDP2) alike."""
     single = make()

@@ -83,6 +83,7 @@ def test_unmeasured_step_time_is_an_estimate_above_launch_time(changes: dict[str
     assert found.tokens_per_s not in (pytest.approx(200_000, rel=1e-3), pytest.approx(400_000, rel=1e-3))
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(batch=st.integers(1, 64), length=st.integers(1, 64).map(lambda n: 64 * n))
 def test_step_time_grows_with_batch_and_exceeds_launch_time(batch: int, length: int) -> None:

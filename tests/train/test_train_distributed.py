@@ -21,6 +21,8 @@ from nsa.train import Trainer
 from nsa.train.distributed import all_finite, any_rank, from_all, from_first, mean_over_ranks, require_same
 from nsa.train.storage import Index
 
+pytestmark = pytest.mark.slow
+
 
 def command(folder: Path, out: Path, *words: str) -> list[str]:
     """The small run with half of its batch on each of two ranks."""

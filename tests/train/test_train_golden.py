@@ -43,6 +43,7 @@ def first_losses(folder: Path, attention: str) -> list[float]:
     return torch.stack(results).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_the_first_losses_are_those_in_git(attention: str, tmp_path: Path) -> None:
     expected = json.loads(FILE.read_text())[attention]

@@ -51,6 +51,7 @@ def steps_done(folder: Path) -> int:
     return metrics.read_text().count('"kind": "step"') if metrics.is_file() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [">&-", "0<&- >&- 2>&-", "> /dev/full 2>&1"])
 def test_streams_that_take_nothing(words: str, tmp_path: Path) -> None:
     start(tmp_path, words).wait(timeout=120)
@@ -91,6 +92,7 @@ def drained(terminal: int) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignoring", [True, False])
 def test_a_closed_terminal(ignoring: bool, tmp_path: Path) -> None:
     """Under nohup the run goes on to its end; otherwise it saves and stops."""

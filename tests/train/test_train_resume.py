@@ -37,6 +37,7 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, printed
 
 
+@pytest.mark.slow
 def test_kills_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Three times here; `pytest tests/train/test_train_resume.py --kills 20` for longer."""
     chance = random.Random(pytestconfig.getoption("--kills"))

@@ -66,6 +66,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_training_survives_a_fault_with_the_same_losses(
     fault: Any,
@@ -102,6 +103,7 @@ def test_training_survives_a_fault_of_the_backward_pass_alone(
     assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_right_library_passes_the_whole_probe_and_runs(
     tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_what_fails_only_in_the_run_is_counted(tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(losses, losses_of(Router([sdpa], Settings()), monkeypatch), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_verdict_holds_for_one_layout(tmp_path: Path, children_find_the_stand_ins: None) -> None:
     flash = backend_of(FloatingPointException(), tmp_path)
     assert "SIGFPE" in str(flash.supports(PROBLEM))
