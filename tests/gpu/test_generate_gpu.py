@@ -30,13 +30,13 @@ def test_graphs_change_no_token(n_draft: int, how: dict[str, Any]) -> None:
     model = model_on_gpu()
     how = {**how, "prompt_lookup": n_draft, "lookup_ngram": 1}
     eager = generate(model, PROMPTS, 80, cuda_graph=False, **how)
-    assert torch.equal(generate(model, PROMPTS, 80, **how), eager)
-    assert torch.equal(generate(model, PROMPTS, 80, prefill_chunk=50, **how), eager)
+    assert torch.equal(generate(model, PROMPTS, 80, cuda_graph=True, **how), eager)
+    assert torch.equal(generate(model, PROMPTS, 80, cuda_graph=True, prefill_chunk=50, **how), eager)
 
 
 @pytest.mark.parametrize("n_draft", [0, 4])
 def test_a_step_is_captured_once_and_replayed(n_draft: int) -> None:
-    options = Options(max_new_tokens=80, prompt_lookup=n_draft, lookup_ngram=1, **GREEDY)
+    options = Options(max_new_tokens=80, cuda_graph=True, prompt_lookup=n_draft, lookup_ngram=1, **GREEDY)
     generation = Generation(model_on_gpu(), PROMPTS, options)
     graphs = set()
     for _ in generation:
@@ -49,12 +49,14 @@ def test_a_step_is_captured_once_and_replayed(n_draft: int) -> None:
 def test_rows_of_unequal_limits_change_no_token() -> None:
     model = model_on_gpu()
     how = {"max_len": 130, **GREEDY}
-    assert torch.equal(generate(model, PROMPTS, 80, **how), generate(model, PROMPTS, 80, cuda_graph=False, **how))
+    assert torch.equal(
+        generate(model, PROMPTS, 80, cuda_graph=True, **how), generate(model, PROMPTS, 80, cuda_graph=False, **how)
+    )
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_no_replayed_step_waits_for_the_device(how: dict[str, Any]) -> None:
-    generation = Generation(model_on_gpu(torch.bfloat16), PROMPTS, Options(max_new_tokens=40, **how))
+    generation = Generation(model_on_gpu(torch.bfloat16), PROMPTS, Options(max_new_tokens=40, cuda_graph=True, **how))
     steps = iter(generation)
     for _ in range(2 + WARMUP):
         next(steps)
@@ -79,14 +81,14 @@ def test_a_graph_repeats_the_eager_step_bitwise(
     model = LM(LMConfig.preset("125m")).to("cuda", torch.bfloat16).eval()
     prompts = [torch.randint(model.config.vocab_size, (length,)).tolist() for length in (700, 33, 1500)]
     how = {**how, "prompt_lookup": n_draft, "lookup_ngram": 1}
-    graph = generate(model, prompts, 200, **how)
+    graph = generate(model, prompts, 200, cuda_graph=True, **how)
     # Static caches, never captured.
     monkeypatch.setattr(decoder, "WARMUP", 10**9)
-    assert torch.equal(graph, generate(model, prompts, 200, **how))
+    assert torch.equal(graph, generate(model, prompts, 200, cuda_graph=True, **how))
 
 
 def test_dense_layers_run_eagerly() -> None:
     model = small_model("dense").to("cuda", torch.float32)
-    generation = Generation(model, PROMPTS, Options(max_new_tokens=10, **GREEDY))
+    generation = Generation(model, PROMPTS, Options(max_new_tokens=10, cuda_graph=True, **GREEDY))
     assert sum(len(new[0]) for new in generation) == 10
     assert generation.decoder.steps[1].graph is None
