@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -206,9 +207,14 @@ def self_test(
     """
     by_name = {backend.name: backend for backend in backends}
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
-    for backend in backends:
-        if hasattr(backend, "compile_ahead"):
-            backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        # A backend may start a process to answer: meanwhile kernels are compiled.
+        answers = [pool.submit(ask_ahead, backends, case, shape, ask) for case in CASES]
+        for backend in backends:
+            if hasattr(backend, "compile_ahead"):
+                backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
+        for answer in answers:
+            answer.result()
     checks: list[Check] = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles_kernels(backend)]
@@ -219,6 +225,14 @@ def self_test(
             checks += compare_selection(inputs, tested, ask)
     rank = {backend.name: i for i, backend in enumerate(backends)}
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
+
+
+def ask_ahead(backends: Sequence[Any], case: str, shape: Problem, reason_against: ReasonAgainst) -> None:
+    """Ask whether the backends run a case, so that the answers are known when they are needed."""
+    inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
+    for spec in inputs.specs:
+        for backend in backends:
+            reason_against(backend.name, inputs.problem_of(spec.op))
 
 
 def run_every_op(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +286,19 @@ def test_compiled_kernels_are_tested_in_the_requested_dtype_only() -> None:
     checks = selftest.self_test([patient(compiles=True), sdpa], replace(SHAPE, dtype=torch.bfloat16))
     found = {(check.backend, check.dtype) for check in checks}
     assert found == {("triton", "bfloat16"), ("sdpa", "bfloat16"), ("sdpa", "float32")}
+
+
+def test_backends_are_asked_while_kernels_compile() -> None:
+    """A backend that starts a process to answer does not make the compiler wait."""
+    compiling = threading.Event()
+    functions = {name: getattr(sdpa, name) for name in dir(sdpa) if not name.startswith("_")}
+    slow = SimpleNamespace(**{**functions, "name": "slow"})
+    slow.supports = lambda problem: None if compiling.wait(10) else "not asked while kernels compile"
+    slow.compile_ahead = lambda run, progress: compiling.set()
+    checks = selftest.self_test([slow], SHAPE)
+    assert checks
+    assert not failing(checks)
+    assert not any(check.note for check in checks)
 
 
 def test_an_error_in_the_requested_dtype_only_is_caught() -> None:
