@@ -198,17 +198,17 @@ class NSAAttention(nn.Module):
         if c.force_branch is None or every_branch:
             kwargs |= {"cu_seqlens": cu_seqlens, "q_start": q_start, "window_start": window_start}
             return ops.attention(q, *compressed, *selected, *window, gates, **kwargs)
-        serving: dict[str, Any] = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
         nothing = q.new_full((*q.shape[:2], c.n_kv_groups, c.n_sel), -1, dtype=torch.int32)
         if c.force_branch == "win":
-            o, _ = ops.sliding_attention(q, *window, window=c.w, q_start=window_start, **serving)
+            o, _ = ops.sliding_attention(q, *window, window=c.w, q_start=window_start, **options)
             return o, nothing
-        o, lse = ops.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start, **serving)
+        o, lse = ops.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start, **options)
         if c.force_branch == "cmp":
             return o, nothing
         del kwargs["window"], kwargs["backend"], kwargs["strict"]
-        indices = ops.select_blocks(q, compressed[0], lse, q_start=q_start, **kwargs, **serving)
-        o, _ = ops.selected_attention(q, *selected, indices, select_block=c.l_sel, q_start=q_start, **serving)
+        indices = ops.select_blocks(q, compressed[0], lse, q_start=q_start, **kwargs, **options)
+        o, _ = ops.selected_attention(q, *selected, indices, select_block=c.l_sel, q_start=q_start, **options)
         return o, indices
 
     def check(
@@ -411,7 +411,7 @@ class NSAStats:
 
     @cached_property
     def selected_distance(self) -> Tensor:
-        """`[max + 1]` counts: how many blocks back the chosen blocks lie; 0 is the query's own."""
+        """`[max + 1]` counts: how many blocks back the selected blocks lie; 0 is the query's own."""
         own = torch.div(self.positions, self.config.l_sel, rounding_mode="floor")[..., None, None]
         distance = (own - self.indices)[(self.indices >= 0) & self.real[..., None, None]]
         return distance.flatten().bincount()

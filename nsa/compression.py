@@ -34,15 +34,15 @@ class Compression(nn.Module):
             self.inner.reset_parameters()
             self.outer.reset_parameters()
 
-    def forward(self, x: Tensor, *, stride: int, cu_seqlens: Tensor | None = None, **serving: Any) -> Tensor:
+    def forward(self, x: Tensor, *, stride: int, cu_seqlens: Tensor | None = None, **options: Any) -> Tensor:
         """Every block of `x [B, S, G, D]`: `[B, N, G, D]`. In a pack `N` is `S // stride`, as `nsa.ops` lays them out.
 
-        `serving`: `backend` and `strict` of the ops.
+        `options`: `backend` and `strict` of the ops.
         """
         where: dict[str, Any] = {"block": self.block, "stride": stride, "cu_seqlens": cu_seqlens}
         if self.kind == "mean":
-            return ops.compress_mean(x, **where, **serving)
-        return self.mlp(ops.gather_blocks(x, self.position.to(x.dtype), **where, **serving))
+            return ops.compress_mean(x, **where, **options)
+        return self.mlp(ops.gather_blocks(x, self.position.to(x.dtype), **where, **options))
 
     def of_blocks(self, blocks: Tensor) -> Tensor:
         """The same of a few blocks at hand, as a cache has them: `[B, N, l, G, D]` to `[B, N, G, D]`."""
