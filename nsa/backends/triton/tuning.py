@@ -4,8 +4,8 @@
                "tiles": {"scores": {"half": {"128": {"tile": {"block_m": 256, ...}, "measured": {"ms": 6.3, ...}}}}}}}
 
 `measured` says where and when, or is null for a tile that was compiled and never timed. Files need not be complete: a
-tile for a large head_dim is used for smaller ones too, and a GPU without an entry takes its nearest relative's. `nsa bench tune`
-measures and writes; nothing is searched for when a kernel runs.
+tile for a large head_dim is used for smaller ones too, and a GPU without an entry takes its nearest relative's.
+`nsa bench tune` measures and writes; nothing is searched for when a kernel runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KERNELS = (
     "combine-backward",
 )
 # query_from_heads: heads per group from which on the selected forward goes by query, not by block.
-# dense_up_to_blocks: how many blocks for each selected one a sequence has at most whose selected forward reads them all.
+# dense_up_to_blocks: up to how many blocks per selected one the selected forward reads all blocks of a sequence.
 THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
 DTYPES = ("half", "fp32")
 # 192: one of keys and values is wider than 128, the other is not.
