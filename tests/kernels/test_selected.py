@@ -230,6 +230,7 @@ def test_no_scale_is_so_small_that_the_future_counts(tile: str) -> None:
     assert torch.equal(o[:, :30], later[:, :30])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_select", [48, 129])
 def test_many_selected_blocks(n_select: int) -> None:
     """More than a run of queries can compare with one another, and more than two can."""

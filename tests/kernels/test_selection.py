@@ -195,6 +195,7 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     selection.plan.cache_clear()
 
 
+@pytest.mark.slow
 # Half precision has its rows in tensor cores' order; how the results of either lie, only a GPU knows.
 @pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16, torch.float32])], ids=str)
 @pytest.mark.parametrize("tile", worth_trying(selection.candidates()), ids=str)
