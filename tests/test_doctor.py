@@ -566,6 +566,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert f"  nsa {name}" in text or f"example: nsa {name}" in text
 
 
+@pytest.mark.slow
 def test_the_installed_command_reads_the_environment() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
     root = Path(cli.__file__).parent.parent

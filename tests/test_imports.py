@@ -89,6 +89,7 @@ print(all(p.grad is not None and p.grad.isfinite().all() for p in attn.parameter
     assert run_python(WITHOUT + code, *OPTIONAL) == "True"
 
 
+@pytest.mark.slow
 def test_doctor_treats_triton_refused_by_a_finder_as_missing() -> None:
     code = """
 import sys
@@ -167,6 +168,7 @@ def test_a_renamed_attribute_keeps_working_for_one_version(module: str, old: str
         found.no_such_name  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_be_the_first_to_use_a_name() -> None:
     code = """
 import torch, nsa

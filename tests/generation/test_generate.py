@@ -88,6 +88,7 @@ def fp32_model(kind: str) -> LM:
     return small_model(kind).float()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.sampled_from(KINDS),
@@ -105,6 +106,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_chunks(
         assert torch.equal(together[row], alone[0])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.lists(TOKENS.map(lambda tokens: tokens[:8] * 3), min_size=1, max_size=3),

@@ -117,6 +117,7 @@ def test_an_interrupt_prints_what_there_is(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_command_quietly(run: list[str]) -> None:
     words = [sys.executable, "-m", "nsa", *run, "--max-new-tokens", "2000"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment()) as child:

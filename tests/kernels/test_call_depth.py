@@ -25,6 +25,7 @@ def frames(stack: traceback.StackSummary) -> list[str]:
     return own[own.index("attention.forward") :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 300], ids=["short", "long"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_layer_launches_attention_kernels_within_few_frames(

@@ -249,6 +249,7 @@ def test_steps_of_a_layer_equal_the_whole_sequence(changed: dict[str, Any], step
     assert_steps_equal_the_whole(*layers(**changed), steps)
 
 
+@pytest.mark.slow
 def test_many_steps_equal_the_whole_sequence() -> None:
     """Past several borders of blocks, windows and rings; single tokens where there is a GPU to take them."""
     fused, plain = layers(phi="mean", n_heads=1, n_kv_groups=1, dim=8, w=40, n_sel=5)

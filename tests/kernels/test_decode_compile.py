@@ -29,17 +29,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     return [Compiled(**kernel) for kernel in json.loads(out.read_text())]
 
 
+@pytest.mark.slow
 def test_every_launch_of_a_step_compiles(compiled: list[Compiled]) -> None:
     assert {x.kernel: x.error for x in compiled if x.error} == {}
     # Seven with an MLP, and the mean in the place of its two.
     assert len(compiled) == 8
 
 
+@pytest.mark.slow
 def test_kernels_fit_and_do_not_spill(compiled: list[Compiled]) -> None:
     for x in compiled:
         assert x.shared <= TARGETS["sm_90"].shared, x.kernel
         assert x.spills <= (16 if x.kernel in TRIGONOMETRIC else 0), x.kernel
 
 
+@pytest.mark.slow
 def test_no_reduction_mistakes_its_warps(compiled: list[Compiled]) -> None:
     assert {x.kernel: x.mistaken for x in compiled if x.mistaken} == {}

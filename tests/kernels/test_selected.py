@@ -152,6 +152,7 @@ def test_odd_shapes(case: Case, tile: str) -> None:
     check(case, FORWARD[tile], BACKWARD["whole"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("heads", [1, 3, 6, 16])
 def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:

@@ -183,6 +183,7 @@ def test_strides_and_batch() -> None:
     assert torch.equal(strided, want)
 
 
+@pytest.mark.slow
 def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, lse = inputs(80, 3, 2, 16, KNOBS, torch.float32)
     want = kernel(q, k, lse, KNOBS)

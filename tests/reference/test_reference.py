@@ -544,6 +544,7 @@ def test_gradients_of_the_mixture_are_its_slopes() -> None:
     assert torch.autograd.gradcheck(reference.combine, (*o, gates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [None, (3, 0, 1, 3)], ids=["plain", "packed"])
 def test_gradients_of_the_whole_attention_are_its_slopes(documents: tuple[int, ...] | None) -> None:
     case = SMALL.but(documents=documents)

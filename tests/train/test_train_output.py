@@ -58,6 +58,7 @@ def test_streams_that_take_nothing(words: str, tmp_path: Path) -> None:
     assert complete(tmp_path)
 
 
+@pytest.mark.slow
 def test_closed_output_pipe_loses_nothing_but_the_output(tmp_path: Path) -> None:
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

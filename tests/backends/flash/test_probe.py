@@ -88,6 +88,7 @@ def test_training_survives_a_fault_with_the_same_losses(
     assert losses == losses_of(Router([sdpa], Settings()), monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "word"), [(BackwardRaising, "Ampere"), (BackwardDying, "SIGFPE in backward")])
 def test_training_survives_a_fault_of_the_backward_pass_alone(
     fault: Any, word: str, tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def test_a_window_of_one_key_too_many_is_found_in_bf16(
     assert any("off by" in str(run_case(LongWindow(), case, "cpu", answers)) for case in fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "changes"),
     [
@@ -56,6 +57,7 @@ def test_the_probe_finds_a_crash_at_the_problem_s_own_shape(
     assert "SIGFPE in forward" in str(flash.supports(replace(PROBLEM, **changes)))
 
 
+@pytest.mark.slow
 def test_a_window_is_tried_before_its_first_call(tmp_path: Path, children_find_the_stand_ins: None) -> None:
     flash = backend_of(WindowFault(), tmp_path, partial(probe_quickly, names=OWN))
     q, k = torch.zeros(1, 64, 2, 8), torch.zeros(1, 64, 1, 8)

@@ -80,6 +80,7 @@ def test_loading_has_the_time_limit_of_the_start(tmp_path: Path, monkeypatch: py
     assert min(allowed) < START_SECONDS, "a case has less"
 
 
+@pytest.mark.slow
 def test_a_hanging_child_without_a_parent_ends_itself(tmp_path: Path, children_find_the_stand_ins: None) -> None:
     code = "import sys; from nsa.backends.flash import probe_child as child; "
     code += "child.CASE_SECONDS, child.MARGIN_SECONDS = 2.0, 0.0; child.main(*sys.argv[1:])"
@@ -207,6 +208,7 @@ def test_odd_bytes_and_unnamed_signals_are_reported(tmp_path: Path, children_fin
     assert "killed by signal 40 in forward: \ufffd\ufffd\ufffd crash" in reason
 
 
+@pytest.mark.slow
 def test_a_hang_that_prints_is_killed_with_its_children(
     tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
