@@ -57,7 +57,11 @@ def available() -> str | None:
 
 def explicit_only(problem: Problem) -> str | None:
     """Why `auto` must not pick this backend, though it supports the problem."""
-    return "Triton's interpreter is slow: it runs only by backend='triton'" if problem.device == "cpu" else None
+    if problem.device == "cpu":
+        return "Triton's interpreter is slow: it runs only by backend='triton'"
+    if problem.cached:
+        return "query offsets have run in Triton's interpreter, not yet on a GPU: they run only by backend='triton'"
+    return None
 
 
 def supports(problem: Problem) -> str | None:
