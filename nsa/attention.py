@@ -119,7 +119,9 @@ class NSAAttention(nn.Module):
         if return_stats and start is not None:
             # The cache moves on.
             start = start.clone()
-        node = None if cache is not None else eager.arguments(self, x, cu_seqlens, position_offset)
+        # A subclass may have replaced what the node computes itself.
+        plain = cache is None and type(self) is NSAAttention
+        node = eager.arguments(self, x, cu_seqlens, position_offset) if plain else None
         if node is not None and torch.is_grad_enabled():
             y, indices, gates = eager.LayerNode.apply(*node)
         elif node is not None:

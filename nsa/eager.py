@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
 
 ONCE = "NSAAttention is differentiable once. For second derivatives, use nsa.reference"
-OWN_CLASSES = ("torch.nn.modules.linear", "nsa.attention", "nsa.compression")
+CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
+# Which of the Linears have a bias.
+BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
+# What the node computes itself; a layer or a gate that has one of its own is not to be ignored.
+METHODS = {"project", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
 # Up to this many tokens, products with the same input are one product of joined weights: that costs the GPU a copy of
 # the weights and saves the host nine launches. Beyond, the GPU is what takes the time.
 FEW_TOKENS = 4096
@@ -35,7 +39,7 @@ FEW_TOKENS = 4096
 
 def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
     """The layer's parameters in the order of `layer.parameters()`, or None if something but autograd could tell this
-    path from a call of the layer's modules."""
+    path from a call of the layer's modules. A layer that is partly frozen saves less by its modules."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or layer.config.force_branch is not None:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
@@ -43,22 +47,35 @@ def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
     if forward_ad._current_level >= 0 or _has_any_global_hook():
         return None
     found: list[Tensor] = []
-    return found if all(collect(child, found) for child in layer.__dict__["_modules"].values()) else None
+    children: dict[str, nn.Module] = layer.__dict__["_modules"]
+    if tuple(children) != CHILDREN or METHODS & layer.__dict__.keys():
+        return None
+    if not all(collect(name, child, found) for name, child in children.items()):
+        return None
+    trained = x.requires_grad and all(p.requires_grad for p in found)
+    return found if trained or not torch.is_grad_enabled() else None
 
 
-def collect(module: nn.Module, found: list[Tensor]) -> bool:
-    """Add the parameters of `module` to `found`; false where it is of another class, or has hooks or other tensors."""
+def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
+    """Add the parameters of `module` to `found`; false where they are not as the layer made them, or with hooks."""
     state = module.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state or METHODS & state.keys():
         return False
-    if state["_backward_hooks"] or state["_backward_pre_hooks"] or type(module).__module__ not in OWN_CLASSES:
+    if state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    for parameter in state["_parameters"].values():
-        if parameter is not None:
-            if type(parameter) not in PLAIN:
-                return False
-            found.append(parameter)
-    return all(collect(child, found) for child in state["_modules"].values())
+    own = [p for p in state["_parameters"].values() if p is not None]
+    if not all(type(p) in PLAIN for p in own):
+        return False
+    found += own
+    if name in BIASED:
+        return type(module) is nn.Linear and len(own) == 1 + BIASED[name]
+    children: dict[str, nn.Module] = state["_modules"]
+    if type(module).__module__ not in ("nsa.attention", "nsa.compression") or tuple(children) not in (
+        (),
+        ("inner", "outer"),
+    ):
+        return False
+    return all(collect(child, below, found) for child, below in children.items())
 
 
 class Parameters(NamedTuple):
@@ -121,6 +138,13 @@ def products_backward(
     return dx, [dw if need else None for dw, need in zip(found, needed, strict=True)]
 
 
+def without_biases(p: Parameters) -> list[Tensor | None]:
+    """All parameters in their order, None for those that no gradient depends on."""
+    mlps = [[w1, None, w2, None] for w1, _, w2, _ in (phi[1:] for phi in (p.phi_k, p.phi_v) if phi)]
+    phis = [x for mlp in mlps for x in (None, *mlp)]
+    return [p.q, p.k, p.v, *phis, p.gate[0], None, p.gate[2], None, p.o]
+
+
 def run_mlp(inner: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`outer(silu(inner))`, and what its backward pass needs."""
     hidden = F.silu(inner)
@@ -163,7 +187,8 @@ class LayerNode(torch.autograd.Function):
         k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), angles)
         v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
         logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
-        gates = layer.gate.activate(logits.view(*lead, -1, 3))
+        # A softmax under CUDA's autocast is fp32.
+        gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
 
         where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
         k_cmp, k_saved = compress(k_raw, p.phi_k, where)
@@ -179,12 +204,14 @@ class LayerNode(torch.autograd.Function):
         o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest)
         o = o.view(-1, c.n_heads * c.d_v)
         if ctx is not None:
-            ctx.layer, ctx.rest, ctx.shape, ctx.n_parameters = layer, rest, x.shape, len(parameters)
-            saved = (*angles, *block_angles, rows, o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
-            ctx.save_for_backward(*parameters, cu_seqlens, *saved)
+            ctx.layer, ctx.rest, ctx.n_parameters = layer, rest, len(parameters)
+            saved = (*angles, *block_angles, x, o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
+            # Biases, and position embeddings before them, are not needed.
+            ctx.save_for_backward(*without_biases(p), cu_seqlens, *saved)
             ctx.mark_non_differentiable(outputs[0], gates)
             ctx.set_materialize_grads(False)
-        return torch.mm(o, p.o.t()).view(x.shape), outputs[0], gates
+        # No view, so that the output can be modified in place.
+        return torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape), outputs[0], gates
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -194,7 +221,7 @@ class LayerNode(torch.autograd.Function):
         with torch.no_grad():
             parameters = Parameters.split(saved[: ctx.n_parameters])
             grads = layer_backward(
-                ctx.layer, dy, parameters, saved[ctx.n_parameters :], ctx.shape, ctx.rest, ctx.needs_input_grad[3:]
+                ctx.layer, dy, parameters, saved[ctx.n_parameters :], ctx.rest, ctx.needs_input_grad[3:]
             )
         if torch.is_grad_enabled():
             grads = differentiable_once(ONCE, grads, (*saved, dy))
@@ -231,7 +258,6 @@ def layer_backward(
     dy: Tensor,
     p: Parameters,
     saved: Sequence[Any],
-    shape: torch.Size,
     rest: tuple[Any, ...],
     needs_input_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -240,9 +266,10 @@ def layer_backward(
     cu_seqlens, cos, sin, block_cos, block_sin, x, o, *saved = saved
     attention, gate_saved, phis = saved[:15], saved[15:17], saved[17:]
     needs_x, needed = needs_input_grad[0], Parameters.split(needs_input_grad[1:])
+    shape = x.shape
     batch, length, dim = shape
+    x, dy = x.reshape(-1, dim), dy.reshape(-1, dim)
 
-    dy = dy.reshape(-1, dim)
     d_o = torch.mm(dy.t(), o) if needed.o else None
     do = torch.mm(dy, p.o).view(batch, length, c.n_heads, c.d_v)
     dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates = run_backward(

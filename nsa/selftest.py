@@ -209,7 +209,8 @@ def self_test(
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
     with ThreadPoolExecutor(len(CASES)) as pool:
         # A backend may start a process to answer: meanwhile kernels are compiled.
-        answers = [pool.submit(ask_ahead, backends, case, shape, ask) for case in CASES]
+        gpu = torch.cuda.current_device() if shape.device == "cuda" else None
+        answers = [pool.submit(ask_ahead, backends, case, shape, ask, gpu) for case in CASES]
         for backend in backends:
             if hasattr(backend, "compile_ahead"):
                 backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
@@ -227,8 +228,13 @@ def self_test(
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
 
 
-def ask_ahead(backends: Sequence[Any], case: str, shape: Problem, reason_against: ReasonAgainst) -> None:
-    """Ask whether the backends run a case, so that the answers are known when they are needed."""
+def ask_ahead(
+    backends: Sequence[Any], case: str, shape: Problem, reason_against: ReasonAgainst, gpu: int | None
+) -> None:
+    """Ask whether the backends run a case, so that the answers are known when they are needed. In a thread, which would
+    start on GPU 0."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
     for spec in inputs.specs:
         for backend in backends:

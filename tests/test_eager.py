@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa import NSAAttention, NSAConfig, eager
+from nsa.attention import Gate
 
 SIZES: dict[str, Any] = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 6, "l": 8, "d": 4, "l_sel": 8}
 SIZES |= {"n_sel": 3, "w": 9}
@@ -68,7 +69,7 @@ def test_equals_the_modules(variant: str, batch: str, few_tokens: int, monkeypat
     x = torch.randn(2, 5 if batch == "shorter-than-a-block" else 37, 24, dtype=torch.float64)
     if batch == "varlen":
         x, given = x[:1], {"cu_seqlens": torch.tensor([0, 5, 5, 20, 37], dtype=torch.int32)}
-    assert eager.parameters_of(layer, x) is not None
+    assert eager.parameters_of(layer, x.detach().requires_grad_()) is not None
     found = results(layer, x, **given)
     with torch.no_grad():
         assert torch.equal(layer(x, **given), found["y"])
@@ -85,6 +86,17 @@ def test_equals_the_modules_under_autocast() -> None:
             expected = results(layer, x)
     assert found["y"].dtype == torch.bfloat16
     assert all(g.dtype == torch.float32 for name, g in found.items() if name != "y")
+    assert_same(found, expected, tolerance=4 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_a_softmax_in_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's autocast has it."""
+    monkeypatch.setattr(Gate, "activate", lambda self, logits: logits.softmax(dim=-1, dtype=torch.float32))
+    layer, x = new_layer(torch.float32, gate="softmax"), torch.randn(2, 37, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(layer, x)
+        with modules_called(layer):
+            expected = results(layer, x)
     assert_same(found, expected, tolerance=4 * torch.finfo(torch.bfloat16).eps)
 
 
@@ -111,23 +123,91 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     assert_same(results(layer, x), expected, tolerance=0.0)
 
 
-def test_a_second_derivative_raises() -> None:
+@pytest.mark.parametrize("wanted", ["x", "all"])
+def test_a_second_derivative_raises(wanted: str) -> None:
     layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
-    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    penalty = y.sum() + dx.pow(2).sum()
     with pytest.raises(RuntimeError, match="differentiable once"):
-        dx.sum().backward()
+        torch.autograd.grad(penalty, x) if wanted == "x" else penalty.backward()
+
+
+def test_the_output_can_be_modified_in_place() -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    y += x
+    y.sum().backward()
+    (expected,) = torch.autograd.grad((layer(x) + x).sum(), x)
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_bias_may_change_before_the_backward_pass() -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    with torch.no_grad():
+        layer.gate.outer.bias.add_(1)
+        layer.phi_k.position.add_(1)
+    y.sum().backward()
+
+
+def test_a_frozen_layer_saves_no_more_than_its_modules() -> None:
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    layer.requires_grad_(False)
+    layer.o_proj.requires_grad_(True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        layer(x)
+    assert len(saved) <= 2
+
+
+class Halved(NSAAttention):
+    def project(self, x: Tensor, angles: Any) -> Any:
+        q, *others = super().project(x, angles)
+        return q / 2, *others
+
+
+def test_a_subclass_is_not_ignored() -> None:
+    plain, halved = new_layer(), Halved(NSAConfig(**SIZES)).double()
+    halved.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 20, 24, dtype=torch.float64)
+    with torch.no_grad():
+        assert not torch.equal(plain(x), halved(x))
 
 
 class Subclass(nn.Linear):
     pass
 
 
-@pytest.mark.parametrize("change", ["replaced", "hooked", "backward-hooked", "patched", "parametrized", "watched"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "biased",
+        "unbiased",
+        "removed",
+        "method",
+        "replaced",
+        "hooked",
+        "backward-hooked",
+        "patched",
+        "parametrized",
+        "watched",
+    ],
+)
 def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
-    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
     child = layer.phi_k.inner
     calls: list[str] = []
-    if change == "replaced":
+    if change == "biased":
+        layer.q_proj = nn.Linear(24, 32).double()
+    elif change == "unbiased":
+        layer.gate.outer = nn.Linear(layer.gate.outer.in_features, 12, bias=False).double()
+    elif change == "removed":
+        layer.o_proj = nn.Identity()
+    elif change == "method":
+        activate = layer.gate.activate
+        layer.gate.activate = lambda logits: calls.append("method") or activate(logits)  # type: ignore[method-assign]
+    elif change == "replaced":
         layer.q_proj = Subclass(24, 32, bias=False).double()
     elif change == "hooked":
         child.register_forward_pre_hook(lambda *_: calls.append("hook"))
@@ -147,5 +227,5 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
         return
     assert eager.parameters_of(layer, x) is None
     layer(x).sum().backward()
-    if change in ("hooked", "backward-hooked", "patched"):
+    if change in ("hooked", "backward-hooked", "patched", "method"):
         assert calls

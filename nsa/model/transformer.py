@@ -63,6 +63,10 @@ class LM(nn.Module):
         """
         self.compiled = torch.compile(apply_layer, **options), torch.compile(chunked_cross_entropy, **options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What a compiler made belongs to this process.
+        return {**self.__dict__, "compiled": None}
+
     def reset_parameters(self) -> None:
         """Initialise as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
         their own initialisation."""
@@ -104,14 +108,14 @@ class LM(nn.Module):
         x = self.hidden(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask, caches=caches)
         if targets is None:
             return self.logits(x)
-        _, loss = self.parts
+        _, loss = self.parts(cached=caches is not None)
         return loss(x, self.head_weight, targets, strict=self.config.attn.strict)
 
-    @property
-    def parts(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    def parts(self, *, cached: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The functions that run a layer and the loss; compiled only for training, as other calls have many shapes."""
-        plain = apply_layer, chunked_cross_entropy
-        return self.compiled if self.compiled is not None and self.training and torch.is_grad_enabled() else plain
+        if self.compiled is None or cached or not (self.training and torch.is_grad_enabled()):
+            return apply_layer, chunked_cross_entropy
+        return self.compiled
 
     def hidden(
         self,
@@ -123,7 +127,7 @@ class LM(nn.Module):
     ) -> Tensor:
         """The input of the head, `[B, S, D]`; arguments as in `forward`."""
         x = self.embedding(tokens)
-        run, _ = self.parts
+        run, _ = self.parts(cached=caches is not None)
         recompute = self.recompute and self.training and caches is None
         for index, layer in enumerate(self.layers):
             cache = None if caches is None else caches[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -446,3 +447,37 @@ def test_compiles_without_a_graph_break(kind: str) -> None:
     actual = compiled(tokens, targets)
     actual.backward()
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.slow
+def test_layers_compiled_for_training_share_one_graph() -> None:
+    """Cached calls, and those without gradients, are not compiled."""
+    model, graphs = small_model("nsa", n_layers=3).train(), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile_layers(dynamic=False, backend=count)
+    tokens = torch.randint(model.config.vocab_size, (1, 40))
+    caches = model.new_cache(1, 64)
+    for token in tokens[:, :3].split(1, dim=1):
+        model(token, caches=caches)
+    with torch.no_grad():
+        expected = model(tokens, tokens)
+    assert not graphs
+    loss = model(tokens, tokens)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected)
+    # A layer and the loss.
+    assert len(graphs) == 2
+
+
+def test_a_model_with_compiled_layers_can_be_pickled() -> None:
+    model = small_model("nsa")
+    model.compile_layers(dynamic=False)
+    copy = pickle.loads(pickle.dumps(model))
+    assert copy.compiled is None
+    assert model.compiled is not None
+    tokens = torch.randint(model.config.vocab_size, (1, 20))
+    assert torch.equal(copy(tokens), model.eval()(tokens))
