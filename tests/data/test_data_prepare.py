@@ -182,6 +182,11 @@ def prepare_in_a_child(tmp_path: Path, *, before: str) -> subprocess.Popen[str]:
 
 # Makes documents without end, and says when the first file is there.
 ENDLESS = """
+import signal
+
+# A test run in the background has these ignored, and a child inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from itertools import count
 real = prepare.open_documents
 class Endless:
