@@ -43,7 +43,7 @@ def test_layer_launches_attention_kernels_within_few_frames(
     )
     layer = nsa.NSAAttention(config).to(DEVICE)
     with torch.set_grad_enabled(training):
-        layer(torch.randn(1, length, 32, device=DEVICE))
+        layer(torch.randn(1, length, 32, device=DEVICE, requires_grad=training))
 
     attention = [(kernel, path) for kernel, path in launched if "fused.run_forward" in path]
     assert {"ranged_forward_kernel", "score_kernel", "select_kernel", "combine_forward_kernel"} <= dict(
