@@ -26,7 +26,8 @@ from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.decoding import fused_step
 from nsa.functional import attention_kwargs
-from nsa.geometry import compressed_starts, n_compressed_of, query_positions
+from nsa.geometry import compressed_starts, n_compressed, n_compressed_of, query_positions
+from nsa.recordings import Recordings
 from nsa.rope import Angles, Rope
 
 
@@ -56,6 +57,7 @@ class NSAAttention(nn.Module):
         self.gate = Gate(config)
         self.o_proj = nn.Linear(c.n_heads * c.d_v, c.dim, bias=False)
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
+        self.recordings: Recordings[eager.LayerReplay] = Recordings()
         # What a pinned gate leaves unused: an optimizer or DDP would wait for gradients that do not come.
         for unused in (self.phi_k, self.phi_v) if c.force_branch in ("sel", "win") else ():
             unused.requires_grad_(False)
@@ -121,16 +123,16 @@ class NSAAttention(nn.Module):
             start = start.clone()
         # A subclass may have replaced what the node computes itself.
         plain = cache is None and type(self) is NSAAttention
-        node = eager.arguments(self, x, cu_seqlens, position_offset) if plain else None
-        if node is not None and torch.is_grad_enabled():
-            y, indices, gates = eager.LayerNode.apply(*node)
-        elif node is not None:
-            y, indices, gates = eager.LayerNode.forward(None, *node)
-        else:
+        parameters = eager.parameters_of(self, x) if plain else None
+        if parameters is None:
             y, indices, gates = self.run_modules(x, cu_seqlens, position_offset, cache, counts, return_stats)
-        if attention_mask is not None and order is not None:
-            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-            y = y.masked_fill(~attention_mask[..., None], 0.0)
+        else:
+            if not return_stats and cu_seqlens is None and isinstance(position_offset, int) and position_offset == 0:
+                replayed = eager.replay_layer(self, x, parameters)
+                if replayed is not None:
+                    return restore_padding(replayed, attention_mask, order)
+            y, indices, gates = eager.run(self, cu_seqlens, position_offset, x, parameters)
+        y = restore_padding(y, attention_mask, order)
         return (y, NSAStats(self.config, gates.detach(), indices, cu_seqlens, start, counts)) if return_stats else y
 
     def run_modules(
@@ -303,21 +305,19 @@ class NSAAttention(nn.Module):
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
         k_cmp, v_cmp = self.phi_k(k, **where), self.phi_v(v, **where)
         if c.compress_rope == "after":
-            k_cmp = self.rope.rotate(k_cmp, self.block_angles(k_cmp, k, cu_seqlens, position_offset))
+            k_cmp = self.rope.rotate(k_cmp, self.block_angles(k, cu_seqlens, position_offset))
         return k_cmp.to(k.dtype), v_cmp.to(v.dtype)
 
-    def block_angles(
-        self, k_cmp: Tensor, k: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor
-    ) -> Angles:
-        """A compressed key takes the position its block starts at."""
+    def block_angles(self, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Angles:
+        """Of the compressed keys of `x [B, S, ...]`: each takes the position its block starts at."""
         c = self.config
         if cu_seqlens is not None:
-            _, start, _ = compressed_starts(cu_seqlens, k.shape[1], c.l, c.d)
-        elif isinstance(position_offset, int) and position_offset == 0:
-            return self.rope.table(k_cmp.shape[1] * c.d, k.device, k.dtype, stride=c.d)
-        else:
-            start = torch.arange(k_cmp.shape[1], device=k.device) * c.d
-        return self.rope.angles(start[None] + position_offset, k.dtype)
+            _, start, _ = compressed_starts(cu_seqlens, x.shape[1], c.l, c.d)
+            return self.rope.angles(start[None] + position_offset, x.dtype)
+        count = n_compressed(x.shape[1], c.l, c.d)
+        if isinstance(position_offset, int) and position_offset == 0:
+            return self.rope.table(count * c.d, x.device, x.dtype, stride=c.d)
+        return self.rope.angles((torch.arange(count, device=x.device) * c.d)[None] + position_offset, x.dtype)
 
     def compress_blocks(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
         """The blocks `[B, N, l, G, D]` that a cache has just completed, which start at `positions`."""
@@ -325,6 +325,14 @@ class NSAAttention(nn.Module):
         if self.config.compress_rope == "after":
             k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
         return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
+
+
+def restore_padding(y: Tensor, attention_mask: Tensor | None, order: Tensor | None) -> Tensor:
+    """`y [B, S, dim]`, whose real tokens come first, in the order of `attention_mask`: zeros where that is False."""
+    if attention_mask is None or order is None:
+        return y
+    y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
+    return y.masked_fill(~attention_mask[..., None], 0.0)
 
 
 def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool) -> None:

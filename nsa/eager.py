@@ -10,6 +10,7 @@ modules (hooks, LoRA, quantization, sharded parameters, tensor subclasses, a com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
+from nsa.replay import Replay, Results, addresses, can_replay, cast_dtype, situation
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -98,19 +100,6 @@ class Parameters(NamedTuple):
         return cls(q, k, v, phis[:half], phis[half:], flat[-5:-1], flat[-1])
 
 
-def arguments(
-    layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor
-) -> tuple[Any, ...] | None:
-    """What `LayerNode` takes, in autocast's dtype where that is on; None where the layer's modules are to be called."""
-    parameters = parameters_of(layer, x)
-    if parameters is None:
-        return None
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
-    return (layer, cu_seqlens, position_offset, x, *parameters)
-
-
 def products(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """`x @ w.T` for every one of `weights`, from `x [M, K]`."""
     if x.shape[0] > FEW_TOKENS:
@@ -164,6 +153,62 @@ def mlp_backward(
     ]
 
 
+class Angles(NamedTuple):
+    """RoPE's of queries and keys, and of compressed keys that are rotated, else None."""
+
+    cos: Tensor
+    sin: Tensor
+    block_cos: Tensor | None
+    block_sin: Tensor | None
+
+
+def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Angles:
+    """For `x [B, S, dim]`."""
+    blocks: tuple[Tensor | None, Tensor | None] = (None, None)
+    if layer.config.compress_rope == "after":
+        blocks = layer.block_angles(x, cu_seqlens, position_offset)
+    return Angles(*layer.angles(x, cu_seqlens, None, position_offset), *blocks)
+
+
+def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
+    """The last arguments of `nsa::attention`."""
+    c = layer.config
+    return c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, c.backend, c.strict
+
+
+def layer_forward(
+    layer: NSAAttention, x: Tensor, p: Parameters, angles: Angles, cu_seqlens: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The layer's output `[B, S, dim]`, and what `layer_backward` needs besides `x`: the flat output of the attention,
+    its inputs (the gates are the last) and outputs (the selected blocks are the first), then what the MLPs need."""
+    c, lead = layer.config, x.shape[:2]
+    position = (angles.cos, angles.sin)
+    q, k, v, inner = products(x.reshape(-1, c.dim), (p.q, p.k, p.v, p.gate[0]))
+    q = layer.rope.rotate(q.view(*lead, -1, c.d_k), position)
+    k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), position)
+    v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
+    logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
+    # A softmax under CUDA's autocast is fp32.
+    gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
+
+    where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
+    k_cmp, k_saved = compress(k_raw, p.phi_k, where)
+    v_cmp, v_saved = compress(v_raw, p.phi_v, where)
+    if angles.block_cos is not None and angles.block_sin is not None:
+        k_cmp = layer.rope.rotate(k_cmp, (angles.block_cos, angles.block_sin))
+
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest_of(layer))
+    o = o.view(-1, c.n_heads * c.d_v)
+    # No view, so that the output can be modified in place.
+    y = torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape)
+    return y, (o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
+
+
+# Places in what `layer_forward` saves.
+GATES, INDICES = 8, 9
+
+
 class LayerNode(torch.autograd.Function):
     """The layer of `x [B, S, dim]`: its output `[B, S, dim]`, the indices of the selected blocks `[B, S, G, n_sel]`,
     and the gates `[B, S, Hq, 3]`, which carry no gradient."""
@@ -178,54 +223,47 @@ class LayerNode(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`ctx` is None where no gradient is wanted."""
-        c, lead = layer.config, x.shape[:2]
         p = Parameters.split(parameters)
-        angles = layer.angles(x, cu_seqlens, None, position_offset)
-        rows = x.reshape(-1, c.dim)
-        q, k, v, inner = products(rows, (p.q, p.k, p.v, p.gate[0]))
-        q = layer.rope.rotate(q.view(*lead, -1, c.d_k), angles)
-        k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), angles)
-        v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
-        logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
-        # A softmax under CUDA's autocast is fp32.
-        gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
-
-        where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
-        k_cmp, k_saved = compress(k_raw, p.phi_k, where)
-        v_cmp, v_saved = compress(v_raw, p.phi_v, where)
-        block_angles: tuple[Tensor | None, Tensor | None] = (None, None)
-        if c.compress_rope == "after":
-            block_angles = layer.block_angles(k_cmp, k_raw, cu_seqlens, position_offset)
-            k_cmp = layer.rope.rotate(k_cmp, block_angles)
-
-        sizes = (c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w)
-        rest = (*sizes, c.d_k**-0.5, c.backend, c.strict)
-        inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest)
-        o = o.view(-1, c.n_heads * c.d_v)
+        angles = angles_of(layer, x, cu_seqlens, position_offset)
+        y, saved = layer_forward(layer, x, p, angles, cu_seqlens)
         if ctx is not None:
-            ctx.layer, ctx.rest, ctx.n_parameters = layer, rest, len(parameters)
-            saved = (*angles, *block_angles, x, o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
+            ctx.layer, ctx.n_parameters = layer, len(parameters)
             # Biases, and position embeddings before them, are not needed.
-            ctx.save_for_backward(*without_biases(p), cu_seqlens, *saved)
-            ctx.mark_non_differentiable(outputs[0], gates)
+            ctx.save_for_backward(*without_biases(p), cu_seqlens, *angles, x, *saved)
+            ctx.mark_non_differentiable(saved[INDICES], saved[GATES])
             ctx.set_materialize_grads(False)
-        # No view, so that the output can be modified in place.
-        return torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape), outputs[0], gates
+        return y, saved[INDICES], saved[GATES]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * (4 + ctx.n_parameters)
         saved = ctx.saved_tensors
+        n = ctx.n_parameters
         with torch.no_grad():
-            parameters = Parameters.split(saved[: ctx.n_parameters])
+            p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + 6]
             grads = layer_backward(
-                ctx.layer, dy, parameters, saved[ctx.n_parameters :], ctx.rest, ctx.needs_input_grad[3:]
+                ctx.layer, dy, x, p, Angles(*angles), cu_seqlens, saved[n + 6 :], ctx.needs_input_grad[3:]
             )
         if torch.is_grad_enabled():
             grads = differentiable_once(ONCE, grads, (*saved, dy))
         return (None, None, None, *grads)
+
+
+def run(
+    layer: NSAAttention,
+    cu_seqlens: Tensor | None,
+    position_offset: int | Tensor,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`LayerNode`, in autocast's dtype where that is on."""
+    dtype = cast_dtype(x)
+    x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
+    node: tuple[Any, ...] = (layer, cu_seqlens, position_offset, x, *parameters)
+    result: tuple[Tensor, Tensor, Tensor]
+    result = LayerNode.apply(*node) if torch.is_grad_enabled() else LayerNode.forward(None, *node)
+    return result
 
 
 def compress(x: Tensor, phi: Sequence[Tensor], where: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -256,15 +294,17 @@ def compress_backward(
 def layer_backward(
     layer: NSAAttention,
     dy: Tensor,
+    x: Tensor,
     p: Parameters,
-    saved: Sequence[Any],
-    rest: tuple[Any, ...],
+    angles: Angles,
+    cu_seqlens: Tensor | None,
+    saved: Sequence[Tensor],
     needs_input_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `x` and of the parameters; None where they are not needed."""
     c, rope = layer.config, layer.rope
-    cu_seqlens, cos, sin, block_cos, block_sin, x, o, *saved = saved
-    attention, gate_saved, phis = saved[:15], saved[15:17], saved[17:]
+    position = (angles.cos, angles.sin)
+    o, attention, gate_saved, phis = saved[0], saved[1:16], saved[16:18], saved[18:]
     needs_x, needed = needs_input_grad[0], Parameters.split(needs_input_grad[1:])
     shape = x.shape
     batch, length, dim = shape
@@ -273,18 +313,18 @@ def layer_backward(
     d_o = torch.mm(dy.t(), o) if needed.o else None
     do = torch.mm(dy, p.o).view(batch, length, c.n_heads, c.d_v)
     dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates = run_backward(
-        do, *attention, cu_seqlens, None, None, *rest
+        do, *attention, cu_seqlens, None, None, *rest_of(layer)
     )
     d_logits = layer.gate.activate_backward(d_gates, attention[7]).view(-1, 3 * c.n_heads)
     d_inner, d_gate = mlp_backward(d_logits, gate_saved, p.gate[2], needed.gate)
 
-    if c.compress_rope == "after":
-        dk_cmp = rope.rotate_back(dk_cmp, (block_cos, block_sin))
+    if angles.block_cos is not None and angles.block_sin is not None:
+        dk_cmp = rope.rotate_back(dk_cmp, (angles.block_cos, angles.block_sin))
     where = (cu_seqlens, length, c.l, c.d, c.backend, c.strict)
     dk_raw, d_phi_k = compress_backward(dk_cmp, p.phi_k, phis[:3], where, needed.phi_k)
     dv_raw, d_phi_v = compress_backward(dv_cmp, p.phi_v, phis[3:], where, needed.phi_v)
-    dq = rope.rotate_back(dq, (cos, sin))
-    dk = layer.split_keys_backward(dk_raw, dk_sel, dk_win, (cos, sin))
+    dq = rope.rotate_back(dq, position)
+    dk = layer.split_keys_backward(dk_raw, dk_sel, dk_win, position)
     dv = layer.split_values_backward(dv_raw, dv_sel, dv_win)
     grads = [*(g.reshape(x.shape[0], -1) for g in (dq, dk, dv)), d_inner]
     dx, (d_q, d_k, d_v, d_gate_inner) = products_backward(
@@ -292,3 +332,88 @@ def layer_backward(
     )
     dx = None if dx is None else dx.view(shape)
     return (dx, d_q, d_k, d_v, *d_phi_k, *d_phi_v, d_gate_inner, *d_gate, d_o)
+
+
+class LayerReplay:
+    """The passes of one layer for `x` of one shape, as graphs. They read the parameters where they lie."""
+
+    def __init__(
+        self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype, differentiable: bool
+    ) -> None:
+        self.layer, self.dtype = layer, dtype
+        self.angles = angles_of(layer, x, None, 0)
+        self.addresses = addresses(without_biases(Parameters.split(parameters)))
+        self.n_parameters, self.parameter_dtype = len(parameters), parameters[0].dtype
+
+        def run(x: Tensor) -> Results:
+            y, saved = layer_forward(layer, x.to(dtype), self.cast(parameters), self.angles, None)
+            return (y, saved) if differentiable else (y,)
+
+        self.forward = Replay(run, [x])
+        self.backward: Replay | None = None
+
+    def cast(self, parameters: Sequence[Tensor | None]) -> Parameters:
+        return Parameters.split([p if p is None else p.detach().to(self.dtype) for p in parameters])
+
+    def run_backward(self, weights: Sequence[Tensor | None], dy: Tensor, x: Tensor, saved: Tensor) -> Results:
+        """`dx`, and the gradients of the parameters."""
+        pack = self.forward.packs[1]
+        assert pack is not None
+        needed = [True] * (1 + self.n_parameters)
+        dx, *grads = layer_backward(
+            self.layer, dy, x.to(self.dtype), self.cast(weights), self.angles, None, pack.views(saved), needed
+        )
+        assert dx is not None
+        return dx.to(x.dtype), [g.to(self.parameter_dtype) for g in grads if g is not None]
+
+    def replay_backward(
+        self, dy: Tensor, x: Tensor, saved: Tensor, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """The gradients of `x` and of the parameters."""
+        if addresses(weights) != self.addresses:
+            # Somebody has moved them since the forward pass.
+            dx, grads = self.run_backward(weights, dy, x, saved)
+            return dx, *grads
+        if self.backward is None:
+            self.backward = Replay(partial(self.run_backward, weights), [dy, x, saved])
+        dx, block = self.backward(dy, x, saved)
+        pack = self.backward.packs[1]
+        assert pack is not None
+        return dx, *pack.views(block)
+
+
+class ReplayNode(torch.autograd.Function):
+    """The layer of `x [B, S, dim]`: its output `[B, S, dim]`."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: LayerReplay, x: Tensor, *parameters: Tensor) -> Tensor:
+        y, saved = replay.forward(x)
+        ctx.replay = replay
+        ctx.save_for_backward(x, saved, *without_biases(Parameters.split(parameters)))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, saved, *weights = ctx.saved_tensors
+        with torch.no_grad():
+            grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(dy, x, saved, weights)
+        if torch.is_grad_enabled():
+            grads = differentiable_once(ONCE, grads, (x, *weights, dy))
+        return (None, *grads)
+
+
+def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
+    """The layer's output `[B, S, dim]` for fixed-length sequences; None where this call is not to be replayed."""
+    c, differentiable = layer.config, torch.is_grad_enabled()
+    if not can_replay(x, c.backend, c.strict) or any(p.dtype != parameters[0].dtype for p in parameters):
+        return None
+
+    def make() -> LayerReplay | None:
+        made = LayerReplay(layer, x, parameters, cast_dtype(x), differentiable)
+        return made if made.forward.usable else None
+
+    found = layer.recordings.find((x.shape, *situation(x), *addresses(parameters)), make)
+    if found is None:
+        return None
+    y: Tensor = ReplayNode.apply(found, x, *parameters) if differentiable else found.forward(x)[0]
+    return y

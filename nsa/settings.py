@@ -125,6 +125,9 @@ class Settings:
         "NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, the first time"
     )
     debug_timing: bool = for_routing("NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)")
+    replay: bool = setting(
+        "NSA_REPLAY", True, "eager layers of few tokens are recorded as CUDA graphs and replayed", needs="nsa.replay"
+    )
     tuned_tiles: str = setting(
         "NSA_TUNED_TILES",
         "~/.cache/nsa/tuned.json",

@@ -46,7 +46,7 @@ PATHS = [setting for setting in SETTINGS if setting.kind is str]
 
 
 def test_every_runbook_name_is_a_setting() -> None:
-    assert set(BY_ENV) == RUNBOOK_NAMES | {"NSA_TUNED_TILES"}
+    assert set(BY_ENV) == RUNBOOK_NAMES | {"NSA_REPLAY", "NSA_TUNED_TILES"}
     assert all(setting.meaning for setting in SETTINGS)
 
 

@@ -28,6 +28,7 @@ from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.problem import OPS, Problem
 from nsa.config import check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
+from nsa.recordings import Recordings
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -141,6 +142,14 @@ class Counts:
         with self.lock:
             self.calls[op, backend] += 1
 
+    def add_calls(self, calls: Counter[tuple[str, str]]) -> None:
+        with self.lock:
+            self.calls.update(calls)
+
+    def copy_calls(self) -> Counter[tuple[str, str]]:
+        with self.lock:
+            return self.calls.copy()
+
     def add_failure(self, op: str, backend: str, reason: str) -> int:
         """How often this has now happened."""
         with self.lock:
@@ -200,6 +209,8 @@ class Router:
         # Looked up by the ops, by what they know of a call: single stages, and plans of whole calls.
         self.stages: dict[tuple[Any, ...], Any] = {}
         self.plans: dict[tuple[Any, ...], Any] = {}
+        # Whole calls of small problems, as CUDA graphs.
+        self.recordings: Recordings[Any] = Recordings()
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
         self.logged: set[object] = set()

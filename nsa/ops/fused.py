@@ -5,13 +5,19 @@ Together, because their gradients share `do` and `dq`: autograd would hold three
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nsa import checks
+from nsa.backends.routing import router
 from nsa.backends.stages import plan_of
+from nsa.once import differentiable_once
 from nsa.ops.registry import Op, arguments, empty_indices, empty_output, fake_gradients
+from nsa.replay import Replay, Results, can_replay, situation
 from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
@@ -19,6 +25,7 @@ OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
 PLACES = "cu_seqlens q_start window_start"
 REST = (PLACES, "block stride select_block n_select n_init n_local window", "scale")
 N_INPUTS, N_PLACES = 8, 3
+ONCE = "nsa.ops.attention is differentiable once. For second derivatives, use nsa.reference"
 
 
 def run_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -73,3 +80,73 @@ ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op(
 ATTENTION.differentiate(
     ATTENTION_BACKWARD, lambda inputs, outputs: (*inputs[:N_INPUTS], *outputs[1:], *inputs[N_INPUTS:])
 )
+
+
+class AttentionReplay:
+    """Both passes for inputs of one layout, as graphs."""
+
+    def __init__(self, inputs: Sequence[Tensor], rest: tuple[Any, ...], differentiable: bool) -> None:
+        self.rest = rest
+
+        def run(*inputs: Tensor) -> Results:
+            o, indices, *saved = run_forward(*inputs, *[None] * N_PLACES, *rest)
+            return (o, indices, saved) if differentiable else (o, indices)
+
+        self.forward = Replay(run, inputs)
+        self.backward: Replay | None = None
+
+    def run_backward(self, do: Tensor, *kept: Tensor) -> Results:
+        pack = self.forward.packs[2]
+        assert pack is not None
+        return [run_backward(do, *kept[:-1], *pack.views(kept[-1]), *[None] * N_PLACES, *self.rest)]
+
+    def replay_backward(self, do: Tensor, *kept: Tensor) -> list[Tensor]:
+        """`kept`: the inputs, the selected blocks, and the block of the other outputs."""
+        if self.backward is None:
+            self.backward = Replay(self.run_backward, [do, *kept])
+        (block,) = self.backward(do, *kept)
+        pack = self.backward.packs[0]
+        assert pack is not None
+        return pack.views(block)
+
+
+class ReplayAttention(torch.autograd.Function):
+    """The attention of `inputs`: `o [B,S,Hq,Dv]`, and the indices of the selected blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: AttentionReplay, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        o, indices, block = replay.forward(*inputs)
+        ctx.replay = replay
+        ctx.save_for_backward(*inputs, indices, block)
+        ctx.mark_non_differentiable(indices)
+        return o, indices
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        with torch.no_grad():
+            grads = ctx.replay.replay_backward(do, *kept)
+        if torch.is_grad_enabled():
+            grads = differentiable_once(ONCE, grads, (*kept, do))
+        return (None, *grads)
+
+
+def replay_attention(inputs: tuple[Tensor, ...], rest: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
+    """The attention of fixed-length sequences and the selected blocks; None where this call is not to be replayed.
+
+    `rest`: the arguments of `nsa::attention` after `inputs` and the places of queries.
+    """
+    q, differentiable = inputs[0], torch.is_grad_enabled()
+    if not can_replay(q, *rest[-2:]) or ATTENTION.entry(q) is ATTENTION.overload or forward_ad._current_level >= 0:
+        return None
+
+    def make() -> AttentionReplay | None:
+        made = AttentionReplay(inputs, rest, differentiable)
+        return made if made.forward.usable else None
+
+    layouts = [(x.shape, x.dtype) for x in inputs]
+    found: AttentionReplay | None = router().recordings.find((*situation(q), *rest, *layouts), make)
+    if found is None:
+        return None
+    o, indices = ReplayAttention.apply(found, *inputs) if differentiable else found.forward(*inputs)
+    return o, indices

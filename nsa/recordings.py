@@ -1,0 +1,41 @@
+"""What is worth recording, and for how long a recording is kept: see `replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+# Calls of a shape before it is recorded: a shape that comes once is not worth it.
+CALLS_BEFORE = 2
+# Shapes that are kept, and those recorded at most: shapes may never repeat, and memory must not grow with them.
+MAX_SHAPES, MAX_RECORDED = 8, 32
+# Calls so far, of a shape that cannot be recorded.
+NEVER = -(1 << 62)
+
+T = TypeVar("T")
+
+
+class Recordings(Generic[T]):
+    """What was recorded, by shape. A cache: copies and pickles leave it out."""
+
+    def __init__(self) -> None:
+        # Of a shape that is not recorded yet: how often it came.
+        self.shapes: dict[tuple[Any, ...], T | int] = {}
+        self.n_recorded = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recordings, ()
+
+    def find(self, key: tuple[Any, ...], make: Callable[[], T | None]) -> T | None:
+        """The recording for `key`, which `make` makes when it has come often enough; None: run without."""
+        found: T | int | None = self.shapes.pop(key, 0)
+        if isinstance(found, int):
+            found += 1
+            if found > CALLS_BEFORE and self.n_recorded < MAX_RECORDED:
+                self.n_recorded += 1
+                found = make()
+        # The last one is the one that was used last.
+        self.shapes[key] = NEVER if found is None else found
+        if len(self.shapes) > MAX_SHAPES:
+            del self.shapes[next(iter(self.shapes))]
+        return None if isinstance(found, int) else found

@@ -1,0 +1,178 @@
+"""Small problems in eager loops: a function of tensors that comes again is one launch of a CUDA graph.
+
+A layer is about a hundred kernels, which a small one runs faster than Python can launch them. So what is called for the
+third time with the same shapes is recorded as a graph. A call copies its inputs into fixed memory, launches the graph
+and copies the results out: nothing that a caller holds is ever overwritten, and all recordings share that memory. The
+kernels are the same, and so is every bit of the results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from nsa import settings
+from nsa.backends.routing import router
+
+DEVICE = "cuda"
+# Elements of the input up to which launching takes the host longer than computing takes a GPU.
+MAX_ELEMENTS = 4 << 20
+# Other backends may keep tables that they replace one day.
+BACKENDS = ("triton",)
+# Bytes. Triton's kernels are compiled for pointers that torch's allocator aligns.
+BLOCK_ALIGNMENT = 256
+
+
+class Pack:
+    """How tensors lie in one block of memory, which has their dtype if they share one, else bytes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        dtypes = {x.dtype for x in tensors}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self.layouts = [(x.shape, torch.empty(x.shape, device="meta").stride(), x.dtype) for x in tensors]
+        self.offsets, self.size = [], 0
+        for x in tensors:
+            self.offsets.append(self.size // self.dtype.itemsize)
+            self.size += -(-x.numel() * x.element_size() // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+    def new_block(self, device: torch.device) -> Tensor:
+        return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype, device=device)
+
+    def views(self, block: Tensor) -> list[Tensor]:
+        """The tensors in `block`, contiguous."""
+        found = []
+        for offset, (shape, stride, dtype) in zip(self.offsets, self.layouts, strict=True):
+            if dtype != self.dtype:
+                part = block[offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+                found.append(part.view(shape))
+            else:
+                found.append(block.as_strided(shape, stride, offset))
+        return found
+
+
+class Memory(NamedTuple):
+    """What the recordings for one stream share: functions on one stream never overlap."""
+
+    pool: torch.cuda.MemPool
+    # To record on.
+    stream: torch.cuda.Stream
+    # A call is several: copy, launch, copy.
+    lock: threading.RLock
+    # Inputs and outputs, for as long as a recording uses them.
+    buffers: WeakValueDictionary[tuple[Any, ...], Tensor]
+
+    def buffer(self, role: object, like: Tensor) -> Tensor:
+        """Memory for a tensor of this role, contiguous."""
+        key = (role, like.shape, like.dtype)
+        found = self.buffers.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self.buffers[key] = found
+        return found
+
+
+@lru_cache(maxsize=32)
+def memory(device: torch.device, stream: int) -> Memory:
+    """For functions that run on `stream`."""
+    del stream
+    with torch.cuda.device(device):
+        return Memory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
+
+
+Results = Sequence[Tensor | Sequence[Tensor]]
+
+
+class Replay:
+    """`function(*inputs)` as a graph, recorded for tensors laid out as `inputs` are.
+
+    Of its results, those in a sequence come as one block; `packs` has their layout.
+    """
+
+    def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
+        device = inputs[0].device
+        self.memory = memory(device, current_stream(device))
+        self.inputs = [self.memory.buffer(("in", i), x) for i, x in enumerate(inputs)]
+        self.packs: list[Pack | None] = []
+        self.outputs: list[Tensor] = []
+        # Tensors of one dtype are copied by one kernel.
+        dtypes = dict.fromkeys(x.dtype for x in inputs)
+        self.copied = [[i for i, x in enumerate(inputs) if x.dtype == dtype] for dtype in dtypes]
+        with self.memory.lock, torch.inference_mode(False), torch.no_grad(), torch.autocast(DEVICE, enabled=False):
+            self.copy_in([x.detach() for x in inputs])
+            # Kernels must be compiled, and tables made.
+            for i, result in enumerate(function(*self.inputs)):
+                pack = None if isinstance(result, Tensor) else Pack(result)
+                like = result if isinstance(result, Tensor) else cast(Pack, pack).new_block(device)
+                self.packs.append(pack)
+                self.outputs.append(self.memory.buffer(("out", i), like))
+            before = router().counts.copy_calls()
+            self.graph = record(partial(self.run, function), self.memory)
+            self.calls = router().counts.copy_calls() - before
+        self.usable = all(backend in BACKENDS for _, backend in self.calls)
+        self.calls[("graph", "replay")] = 1
+
+    def run(self, function: Callable[..., Results]) -> None:
+        for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):
+            if pack is None:
+                output.copy_(cast(Tensor, result))
+            else:
+                torch._foreach_copy_(pack.views(output), list(result))
+
+    def copy_in(self, inputs: Sequence[Tensor]) -> None:
+        for places in self.copied:
+            torch._foreach_copy_([self.inputs[i] for i in places], [inputs[i] for i in places])
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with self.memory.lock:
+            self.copy_in(inputs)
+            self.graph.replay()
+            router().counts.add_calls(self.calls)
+            return [x.clone() for x in self.outputs]
+
+
+def record(function: Callable[[], None], shared: Memory) -> Any:
+    """`function` as a graph, in the memory that graphs for one stream share."""
+    graph = torch.cuda.CUDAGraph()
+    pool = cast(torch.cuda._POOL_HANDLE, shared.pool.id)
+    with torch.cuda.graph(graph, pool=pool, stream=shared.stream, capture_error_mode="thread_local"):
+        function()
+    return graph
+
+
+def can_replay(x: Tensor, backend: str, strict: bool) -> bool:
+    """Whether an eager call with `x` for its largest input, and fixed-length sequences, may be replayed."""
+    if x.device.type != DEVICE or prod(x.shape) > MAX_ELEMENTS or strict or backend not in ("auto", "triton"):
+        return False
+    if torch.cuda.is_current_stream_capturing() or not settings.current().replay or router().logs_calls:
+        return False
+    # Activation checkpointing compares what is saved with what it saved in the first pass.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return not hooked and x.dtype != torch.float64
+
+
+def situation(x: Tensor) -> tuple[Any, ...]:
+    """What a recording depends on besides shapes: where it runs, in which dtype, and whether for a backward pass."""
+    stream = current_stream(x.device)
+    return x.device, stream, x.dtype, cast_dtype(x), torch.is_grad_enabled()
+
+
+def cast_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's, where that is on."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple([x.data_ptr() for x in tensors if x is not None])
+
+
+def current_stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream

@@ -1,0 +1,310 @@
+"""Layers that replay their passes: the same bits as without, whatever happens between calls.
+
+Here a recording runs its function again, on its fixed memory, instead of launching a CUDA graph of it; the graphs
+themselves are tested in `tests/gpu/test_replay_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import pytest
+import torch
+from test_eager import VARIANTS, new_layer, results
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nsa import NSAAttention, ops, replay
+from nsa.backends.routing import router
+from nsa.eager import LayerReplay
+from nsa.ops.fused import AttentionReplay
+from nsa.recordings import CALLS_BEFORE, MAX_RECORDED, MAX_SHAPES, Recordings
+from nsa.replay import Memory
+
+
+class RunAgain:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def replay(self) -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self.function()
+
+
+def record(function: Callable[[], None], shared: Memory) -> RunAgain:
+    del shared
+    return RunAgain(function)
+
+
+@pytest.fixture(autouse=True)
+def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Memory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
+    monkeypatch.setattr(replay, "record", record)
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+    monkeypatch.setattr(replay, "current_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(replay, "memory", lambda device, stream: shared)
+    monkeypatch.setattr(replay, "BACKENDS", ("sdpa",))
+
+
+def recordings(layer: NSAAttention) -> list[LayerReplay]:
+    return [kept for kept in layer.recordings.shapes.values() if isinstance(kept, LayerReplay)]
+
+
+def replayed(layer: NSAAttention, x: Tensor, **given: Any) -> dict[str, Tensor]:
+    """The results of a call that is replayed, both ways."""
+    for _ in range(CALLS_BEFORE + 1):
+        results(layer, x, **given)
+    found = results(layer, x, **given)
+    assert recordings(layer)
+    assert recordings(layer)[-1].backward is not None
+    return found
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name, x in expected.items() if not torch.equal(found[name], x)] == []
+
+
+@pytest.mark.parametrize("length", [37, 5], ids=["blocks", "no block"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replays_to_the_bit(variant: str, length: int) -> None:
+    layer = new_layer(torch.float32, **VARIANTS[variant])
+    x, other = torch.randn(2, 2, length, 24).unbind()
+    expected = [results(layer, x), results(layer, other)]
+    layer.recordings = Recordings()
+    assert_same_bits(replayed(layer, x), expected[0])
+    assert_same_bits(results(layer, other), expected[1])
+
+
+def test_calls_before_a_backward_pass_keep_their_own_tensors() -> None:
+    layer = new_layer(torch.float32)
+    inputs = torch.randn(3, 2, 37, 24).unbind()
+    expected = [results(layer, x) for x in inputs]
+    replayed(layer, inputs[0])
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = [layer(x) for x in leaves]
+    for x, y, wanted in reversed(list(zip(leaves, outputs, expected, strict=True))):
+        torch.manual_seed(1)
+        (dx,) = torch.autograd.grad(y, [x], torch.randn_like(y))
+        assert_same_bits({"y": y.detach(), "x": dx}, {"y": wanted["y"], "x": wanted["x"]})
+
+
+def test_layers_of_one_shape_share_memory_and_nothing_else() -> None:
+    layers = [new_layer(torch.float32), new_layer(torch.float32)]
+    with torch.no_grad():
+        for p in layers[1].parameters():
+            p.mul_(1.5)
+    x = torch.randn(2, 37, 24)
+    expected = [results(layer, x) for layer in layers]
+    for _ in range(2):
+        for layer, wanted in zip(layers, expected, strict=True):
+            assert_same_bits(replayed(layer, x), wanted)
+    first, second = (recordings(layer)[0] for layer in layers)
+    assert all(x is y for x, y in zip(first.forward.inputs, second.forward.inputs, strict=True))
+    assert all(x is y for x, y in zip(first.forward.outputs, second.forward.outputs, strict=True))
+
+
+def test_new_values_of_the_parameters_are_used() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    before = replayed(layer, x)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(0.5)
+    found = results(layer, x)
+    layer.recordings = Recordings()
+    assert_same_bits(found, results(layer, x))
+    assert not torch.equal(found["y"], before["y"])
+
+
+def test_moved_parameters_are_recorded_anew() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = replayed(layer, x)
+    for p in layer.parameters():
+        p.data = p.data.clone()
+    assert_same_bits(results(layer, x), expected)
+    assert_same_bits(replayed(layer, x), expected)
+    assert len(recordings(layer)) == 2
+
+
+def test_parameters_that_move_before_backward_are_read_there() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = replayed(layer, x)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    for p in layer.parameters():
+        p.data = p.data.clone()
+    torch.manual_seed(1)
+    (dx,) = torch.autograd.grad(y, [leaf], torch.randn_like(y))
+    assert torch.equal(dx, expected["x"])
+
+
+def test_modified_weights_raise_in_backward() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    y = layer(x.clone().requires_grad_())
+    with torch.no_grad():
+        layer.k_proj.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+def test_second_derivatives_raise() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dx.sum(), [x])
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(2, 37, 24)
+    with torch.no_grad():
+        outputs = [layer(x) for _ in range(CALLS_BEFORE + 2)]
+    assert all(torch.equal(y, outputs[0]) for y in outputs)
+    assert len(recordings(layer)[0].forward.outputs) == 1
+    with torch.inference_mode():
+        assert torch.equal(layer(x), outputs[0])
+
+
+def test_autocast_is_part_of_the_shape() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(layer, x)
+        found = replayed(layer, x)
+    assert found["y"].dtype == torch.bfloat16
+    assert found["q_proj.weight"].dtype == torch.float32
+    assert_same_bits(found, expected)
+
+
+def test_shapes_that_never_repeat_are_not_recorded() -> None:
+    layer = new_layer(torch.float32)
+    with torch.no_grad():
+        for _ in range(CALLS_BEFORE + 2):
+            for length in range(30, 31 + MAX_SHAPES):
+                layer(torch.randn(1, length, 24))
+    assert not recordings(layer)
+    assert len(layer.recordings.shapes) == MAX_SHAPES
+
+
+def test_a_layer_records_a_limited_number_of_times() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    with torch.no_grad():
+        expected = layer(x)
+        # All at once, so that no two lie in the same place.
+        for weight in [layer.q_proj.weight.data.clone() for _ in range(MAX_RECORDED + 3)]:
+            layer.q_proj.weight.data = weight
+            assert all(torch.equal(layer(x), expected) for _ in range(CALLS_BEFORE + 2))
+    assert layer.recordings.n_recorded == MAX_RECORDED
+    assert len(layer.recordings.shapes) <= MAX_SHAPES
+
+
+def test_copies_and_pickles_leave_recordings_out() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = replayed(layer, x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not twin.recordings.shapes
+        assert_same_bits(replayed(twin, x), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_agrees(reentrant: bool) -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = results(layer, x)
+    for _ in range(CALLS_BEFORE + 3):
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(layer, leaf, use_reentrant=reentrant)
+        torch.manual_seed(1)
+        y.backward(torch.randn_like(y))
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, expected["x"])
+
+
+def test_padding_is_replayed_too() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(2, 37, 24)
+    mask = torch.rand(2, 37) > 0.3
+    expected = results(layer, x, attention_mask=mask)
+    assert_same_bits(replayed(layer, x, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("given", ["stats", "varlen", "offset"])
+def test_calls_with_more_than_x_are_not_replayed(given: str) -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    options: dict[str, Any] = {
+        "stats": {"return_stats": True},
+        "varlen": {"cu_seqlens": torch.tensor([0, 20, 37], dtype=torch.int32)},
+        "offset": {"position_offset": 3},
+    }
+    with torch.no_grad():
+        for _ in range(CALLS_BEFORE + 2):
+            layer(x, **options[given])
+    assert not recordings(layer)
+
+
+def test_threads_take_turns() -> None:
+    layer, inputs = new_layer(torch.float32), torch.randn(4, 1, 37, 24).unbind()
+    expected = [results(layer, x) for x in inputs]
+    replayed(layer, inputs[0])
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        x = inputs[i].clone().requires_grad_()
+        for _ in range(10):
+            if not torch.equal(layer(x).detach(), expected[i]["y"]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def attention_inputs() -> list[Tensor]:
+    torch.manual_seed(2)
+    sizes = {"q": (37, 4, 8), "k_cmp": (8, 2, 8), "v_cmp": (8, 2, 6), "gates": (37, 4, 3)}
+    both = [(37, 2, 8), (37, 2, 6)] * 2
+    shapes = [sizes["q"], sizes["k_cmp"], sizes["v_cmp"], *both, sizes["gates"]]
+    return [torch.rand(2, *shape).requires_grad_() for shape in shapes]
+
+
+def attend(inputs: list[Tensor]) -> list[Tensor]:
+    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
+    o, indices = ops.attention(*inputs, **sizes)
+    if not o.requires_grad:
+        return [o, indices]
+    return [o.detach(), indices, *torch.autograd.grad(o, inputs, o.detach().cos())]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_attention_is_replayed_to_the_bit(grad: bool) -> None:
+    inputs = attention_inputs()
+    router().recordings = Recordings()
+    with torch.set_grad_enabled(grad):
+        found = [attend(inputs) for _ in range(CALLS_BEFORE + 3)]
+        (recording,) = router().recordings.shapes.values()
+        assert isinstance(recording, AttentionReplay)
+        for other in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+        other = [x.detach().flip(1).requires_grad_() for x in inputs]
+        replayed_now = attend(other)
+        router().recordings = Recordings()
+        assert all(torch.equal(x, y) for x, y in zip(attend(other), replayed_now, strict=True))
+
+
+def test_second_derivatives_of_attention_raise() -> None:
+    inputs = attention_inputs()
+    for _ in range(CALLS_BEFORE + 2):
+        attend(inputs)
+    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
+    o, _ = ops.attention(*inputs, **sizes)
+    (dq,) = torch.autograd.grad(o.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dq.sum(), inputs[1:2])
