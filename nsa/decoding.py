@@ -99,8 +99,9 @@ def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:
 
 
 def kernels_run(problem: Problem, backend: str) -> bool:
-    """By name alone: the launches that append and compress have run in Triton's interpreter, not yet on a GPU."""
-    return backend == "triton" and not settings.current().force_parity and triton.supports(problem) is None
+    """Triton's interpreter runs them by name alone: it is slow."""
+    named = backend == "triton" or (backend == "auto" and problem.device == "cuda")
+    return named and not settings.current().force_parity and triton.supports(problem) is None
 
 
 def weights_of(decode: Any, phi: Compression) -> Any:

@@ -231,14 +231,17 @@ def self_test(
 def ask_ahead(
     backends: Sequence[Any], case: str, shape: Problem, reason_against: ReasonAgainst, gpu: int | None
 ) -> None:
-    """Ask whether the backends run a case, so that the answers are known when they are needed. In a thread, which would
-    start on GPU 0."""
+    """Ask the backends for a case, and run those that compile nothing, so that the answers are known when they are
+    needed: FlashAttention is tried in a process of its own first. In a thread, which would start on GPU 0."""
     if gpu is not None:
         torch.cuda.set_device(gpu)
     inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
     for spec in inputs.specs:
         for backend in backends:
-            reason_against(backend.name, inputs.problem_of(spec.op))
+            declined = reason_against(backend.name, inputs.problem_of(spec.op))
+            if declined is None and not compiles_kernels(backend):
+                with suppress(*REPORTED_ERRORS):
+                    run_backend(backend, spec, inputs)
 
 
 def run_every_op(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:

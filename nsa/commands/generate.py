@@ -56,6 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument("--lookup-ngram", type=int, default=3, metavar="N", help="tokens that must repeat (default: 3)")
     speed.add_argument("--prefill-chunk", type=int, default=8192, metavar="N", help="prompt tokens per prefill step")
     speed.add_argument(
-        "--cuda-graph", action=argparse.BooleanOptionalAction, default=False, help="on a GPU, replay a step as a graph"
+        "--cuda-graph", action=argparse.BooleanOptionalAction, default=True, help="on a GPU, replay a step as a graph"
     )
     parser.add_argument("--hide-prompt", action="store_true", help="print the new text alone")

@@ -50,7 +50,7 @@ class Options:
     lookup_ngram: int = 3
     max_len: int | None = None
     prefill_chunk: int = 8192
-    cuda_graph: bool = False
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "lookup_ngram", "prefill_chunk"):

@@ -21,7 +21,11 @@ SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repeti
 
 
 def model_on_gpu(dtype: torch.dtype = torch.float32) -> LM:
-    return small_model("nsa").to("cuda", dtype)
+    """Calmer than on the CPU, where it runs in fp64: a rounding error of fp32 must not grow to a different token."""
+    model = small_model("nsa").to("cuda", dtype)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.25)
+    return model
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

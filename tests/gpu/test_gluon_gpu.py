@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 from test_ranged import Case, by_kernel, check, inputs, poison
 
 from nsa.backends import gluon
-from nsa.backends.gluon import tiles
 from nsa.backends.gluon.tiles import FORWARD, KEYS, ForwardTile, KeyTile
 from nsa.backends.triton.ranged_backward import plan as backward_plan
 from nsa.backends.triton.ranged_forward import plan as forward_plan
@@ -51,8 +50,7 @@ ROWS = {
 
 
 @pytest.fixture(autouse=True)
-def kernels_are_picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "PICKED", True)
+def forget_plans() -> None:
     for plan in (forward_plan, backward_plan):
         plan.cache_clear()
 

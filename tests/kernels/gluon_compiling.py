@@ -158,9 +158,6 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder(90)
     compiling.stand_in(compiling.TARGETS["sm_90"], recorder, gluon=True)
-    from nsa.backends.gluon import tiles
-
-    tiles.PICKED = True
     for name in arguments.shapes:
         recorder.shape = name
         compile_shape(SHAPES[name], recorder)

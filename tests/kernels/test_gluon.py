@@ -24,7 +24,6 @@ from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs,
 
 from nsa import doctor
 from nsa.backends import gluon
-from nsa.backends.gluon import tiles as gluon_tiles
 from nsa.backends.gluon.tiles import ForwardTile, KeyTile, pick_dkv, pick_forward, unsupported
 from nsa.backends.problem import Problem
 from nsa.backends.triton.launch import COLLECTING, Launch, layout
@@ -49,11 +48,6 @@ LONG = {
     "packed": Case(heads=2, length=300, documents=(1, 31, 140, 0, 100, 28), window=40),
     "packed, h8": Case(heads=8, length=150, groups=2, documents=(64, 86), window=90),
 }
-
-
-@pytest.fixture(autouse=True)
-def kernels_are_picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_tiles, "PICKED", True)
 
 
 class Emulator:

@@ -10,8 +10,6 @@ from nsa.backends import gluon
 from nsa.backends.triton.launch import Layout
 from nsa.backends.triton.tiles import SplitTile, Tile, Visibility, capability, describable
 
-# Off until the GPU tests have run with query offsets and these picks: the kernels then run only where a tile is passed.
-PICKED = False
 HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -54,8 +52,6 @@ KEYS = (KeyTile(num_stages=3), KeyTile(num_stages=4))
 
 def unsupported(gpu: tuple[int, int], dtype: torch.dtype, d_k: int, d_v: int) -> str | None:
     """Why Triton's kernels run instead, whatever the lengths are; None where these may."""
-    if not PICKED:
-        return "the Gluon kernels run only where one of their tiles is passed"
     if gpu != HOPPER:
         return f"the Gluon kernels are for sm_90, the GPU is sm_{gpu[0]}{gpu[1]}"
     if dtype not in DTYPES:

@@ -59,8 +59,6 @@ def explicit_only(problem: Problem) -> str | None:
     """Why `auto` must not pick this backend, though it supports the problem."""
     if problem.device == "cpu":
         return "Triton's interpreter is slow: it runs only by backend='triton'"
-    if problem.cached:
-        return "query offsets have run in Triton's interpreter, not yet on a GPU: they run only by backend='triton'"
     return None
 
 
