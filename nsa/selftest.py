@@ -207,10 +207,10 @@ def self_test(
     """
     by_name = {backend.name: backend for backend in backends}
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        # A backend may start a process to answer: meanwhile kernels are compiled.
+    with ThreadPoolExecutor(len(CASES) * len(OPS)) as pool:
+        # A backend may start a process to answer: all of them at once, and meanwhile kernels are compiled.
         gpu = torch.cuda.current_device() if shape.device == "cuda" else None
-        answers = [pool.submit(ask_ahead, backends, case, shape, ask, gpu) for case in CASES]
+        answers = [pool.submit(ask_ahead, backends, case, op, shape, ask, gpu) for case in CASES for op in OPS]
         for backend in backends:
             if hasattr(backend, "compile_ahead"):
                 backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
@@ -229,16 +229,16 @@ def self_test(
 
 
 def ask_ahead(
-    backends: Sequence[Any], case: str, shape: Problem, reason_against: ReasonAgainst, gpu: int | None
+    backends: Sequence[Any], case: str, op: str, shape: Problem, reason_against: ReasonAgainst, gpu: int | None
 ) -> None:
-    """Ask the backends for a case, and run those that compile nothing, so that the answers are known when they are
-    needed: FlashAttention is tried in a process of its own first. In a thread, which would start on GPU 0."""
+    """Ask the backends for one op of a case, and run those that compile nothing: FlashAttention is tried in a process
+    of its own first. In a thread, which would start on GPU 0."""
     if gpu is not None:
         torch.cuda.set_device(gpu)
     inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
     for spec in inputs.specs:
-        for backend in backends:
-            declined = reason_against(backend.name, inputs.problem_of(spec.op))
+        for backend in backends if spec.op == op else ():
+            declined = reason_against(backend.name, inputs.problem_of(op))
             if declined is None and not compiles_kernels(backend):
                 with suppress(*REPORTED_ERRORS):
                     run_backend(backend, spec, inputs)

@@ -131,4 +131,6 @@ def is_valid(targets: Tensor, vocabulary: int) -> Tensor:
 def n_counted(targets: Tensor, vocabulary: int) -> Tensor:
     """Targets that are not ignored, at least 1; NaN if any is invalid. Divides the loss and every gradient."""
     count = (targets != IGNORE).sum().clamp_min(1)
-    return torch.where(is_valid(targets, vocabulary).all(), count, float("nan"))
+    # Counted, not `all()`: torch 2.11 fuses that with the softmax into a kernel that Triton 3.6 cannot compile.
+    n_invalid = (~is_valid(targets, vocabulary)).sum()
+    return torch.where(n_invalid == 0, count, float("nan"))
