@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import reference
 from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
-from nsa.bench.attention import captured, parse_heads
-from nsa.config import NSAConfig, require
+from nsa.bench.attention import AttentionShape, captured, parse_heads
+from nsa.config import require
 from nsa.geometry import n_compressed
-from nsa.results import Row, append, environment, quantiles
+from nsa.results import Row, append, make_row, quantiles
 
 # Of bf16 keys and values, both.
 BYTES_PER_NUMBER = 4
@@ -36,38 +36,25 @@ IMPORTANCE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class DecodeShape:
-    batch: int
-    length: int
-    n_heads: int
-    n_groups: int
-    width: int
+class DecodeShape(AttentionShape):
+    """The sizes of one step; `length`: tokens in the cache, those of the step included."""
+
     n_tokens: int
 
-    @property
-    def config(self) -> NSAConfig:
-        return NSAConfig(
-            dim=self.n_heads * self.width,
-            n_heads=self.n_heads,
-            n_kv_groups=self.n_groups,
-            d_k=self.width,
-            d_v=self.width,
-        )
-
     def __str__(self) -> str:
-        return f"{self.n_heads}/{self.n_groups}/{self.width} B={self.batch} S={self.length} T={self.n_tokens}"
+        return f"{super().__str__()} T={self.n_tokens}"
 
 
-def batch_of(length: int, n_groups: int, width: int, gib: float) -> int:
+def batch_of(length: int, n_groups: int, head_dim: int, gib: float) -> int:
     """Rows whose keys and values of one branch fill `gib`."""
-    return max(1, round(gib * 2**30 / (length * n_groups * width * BYTES_PER_NUMBER)))
+    return max(1, round(gib * 2**30 / (length * n_groups * head_dim * BYTES_PER_NUMBER)))
 
 
 class CachedStep:
     """Random stores, all rows of full length, and the step's queries; `smooth` is how alike the tokens' queries are."""
 
     def __init__(self, shape: DecodeShape, smooth: float, tile: DecodeTile | None = None) -> None:
-        self.shape, self.config, self.tile = shape, shape.config, tile
+        self.shape, self.config, self.tile = shape, shape.config("triton"), tile
         c, self.generator = self.config, torch.Generator("cuda").manual_seed(0)
         self.how = Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, shape.length)
         self.q = self.normal(shape.n_tokens, shape.n_heads)
@@ -82,7 +69,7 @@ class CachedStep:
         self.start = torch.full((shape.batch,), shape.length - shape.n_tokens, dtype=torch.int32, device="cuda")
 
     def normal(self, places: int, heads: int) -> Tensor:
-        size = (self.shape.batch, places, heads, self.shape.width)
+        size = (self.shape.batch, places, heads, self.shape.head_dim)
         x = torch.empty(size, dtype=torch.bfloat16, device="cuda")
         return x.normal_(generator=self.generator)
 
@@ -106,7 +93,7 @@ class CachedStep:
         distinct = (blocks.diff(dim=-1) > 0).sum() + (blocks[..., 0] >= 0).sum()
         keys = int(distinct) * c.l_sel
         keys += s.batch * s.n_groups * (n_compressed(s.length, c.l, c.d) + c.w + s.n_tokens - 1)
-        return keys * s.width * BYTES_PER_NUMBER
+        return keys * s.head_dim * BYTES_PER_NUMBER
 
     def error(self, row: int) -> float:
         """Largest difference from the reference in fp64 in one batch row, whose selection is checked as well."""
@@ -183,26 +170,10 @@ def measure_decode(shape: DecodeShape, args: argparse.Namespace, rate: float) ->
     print(f"{shape}: largest error {error:.1e}, {step.bytes_read(indices) / 2**20:.0f} MiB", flush=True)
 
     def row(impl: str, times: list[float]) -> Row:
-        p20, p50, p80 = quantiles(times)
-        return Row(
-            suite="decode" if not args.smooth else f"decode-smooth-{args.smooth:g}",
-            op="decode",
-            impl=impl,
-            mode=f"decode-{shape.n_tokens}",
-            B=shape.batch,
-            S=shape.length,
-            Hq=shape.n_heads,
-            G=shape.n_groups,
-            Dk=shape.width,
-            Dv=shape.width,
-            dtype="bfloat16",
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            peak_gib=None,
-            tokens_per_s=round(shape.batch * shape.n_tokens / p50 * 1e3, 1),
-            **environment(torch.device("cuda"), args.commit),
-        )
+        suite = "decode" if not args.smooth else f"decode-smooth-{args.smooth:g}"
+        columns = {"suite": suite, "op": "decode", "impl": impl, "mode": f"decode-{shape.n_tokens}", **shape.columns}
+        made = make_row(times, columns, dtype=torch.bfloat16, device="cuda", commit=args.commit)
+        return replace(made, tokens_per_s=round(shape.batch * shape.n_tokens / made.p50_ms * 1e3, 1))
 
     yield row("nsa-triton-graphs", replay_times(step.nsa))
     yield row("dense-cudnn-graphs", replay_times(step.dense))
@@ -216,11 +187,11 @@ def run(args: argparse.Namespace) -> int:
     with torch.no_grad():
         rate = copy_rate()
         print(f"a copy moves {rate / 1e9:.2f} TB/s", flush=True)
-        for n_heads, n_groups, width in map(parse_heads, args.heads):
+        for n_heads, n_groups, head_dim in map(parse_heads, args.heads):
             for length in args.lengths:
-                batch = batch_of(length, n_groups, width, args.gib)
+                batch = batch_of(length, n_groups, head_dim, args.gib)
                 for n_tokens in args.tokens:
-                    shape = DecodeShape(batch, length, n_heads, n_groups, width, n_tokens)
+                    shape = DecodeShape(batch, length, n_heads, n_groups, head_dim, n_tokens)
                     for row in measure_decode(shape, args, rate):
                         print(f"{shape!s:<36} {row.impl:<20} {row.p50_ms:9.4f} ms", flush=True)
                         if args.out is not None:

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ from nsa.backends.flash import FlashBackend, policy
 from nsa.backends.flash.cases import flash_problem, kind_of
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
-from nsa.bench.attention import captured, peak_bytes, time_calls
+from nsa.bench.attention import AttentionShape, captured, peak_bytes, time_calls
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
-from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths
+from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths, save_figure
 from nsa.config import require
 from nsa.geometry import n_compressed
-from nsa.results import Row, append, origin_columns, quantiles, read_rows
+from nsa.results import Row, append, make_row, read_rows
 from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
 BLOCK, STRIDE, WINDOW = 32, 16, 512
@@ -41,10 +41,11 @@ BLOCK, STRIDE, WINDOW = 32, 16, 512
 MEASURE_MS, MAX_CALLS = 20.0, 20
 PROBES_AT_ONCE = 8
 LINE_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+WORTH_IT_COLOUR = "#cc4444"
 
 
 @dataclass(frozen=True)
-class Point:
+class FlashPoint:
     """One shape of one branch."""
 
     op: str
@@ -63,6 +64,10 @@ class Point:
     @property
     def packed(self) -> bool:
         return self.documents > 1
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(1, self.length, self.n_heads, self.n_groups, self.head_dim)
 
     @property
     def suite(self) -> str:
@@ -101,7 +106,9 @@ class Point:
         return normal(self.length, self.n_heads), normal(self.n_keys, self.n_groups), normal(self.n_keys, self.n_groups)
 
 
-def passes(impl: str, backend: Any, point: Point, qkv: tuple[Tensor, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def passes(
+    impl: str, backend: Any, point: FlashPoint, qkv: tuple[Tensor, ...]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """`fwd` and `bwd` with what to time; nothing if the backend does not support the point."""
     for backward in (False, True):
         reason = backend.supports(point.problem(qkv[0].dtype, backward=backward))
@@ -117,27 +124,22 @@ def passes(impl: str, backend: Any, point: Point, qkv: tuple[Tensor, ...]) -> It
     yield "bwd", lambda: backward(upstream, saved, point.branch(offsets, device))
 
 
-def measure(point: Point, dtype: torch.dtype, commit: str | None, backends: Mapping[str, Any]) -> Iterator[Row]:
+def measure(point: FlashPoint, dtype: torch.dtype, commit: str | None, backends: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of one point; a backend that fails is reported and left out."""
-    where = origin_columns(torch.device("cuda"), commit)
-    shape: dict[str, Any] = {"B": 1, "S": point.length, "Hq": point.n_heads, "G": point.n_groups}
-    shape |= {"Dk": point.head_dim, "Dv": point.head_dim, "dtype": str(dtype).removeprefix("torch.")}
-    shape["tokens_per_s"] = None
     qkv = point.inputs(dtype, "cuda")
     for impl, backend in backends.items():
         try:
             for mode, call in passes(impl, backend, point, qkv):
                 peak = peak_bytes(call)
                 times = time_calls(captured(call), warmup_ms=0, measure_ms=MEASURE_MS, most=MAX_CALLS)
-                measured: dict[str, Any] = dict(zip(("p20_ms", "p50_ms", "p80_ms"), quantiles(times), strict=True))
-                measured["peak_gib"] = round(peak / 2**30, 3)
-                yield Row(suite=point.suite, op=point.op, impl=impl, mode=mode, **shape, **measured, **where)
+                columns = {"suite": point.suite, "op": point.op, "impl": impl, "mode": mode, **point.shape.columns}
+                yield make_row(times, columns, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak)
         except RuntimeError as error:
             # Out of memory, or a kernel that cannot run: the others are still worth measuring.
             print(f"{impl} fails on {point}: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
-def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[Point], dtype: torch.dtype) -> None:
+def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[FlashPoint], dtype: torch.dtype) -> None:
     """Probe every kind of call, several at once: most of a probe is the start of its process."""
     kinds = {}
     for point in points:
@@ -151,45 +153,28 @@ def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[Point], dtype
             list(pool.map(backend.supports, kinds.values()))
 
 
-class Measured(NamedTuple):
-    """What two rows must share to be compared."""
-
-    gpu: str
-    suite: str
-    op: str
-    mode: str
-    head_dim: int
-    group_size: int
-    length: int
-    batch: int
-    n_heads: int
-    dtype: str
-
-
-def speedups(rows: Sequence[Row]) -> dict[Measured, dict[str, float]]:
-    """How many times as fast as our SDPA path each path is, wherever that was measured."""
-    times: dict[Measured, dict[str, float]] = defaultdict(dict)
+def speedups(rows: Sequence[Row]) -> Iterator[tuple[Row, dict[str, float]]]:
+    """The row of our SDPA path, wherever it was measured, and how many times as fast each other path is."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         shape = (row.gpu, row.suite, row.op, row.mode, row.Dk, row.Hq // row.G, row.S, row.B, row.Hq, row.dtype)
-        times[Measured(*shape)][row.impl] = row.p50_ms
-    return {
-        point: {impl: found["nsa-sdpa"] / ms for impl, ms in sorted(found.items()) if impl != "nsa-sdpa"}
-        for point, found in sorted(times.items())
-        if "nsa-sdpa" in found
-    }
+        found[shape][row.impl] = row
+    for _, timed in sorted(found.items()):
+        if (base := timed.pop("nsa-sdpa", None)) is not None:
+            yield base, {impl: base.p50_ms / row.p50_ms for impl, row in sorted(timed.items())}
 
 
-def table(rows: Sequence[Row]) -> str:
+def speedup_table(rows: Sequence[Row]) -> str:
     """The speedups as text, a line per shape."""
     lines = [f"{'op':<11}{'mode':<5}{'head_dim':>8}{'group':>6}{'S':>8}  speedup over nsa-sdpa"]
-    for point, found in speedups(rows).items():
-        shape = f"{point.op:<11}{point.mode:<5}{point.head_dim:>8}{point.group_size:>6}{point.length:>8}"
-        suite = f" ({point.suite.removeprefix('flash-')})" if point.suite != "flash" else ""
+    for row, found in speedups(rows):
+        shape = f"{row.op:<11}{row.mode:<5}{row.Dk:>8}{row.Hq // row.G:>6}{row.S:>8}"
+        suite = f" ({row.suite.removeprefix('flash-')})" if row.suite != "flash" else ""
         lines.append(f"{shape}  {'  '.join(f'{impl} {times:.2f}' for impl, times in found.items())}{suite}")
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], out: Path) -> None:
+def draw_speedups(rows: Sequence[Row], out: Path) -> None:
     """Plot the speedups of fixed-length rows, at the paper's window, over the length: a row of panels per branch and
     direction, a column per head_dim."""
     import matplotlib
@@ -200,63 +185,62 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
     gpus = sorted({row.gpu for row in rows})
     require(len(gpus) == 1, "rows", gpus, "those of one GPU, for a plot")
-    # op, mode: head_dim: impl, group size: length: speedup
-    panels: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for point, found in speedups(rows).items():
-        if point.suite in ("flash", f"flash-w{WINDOW}"):
+    # op, mode, head_dim: impl, group size: length: speedup
+    panels: Any = defaultdict(lambda: defaultdict(dict))
+    for base, found in speedups(rows):
+        if base.suite in ("flash", f"flash-w{WINDOW}"):
             for impl, times in found.items():
-                panels[point.op, point.mode][point.head_dim][impl, point.group_size][point.length] = times
+                panels[base.op, base.mode, base.Dk][impl, base.Hq // base.G][base.S] = times
     require(bool(panels), "rows", len(rows), "rows of nsa-sdpa among them, which the others are compared with")
-    head_dims = sorted({head_dim for columns in panels.values() for head_dim in columns})
-    lines = {line for columns in panels.values() for by_line in columns.values() for line in by_line}
-    colours = {impl: COLOURS.get(impl, OTHER_COLOUR) for impl in sorted({impl for impl, _ in lines})}
-    styles = dict(zip(sorted({size for _, size in lines}), cycle(LINE_STYLES), strict=False))
-    size = (3.6 * len(head_dims), 2.9 * len(panels) + 0.6)
-    figure, axes = pyplot.subplots(len(panels), len(head_dims), figsize=size, squeeze=False, sharey="row")
-    for row, ((op, mode), columns) in zip(axes, sorted(panels.items()), strict=True):
-        for axis, head_dim in zip(row, head_dims, strict=True):
-            for (impl, group_size), line in sorted(columns[head_dim].items()):
-                axis.plot(*zip(*sorted(line.items()), strict=True), styles[group_size], marker=".", color=colours[impl])
-            axis.axhline(1, color=COLOURS["nsa-sdpa"])
-            axis.axhline(WORTH_IT, color="#cc4444", linewidth=0.8)
-            axis.set(title=f"{op} {MODE_LABELS[mode]}, head_dim {head_dim}", xscale="log", yscale="log")
-            axis.set_yticks([0.25, 0.5, 1, 2, 5, 10], ["1/4", "1/2", "1", "2", "5", "10"])
-            mark_lengths(axis, {length for line in columns[head_dim].values() for length in line})
-            axis.grid(alpha=0.25)
-        row[0].set_ylabel("speedup over nsa-sdpa")
-    legend = [Line2D([], [], color=colour, label=impl) for impl, colour in colours.items()]
-    legend += [Line2D([], [], color=COLOURS["nsa-sdpa"], label="nsa-sdpa")]
-    legend += [Line2D([], [], color="#cc4444", linewidth=0.8, label=f"worth it: {WORTH_IT}")]
+    passes, head_dims = sorted({panel[:2] for panel in panels}), sorted({panel[2] for panel in panels})
+    impls, group_sizes = (
+        sorted(set(names)) for names in zip(*(line for x in panels.values() for line in x), strict=True)
+    )
+    styles = dict(zip(group_sizes, cycle(LINE_STYLES), strict=False))
+    size = (3.6 * len(head_dims), 2.9 * len(passes) + 0.6)
+    figure, axes = pyplot.subplots(len(passes), len(head_dims), figsize=size, squeeze=False, sharey="row")
+    for axis, ((op, mode), head_dim) in zip(axes.flat, product(passes, head_dims), strict=True):
+        lines = panels[op, mode, head_dim]
+        for (impl, group_size), line in sorted(lines.items()):
+            colour = COLOURS.get(impl, OTHER_COLOUR)
+            axis.plot(*zip(*sorted(line.items()), strict=True), styles[group_size], marker=".", color=colour)
+        axis.axhline(1, color=COLOURS["nsa-sdpa"])
+        axis.axhline(WORTH_IT, color=WORTH_IT_COLOUR, linewidth=0.8)
+        axis.set(title=f"{op} {MODE_LABELS[mode]}, head_dim {head_dim}", xscale="log", yscale="log")
+        axis.set_yticks([0.25, 0.5, 1, 2, 5, 10], ["1/4", "1/2", "1", "2", "5", "10"])
+        mark_lengths(axis, {length for line in lines.values() for length in line})
+        axis.grid(alpha=0.25)
+        if head_dim == head_dims[0]:
+            axis.set_ylabel("speedup over nsa-sdpa")
+    legend = [Line2D([], [], color=COLOURS.get(impl, OTHER_COLOUR), label=impl) for impl in [*impls, "nsa-sdpa"]]
+    legend += [Line2D([], [], color=WORTH_IT_COLOUR, linewidth=0.8, label=f"worth it: {WORTH_IT}")]
     legend += [Line2D([], [], color="#333333", linestyle=s, label=f"{n} heads per group") for n, s in styles.items()]
-    figure.suptitle(f"{gpus[0]}, batch 1, window {WINDOW}", fontsize=9, color="#666666")
-    figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
     figure.legend(handles=legend, loc="lower center", ncols=5, frameon=False, fontsize=8)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=90)
-    pyplot.close(figure)
+    figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
+    save_figure(figure, f"{gpus[0]}, batch 1, window {WINDOW}", out, dpi=90)
 
 
-def points(args: argparse.Namespace) -> Iterator[Point]:
+def points(args: argparse.Namespace) -> Iterator[FlashPoint]:
     for head_dim in args.widths:
         for size in args.group_sizes:
             require(args.heads % size == 0, "--group-sizes", size, f"a divisor of the {args.heads} heads")
             for length in args.lengths:
                 shape = (length, args.heads, size, head_dim)
-                yield Point("compressed", *shape)
+                yield FlashPoint("compressed", *shape)
                 for window in args.windows:
-                    yield Point("sliding", *shape, window)
+                    yield FlashPoint("sliding", *shape, window)
                 if size == args.group_sizes[0]:
-                    yield Point("compressed", *shape, documents=args.documents)
-                    yield Point("sliding", *shape, args.windows[-1], documents=args.documents)
+                    yield FlashPoint("compressed", *shape, documents=args.documents)
+                    yield FlashPoint("sliding", *shape, args.windows[-1], documents=args.documents)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command: measure, or read rows; print, plot and write what follows from them."""
     rows = read_rows(args.rows) if args.rows is not None else list(measure_all(args))
     require(bool(rows), "--rows", str(args.rows), "a file with at least one row")
-    print(table(rows))
+    print(speedup_table(rows))
     if args.plot is not None:
-        draw(rows, args.plot)
+        draw_speedups(rows, args.plot)
     if args.write is not None:
         compared = bool(measured_orders(rows))
         require(compared, "--write", str(args.write), "rows of several backends to compare, as nsa bench flash writes")

@@ -28,7 +28,7 @@ PACKED = "-packed"
 # Below this speedup, the risk of someone else's kernels is not worth it.
 WORTH_IT = 1.2
 # The rows that stand for a backend.
-BACKENDS = {"nsa-triton": "triton", "flash-torch": "flash", "flash-flash_attn": "flash", "nsa-sdpa": "sdpa"}
+BACKEND_OF_IMPL = {"nsa-triton": "triton", "flash-torch": "flash", "flash-flash_attn": "flash", "nsa-sdpa": "sdpa"}
 
 # Milliseconds by backend, then by what a route does not distinguish: suite (window), batch, heads, groups and dtype.
 Times = dict[str, dict[tuple[Any, ...], float]]
@@ -36,19 +36,19 @@ Order = tuple[str, ...]
 
 
 # What a route distinguishes besides the length: GPU family, op, head_dim, mode and packed.
-Subject = tuple[str, str, int, Any, bool]
+RouteSubject = tuple[str, str, int, Any, bool]
 
 
-def measured_orders(rows: Sequence[Row]) -> dict[Subject, dict[int, Order]]:
+def measured_orders(rows: Sequence[Row]) -> dict[RouteSubject, dict[int, Order]]:
     """The order of the backends by length, wherever several were measured."""
-    times: dict[tuple[Subject, int], Times] = defaultdict(lambda: defaultdict(dict))
+    times: dict[tuple[RouteSubject, int], Times] = defaultdict(lambda: defaultdict(dict))
     # Torch's kernels are tried first: where they have a row, it is entered last.
     for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
-        if row.impl in BACKENDS and row.suite.startswith("flash"):
+        if row.impl in BACKEND_OF_IMPL and row.suite.startswith("flash"):
             subject = (gpu_family(row.gpu), row.op, row.Dk, row.mode, row.suite.endswith(PACKED))
             shape = (row.suite, row.B, row.Hq, row.G, row.dtype)
-            times[subject, row.S][BACKENDS[row.impl]][shape] = row.p50_ms
-    found: dict[Subject, dict[int, Order]] = defaultdict(dict)
+            times[subject, row.S][BACKEND_OF_IMPL[row.impl]][shape] = row.p50_ms
+    found: dict[RouteSubject, dict[int, Order]] = defaultdict(dict)
     for (subject, length), timed in sorted(times.items()):
         order = order_of(timed, packed=subject[-1])
         if order:

@@ -56,11 +56,16 @@ def draw_figure(rows: list[Row], out: Path) -> None:
     for line, mode in zip(axes, modes, strict=True):
         for axis, shape in zip(line, shapes, strict=True):
             draw_panel(axis, mode, shape, panels[mode, shape])
-    gpus = sorted({row.gpu for row in rows})
-    figure.suptitle(", ".join(gpus), fontsize=9, color="#666666")
     figure.tight_layout()
+    save_figure(figure, ", ".join(sorted({row.gpu for row in rows})), out, dpi=130)
+
+
+def save_figure(figure: Any, title: str, out: Path, dpi: int) -> None:
+    from matplotlib import pyplot
+
+    figure.suptitle(title, fontsize=9, color="#666666")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    figure.savefig(out, dpi=dpi)
     pyplot.close(figure)
 
 

@@ -20,7 +20,7 @@ from nsa.backends import sdpa
 from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.routing import Router
 from nsa.bench import flash
-from nsa.bench.flash import Point, table
+from nsa.bench.flash import FlashPoint, speedup_table
 from nsa.bench.flash_routes import measured_routes, order_of, ranges, write_routes
 from nsa.results import Row, append, read_rows
 from nsa.settings import Settings
@@ -160,7 +160,7 @@ def test_the_router_reads_the_file(tmp_path: Path) -> None:
     write_routes(path, timed(**FLASH_FIRST))
     backends = [SimpleNamespace(name=name, supports=lambda _: None) for name in ("triton", "flash")]
     router = Router([*backends, sdpa], Settings(), load_routes(path), gpu="NVIDIA H200")
-    problem = Point("compressed", 4096, 16, 4, 64).problem(torch.bfloat16, backward=False)
+    problem = FlashPoint("compressed", 4096, 16, 4, 64).problem(torch.bfloat16, backward=False)
     assert router.route(problem).chosen == "flash"
     for changes in ({"d_k": 128}, {"n_queries": 4095}, {"backward": True}):
         assert router.route(replace(problem, **changes)).chosen == "triton", "the default order"
@@ -175,7 +175,7 @@ def test_the_routes_that_ship_follow_from_the_rows_that_ship() -> None:
 @pytest.mark.parametrize("op", ["compressed", "sliding"])
 @pytest.mark.parametrize("documents", [1, 3])
 def test_a_point_is_timed_as_the_ops_would_run_it(op: str, documents: int) -> None:
-    point = Point(op, 100, 4, 2, 8, 16, documents=documents)
+    point = FlashPoint(op, 100, 4, 2, 8, 16, documents=documents)
     assert point.suite == ("flash" if op == "compressed" else "flash-w16") + ("-packed" if documents > 1 else "")
     problem = point.problem(torch.bfloat16, backward=True)
     n_keys = 100 if op == "sliding" else 6 if documents > 1 else 5
@@ -197,7 +197,7 @@ def test_what_is_switched_off_is_not_measured(variable: str, environment: Callab
 
 def test_the_table_shows_speedups() -> None:
     other = [replace(row, gpu="NVIDIA A100-SXM4-80GB") for row in timed(flash=100.0)]
-    text = table([*timed(sdpa=3.0, flash=2.0, triton=1.0), replace(ROW, impl="sdpa-cudnn", p50_ms=0.5), *other])
+    text = speedup_table([*timed(sdpa=3.0, flash=2.0, triton=1.0), replace(ROW, impl="sdpa-cudnn", p50_ms=0.5), *other])
     (line,) = text.splitlines()[1:]
     for part in ("flash-torch 1.50", "nsa-triton 3.00", "sdpa-cudnn 6.00"):
         assert part in line
@@ -223,7 +223,7 @@ def test_the_command_turns_rows_into_a_file_and_a_plot(tmp_path: Path, capsys: p
 def test_a_plot_is_of_one_gpu(tmp_path: Path) -> None:
     other = [replace(row, gpu="NVIDIA A100-SXM4-80GB") for row in timed(flash=100.0)]
     with pytest.raises(ValueError, match="rows is"):
-        flash.draw([*timed(sdpa=2.0, flash=1.0), *other], tmp_path / "flash.png")
+        flash.draw_speedups([*timed(sdpa=2.0, flash=1.0), *other], tmp_path / "flash.png")
 
 
 def test_rows_that_compare_nothing_write_nothing(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_the_sweep_covers_every_head_dim_group_length_and_window() -> None:
 
 def test_every_kind_of_call_is_probed_ahead_once() -> None:
     asked = []
-    points = [Point("sliding", length, 16, 4, 64, window) for length in (1024, 1000) for window in (128, 512)]
-    points += [Point("compressed", 1024, 16, 4, 64), Point("compressed", 1024, 16, 4, 64, documents=8)]
+    points = [FlashPoint("sliding", length, 16, 4, 64, window) for length in (1024, 1000) for window in (128, 512)]
+    points += [FlashPoint("compressed", 1024, 16, 4, 64), FlashPoint("compressed", 1024, 16, 4, 64, documents=8)]
     flash.probe_ahead([SimpleNamespace(supports=asked.append)], points, torch.bfloat16)
     # Two lengths of one class are one kind, two windows are two.
     assert Counter((problem.op, problem.window_or_stride, problem.packed) for problem in asked) == {

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from nsa.backends.problem import SIZES, Problem
 from nsa.backends.routing import CallUnsupported, FailureReason
 from nsa.backends.stages import attention_shape
 from nsa.geometry import n_compressed
-from nsa.sequences import Compressed, Saved, Sliding, Upstream
+from nsa.sequences import Saved, Upstream
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -101,37 +102,31 @@ class FlashBackend:
             return "a cache has no gradient"
         if problem.cached and problem.op == "compressed" and problem.n_queries > 1:
             return "several queries on the compressed keys of a cache start in the middle of a block"
-        reasons = {}
+        reasons, failed = [], False
         for library in self.libraries:
             reason = self.outside_contract(library, problem) or self.verdict(library, flash_problem(problem))
             if reason is None:
                 return library
-            reasons[library.contract.library] = reason
-        text = "; ".join([*(f"{name}: {reason}" for name, reason in reasons.items()), *self.absent.values()])
-        return FailureReason(text) if any(isinstance(reason, FailureReason) for reason in reasons.values()) else text
+            reasons.append(f"{library.contract.library}: {reason}")
+            failed = failed or isinstance(reason, FailureReason)
+        text = "; ".join([*reasons, *self.absent.values()])
+        return FailureReason(text) if failed else text
 
     def outside_contract(self, library: Library, problem: Problem) -> str | None:
         """Which limits of the library forbid the problem; None if none do."""
         if problem.device != library.contract.device:
             return f"it runs on {library.contract.device}, the tensors are on {problem.device}"
-        obstacle = library.obstacle()
-        if obstacle is not None:
+        if (obstacle := library.obstacle()) is not None:
             return obstacle
         # Folding multiplies heads by the stride. Before a call gives it, the number of keys does; the call itself is
         # checked again.
         called = flash_problem(problem, likely_stride(problem))
         batch = 1 if problem.packed else problem.batch
-        rows = rows_in_tiles(batch, called.length_called, varlen=problem.packed)
-        found = limits(
-            library.contract,
-            torch.cuda.get_device_capability() if problem.device == "cuda" else None,
-            dtype=self.dtype_of(problem.dtype),
-            head_dim=padded(problem.d_k, problem.d_v),
-            n_heads=called.heads_called,
-            n_sequences=batch,
-            gradient_rows=rows if problem.backward else None,
-        )
-        return "; ".join(found) or None
+        rows = rows_in_tiles(batch, called.length_called, varlen=problem.packed) if problem.backward else None
+        capability = torch.cuda.get_device_capability() if problem.device == "cuda" else None
+        sizes = {"head_dim": padded(problem.d_k, problem.d_v), "n_heads": called.heads_called, "n_sequences": batch}
+        dtype = self.dtype_of(problem.dtype)
+        return "; ".join(limits(library.contract, capability, dtype=dtype, **sizes, gradient_rows=rows)) or None
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """fp32 is cast only if the user asked for it."""
@@ -178,26 +173,18 @@ class FlashBackend:
         self.in_use.clear()
         return found
 
-    def probe_all(
-        self,
-        problem: Problem,
-        *,
-        block: int = 2 * USUAL["compressed"],
-        stride: int = USUAL["compressed"],
-        window: int = USUAL["sliding"],
-    ) -> list[tuple[Library, Subject, list[Outcome]]]:
-        """Discard the verdicts and try every library on each branch and layout of `problem` that its limits allow."""
+    def probe_all(self, problem: Problem, **hyperparameters: int) -> list[tuple[Library, Subject, list[Outcome]]]:
+        """Discard the verdicts and try every library on the `variants` of `problem` that its limits allow."""
         found = []
         for library in self.libraries:
-            tried = variants(problem, block, stride, window)
+            tried = variants(problem, **hyperparameters)
             problems = [one for one in tried if self.outside_contract(library, one) is None]
-            if not problems:
-                continue
-            verdicts = self.verdicts(library)
-            verdicts.forget()
-            self.tried = {key: kept for key, kept in self.tried.items() if key[0] != verdicts.subject}
-            outcomes = [outcome for one in problems for outcome in self.probe(library, one)]
-            found.append((library, verdicts.subject, without_repeats(outcomes)))
+            if problems:
+                verdicts = self.verdicts(library)
+                verdicts.forget()
+                self.tried = {key: kept for key, kept in self.tried.items() if key[0] != verdicts.subject}
+                outcomes = [outcome for one in problems for outcome in self.probe(library, one)]
+                found.append((library, verdicts.subject, without_repeats(outcomes)))
         return found
 
     def describe(self) -> dict[str, str]:
@@ -207,30 +194,27 @@ class FlashBackend:
             outcomes = without_repeats([one for outcomes in self.verdicts(library).read() for one in outcomes])
             wrong = [f"{outcome.case}: {outcome.problem}" for outcome in outcomes if outcome.problem]
             verdict = f"{len(outcomes) - len(wrong)} of {len(outcomes)} cases right" if outcomes else "not tried yet"
-            text = "; ".join(dict.fromkeys(wrong))
-            found[library.contract.library] = ": ".join(filter(None, [f"{library.version}, {verdict}", text]))
+            wrong_text = f": {'; '.join(dict.fromkeys(wrong))}" if wrong else ""
+            found[library.contract.library] = f"{library.version}, {verdict}{wrong_text}"
         return found
 
     def library_for(self, op: str, branch: Any, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Library:
         """The library that runs a call; decided once per class of shapes. Exact sizes are checked with the call."""
         sequences = branch.sequences
         layout = {"packed": sequences.cu_seqlens is not None, "cached": sequences.q_start is not None}
-        window_or_stride = branch.window if op == "sliding" else branch.stride
-        shape = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
+        call = {"op": op, "window_or_stride": branch.window if op == "sliding" else branch.stride}
+        call |= {"dtype": q.dtype, "backward": backward, **layout}
+        lengths = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
         # The device with its index: each GPU has its own verdict.
-        sizes = (q.shape[2:], k.shape[2], v.shape[3])
-        kind = (op, window_or_stride, *shape, *sizes, q.dtype, q.device, backward, *layout.values())
-        if kind in self.in_use:
-            return self.in_use[kind]
-        given: dict[str, Any] = dict(zip(SIZES, attention_shape(q, k, v), strict=True)) | layout
-        given |= {"dtype": q.dtype, "device": q.device.type, "backward": backward}
-        problem = FlashProblem(op=op, window_or_stride=window_or_stride, **given)
-        with torch.cuda.device_of(q):
-            found = self.choose(problem)
-        if isinstance(found, str):
-            raise CallUnsupported(found)
-        self.in_use[kind] = found
-        return found
+        kind = (*call.values(), *lengths, q.shape[2:], k.shape[2], v.shape[3], q.device)
+        if kind not in self.in_use:
+            sizes: dict[str, Any] = dict(zip(SIZES, attention_shape(q, k, v), strict=True))
+            with torch.cuda.device_of(q):
+                found = self.choose(FlashProblem(**call, **sizes, device=q.device.type))
+            if isinstance(found, str):
+                raise CallUnsupported(found)
+            self.in_use[kind] = found
+        return self.in_use[kind]
 
     def cast(self, q: Tensor) -> torch.dtype:
         """The dtype to call in; logs a cast once."""
@@ -248,6 +232,7 @@ class FlashBackend:
         library = self.library_for(op, branch, q, k, v, backward=False)
         return attend(library, q, k, v, PLANS[op](q, k, branch), branch.scale, self.cast(q))
 
+    @without_gate
     def backward(self, op: str, upstream: Upstream, saved: Saved, branch: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = saved[:3]
         if k.shape[1] == 0:
@@ -255,21 +240,8 @@ class FlashBackend:
         library = self.library_for(op, branch, q, k, v, backward=True)
         return gradients(library, upstream, saved, PLANS[op](q, k, branch), branch.scale, self.cast(q))
 
-    def compressed_forward(self, q: Tensor, k: Tensor, v: Tensor, branch: Compressed) -> tuple[Tensor, Tensor]:
-        return self.forward("compressed", q, k, v, branch)
-
-    @without_gate
-    def compressed_backward(
-        self, upstream: Upstream, saved: Saved, branch: Compressed
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward("compressed", upstream, saved, branch)
-
-    def sliding_forward(self, q: Tensor, k: Tensor, v: Tensor, branch: Sliding) -> tuple[Tensor, Tensor]:
-        return self.forward("sliding", q, k, v, branch)
-
-    @without_gate
-    def sliding_backward(self, upstream: Upstream, saved: Saved, branch: Sliding) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward("sliding", upstream, saved, branch)
+    compressed_forward, sliding_forward = partialmethod(forward, "compressed"), partialmethod(forward, "sliding")
+    compressed_backward, sliding_backward = partialmethod(backward, "compressed"), partialmethod(backward, "sliding")
 
 
 def likely_stride(problem: Problem) -> int:
@@ -277,7 +249,13 @@ def likely_stride(problem: Problem) -> int:
     return max(1, round(problem.n_queries / (problem.n_keys + 1))) if problem.n_keys else 1
 
 
-def variants(problem: Problem, block: int, stride: int, window: int) -> Iterator[FlashProblem]:
+def variants(
+    problem: Problem,
+    *,
+    block: int = 2 * USUAL["compressed"],
+    stride: int = USUAL["compressed"],
+    window: int = USUAL["sliding"],
+) -> Iterator[FlashProblem]:
     """Each branch and layout of the whole attention `problem`; a step of one query for the cached layout."""
     n_blocks = n_compressed(problem.n_keys, block, stride)
     sliding = flash_problem(problem.for_op("sliding"), window)

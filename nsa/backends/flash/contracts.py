@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,14 +101,12 @@ class Call:
 
     def __str__(self) -> str:
         """Everything that a report needs to rebuild the call, values aside."""
-        shown = self.tensors | ({} if self.lse is None else {"lse": self.lse})
-        parts = [
-            f"{name}={tuple(x.shape)}:{str(x.dtype).removeprefix('torch.')}:strides{x.stride()}"
-            for name, x in shown.items()
-        ]
-        parts += [f"causal={self.causal}", f"window={self.window}", f"scale={self.scale:g}"]
+        parts = []
+        for name, x in (self.tensors | ({} if self.lse is None else {"lse": self.lse})).items():
+            parts.append(f"{name}={tuple(x.shape)}:{str(x.dtype).removeprefix('torch.')}:strides{x.stride()}")
+        parts.append(f"causal={self.causal} window={self.window} scale={self.scale:g}")
         if self.varlen:
-            parts += [f"sequences={self.n_sequences}", f"max_q={self.max_q}", f"max_k={self.max_k}"]
+            parts.append(f"sequences={self.n_sequences} max_q={self.max_q} max_k={self.max_k}")
         return " ".join(parts)
 
 
@@ -121,13 +120,9 @@ def limits(
     n_sequences: int,
     gradient_rows: int | None,
 ) -> Iterator[str]:
-    """Why sizes alone forbid a call; nothing if they do not.
+    """Why sizes, as the library would get them (padded, folded, cast), forbid a call; nothing if they do not.
 
-    Args:
-        contract: The library's.
-        capability: The GPU's compute capability; None on a CPU.
-        dtype, head_dim, n_heads, n_sequences: As the library would get them: padded, folded, cast.
-        gradient_rows: `rows_in_tiles` of a backward pass; None for a forward pass.
+    `capability`: the GPU's, None on a CPU. `gradient_rows`: `rows_in_tiles` of a backward pass.
     """
     name = contract.library
     if capability is not None and capability[0] not in contract.capabilities:
@@ -144,38 +139,27 @@ def limits(
         return
     if capability in SMALL_SHARED_MEMORY and WIDE_GRADIENTS[0] < head_dim <= WIDE_GRADIENTS[1]:
         yield f"the gradient at head_dim {head_dim} needs the shared memory of an A100 or H100"
-    elements = gradient_rows * n_heads * columns_in_tiles(head_dim)
+    # Kernels above the widest step are all written for the widest head.
+    columns = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS if head_dim <= WIDEST_STEP else WIDEST_TILE
+    elements = gradient_rows * n_heads * columns
     if elements > MAX_ELEMENTS:
         yield f"dQ has {elements} elements in whole tiles, {name} counts up to 2^31 of them: split the batch"
 
 
-def columns_in_tiles(head_dim: int) -> int:
-    """Columns of the fp32 dQ: kernels above the widest step are all written for the widest head."""
-    return -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS if head_dim <= WIDEST_STEP else WIDEST_TILE
-
-
 def rows_in_tiles(n_sequences: int, length: int, *, varlen: bool) -> int:
     """Rows of the fp32 dQ. `length`: queries of each sequence, or with `varlen` of all of them."""
-    if varlen:
-        return length + TILE_ROWS * n_sequences
-    return n_sequences * -(-length // TILE_ROWS) * TILE_ROWS
+    return length + TILE_ROWS * n_sequences if varlen else n_sequences * -(-length // TILE_ROWS) * TILE_ROWS
 
 
 def violations(call: Call, contract: Contract, capability: Capability | None) -> list[str]:
     """Why this call must not be made, as far as a user's input can be the cause."""
     check_call(call, contract)
-    rows = rows_in_tiles(call.n_sequences, call.q.shape[-3], varlen=call.varlen)
-    found = limits(
-        contract,
-        capability,
-        dtype=call.q.dtype,
-        head_dim=call.q.shape[-1],
-        n_heads=call.q.shape[-2],
-        n_sequences=call.n_sequences,
-        gradient_rows=None if call.do is None else rows,
-    )
-    scale = () if FLOAT.tiny <= call.scale <= FLOAT.max else (f"scale is {call.scale!r}, which fp32 does not hold",)
-    return [*found, *scale]
+    length, n_heads, head_dim = call.q.shape[-3:]
+    rows = None if call.do is None else rows_in_tiles(call.n_sequences, length, varlen=call.varlen)
+    sizes: dict[str, Any] = {"head_dim": head_dim, "n_heads": n_heads, "n_sequences": call.n_sequences}
+    found = list(limits(contract, capability, dtype=call.q.dtype, **sizes, gradient_rows=rows))
+    scale_fits = FLOAT.tiny <= call.scale <= FLOAT.max
+    return found if scale_fits else [*found, f"scale is {call.scale!r}, which fp32 does not hold"]
 
 
 def check_call(call: Call, contract: Contract) -> None:
@@ -205,15 +189,14 @@ def check_call(call: Call, contract: Contract) -> None:
         # The mask ends at the last query and key: the first of more queries than keys would see nothing.
         assert not call.causal or q.shape[1] <= k.shape[1], (q.shape, k.shape)
         return
-    sizes = {"cu_seqlens_q": call.n_sequences + 1, "cu_seqlens_k": call.n_sequences + 1, "used_k": call.n_sequences}
-    for name, size in sizes.items():
-        x = getattr(call, name)
-        if x is not None or name != "used_k":
-            assert (x.dtype, x.device, x.shape) == (torch.int32, q.device, (size,)), (name, x)
-            assert x.is_contiguous(), (name, x.stride())
+    assert call.cu_seqlens_k is not None
+    n = call.n_sequences
+    for offsets, size in ((call.cu_seqlens_q, n + 1), (call.cu_seqlens_k, n + 1), (call.used_k, n)):
+        if offsets is not None:
+            assert (offsets.dtype, offsets.device, offsets.shape) == (torch.int32, q.device, (size,)), offsets
+            assert offsets.is_contiguous(), offsets.stride()
     for longest in (call.max_q, call.max_k):
-        assert longest is not None, "a varlen call needs max_q and max_k"
-        assert 1 <= longest <= MAX_INT, longest
+        assert 1 <= (longest or 0) <= MAX_INT, longest
     # Dao-AILab/flash-attention#1537: with max_q = 1 the heads of a group become queries, one for each sequence.
     assert call.max_q != 1 or q.shape[0] == call.n_sequences, (q.shape, call.n_sequences)
 

@@ -35,27 +35,20 @@ FLASH_ATTN_VERSIONS = ((2, 7), (3, 0))
 class Library(Protocol):
     """`forward` returns `o` and the natural-log `lse`, `[B,H,S]` or `[H,tokens]`; `backward` returns `dq, dk, dv`.
 
-    `address`, as "package.module:name", lets another process build the same library.
+    `address`, as "package.module:name", lets another process build the same library. `obstacle`: why the contract does
+    not hold in this process; None if it does.
     """
 
-    @property
-    def contract(self) -> Contract: ...
+    contract: Contract
+    version: str
+    address: str
 
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
-
-    def obstacle(self) -> str | None:
-        """Why the contract does not hold in this process; None if it does."""
-
+    def obstacle(self) -> str | None: ...
     def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
-
     def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchLibrary:
     """FlashAttention-2 as torch ships it. dQ is bitwise deterministic under `torch.use_deterministic_algorithms`."""
 
@@ -71,18 +64,15 @@ class TorchLibrary:
 
     def shared(self, call: Call) -> dict[str, Any]:
         left, right = call.window_size
-        max_q = call.max_q if call.max_q is not None else call.q.shape[1]
-        max_k = call.max_k if call.max_k is not None else call.k.shape[1]
-        tensors = {"query": call.q, "key": call.k, "value": call.v}
-        lengths = {"cum_seq_q": call.cu_seqlens_q, "cum_seq_k": call.cu_seqlens_k, "max_q": max_q, "max_k": max_k}
-        mask = {"is_causal": call.causal, "window_size_left": left, "window_size_right": right}
-        return {**tensors, **lengths, **mask, "dropout_p": 0.0, "scale": call.scale}
+        given: dict[str, Any] = {"query": call.q, "key": call.k, "value": call.v, "scale": call.scale}
+        given |= {"cum_seq_q": call.cu_seqlens_q, "cum_seq_k": call.cu_seqlens_k, "dropout_p": 0.0}
+        given |= {"max_q": call.max_q or call.q.shape[1], "max_k": call.max_k or call.k.shape[1]}
+        return given | {"is_causal": call.causal, "window_size_left": left, "window_size_right": right}
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         used = {} if call.used_k is None else {"seqused_k": call.used_k}
-        o, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-            return_debug_mask=False, **self.shared(call), **used
-        )
+        function = torch.ops.aten._flash_attention_forward.default
+        o, lse, *_ = function(return_debug_mask=False, **self.shared(call), **used)
         return o, lse
 
     def backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +84,7 @@ class TorchLibrary:
         return dq, dk, dv
 
 
-@dataclass(frozen=True)
+@dataclass
 class FlashAttn2Library:
     """The flash_attn package."""
 
@@ -150,8 +140,7 @@ def find_flash_attn() -> FlashAttn2Library | str:
 def import_flash_attn() -> FlashAttn2Library:
     """For the probe's child: importing is part of its start, not of its first call."""
     library = find_flash_attn()
-    if isinstance(library, str):
-        raise BackendFailure(library)
+    assert isinstance(library, FlashAttn2Library), library
     # The first call raises it again, under its own name.
     with suppress(*LIBRARY_ERRORS):
         library.interface()
@@ -166,12 +155,6 @@ def find_libraries() -> tuple[tuple[Library, ...], dict[str, str]]:
     return (TorchLibrary(), package), {}
 
 
-def load(address: str) -> Library:
-    """The library at an `address` that another process passed on."""
-    module, _, name = address.partition(":")
-    return getattr(import_module(module), name)()
-
-
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
@@ -179,8 +162,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def reasons_against(library: Library, call: Call) -> list[str]:
     """Why the call must not be made. Does not wait for the GPU."""
     obstacle = library.obstacle()
-    found = violations(call, library.contract, capability_of(call.q.device))
-    return found if obstacle is None else [obstacle, *found]
+    return [*filter(None, [obstacle]), *violations(call, library.contract, capability_of(call.q.device))]
 
 
 def run(library: Library, direction: str, call: Call) -> Any:

@@ -35,6 +35,7 @@ import torch
 
 from nsa import settings
 from nsa.backends.gpu import gpu_name, nvidia_driver
+from nsa.files import make_folder, replace_text
 
 log = logging.getLogger("nsa")
 
@@ -67,15 +68,9 @@ class Subject:
     @classmethod
     def here(cls, library: str, version: str, device: str, cases: str = "any") -> Subject:
         on_gpu = device == "cuda" and torch.cuda.is_available()
-        return cls(
-            library=library,
-            version=version,
-            gpu=gpu_name() if on_gpu else device,
-            driver=nvidia_driver() if on_gpu else "none",
-            torch=str(torch.__version__),
-            cuda=torch.version.cuda or "none",
-            cases=cases,
-        )
+        gpu, driver = (gpu_name(), nvidia_driver()) if on_gpu else (device, "none")
+        versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda or "none", "cases": cases}
+        return cls(library=library, version=version, gpu=gpu, driver=driver, **versions)
 
     @property
     def name(self) -> str:
@@ -127,10 +122,8 @@ class Verdicts:
         if self.path is None:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path, suffix=".tmp", delete=False) as file:
-                json.dump(content, file, indent=1)
-            Path(file.name).replace(self.path / f"{file_name(kind)}.json")
+            make_folder(self.path)
+            replace_text(self.path / f"{file_name(kind)}.json", json.dumps(content, indent=1))
         except OSError as error:
             log.warning("nsa: cannot save the verdict on %s in %s: %s", self.subject.library, self.folder, error)
 
@@ -154,17 +147,13 @@ def run_cases(
     start_seconds: float = START_SECONDS,
     case_seconds: float = CASE_SECONDS,
 ) -> list[Outcome]:
-    """Run the cases in one child process.
+    """Run the cases in one child process; the outcomes up to the first that it did not survive.
 
-    Args:
-        command: Starts the child; the path of a file for its answers is appended.
-        cases: JSON objects with a unique `name` and a `layout`, passed to the child one per line.
-        start_seconds, case_seconds: How long the child may be silent before and after it begins its first case.
-
-    Returns:
-        The outcomes up to the first case that the child did not survive. The child answers with one JSON object per
-        line: `{"case": name, "stage": ..., "call": ...}` when it begins a part of a case, `{"case": name, "problem":
-        ...}` at its end. Before the first case, a stage without a name says that the library's code runs from here on.
+    `command` gets the path of a file for the child's answers appended, and one case per line on its standard input:
+    JSON objects with a unique `name` and a `layout`. It may be silent for `start_seconds` before its first case and for
+    `case_seconds` after that. It answers with one JSON object per line: `{"case": name, "stage": ..., "call": ...}`
+    when it begins a part of a case, `{"case": name, "problem": ...}` at its end. Before the first case, a stage without
+    a name says that the library's code runs from here on.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -194,10 +183,11 @@ def run_cases(
         return [outcome_of(cases[0], f"{NOT_STARTED}: {error}", transient=True)]
 
     # Only the out-of-memory killer sends this.
-    out_of_memory = child.returncode == -signal.SIGKILL and not ended.startswith(HUNG)
+    hung = ended.startswith(HUNG)
+    out_of_memory = child.returncode == -signal.SIGKILL and not hung
     if not names_a_case(answers):
         why = why_it_ended(ended, lines, answers[-1] if answers else {})
-        loading = bool(answers) and not out_of_memory and (ended.startswith(HUNG) or child.returncode < 0)
+        loading = bool(answers) and not out_of_memory and (hung or child.returncode < 0)
         return [outcome_of(cases[0], why if loading else f"{NOT_STARTED}: {why}", transient=not loading)]
 
     outcomes = []
@@ -236,20 +226,14 @@ def answers_in(path: Path) -> list[dict[str, Any]]:
     """The child's answers; the last line may be incomplete."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(answer, dict):
-            found.append(answer)
-    return found
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [answer for answer in found if isinstance(answer, dict)]
 
 
 def outcome_of(case: Mapping[str, Any], problem: str | None, call: str = "", *, transient: bool = False) -> Outcome:
-    request = dict(case) if problem else {}
-    return Outcome(
-        case=case["name"], layout=case["layout"], problem=problem, call=call, request=request, transient=transient
-    )
+    what = {"case": case["name"], "layout": case["layout"], "request": dict(case) if problem else {}}
+    return Outcome(**what, problem=problem, call=call, transient=transient)
 
 
 def keep_last_line(child: subprocess.Popen[bytes], lines: deque[bytes]) -> None:
@@ -286,7 +270,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
         child.wait(timeout=END_SECONDS)
 
 
-def shortened(values: Sequence[int]) -> str:
+def shown_list(values: Sequence[int]) -> str:
     """A list as a report shows it."""
     shown = str(list(values[:LONGEST_LIST]))
     return shown if len(values) <= LONGEST_LIST else f"{shown[:-1]}, ... {len(values)} in all]"
@@ -300,5 +284,5 @@ def report(subject: Subject, outcomes: Sequence[Outcome]) -> str:
     for outcome in wrong:
         lines += [f"  {outcome.case}: {outcome.problem}", f"    {outcome.call or 'before the call'}"]
         if "lengths" in outcome.request:
-            lines.append(f"    lengths {shortened(outcome.request['lengths'])}")
+            lines.append(f"    lengths {shown_list(outcome.request['lengths'])}")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from nsa.backends.flash.cases import make_call
 from nsa.backends.flash.contracts import Call
-from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, load, reasons_against
-from nsa.backends.flash.probe import CASE_SECONDS, START_SECONDS, STOPPED, shortened
+from nsa.backends.flash.libraries import LIBRARY_ERRORS, Library, reasons_against
+from nsa.backends.flash.probe import CASE_SECONDS, START_SECONDS, STOPPED, shown_list
 
 # Tolerance, in roundings of the largest value: enough for any order of sums, and too little for a wrong key among the
 # few of a short window.
@@ -43,14 +44,15 @@ def flat(call: Call, x: Tensor) -> Tensor:
 
 def sequences(call: Call) -> list[tuple[slice, slice]]:
     """The rows of q and of k of each sequence."""
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        batch, n_queries, n_keys = call.q.shape[0], call.q.shape[1], call.k.shape[1]
-        return [(slice(b * n_queries, (b + 1) * n_queries), slice(b * n_keys, (b + 1) * n_keys)) for b in range(batch)]
-    q_ranges = [slice(a, b) for a, b in pairwise(call.cu_seqlens_q.tolist())]
-    k_ranges = [slice(a, b) for a, b in pairwise(call.cu_seqlens_k.tolist())]
+
+    def rows(offsets: Tensor | None, x: Tensor) -> list[slice]:
+        ends = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1]) if offsets is None else offsets.tolist()
+        return [slice(a, b) for a, b in pairwise(ends)]
+
+    queries, keys = rows(call.cu_seqlens_q, call.q), rows(call.cu_seqlens_k, call.k)
     if call.used_k is not None:
-        k_ranges = [slice(r.start, r.start + n) for r, n in zip(k_ranges, call.used_k.tolist(), strict=True)]
-    return list(zip(q_ranges, k_ranges, strict=True))
+        keys = [slice(r.start, r.start + n) for r, n in zip(keys, call.used_k.tolist(), strict=True)]
+    return list(zip(queries, keys, strict=True))
 
 
 def tiles(call: Call, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
@@ -58,18 +60,16 @@ def tiles(call: Call, rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]
     n_keys = keys.stop - keys.start
     span = n_keys if call.window is None else min(n_keys, call.window + TILE_QUERIES)
     step = max(1, min(TILE_QUERIES, TILE_SCORES // max(1, call.q.shape[-2] * span)))
+    ahead = keys.stop - rows.stop
     for start in range(rows.start, rows.stop, step):
         stop = min(start + step, rows.stop)
-        first, end = keys.start, keys.stop
-        if call.causal:
-            end = keys.stop - rows.stop + stop
-        if call.window is not None:
-            first = max(first, keys.stop - rows.stop + start + 1 - call.window)
+        end = ahead + stop if call.causal else keys.stop
+        first = keys.start if call.window is None else max(keys.start, ahead + start + 1 - call.window)
         if end > first:
             yield slice(start, stop), slice(first, end)
 
 
-def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend_tile(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`o [rows, heads, head_dim]` and `lse [heads, rows]` of one tile in plain torch."""
     n_queries, (n_keys, groups) = q.shape[0], k.shape[:2]
     scores = torch.einsum("qghd,kgd->ghqk", q.unflatten(1, (groups, -1)), k) * call.scale
@@ -94,13 +94,12 @@ def expected_results(call: Call, do: Tensor | None) -> dict[str, Tensor]:
     for sequence in sequences(call):
         for rows, keys in tiles(call, *sequence):
             leaves = [x.detach().requires_grad_(do is not None) for x in (q[rows], k[keys], v[keys])]
-            o, lse = attend(call, *leaves)
+            o, lse = attend_tile(call, *leaves)
             found["o"][rows], found["lse"][rows] = o.detach(), lse.detach().T
             if do is not None:
                 dq, dk, dv = torch.autograd.grad(o, leaves, do[rows])
-                found["dq"][rows] = dq
-                found["dk"][keys] += dk
-                found["dv"][keys] += dv
+                for name, own, x in (("dq", rows, dq), ("dk", keys, dk), ("dv", keys, dv)):
+                    found[name][own] += x
     return found
 
 
@@ -119,10 +118,9 @@ def compute(
     pull = replace(call, do=do, o=o.contiguous(), lse=lse.contiguous())
     if not begin("backward", pull):
         return found, None
-    gradients = library.backward(pull)
+    gradients = zip(("dq", "dk", "dv"), library.backward(pull), strict=True)
     synchronize(call)
-    named = zip(("dq", "dk", "dv"), gradients, strict=True)
-    return found | {name: flat(call, x) for name, x in named}, do
+    return found | {name: flat(call, x) for name, x in gradients}, do
 
 
 def synchronize(call: Call) -> None:
@@ -183,7 +181,7 @@ def run_case(library: Library, case: Mapping[str, Any], device: str, answers: An
     def described(given: Call) -> str:
         """With the values of offsets, for the report."""
         offsets = {"cu_seqlens_q": given.cu_seqlens_q, "cu_seqlens_k": given.cu_seqlens_k, "used_k": given.used_k}
-        values = [f"{name}={shortened(x.tolist())}" for name, x in offsets.items() if x is not None]
+        values = [f"{name}={shown_list(x.tolist())}" for name, x in offsets.items() if x is not None]
         return " ".join([str(given), *values, "on", device])
 
     def begin(direction: str, given: Call) -> bool:
@@ -201,6 +199,11 @@ def run_case(library: Library, case: Mapping[str, Any], device: str, answers: An
     found, do = compute(library, call, backward=case["backward"], begin=begin)
     answers.begin("the comparison", described(call))
     return difference(call, found, do)
+
+
+def load(address: str) -> Library:
+    """The library at an `address` that the parent passed on."""
+    return resolve_name(address)()
 
 
 def main(address: str, device: str, path: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import asdict
-from textwrap import indent
 
 from nsa.backends.flash import libraries, probe_child
 from nsa.backends.flash.cases import make_call
@@ -49,7 +48,7 @@ Contract, TORCH, FLASH_ATTN_2, Library = object, None, None, object
 {constants}
 '''
 # Compares a library's results with attention in plain torch.
-CHECKS = ("flat", "sequences", "tiles", "attend", "expected_results", "synchronize", "compute", "difference")
+CHECKS = ("flat", "sequences", "tiles", "attend_tile", "expected_results", "synchronize", "compute", "difference")
 CONSTANTS = ("ROUNDINGS", "TILE_SCORES", "TILE_QUERIES")
 FOOTER = """
 def begin(stage, given):
@@ -71,28 +70,25 @@ if __name__ == "__main__":
 
 def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
     """The source of the script for one failed `outcome`."""
+    where = {name: in_docstring(value) for name, value in asdict(subject).items()}
     header = HEADER.format(
-        library=in_docstring(subject.library),
-        version=in_docstring(subject.version),
+        library=where["library"],
+        version=where["version"],
         case=in_docstring(outcome.case),
         problem=in_docstring(" ".join((outcome.problem or "right").split())),
-        subject=indent("\n".join(f"{name} {in_docstring(value)}" for name, value in asdict(subject).items()), "  "),
+        subject="\n".join(f"  {name} {value}" for name, value in where.items()),
         call=in_docstring(outcome.call or "not made"),
         request=json.dumps(dict(outcome.request)),
         device=library.contract.device,
         constants="\n".join(f"{name} = {getattr(probe_child, name)}" for name in CONSTANTS),
     )
-    sources = [inspect.getsource(part) for part in (Call, make_call, *(getattr(probe_child, x) for x in CHECKS))]
-    parts = [header, *sources, library_source(library)]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n\n" + FOOTER
-
-
-def library_source(library: Library) -> str:
-    """The library's source if it is ours, else its import."""
-    kind = type(library)
-    if kind.__module__ != libraries.__name__:
-        return f"from {kind.__module__} import {kind.__name__}\n\nlibrary = {kind.__name__}()\n"
-    return f"{inspect.getsource(kind)}\n\nlibrary = {kind.__name__}(version={library.version!r})\n"
+    kind, made = type(library), f"library = {type(library).__name__}"
+    parts = [Call, make_call, *(getattr(probe_child, name) for name in CHECKS)]
+    if kind.__module__ == libraries.__name__:
+        parts, ours = [*parts, kind], f"{made}(version={library.version!r})"
+    else:
+        ours = f"from {kind.__module__} import {kind.__name__}\n\n{made}()"
+    return "\n\n\n".join([header, *map(inspect.getsource, parts), ours, FOOTER.lstrip()])
 
 
 def in_docstring(text: str) -> str:
