@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import require, require_int
-from nsa.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from nsa.generation.engine import Generation, as_rows
 from nsa.generation.options import Options
 from nsa.generation.text import TextGeneration
@@ -130,7 +130,7 @@ def newest_run(runs: Path = RUNS) -> Path:
 
 def tokenizer_of(run: Path) -> Tokenizer:
     """The tokenizer of a run; bytes where the model was saved without one."""
-    return load_tokenizer(run if (run / FILE).is_file() else "bytes")
+    return load_tokenizer(run if (run / TOKENIZER_FILE).is_file() else "bytes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         name=f"the model in {folder}",
         progress=show_prefill if sys.stderr is not None and sys.stderr.isatty() else None,
     )
-    rows = OrderedRows(write, [""] * len(prompts) if args.hide_prompt else prompts)
+    rows = OrderedRows(write_out, [""] * len(prompts) if args.hide_prompt else prompts)
     try:
         for pieces in generation:
             rows.add(pieces, generation.finished)
@@ -192,7 +192,7 @@ def read_source(source: str, flag: str) -> str:
         raise ValueError(f"{flag} is {source!r}; accepted: UTF-8 text ({error})") from None
 
 
-def write(text: str) -> None:
+def write_out(text: str) -> None:
     """To stdout at once; what its encoding does not have is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -24,7 +24,7 @@ from torch import Tensor
 from nsa.files import parse_json, replacing
 
 # The names that the format has for torch's dtypes.
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -38,7 +38,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 # The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
@@ -114,18 +114,18 @@ def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise ValueError(f"{name} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {str(dtype)[:40]!r}; accepted: {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise ValueError(f"{name} has dtype {str(dtype)[:40]!r}; accepted: {', '.join(STORED_DTYPES)}")
     if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{name} has a shape or data_offsets that are not integers from 0 to 2**63 - 1")
     begin, end = offsets
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    expected = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     if end - begin != expected or start + end > size:
         raise ValueError(
             f"{name} of shape {str(shape)[:80]} takes {expected} bytes, its data_offsets are {offsets}, "
             f"and the file has {size - start:,} bytes of data"
         )
-    return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
+    return Entry(STORED_DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
 def is_sizes(value: Any) -> bool:

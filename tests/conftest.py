@@ -44,7 +44,7 @@ def forget_settings() -> None:
     settings.current.cache_clear()
     routing.router.cache_clear()
     tuning.tuned.cache_clear()
-    tuning.pick.cache_clear()
+    tuning.pick_tile.cache_clear()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.data.config import DataConfig
-from nsa.data.documents import Chunk, IndexedDocuments
+from nsa.data.documents import DocumentChunk, IndexedDocuments
 from nsa.data.loader import Loader, Share
 from nsa.data.pools import TextPools
 
@@ -62,9 +62,9 @@ class Memory(IndexedDocuments):
     def where(self, index: int) -> str:
         return f"chunk {index} of memory"
 
-    def read(self, index: int) -> Chunk:
+    def read(self, index: int) -> DocumentChunk:
         first = index * self.per_chunk
-        return Chunk(self.texts[first : first + self.per_chunk], first)
+        return DocumentChunk(self.texts[first : first + self.per_chunk], first)
 
     def training_tokens(self) -> set[int]:
         """With the ends of the documents; a document in twenty is for validation."""

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from nsa.checks import FLOATS
 from nsa.config import NSAConfig, check_heads, require, require_bool, require_int
 
 # The ops of an attention, which are routed one by one, in the order they run.
@@ -14,7 +15,6 @@ OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
 # The fields of a problem that are sizes, in the order in which shapes are passed.
 SIZES = ("batch", "n_queries", "n_keys", "n_heads", "n_groups", "d_k", "d_v")
 ACCEPTED_OPS = f"'attention' or one of {OPS}"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @cache
@@ -55,7 +55,7 @@ class Problem:
             require_int(name, getattr(self, name), at_least=1)
         if self.n_heads % self.n_groups:
             check_heads(self.n_heads, self.n_groups, heads_name="n_heads", groups_name="n_groups")
-        require(self.dtype in DTYPES, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
+        require(self.dtype in FLOATS, "dtype", self.dtype, "torch.float16, bfloat16, float32 or float64")
         # Backends compare with "cuda", which "cuda:0" is not.
         plain = isinstance(self.device, str) and is_device_type(self.device)
         require(plain, "device", self.device, "a type of device without an index: 'cpu' or 'cuda'")

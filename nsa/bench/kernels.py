@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa.backends import triton as backend
 from nsa.backends.triton import combine, selected, selection, tiles, tuning
-from nsa.backends.triton.selected import BackwardTile, ForwardTile
-from nsa.backends.triton.tuning import Gpu, Tuned
+from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile
+from nsa.backends.triton.tuning import GpuFamily, Tuned
 from nsa.bench.attention import AttentionShape, Inputs
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
@@ -27,19 +27,19 @@ KINDS: dict[str, type] = {
     "sliding-forward": tiles.Tile,
     "sliding-dq": tiles.Tile,
     "sliding-dkv": tiles.SplitTile,
-    "scores": selection.Tile,
-    "scores-few-heads": selection.Tile,
-    "selected-forward-query": ForwardTile,
-    "selected-forward-block": ForwardTile,
-    "selected-backward": BackwardTile,
-    "combine-forward": combine.Tile,
-    "combine-backward": combine.Tile,
+    "scores": selection.SelectionTile,
+    "scores-few-heads": selection.SelectionTile,
+    "selected-forward-query": SelectedForwardTile,
+    "selected-forward-block": SelectedForwardTile,
+    "selected-backward": SelectedBackwardTile,
+    "combine-forward": combine.CombineTile,
+    "combine-backward": combine.CombineTile,
 }
 
 
 def check_file(path: Path) -> None:
     """A ValueError names the first tile of a tiles file that does not fit its kernel."""
-    for key, entry in tuning.read(path).tiles.items():
+    for key, entry in tuning.read_tuned(path).tiles.items():
         tuning.build(KINDS[key.kernel], key, entry)
 
 
@@ -49,19 +49,19 @@ def is_used(kernel: str, shape: AttentionShape) -> bool:
     return {"scores": not few, "scores-few-heads": few}.get(kernel, True)
 
 
-def tile_in_use(kernel: str, shape: AttentionShape, gpu: Gpu, tuned: Tuned) -> Any:
+def tile_in_use(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> Any:
     """The tile that the kernel runs with now."""
     width = tuning.width_class(shape.head_dim, shape.head_dim)
     return tuned.tile(kernel, KINDS[kernel], gpu, width, tuning.dtype_class(DTYPE))
 
 
-def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: Gpu, tuned: Tuned) -> list[Any]:
+def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> list[Any]:
     """The tile in use, then the other candidates, each once."""
     current = tile_in_use(kernel, shape, gpu, tuned)
     return list(dict.fromkeys([current, *kernel_candidates(kernel, shape, gpu, current)]))
 
 
-def kernel_candidates(kernel: str, shape: AttentionShape, gpu: Gpu, current: Any) -> list[Any]:
+def kernel_candidates(kernel: str, shape: AttentionShape, gpu: GpuFamily, current: Any) -> list[Any]:
     branch, _, part = kernel.partition("-")
     if branch in ("compressed", "sliding"):
         width = tuning.width_class(shape.head_dim, shape.head_dim)
@@ -75,9 +75,9 @@ def kernel_candidates(kernel: str, shape: AttentionShape, gpu: Gpu, current: Any
     if branch == "combine":
         return list(combine.candidates())
     if part == "backward":
-        return [tile for tile in selected.candidates() if isinstance(tile, BackwardTile)]
+        return [tile for tile in selected.candidates() if isinstance(tile, SelectedBackwardTile)]
     method = part.removeprefix("forward-")
-    return [tile for tile in selected.candidates() if isinstance(tile, ForwardTile) and tile.method == method]
+    return [tile for tile in selected.candidates() if isinstance(tile, SelectedForwardTile) and tile.method == method]
 
 
 class Workbench:

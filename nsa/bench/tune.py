@@ -25,7 +25,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.backends import triton as backend
 from nsa.backends.triton import tuning
-from nsa.backends.triton.tuning import Entry, Gpu, Key, Tuned
+from nsa.backends.triton.tuning import GpuFamily, Key, Tuned, TunedTile
 from nsa.bench.attention import AttentionShape, parse_heads, time_calls
 from nsa.config import require, require_positive_int
 from nsa.progress import Progress, progress
@@ -136,9 +136,9 @@ def last_faster_size(times: Mapping[int, tuple[float, float]]) -> int:
 class Tuner:
     """Measures tiles and thresholds, and writes them into `out` over what it holds; `origin` is recorded with each."""
 
-    def __init__(self, out: Path, gpu: Gpu, origin: Mapping[str, Any], bar: Progress, timer: Timer) -> None:
+    def __init__(self, out: Path, gpu: GpuFamily, origin: Mapping[str, Any], bar: Progress, timer: Timer) -> None:
         self.out, self.gpu, self.origin, self.bar, self.timer = out, gpu, origin, bar, timer
-        self.found = tuning.read(out) if tuning.is_file(out) else Tuned({}, {})
+        self.found = tuning.read_tuned(out) if tuning.is_file(out) else Tuned({}, {})
         self.done = 0
 
     def show(self, text: str) -> None:
@@ -147,7 +147,7 @@ class Tuner:
 
     def keep(self, found: Tuned) -> None:
         self.found = found.over(self.found)
-        tuning.write(self.out, self.found)
+        tuning.write_tuned(self.out, self.found)
 
     def median_ms(self, call: Callable[[], object], text: str) -> float:
         self.show(text)
@@ -161,7 +161,7 @@ class Tuner:
         if best is not None:
             measured = {"shape": str(shape), "ms": best.ms, **self.origin}
             key = Key(self.gpu, candidates.kernel, "half", tuning.width_class(shape.head_dim, shape.head_dim))
-            self.keep(Tuned({key: Entry(asdict(best.tile), measured, self.out)}, {}))
+            self.keep(Tuned({key: TunedTile(asdict(best.tile), measured, self.out)}, {}))
         return outcomes
 
     def sparse_times(self, bench: Workbench, shape: AttentionShape, threshold: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of
 
 # Flags whose key of the config has another name.
-KEYS = {
+CONFIG_KEYS = {
     "attention": "model.attention",
     "backend": "model.attn.backend",
     "seq_len": "model.seq_len",
@@ -111,5 +111,5 @@ def suggestion(name: str, flags: Sequence[str]) -> str | None:
     if key is None:
         return None
     first = key.replace(",", " ").split()[0]
-    flag = f"--{next((own for own, meant in KEYS.items() if meant == first), first)}".replace("_", "-")
+    flag = f"--{next((own for own, meant in CONFIG_KEYS.items() if meant == first), first)}".replace("_", "-")
     return f"use {flag}" if flag in flags else f"use --set {first}=VALUE"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa.config import require
-from nsa.train.config import check_key, find_config, parse_set, unfolded, user_path
-from nsa.train.yaml_file import read_yaml
+from nsa.train.config import check_config_key, find_config, parse_set, read_config, user_path
 
 Parsed = TypeVar("Parsed")
 
@@ -44,7 +43,7 @@ def folder(text: str) -> Path:
 def config_source(text: str) -> str:
     """A config that `load_config` can read, without unknown keys."""
     file = find_config(text)
-    for key, value in unfolded(read_yaml(file), str(file)).items():
+    for key, value in read_config(file).items():
         check_config_keys(key, value, f" (in {file})")
     return text
 
@@ -60,7 +59,7 @@ def assignment(text: str) -> str:
 def check_config_keys(key: str, value: Any, where: str) -> None:
     """A ValueError unless `key` and the keys nested in `value` exist; `where` is appended to its message."""
     try:
-        check_key(key)
+        check_config_key(key)
     except ValueError as error:
         raise ValueError(f"{error}{where}") from None
     if isinstance(value, dict):

@@ -38,7 +38,16 @@ ENDS = 4096
 FINEWEB_EDU, FINEWEB_EDU_SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
 
 # Folders of the standard library to leave out: tests, installed packages, data written as code.
-SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+}
 
 SUFFIXES = {
     "text": (".txt", ".md", ".rst"),
@@ -47,7 +56,7 @@ SUFFIXES = {
 }
 
 
-class Chunk(NamedTuple):
+class DocumentChunk(NamedTuple):
     """Documents that are read at once."""
 
     texts: Sequence[str]
@@ -81,7 +90,7 @@ class Documents(Protocol):
         """Fewer than VALID_EVERY documents: each of them is split, instead of the set."""
         ...
 
-    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         """The chunks of an epoch from number `first` on, whose `bookmark` may be known."""
         ...
 
@@ -111,7 +120,7 @@ class IndexedDocuments(ABC):
         return f"{name} ({len(self.files):,} files, {count}{self.bytes / 1e6:.1f} MB)"
 
     @abstractmethod
-    def read(self, index: int) -> Chunk: ...
+    def read(self, index: int) -> DocumentChunk: ...
 
     @abstractmethod
     def where(self, index: int) -> str:
@@ -125,7 +134,7 @@ class IndexedDocuments(ABC):
     def few(self) -> bool:
         return self.n_documents < VALID_EVERY
 
-    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         order = Permutation(self.n_chunks, seed, epoch)
         for position in range(first, self.n_chunks):
             self.doing = f"reading {self.where(order[position])}"
@@ -147,14 +156,14 @@ class TextFiles(IndexedDocuments):
     def where(self, index: int) -> str:
         return str(self.files[index])
 
-    def read(self, index: int) -> Chunk:
+    def read(self, index: int) -> DocumentChunk:
         path = self.files[index]
         try:
             with naming_file(path):
-                return Chunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
+                return DocumentChunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
         except UnicodeDecodeError as error:
             self.on_bad(str(path), f"is not UTF-8 text: {error}", 1)
-            return Chunk([""], index)
+            return DocumentChunk([""], index)
 
 
 class JsonLines(IndexedDocuments):
@@ -176,12 +185,12 @@ class JsonLines(IndexedDocuments):
         path, (_, number), _, count = self.index[index]
         return f"{path}, lines {number} to {number + count - 1}"
 
-    def read(self, index: int) -> Chunk:
+    def read(self, index: int) -> DocumentChunk:
         path, (offset, number), first, count = self.index[index]
         with naming_file(path), path.open("rb") as file:
             file.seek(offset)
             lines = [file.readline() for _ in range(count)]
-        return Chunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
+        return DocumentChunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
 
     def parse(self, line: bytes, where: str) -> str:
         line = line.strip()
@@ -235,7 +244,7 @@ class Parquet(IndexedDocuments):
         path, group, _, _ = self.index[index]
         return f"{path}, row group {group}"
 
-    def read(self, index: int) -> Chunk:
+    def read(self, index: int) -> DocumentChunk:
         path, group, first, rows = self.index[index]
         arrow = import_module("pyarrow")
         with self.open(path) as file:
@@ -244,8 +253,10 @@ class Parquet(IndexedDocuments):
             # A page that does not decompress is an OSError.
             except (arrow.ArrowException, OSError) as error:
                 self.on_bad(self.where(index), f"cannot be read: {error}", rows)
-                return Chunk([""] * rows, first)
-        return Chunk([self.text(cell, f"{self.where(index)}, row {row}") for row, cell in enumerate(column)], first)
+                return DocumentChunk([""] * rows, first)
+        return DocumentChunk(
+            [self.text(cell, f"{self.where(index)}, row {row}") for row, cell in enumerate(column)], first
+        )
 
     def text(self, cell: Any, where: str) -> str:
         try:
@@ -272,7 +283,7 @@ class HubDocuments:
         self.name = f"hf:{dataset}" + (f" ({subset})" if subset else "")
         self.fingerprint = self.name
 
-    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         self.doing = f"opening {self.name}"
         load_dataset = import_module("datasets").load_dataset
         stream = load_dataset(self.dataset, self.subset, split="train", streaming=True)
@@ -286,7 +297,7 @@ class HubDocuments:
             texts = [self.text(row, number) for number, row in enumerate(islice(rows, ROWS), first * ROWS)]
             if not texts:
                 return
-            yield Chunk(texts, first * ROWS, bookmark)
+            yield DocumentChunk(texts, first * ROWS, bookmark)
             first, bookmark = first + 1, stream.state_dict()
 
     def text(self, row: dict[str, Any], number: int) -> str:
@@ -328,7 +339,7 @@ def encodable(text: str, where: str, on_bad: OnBad) -> str:
 def standard_library(root: Path | None = None) -> TextFiles:
     """Python's own source files; `root` for another folder of them."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
+    files = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
     require(bool(files), "root", str(root), "a folder with Python source files")
     # A stray byte must not stop the source that works everywhere.
     return TextFiles(files, root, name="stdlib", errors="replace")

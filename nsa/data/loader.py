@@ -156,7 +156,7 @@ class Loader:
         self.stand_ins += 1
         windows = [pool.window(index % len(pool)) for index in range(share.batch_size)]
         position = self.position._replace(used=self.position.used + share.world_size * share.batch_size)
-        return layout(windows, share), position
+        return to_batch(windows, share), position
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch: JSON types, the same on every rank except `stand_ins`, which is saved so
@@ -232,10 +232,10 @@ def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[B
                 if own:
                     windows += [pool.window(index) for index in range(at, at + count)]
                 at, left = at + count, left - count
-        yield layout(windows, share), Position(pool.mark, at)
+        yield to_batch(windows, share), Position(pool.mark, at)
 
 
-def layout(windows: list[Window], share: Share) -> Batch:
+def to_batch(windows: list[Window], share: Share) -> Batch:
     return pack(windows) if share.pack else stack(windows)
 
 

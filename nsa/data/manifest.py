@@ -18,11 +18,11 @@ from nsa.data.config import Split
 from nsa.files import parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
-VERSION = 1
+MANIFEST_VERSION = 1
 SUFFIX = ".tokens"
 
 # Enough for 500,000 files.
-MAX_BYTES = 2**26
+MAX_MANIFEST_BYTES = 2**26
 
 FILE_NAME = re.compile(rf"({'|'.join(get_args(Split))})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -41,7 +41,7 @@ class Manifest(NamedTuple):
 
     def write(self, folder: Path) -> None:
         files = {name: listed._asdict() for name, listed in self.files.items()}
-        replace_text(folder / MANIFEST, json.dumps({"version": VERSION, "files": files}, indent=1) + "\n")
+        replace_text(folder / MANIFEST, json.dumps({"version": MANIFEST_VERSION, "files": files}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -56,10 +56,12 @@ class Manifest(NamedTuple):
             hint = f"; if all files of an older data set are there, `nsa data check --write-manifest {folder}` adds it"
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
-        values = parse_json(read_text(path, MAX_BYTES), f"{path} is not JSON")
-        check(path, "version", values.get("version"), values.get("version") == VERSION, str(VERSION))
+        values = parse_json(read_text(path, MAX_MANIFEST_BYTES), f"{path} is not JSON")
+        check_entry(
+            path, "version", values.get("version"), values.get("version") == MANIFEST_VERSION, str(MANIFEST_VERSION)
+        )
         files: Any = values.get("files")
-        check(path, "files", files, isinstance(files, dict), "an object")
+        check_entry(path, "files", files, isinstance(files, dict), "an object")
         manifest = cls({name: listed(path, name, files[name]) for name in sorted(files)})
         manifest.check_names(path)
         return manifest
@@ -68,11 +70,11 @@ class Manifest(NamedTuple):
         """Every split is there, and its files are numbered from 0 without a gap."""
         for name in self.files:
             known = FILE_NAME.fullmatch(name) is not None
-            check(path, "a file's name", name, known, f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like")
+            check_entry(path, "a file's name", name, known, f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like")
         for split in get_args(Split):
             numbers = [int(name.removeprefix(f"{split}-").removesuffix(SUFFIX)) for name in self.of(split)]
             missing = sorted(set(range(len(numbers) or 1)) - set(numbers))
-            check(path, f"the numbers of its {split} files", numbers, not missing, f"{missing[:1]} among them")
+            check_entry(path, f"the numbers of its {split} files", numbers, not missing, f"{missing[:1]} among them")
 
     def compare(self, folder: Path) -> None:
         """The files of `folder` are those listed, each with its size.
@@ -95,15 +97,15 @@ class Manifest(NamedTuple):
 def listed(path: Path, name: str, values: Any) -> Listed:
     where = f"files[{name[:60]!r}]"
     keys = list(Listed._fields)
-    check(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
+    check_entry(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
     size, sha256 = values["bytes"], values["header_sha256"]
     whole = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63
-    check(path, f"{where}.bytes", size, whole, "a size in bytes")
+    check_entry(path, f"{where}.bytes", size, whole, "a size in bytes")
     text = isinstance(sha256, str) and SHA256.fullmatch(sha256) is not None
-    check(path, f"{where}.header_sha256", sha256, text, "64 hexadecimal digits")
+    check_entry(path, f"{where}.header_sha256", sha256, text, "64 hexadecimal digits")
     return Listed(size, sha256)
 
 
-def check(path: Path, name: str, value: object, sound: bool, accepted: str) -> None:
+def check_entry(path: Path, name: str, value: object, sound: bool, accepted: str) -> None:
     if not sound:
         raise ValueError(f"{path}: {name} is {repr(value)[:100]}; accepted: {accepted}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.config import require
 from nsa.data.config import Split
-from nsa.data.documents import VALID_EVERY, Chunk, Documents
+from nsa.data.documents import VALID_EVERY, DocumentChunk, Documents
 from nsa.data.shuffle import Permutation, mix
 from nsa.data.tokenizer import Tokenizer
 
@@ -194,12 +194,12 @@ class TextPools:
                 token = start.token if resumed and index == start.document else 0
                 yield Mark(start.epoch, number, index, token, chunk.bookmark), texts[order[index]]
 
-    def part(self, chunk: Chunk) -> list[str]:
+    def part(self, chunk: DocumentChunk) -> list[str]:
         """The texts of a chunk that are in the split."""
         return split_texts(chunk, self.split, few=self.documents.few)
 
 
-def split_texts(chunk: Chunk, split: Split, *, few: bool) -> list[str]:
+def split_texts(chunk: DocumentChunk, split: Split, *, few: bool) -> list[str]:
     """One document in VALID_EVERY is for validation; with fewer documents, the end of each."""
     if few:
         cuts = [(text, len(text) - len(text) // VALID_EVERY) for text in chunk.texts]

@@ -22,7 +22,7 @@ from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, 
 from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
 from nsa.data.shards import Shard, ShardWriter, open_shards, unfinished
-from nsa.data.tokenizer import FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
+from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
 from nsa.files import locked, replace_text
 from nsa.progress import progress
 
@@ -35,7 +35,7 @@ LINE_EVERY_S = 10.0
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 # The documents that `--on-bad skip` skipped, one JSON object per line.
-SKIPPED = "skipped.jsonl"
+SKIPPED_FILE = "skipped.jsonl"
 
 # The sequence length of the config that `nsa train` uses by default.
 DEFAULT_SEQ_LEN = 512
@@ -108,14 +108,19 @@ def prepare(
         if bpe_vocab_size is not None:
             print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
             tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
-        there = load_tokenizer(out).name if (out / FILE).is_file() else None
-        require(there in (None, tokenizer.name), "out", str(out), f"a folder without a {FILE} of another tokenizer")
+        there = load_tokenizer(out).name if (out / TOKENIZER_FILE).is_file() else None
+        require(
+            there in (None, tokenizer.name),
+            "out",
+            str(out),
+            f"a folder without a {TOKENIZER_FILE} of another tokenizer",
+        )
         writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
         try:
-            write(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
+            write_shards(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
             publish(out, documents, tokenizer, writers)
         except BaseException:
-            for path in [out / MANIFEST] + [out / FILE] * (there is None):
+            for path in [out / MANIFEST] + [out / TOKENIZER_FILE] * (there is None):
                 path.unlink(missing_ok=True)
             for writer in writers.values():
                 writer.discard()
@@ -149,7 +154,7 @@ def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict
         writer.publish()
 
 
-def write(
+def write_shards(
     documents: Documents,
     tokenizer: Tokenizer,
     writers: dict[Split, ShardWriter],
@@ -241,8 +246,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     for split, writer in writers.items():
         print(f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, {len(writer.paths)} files")
     if skipped:
-        skipped.write(out / SKIPPED)
-        print(f"skipped: {len(skipped):,} documents that could not be read, listed in {out / SKIPPED}")
+        skipped.write(out / SKIPPED_FILE)
+        print(f"skipped: {len(skipped):,} documents that could not be read, listed in {out / SKIPPED_FILE}")
     vocab_size = writers["train"].vocab_size
     # A window lies within one file, and has one token more than its targets.
     longest = min(writer.longest for writer in writers.values()) - 1

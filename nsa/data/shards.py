@@ -39,7 +39,7 @@ from nsa.data.tokenizer import Tokenizer, load_tokenizer
 from nsa.files import naming_file, sync_file, sync_folder
 
 MAGIC = b"NSATOKEN"
-VERSION = 2
+SHARD_VERSION = 2
 FIELDS = struct.Struct("<8s5I2Q32s")
 SEAL = struct.Struct("<I")
 HEADER_BYTES = 128
@@ -101,7 +101,7 @@ class Shard:
         # Every STRIDE-th offset: all of them would fill the memory for a trillion tokens.
         self.coarse: list[int] = []
         with open_file(path) as file:
-            self.header = read_header(file, path)
+            self.header = read_shard_header(file, path)
             self.inode = inode(os.fstat(file))
             self.check_offsets(file)
 
@@ -111,13 +111,13 @@ class Shard:
         with open_file(self.path) as file:
             status = os.fstat(file)
             check_size(self.path, status.st_size, self.header)
-            check(inode(status) == self.inode, self.path, "it was replaced after it was opened")
+            check_shard(inode(status) == self.inode, self.path, "it was replaced after it was opened")
             yield file
 
     def read(self, file: int, at: int, dtype: torch.dtype, count: int) -> Tensor:
         """`count` numbers from byte `at` on."""
         data = bytearray(os.pread(file, count * dtype.itemsize, at))
-        check(len(data) == count * dtype.itemsize, self.path, "it was truncated while it was read")
+        check_shard(len(data) == count * dtype.itemsize, self.path, "it was truncated while it was read")
         return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
     def offsets(self, file: int, first: int, last: int) -> Tensor:
@@ -129,7 +129,7 @@ class Shard:
         tokens = self.read(file, HEADER_BYTES + begin * width, TOKEN_DTYPES[width], end - begin).to(torch.int64)
         if len(tokens) and int(tokens.max()) >= vocab_size:
             first = int((tokens >= vocab_size).nonzero()[0])
-            check(
+            check_shard(
                 False,
                 self.path,
                 f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}, is "
@@ -149,12 +149,12 @@ class Shard:
         found, last, ascending = 0, -1, True
         for first in range(0, self.header.documents + 1, BLOCK):
             block = self.offsets(file, first, min(first + BLOCK, self.header.documents + 1))
-            found = crc32(raw(block), found)
+            found = crc32(raw_bytes(block), found)
             ascending &= last < int(block[0]) and bool((block.diff() > 0).all()) and (first > 0 or int(block[0]) == 0)
             last = int(block[-1])
             self.coarse += block[::STRIDE].tolist()
-        check(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
-        check(
+        check_shard(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
+        check_shard(
             ascending and last == self.header.tokens,
             self.path,
             f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens",
@@ -166,11 +166,11 @@ class Shard:
         with self.opened() as file:
             for begin in range(0, self.header.tokens, BLOCK):
                 tokens = self.tokens(file, begin, min(begin + BLOCK, self.header.tokens))
-                found = crc32(raw(tokens.to(TOKEN_DTYPES[self.header.width])), found)
-        check(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
+                found = crc32(raw_bytes(tokens.to(TOKEN_DTYPES[self.header.width])), found)
+        check_shard(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
     def check_listed(self, listed: Listed) -> None:
-        check(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
+        check_shard(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """`ValueError` if the tokens are of another tokenizer."""
@@ -193,28 +193,32 @@ def inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def read_header(file: int, path: Path) -> Header:
+def read_shard_header(file: int, path: Path) -> Header:
     start = os.pread(file, HEADER_BYTES, 0)
-    check(len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}")
+    check_shard(
+        len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}"
+    )
     header = Header(*FIELDS.unpack_from(start))
-    check(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
+    check_shard(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
     # Before the checksum, whose place depends on the version.
-    check(header.version == VERSION, path, f"it has version {header.version}, this is for version {VERSION}")
+    check_shard(
+        header.version == SHARD_VERSION, path, f"it has version {header.version}, this is for version {SHARD_VERSION}"
+    )
     (seal,) = SEAL.unpack_from(start, FIELDS.size)
-    check(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
-    check(header.width in TOKEN_DTYPES, path, f"it has {header.width} bytes per token")
-    check(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
-    check(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
+    check_shard(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
+    check_shard(header.width in TOKEN_DTYPES, path, f"it has {header.width} bytes per token")
+    check_shard(1 <= header.vocab_size <= 2 ** (8 * header.width), path, f"its vocabulary is {header.vocab_size:,}")
+    check_shard(header.tokenizer.isascii(), path, f"its tokenizer is named {header.tokenizer!r}")
     # Before anything is allocated by the header's sizes.
     check_size(path, os.fstat(file).st_size, header)
     return header
 
 
 def check_size(path: Path, found: int, header: Header) -> None:
-    check(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
+    check_shard(found == header.file_bytes, path, f"it has {found:,} bytes, its header says {header.file_bytes:,}")
 
 
-def check(sound: bool, path: Path, problem: str) -> None:
+def check_shard(sound: bool, path: Path, problem: str) -> None:
     if not sound:
         raise ValueError(f"{path} is no intact file of tokens: {problem}; `nsa data prepare` writes it anew")
 
@@ -246,7 +250,7 @@ class ShardWriter:
                 self.open()
             top = int(document.max())
             require(top < self.vocab_size, "token", top, f"below the vocabulary of {self.vocab_size}")
-            data = raw(document.to(TOKEN_DTYPES[self.width]))
+            data = raw_bytes(document.to(TOKEN_DTYPES[self.width]))
             with naming_file(self.paths[-1]):
                 self.file.write(data)
             self.crc = crc32(data, self.crc)
@@ -266,11 +270,11 @@ class ShardWriter:
         """Close the file that is being written, if any."""
         if self.file is None:
             return
-        offsets = raw(torch.tensor(self.offsets))
+        offsets = raw_bytes(torch.tensor(self.offsets))
         count = self.offsets[-1]
         header = Header(
             magic=MAGIC,
-            version=VERSION,
+            version=SHARD_VERSION,
             width=self.width,
             vocab_size=self.vocab_size,
             tokens_crc=self.crc,
@@ -315,7 +319,7 @@ class ShardWriter:
             path.unlink(missing_ok=True)
 
 
-def raw(tensor: Tensor) -> bytes:
+def raw_bytes(tensor: Tensor) -> bytes:
     # Without NumPy, which nothing else here needs.
     tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

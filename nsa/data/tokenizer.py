@@ -24,10 +24,10 @@ from nsa.files import make_folder, parse_json, read_text, replace_text
 
 log = logging.getLogger("nsa")
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 # Several times the largest in use.
-MAX_BYTES = 2**28
+MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCABULARY = 2**24
 
 # Names of the token that ends a document, the most common first.
@@ -87,7 +87,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         make_folder(folder)
-        replace_text(folder / FILE, json.dumps({"type": self.name, "vocab_size": self.vocab_size}) + "\n")
+        replace_text(folder / TOKENIZER_FILE, json.dumps({"type": self.name, "vocab_size": self.vocab_size}) + "\n")
 
 
 class FileTokenizer:
@@ -154,7 +154,7 @@ class FileTokenizer:
 
     def save(self, folder: Path) -> None:
         make_folder(folder)
-        replace_text(folder / FILE, self.text)
+        replace_text(folder / TOKENIZER_FILE, self.text)
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
@@ -169,9 +169,11 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
     if folder_or_name == ByteTokenizer.name:
         return ByteTokenizer()
     path = Path(folder_or_name).expanduser()
-    path = path / FILE if path.is_dir() else path
-    require(path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {FILE}, or a folder that holds one")
-    text = read_text(path, MAX_BYTES)
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    require(
+        path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {TOKENIZER_FILE}, or a folder that holds one"
+    )
+    text = read_text(path, MAX_TOKENIZER_BYTES)
     values = parse_json(text, f"tokenizer is {str(path)!r}; accepted: a file with JSON")
     if values.get("type") == ByteTokenizer.name:
         size = values.get("vocab_size", ByteTokenizer.vocab_size)

@@ -92,6 +92,7 @@ class LMConfig:
         return cls(**values)
 
 
+# `configs/` refers to these by name.
 PRESETS = {
     # Trains on two CPU cores in about a minute. The paper's block sizes, with fewer selected blocks and a shorter
     # window, so that every branch is sparse at 512 tokens.

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from nsa import checks
 from nsa.backends.stages import Stage, attention_shape, combine_shape, stage
-from nsa.ops.registry import Op, arguments, empty_indices, empty_output, fake_gradients
+from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
 from nsa.sequences import Compressed, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
 PLACES = "cu_seqlens q_start"
 
 
-def prepare(
+def prepare_call(
     op: str, function: str, kind: type, q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], *, backward: bool
 ) -> tuple[Stage, Any]:
     """What runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
@@ -38,18 +38,18 @@ class Branch:
         self.indices = int(kind is Selected)
         n = 3 + self.indices
         tensors, rest = f"q {keys} {values}" + " indices" * self.indices, (PLACES, hyperparameters, "scale")
-        schema = arguments(tensors, *rest)
+        schema = schema_arguments(tensors, *rest)
         self.forward: Op[tuple[Tensor, Tensor]] = Op(
             f"{name}_attention", schema, self.run_forward, empty_output, outputs=2
         )
-        schema = f"Tensor? do, Tensor? dlse, {arguments(f'{tensors} o lse', *rest)}"
+        schema = f"Tensor? do, Tensor? dlse, {schema_arguments(f'{tensors} o lse', *rest)}"
         fake = fake_gradients(2, 3)
         backward: Op[Any] = Op(f"{name}_attention_backward", schema, self.run_backward, fake, outputs=3)
         self.forward.differentiate(backward, lambda inputs, o_lse: (*inputs[:n], *o_lse, *inputs[n:]), results=2)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         indices, args = args[: self.indices], args[self.indices :]
-        run, branch = prepare(self.name, f"{self.name}_forward", self.kind, q, k, v, args, backward=False)
+        run, branch = prepare_call(self.name, f"{self.name}_forward", self.kind, q, k, v, args, backward=False)
         checks.check_branch_values(branch, k, self.keys, indices, args[-1])
         checks.check_finite(args[-1], **{"q": q, self.keys: k, self.values: v})
         return run(q, k, v, *indices, branch)
@@ -57,7 +57,7 @@ class Branch:
     def run_backward(self, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         *indices, o, lse = args[: self.indices + 2]
         args = args[self.indices + 2 :]
-        run, branch = prepare(self.name, f"{self.name}_backward", self.kind, q, k, v, args, backward=True)
+        run, branch = prepare_call(self.name, f"{self.name}_backward", self.kind, q, k, v, args, backward=True)
         upstream = Upstream(torch.zeros_like(o) if do is None else do, dlse)
         return run(upstream, Saved(q, k, v, o, lse, *indices), branch)
 
@@ -68,7 +68,7 @@ SLIDING = Branch("sliding", Sliding, "window")
 
 
 def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Tensor:
-    run, selection = prepare("scores", "select_blocks", Selection, q, k_cmp, k_cmp, args, backward=False)
+    run, selection = prepare_call("scores", "select_blocks", Selection, q, k_cmp, k_cmp, args, backward=False)
     strict = args[-1]
     checks.check_branch_values(selection, k_cmp, "k_cmp", [], strict)
     # The LSE of a row that sees nothing is -inf.
@@ -79,7 +79,7 @@ def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Tens
 
 SELECT_BLOCKS: Op[Tensor] = Op(
     "select_blocks",
-    arguments("q k_cmp lse", PLACES, "block stride select_block n_select n_init n_local", "scale"),
+    schema_arguments("q k_cmp lse", PLACES, "block stride select_block n_select n_init n_local", "scale"),
     run_select_blocks,
     lambda q, k_cmp, *rest: empty_indices(q, k_cmp, rest[6]),
 )
@@ -100,11 +100,11 @@ def run_combine_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 COMBINE: Op[Tensor] = Op(
-    "combine", arguments("o_cmp o_sel o_win gates"), run_combine, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape)
+    "combine", schema_arguments("o_cmp o_sel o_win gates"), run_combine, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape)
 )
 COMBINE_BACKWARD: Op[tuple[Tensor, ...]] = Op(
     "combine_backward",
-    arguments("do o_cmp o_sel o_win gates"),
+    schema_arguments("do o_cmp o_sel o_win gates"),
     run_combine_backward,
     fake_gradients(1, 4),
     outputs=4,

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from nsa import checks
 from nsa.backends.stages import compress_shape, stage
-from nsa.ops.registry import Op, arguments
+from nsa.ops.registry import Op, schema_arguments
 from nsa.sequences import Pooling, Sequences
 
 
-class Compression:
+class CompressionOp:
     """`nsa::<name>` and its backward. `gathers`: a block's tokens are laid side by side, with a position embedding
     added; else they are averaged."""
 
     def __init__(self, name: str, *, gathers: bool) -> None:
         self.name, self.gathers = name, gathers
         n = 1 + gathers
-        schema = arguments("x position" if gathers else "x", "cu_seqlens", "block stride")
+        schema = schema_arguments("x position" if gathers else "x", "cu_seqlens", "block stride")
         self.forward: Op[Tensor] = Op(name, schema, self.run_forward, self.fake_forward)
-        schema = arguments("dout", "cu_seqlens", "length block stride")
+        schema = schema_arguments("dout", "cu_seqlens", "length block stride")
         self.backward: Op[Any] = Op(f"{name}_backward", schema, self.run_backward, self.fake_backward, outputs=n)
         self.forward.differentiate(self.backward, lambda inputs, _: (inputs[n], inputs[0].shape[1], *inputs[n + 1 :]))
 
@@ -62,5 +62,5 @@ def pooling_of(like: Tensor, length: int, cu_seqlens: Tensor | None, block: int,
     return Pooling(Sequences(like.shape[0], length, like.device, cu_seqlens), block, stride)
 
 
-COMPRESS_MEAN = Compression("compress_mean", gathers=False)
-GATHER_BLOCKS = Compression("gather_blocks", gathers=True)
+COMPRESS_MEAN = CompressionOp("compress_mean", gathers=False)
+GATHER_BLOCKS = CompressionOp("gather_blocks", gathers=True)

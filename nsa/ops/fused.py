@@ -16,14 +16,14 @@ from nsa import checks
 from nsa.backends.routing import router
 from nsa.backends.stages import plan_of
 from nsa.once import differentiable_once
-from nsa.ops.registry import Op, arguments, empty_indices, empty_output, fake_gradients
+from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
 from nsa.replay import Replay, Results, can_replay, situation
 from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
 OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
-PLACES = "cu_seqlens q_start window_start"
-REST = (PLACES, "block stride select_block n_select n_init n_local window", "scale")
+ATTENTION_PLACES = "cu_seqlens q_start window_start"
+REST = (ATTENTION_PLACES, "block stride select_block n_select n_init n_local window", "scale")
 N_INPUTS, N_PLACES = 8, 3
 ONCE = "nsa.ops.attention is differentiable once. For second derivatives, use nsa.reference"
 
@@ -68,10 +68,12 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates.contiguous()
 
 
-ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", arguments(INPUTS, *REST), run_forward, fake_forward, outputs=8)
+ATTENTION: Op[tuple[Tensor, ...]] = Op(
+    "attention", schema_arguments(INPUTS, *REST), run_forward, fake_forward, outputs=8
+)
 ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op(
     "attention_backward",
-    arguments(f"do {INPUTS} {OUTPUTS}", *REST),
+    schema_arguments(f"do {INPUTS} {OUTPUTS}", *REST),
     run_backward,
     fake_gradients(1, N_INPUTS),
     outputs=8,

@@ -23,7 +23,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 R = TypeVar("R")
 
 
-def arguments(tensors: str, optional: str = "", integers: str = "", floats: str = "") -> str:
+def schema_arguments(tensors: str, optional: str = "", integers: str = "", floats: str = "") -> str:
     """Names, separated by spaces, as arguments in torch's schema language. Every op ends in `backend` and `strict`."""
     kinds = {
         "Tensor": tensors,

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from nsa import settings
-from nsa.commands.train import KEYS, OTHERS
+from nsa.commands.train import CONFIG_KEYS, OTHERS
 from nsa.config import require
 from nsa.progress import warn_on_first_rank
 from nsa.train.config import TrainConfig, load_config, moved, parse_set
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig:
     """The config: the command line beats the environment, which beats the file."""
     given = {name: value for name, value in vars(args).items() if name not in OTHERS and value is not None}
-    given = {KEYS.get(name, name): value for name, value in given.items()} | parse_set(args.set)
+    given = {CONFIG_KEYS.get(name, name): value for name, value in given.items()} | parse_set(args.set)
     if args.resume is None:
         return load_config("tiny" if args.config is None else args.config, given, env=env)
     require(args.config is None, "--config", args.config, "none with --resume, which uses the run's own config")

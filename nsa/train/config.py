@@ -36,7 +36,7 @@ from nsa.config import (
 )
 from nsa.data.config import DataConfig
 from nsa.files import replace_text
-from nsa.model.config import LMConfig
+from nsa.model.config import PRESETS, LMConfig
 from nsa.origin import configs_folder
 from nsa.train.keys import FROM_SCRATCH, MODEL_FAMILIES, keys_of, replacement
 from nsa.train.run_folder import CONFIG, RUNS
@@ -198,12 +198,12 @@ def load_config(
         ValueError: names the key, its value, what is accepted and where the value comes from.
     """
     path = find_config(source)
-    tree = unfolded(read_yaml(path), str(path))
+    tree = read_config(path)
     file, given = dict(tree), overrides or {}
     environment = from_environment(env or settings.current())
     for layer in (environment, given):
         for key, value in layer.items():
-            put(tree, key, value)
+            put_value(tree, key, value)
     try:
         tree |= fitted_schedule(tree, file, given)
         values = built(checked(TrainConfig, tree, where=str(path)))
@@ -212,10 +212,10 @@ def load_config(
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
         return TrainConfig(**on_this_machine(values))
     except ValueError as error:
-        raise ValueError(f"{error}{origin(str(error), path, tree, environment, given)}") from None
+        raise ValueError(f"{error}{value_origin(str(error), path, tree, environment, given)}") from None
 
 
-def origin(
+def value_origin(
     message: str, path: Path, tree: Mapping[str, Any], environment: Mapping[str, Any], given: Mapping[str, Any]
 ) -> str:
     """Where the value of an error comes from, whose first word is the key; "" where it was on the command line."""
@@ -226,6 +226,19 @@ def origin(
     if key in environment and setting is not None:
         return f" (from {settings.BY_NAME[setting].env})"
     return f" (in {path})" if any(f"{known}.".startswith(f"{key}.") for known, _ in flat(tree)) else ""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The keys of a file; those of its `model.preset` where it has no others."""
+    tree = unfolded(read_yaml(path), str(path))
+    model = tree.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return tree
+    name = model.pop("preset")
+    require(isinstance(name, str) and name in PRESETS, f"model.preset in {path}", name, f"one of {sorted(PRESETS)}")
+    found = {"model": PRESETS[name].to_dict()}
+    put_value(found, "model", model)
+    return {**tree, **found}
 
 
 def built(values: dict[str, Any]) -> dict[str, Any]:
@@ -381,16 +394,16 @@ def from_environment(env: settings.Settings) -> dict[str, Any]:
     return found | ({"gc": False} if env.no_gc else {})
 
 
-def put(tree: dict[str, Any], key: str, value: Any) -> None:
+def put_value(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted `key`; a mapping is merged into an existing one."""
     head, _, rest = key.partition(".")
     if rest:
         if not isinstance(tree.get(head), dict):
             tree[head] = {}
-        put(tree[head], rest, value)
+        put_value(tree[head], rest, value)
     elif isinstance(value, dict) and isinstance(tree.get(head), dict):
         for inner, x in value.items():
-            put(tree[head], inner, x)
+            put_value(tree[head], inner, x)
     else:
         tree[head] = value
 
@@ -420,7 +433,7 @@ def merge(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
         merge(tree[key], inner, x, where)
 
 
-def check_key(name: str) -> None:
+def check_config_key(name: str) -> None:
     keys = list(keys_of(TrainConfig))
     if name not in keys:
         raise ValueError(f"{name!r} is not a key of a config; {replacement(name, keys)}")
@@ -430,7 +443,7 @@ def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") 
     """`tree` with only the keys that `cls` has; `cls` checks the values."""
     hints = get_type_hints(cls)
     for key in tree:
-        check_key(f"{prefix}{key}")
+        check_config_key(f"{prefix}{key}")
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - OPTIONAL)
     if missing:

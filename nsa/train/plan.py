@@ -101,7 +101,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run on one kind of GPU. Times are in seconds, `cost` in the price's currency.
 
     `basis`: "measured" for a row of this run; "scaled" by FLOPs from another row of this GPU; "assumed" from a row of
@@ -125,7 +125,7 @@ class Plan:
         return asdict(self)
 
 
-def plan(
+def plan_run(
     config: TrainConfig,
     gpu: str,
     *,
@@ -133,7 +133,7 @@ def plan(
     price: float | None = None,
     rows: Iterable[Row] = (),
     parity: bool = False,
-) -> Plan:
+) -> RunPlan:
     """Plan a run.
 
     Args:
@@ -172,7 +172,7 @@ def plan(
     step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
     total = step * config.steps
-    return Plan(
+    return RunPlan(
         gpu=name,
         gpus=gpus,
         memory=memory,
@@ -468,7 +468,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def render(config: TrainConfig, plans: list[Plan], data: Iterable[str] = ()) -> str:
+def render(config: TrainConfig, plans: list[RunPlan], data: Iterable[str] = ()) -> str:
     """The plans as a table; `data`: lines about the data."""
     with torch.device("meta"):
         count = sum(LM(config.model).parameter_counts().values())
@@ -519,7 +519,7 @@ def run(args: argparse.Namespace) -> int:
     assumed = {"device": "cuda", "parallel": "none" if args.gpus == 1 else "ddp"}
     config = load_config(args.config, assumed | parse_set(args.set))
     rows, parity = measurements(args.results or RESULTS), settings.current().force_parity
-    plans = [plan(config, gpu, gpus=args.gpus, price=args.price, rows=rows, parity=parity) for gpu in args.gpu]
+    plans = [plan_run(config, gpu, gpus=args.gpus, price=args.price, rows=rows, parity=parity) for gpu in args.gpu]
     tokens = config.steps * plans[0].tokens_per_step
     facts: dict[str, Any] = {"passes": None, "unused_vocabulary": None}
     try:

@@ -24,7 +24,17 @@ from nsa.data.config import Split
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
-from nsa.train.plan import GIB, MEMORY_GIB, RESULTS, Plan, estimate_memory, flops_of, measurements, milliseconds, plan
+from nsa.train.plan import (
+    GIB,
+    MEMORY_GIB,
+    RESULTS,
+    RunPlan,
+    estimate_memory,
+    flops_of,
+    measurements,
+    milliseconds,
+    plan_run,
+)
 from nsa.train.run_info import check_folder, problem_of
 from nsa.train.step import DTYPES, TrainStep
 
@@ -41,7 +51,7 @@ BOUNDED = ("sliding", "longformer")
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 # A run below this fraction of its planned speed is broken, not slow.
-FLOOR = 0.1
+SPEED_FLOOR = 0.1
 # The fraction of a large matmul's speed on the CPU that a training step reaches.
 CPU_FRACTION = 0.2
 # Rows and columns of that matmul, and the seconds for which it is repeated.
@@ -111,7 +121,7 @@ def ram() -> int:
 # Speed.
 
 
-def expected_plan(config: TrainConfig, *, ranks: int = 1) -> Plan | None:
+def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
     """The plan for the GPU of this machine; None on a CPU, for a GPU whose peak is not known, or in fp32."""
     if not config.device.startswith("cuda") or config.dtype == "float32":
         return None
@@ -119,7 +129,7 @@ def expected_plan(config: TrainConfig, *, ranks: int = 1) -> Plan | None:
     gpu = next((known for known in MEMORY_GIB if known in name), None)
     if gpu is None:
         return None
-    return plan(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
+    return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
 
 
 def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
@@ -128,17 +138,17 @@ def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
     if config.min_tokens_per_s is not None:
         return config.min_tokens_per_s
     found = expected_plan(config, ranks=ranks)
-    return 0.0 if found is None or found.basis == "estimated" else FLOOR * found.tokens_per_s
+    return 0.0 if found is None or found.basis == "estimated" else SPEED_FLOOR * found.tokens_per_s
 
 
-def compare_step(config: TrainConfig, found: Plan | None, seconds: float) -> tuple[str, str | None]:
+def compare_step(config: TrainConfig, found: RunPlan | None, seconds: float) -> tuple[str, str | None]:
     """Compare an uncompiled step of one batch with the plan: a note, and a problem if it is far too slow."""
     took = f"one uncompiled step of {config.tokens_per_batch:,} tokens took {milliseconds(seconds)}"
     if found is None:
         return took, None
     batch = found.step_s / config.accum
     note = f"{took}; the plan has {milliseconds(batch)} for the run's own ({found.source})"
-    if found.basis == "estimated" or seconds <= batch / FLOOR:
+    if found.basis == "estimated" or seconds <= batch / SPEED_FLOOR:
         return note, None
     return note, f"{took}, {seconds / batch:.0f} times the {milliseconds(batch)} of the plan: {found.source}"
 

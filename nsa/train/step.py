@@ -144,7 +144,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """The result of a step, read back from the device."""
 
     # Counted from 0.
@@ -166,7 +166,7 @@ class PendingSteps:
         self.device = device
         self.save = save
         self.running: deque[tuple[int, Tensor, torch.cuda.Event | None, Sequence[Batch]]] = deque()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[StepOutcome] = []
 
     def __len__(self) -> int:
         return len(self.running) + len(self.outcomes)
@@ -187,9 +187,9 @@ class PendingSteps:
         while self.running and (self.running[0][2] is None or self.running[0][2].query()):
             step, values, _, batches = self.running.popleft()
             loss, grad_norm, skipped = values.tolist()
-            self.outcomes.append(Outcome(step, loss, grad_norm, self.save(step, batches) if skipped else None))
+            self.outcomes.append(StepOutcome(step, loss, grad_norm, self.save(step, batches) if skipped else None))
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[StepOutcome]:
         """The outcomes of all steps since the last call, in order; waits for the device."""
         wait_asleep(self.device)
         self.poll()

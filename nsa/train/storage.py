@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from nsa.data.manifest import SHA256
 from nsa.files import TEMPORARY, make_folder, parse_json, read_limited, replacing, sync_folder
-from nsa.tensor_file import DTYPES, NAMES, Written, is_sizes, read_header, read_tensors, write_tensors
+from nsa.tensor_file import NAMES, STORED_DTYPES, Written, is_sizes, read_header, read_tensors, write_tensors
 from nsa.train.run_folder import LEFTOVER, REMOVED, REPLACED
 
 INDEX = "index.json"
 # About 150 bytes for each tensor of each rank, and 20 kB for the state of a rank.
-MAX_BYTES = 2**28
-SHA256 = re.compile(r"[0-9a-f]{64}")
-FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
+MAX_INDEX_BYTES = 2**28
+RANK_FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
 
 
 class Damaged(Exception):
@@ -53,7 +53,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A box of a tensor and where it is: `offsets` and `sizes` in the tensor, `key` in `file`."""
 
     offsets: tuple[int, ...]
@@ -68,7 +68,7 @@ class Stored:
 
     dtype: str
     size: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Index:
             Damaged: It is missing, was changed, or is of another step.
         """
         try:
-            checksum, _, text = read_limited(folder / INDEX, MAX_BYTES).partition(b"\n")
+            checksum, _, text = read_limited(folder / INDEX, MAX_INDEX_BYTES).partition(b"\n")
             text = text.removesuffix(b"\n")
             if hashlib.sha256(text).hexdigest().encode() != checksum:
                 raise Damaged(f"{INDEX} does not have the checksum that it was written with")
@@ -134,18 +134,18 @@ class Index:
         step, loss, extra = body.get("step"), body.get("loss"), body.get("extra")
         # Earlier versions saved good states alone, and did not write either key.
         validation_id, good = body.get("judge", ""), body.get("good", True)
-        check(type(step) is int and 0 <= step < 2**63, "step", step)
-        check(loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 2**63), "loss", loss)
-        check(isinstance(validation_id, str), "judge", validation_id)
-        check(isinstance(good, bool), "good", good)
-        check(isinstance(extra, list) and extra and all(isinstance(x, dict) for x in extra), "extra", extra)
+        check_index(type(step) is int and 0 <= step < 2**63, "step", step)
+        check_index(loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 2**63), "loss", loss)
+        check_index(isinstance(validation_id, str), "judge", validation_id)
+        check_index(isinstance(good, bool), "good", good)
+        check_index(isinstance(extra, list) and extra and all(isinstance(x, dict) for x in extra), "extra", extra)
         files = {name: parse_file(name, file) for name, file in items("files", body.get("files"))}
         tensors = {name: parse_tensor(name, x, files) for name, x in items("tensors", body.get("tensors"))}
         return cls(step, loss, validation_id, extra, files, tensors, good)  # type: ignore[arg-type]  # checked above
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """`Damaged` unless the files of these names are what was written, and hold the tensors they should."""
-        held: dict[str, list[tuple[str, Stored, Chunk]]] = {}
+        held: dict[str, list[tuple[str, Stored, TensorChunk]]] = {}
         for tensor, x in self.tensors.items():
             for chunk in x.chunks:
                 held.setdefault(chunk.file, []).append((tensor, x, chunk))
@@ -167,58 +167,58 @@ class Index:
                 raise Damaged(f"{name}: {error}") from error
             for tensor, x, chunk in held.get(name, []):
                 entry = entries.get(chunk.key)
-                if entry is None or (entry.dtype, entry.shape) != (DTYPES[x.dtype], chunk.sizes):
+                if entry is None or (entry.dtype, entry.shape) != (STORED_DTYPES[x.dtype], chunk.sizes):
                     raise Damaged(f"{name} does not hold {tensor!r} as {INDEX} says")
 
 
-def check(holds: object, name: str, value: object) -> None:
+def check_index(holds: object, name: str, value: object) -> None:
     if not holds:
         raise ValueError(f"{name} cannot be {reprlib.repr(value)}")
 
 
 def items(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    check(isinstance(value, dict), name, value)
+    check_index(isinstance(value, dict), name, value)
     return value.items()
 
 
 def parse_file(name: str, value: Any) -> Written:
-    check(FILE.fullmatch(name), "the name of a file", name)
-    check(isinstance(value, list) and len(value) == 2, f"file {name!r}", value)
+    check_index(RANK_FILE.fullmatch(name), "the name of a file", name)
+    check_index(isinstance(value, list) and len(value) == 2, f"file {name!r}", value)
     size, digest = value
-    check(type(size) is int and 0 <= size < 2**63, f"the size of {name!r}", size)
-    check(isinstance(digest, str) and SHA256.fullmatch(digest), f"the checksum of {name!r}", digest)
+    check_index(type(size) is int and 0 <= size < 2**63, f"the size of {name!r}", size)
+    check_index(isinstance(digest, str) and SHA256.fullmatch(digest), f"the checksum of {name!r}", digest)
     return Written(size, digest)
 
 
 def parse_tensor(name: str, value: Any, files: dict[str, Written]) -> Stored:
     name = f"tensor {reprlib.repr(name)}"
-    check(isinstance(value, list) and len(value) == 3, name, value)
+    check_index(isinstance(value, list) and len(value) == 3, name, value)
     dtype, size, listed = value
-    check(isinstance(dtype, str) and dtype in DTYPES, f"the dtype of {name}", dtype)
-    check(is_sizes(size), f"the shape of {name}", size)
-    check(isinstance(listed, list), f"the chunks of {name}", listed)
+    check_index(isinstance(dtype, str) and dtype in STORED_DTYPES, f"the dtype of {name}", dtype)
+    check_index(is_sizes(size), f"the shape of {name}", size)
+    check_index(isinstance(listed, list), f"the chunks of {name}", listed)
     chunks = [parse_chunk(name, chunk, size, files) for chunk in listed]
     if not covers(chunks, size):
         raise ValueError(f"the chunks of {name} do not cover its shape {size} exactly")
     return Stored(dtype, tuple(size), tuple(chunks))
 
 
-def parse_chunk(name: str, value: Any, size: list[int], files: dict[str, Written]) -> Chunk:
+def parse_chunk(name: str, value: Any, size: list[int], files: dict[str, Written]) -> TensorChunk:
     name = f"a chunk of {name}"
-    check(isinstance(value, list) and len(value) == 4, name, value)
+    check_index(isinstance(value, list) and len(value) == 4, name, value)
     offsets, sizes, file, key = value
-    check(is_sizes(offsets) and is_sizes(sizes) and len(offsets) == len(sizes) == len(size), name, value)
-    check(all(offset + n <= end for offset, n, end in zip(offsets, sizes, size, strict=True)), name, value)
-    check(isinstance(file, str) and file in files, f"the file of {name}", file)
-    check(isinstance(key, str), f"the key of {name}", key)
-    return Chunk(tuple(offsets), tuple(sizes), file, key)
+    check_index(is_sizes(offsets) and is_sizes(sizes) and len(offsets) == len(sizes) == len(size), name, value)
+    check_index(all(offset + n <= end for offset, n, end in zip(offsets, sizes, size, strict=True)), name, value)
+    check_index(isinstance(file, str) and file in files, f"the file of {name}", file)
+    check_index(isinstance(key, str), f"the key of {name}", key)
+    return TensorChunk(tuple(offsets), tuple(sizes), file, key)
 
 
 # Offsets and sizes.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def covers(chunks: Sequence[Chunk], size: Sequence[int]) -> bool:
+def covers(chunks: Sequence[TensorChunk], size: Sequence[int]) -> bool:
     """Whether the chunks of a tensor cover each of its elements once: their volumes add up and no two overlap."""
     boxes = sorted((c.offsets, c.sizes) for c in chunks if math.prod(c.sizes))
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
@@ -226,14 +226,14 @@ def covers(chunks: Sequence[Chunk], size: Sequence[int]) -> bool:
     # Shards lie one after the other along the first dimension: each is compared with those it meets there.
     open_boxes: list[Box] = []
     for box in boxes:
-        open_boxes = [other for other in open_boxes if size and overlap(box, other, dims=1)]
-        if any(overlap(box, other, dims=len(size)) for other in open_boxes):
+        open_boxes = [other for other in open_boxes if size and boxes_overlap(box, other, dims=1)]
+        if any(boxes_overlap(box, other, dims=len(size)) for other in open_boxes):
             return False
         open_boxes.append(box)
     return True
 
 
-def overlap(one: Box, other: Box, *, dims: int) -> bool:
+def boxes_overlap(one: Box, other: Box, *, dims: int) -> bool:
     """Whether the first `dims` sides of two boxes have a point in common."""
     return all(
         max(one[0][dim], other[0][dim]) < min(one[0][dim] + one[1][dim], other[0][dim] + other[1][dim])
@@ -274,14 +274,14 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.extras = [plan.storage_data for plan in plans]
         make_folder(self.folder.parent)
-        remove_leftovers(self.folder.parent)
+        remove_unfinished(self.folder.parent)
         self.aside.mkdir()
         return [replace(plan, storage_data=f"rank_{rank:05}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = plan.storage_data
         tensors: dict[str, Tensor] = {}
-        chunks: list[tuple[MetadataIndex, Chunk]] = []
+        chunks: list[tuple[MetadataIndex, TensorChunk]] = []
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             chunk = item.tensor_data.chunk
@@ -290,7 +290,7 @@ class Writer(StorageWriter):
             x = planner.resolve_data(item)
             assert isinstance(x, Tensor)
             tensors[key] = x.detach().cpu().contiguous()
-            chunks.append((item.index, Chunk(tuple(chunk.offsets), tuple(chunk.sizes), name, key)))
+            chunks.append((item.index, TensorChunk(tuple(chunk.offsets), tuple(chunk.sizes), name, key)))
         done: Future[list[WriteResult]] = Future()
         if tensors:
             written = write_tensors(self.aside / name, tensors)
@@ -302,7 +302,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all have written: the index, then the folder under its name."""
         files: dict[str, Written] = {}
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[TensorChunk]] = {}
         for result in (result for rank in results for result in rank):
             chunk, files[result.storage_data[0].file] = result.storage_data
             chunks.setdefault(result.index.fqn, []).append(chunk)
@@ -346,7 +346,7 @@ class Reader(StorageReader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    TensorProperties(dtype=DTYPES[x.dtype]),
+                    TensorProperties(dtype=STORED_DTYPES[x.dtype]),
                     torch.Size(x.size),
                     [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in x.chunks],
                 )
@@ -395,7 +395,7 @@ def recover(folder: Path) -> None:
             path.rename(original)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left behind; files of other names are not ours."""
     recover(folder)
     for path in folder.iterdir():

@@ -18,14 +18,17 @@ from nsa.train.step import to_device
 # Kernels between two lines of progress.
 REPORT_EVERY = 12
 
-# Called after each kernel: its name, how many are done, how many there are.
-Progress = Callable[[str, int, int], None]
-
 
 def compile_kernels(
-    config: LMConfig, batch: Batch, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    config: LMConfig,
+    batch: Batch,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> int:
     """Compile the kernels of one NSA layer, forward and backward, for batches shaped like `batch`.
+
+    `progress` is called after each kernel: with its name, how many are done and how many there are.
 
     Returns:
         How many kernels; 0 where the backend that runs the layer compiles none.

@@ -14,7 +14,7 @@ from nsa.config import require
 from nsa.files import read_text
 
 # Far above any config: bytes of a file, and values once all aliases are expanded.
-MAX_BYTES = 2**20
+MAX_YAML_BYTES = 2**20
 MAX_VALUES = 100_000
 
 
@@ -27,7 +27,7 @@ def yaml() -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file; a `ValueError` names `path` if it is too large, not UTF-8, not YAML or no mapping."""
-    tree = parse_yaml(read_text(path, MAX_BYTES), str(path))
+    tree = parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
     if not isinstance(tree, dict):
         holds = "nothing" if tree is None else f"a {type(tree).__name__}"
         raise ValueError(f"{path} holds {holds}; accepted: keys and values")
@@ -43,19 +43,19 @@ def parse_yaml(text: str, where: str) -> Any:
             return None
         count_values(node, {}, where)
     except yaml().YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {describe(error)}") from None
+        raise ValueError(f"{where} is not YAML: {describe_yaml_error(error)}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply; accepted: the nesting of a config") from None
     try:
         return loader.construct_document(node)
     except yaml().YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {describe(error)}") from None
+        raise ValueError(f"{where} is not YAML: {describe_yaml_error(error)}") from None
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
         # Such as a date in month 13, or `!!bool maybe`, for which PyYAML has no error of its own.
         raise ValueError(f"{where} holds a value that YAML cannot read: {error}") from None
 
 
-def describe(error: Any) -> str:
+def describe_yaml_error(error: Any) -> str:
     """PyYAML's error in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:

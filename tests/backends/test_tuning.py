@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa import bench, cli
 from nsa.backends.triton import tuning
-from nsa.backends.triton.tuning import DTYPES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Entry, Key, Tuned
+from nsa.backends.triton.tuning import DTYPE_CLASSES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Key, Tuned, TunedTile
 from nsa.bench.attention import AttentionShape
 from nsa.bench.tune import (
     Candidates,
@@ -52,8 +52,8 @@ def tuned(**rows: int) -> Tuned:
     return Tuned(tiles, {})
 
 
-def entry(**fields: Any) -> Entry:
-    return Entry(fields, None, Path("tiles.json"))
+def entry(**fields: Any) -> TunedTile:
+    return TunedTile(fields, None, Path("tiles.json"))
 
 
 def rows_of(table: Tuned, gpu: tuple[int, int], head_dim: int) -> int:
@@ -103,7 +103,7 @@ def test_the_users_file_wins_entry_by_entry(environment: Callable[..., None], tm
     file = tmp_path / "mine.json"
     environment(NSA_TUNED_TILES=str(file))
     packaged = tuning.tuned()
-    assert packaged == tuning.read(PACKAGED)
+    assert packaged == tuning.read_tuned(PACKAGED)
     write(file, 16, thresholds={"query_from_heads": 8})
     environment(NSA_TUNED_TILES=str(file))
     both = tuning.tuned()
@@ -117,8 +117,8 @@ def test_the_users_file_wins_entry_by_entry(environment: Callable[..., None], tm
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tiles.json"
-    packaged = tuning.read(PACKAGED)
-    tuning.write(path, packaged)
+    packaged = tuning.read_tuned(PACKAGED)
+    tuning.write_tuned(path, packaged)
     assert path.read_text() == PACKAGED.read_text(), "the packaged file is as `write` makes it"
     assert list(path.parent.iterdir()) == [path]
 
@@ -134,8 +134,8 @@ def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -
     path = tmp_path / "older.json"
     path.write_text(text)
     check_file(path)
-    older = {key: entry.tile for key, entry in tuning.read(path).tiles.items()}
-    assert older == {key: entry.tile for key, entry in tuning.read(PACKAGED).tiles.items()}
+    older = {key: entry.tile for key, entry in tuning.read_tuned(path).tiles.items()}
+    assert older == {key: entry.tile for key, entry in tuning.read_tuned(PACKAGED).tiles.items()}
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def test_broken_file_error_names_file_entry_and_accepted_values(content: str, me
     path = tmp_path / "tiles.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        tuning.read(path)
+        tuning.read_tuned(path)
     assert str(path) in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"tiles file {tmp_path} cannot be read"):
-        tuning.read(tmp_path)
+        tuning.read_tuned(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def kinds() -> dict[str, type]:
 def test_every_packaged_tile_is_one(kinds: dict[str, type]) -> None:
     """`tests/kernels/test_compile.py` compiles what the launchers pick from these."""
     assert tuple(kinds) == KERNELS
-    for key, found in tuning.read(PACKAGED).tiles.items():
+    for key, found in tuning.read_tuned(PACKAGED).tiles.items():
         tile = tuning.build(kinds[key.kernel], key, found)
         assert asdict(tile) == found.tile, "every field is spelled out"
         assert key.kernel == f"selected-forward-{getattr(tile, 'method', None)}" or not hasattr(tile, "method")
@@ -203,9 +203,9 @@ def test_every_packaged_tile_is_one(kinds: dict[str, type]) -> None:
 
 @pytest.mark.parametrize("gpu", SERVED + UNSEEN, ids=tuning.family_name)
 def test_every_gpu_has_a_tile_for_everything(gpu: tuple[int, int], kinds: dict[str, type]) -> None:
-    packaged = tuning.read(PACKAGED)
+    packaged = tuning.read_tuned(PACKAGED)
     for kernel in KERNELS:
-        for dtype in DTYPES:
+        for dtype in DTYPE_CLASSES:
             for head_dim in WIDTHS:
                 packaged.tile(kernel, kinds[kernel], gpu, head_dim, dtype)
     for name in THRESHOLDS:
@@ -213,7 +213,7 @@ def test_every_gpu_has_a_tile_for_everything(gpu: tuple[int, int], kinds: dict[s
 
 
 def test_provenance_is_whole_or_absent() -> None:
-    for key, found in tuning.read(PACKAGED).tiles.items():
+    for key, found in tuning.read_tuned(PACKAGED).tiles.items():
         if found.measured is not None:
             assert set(found.measured) == {"shape", "ms", "gpu", "torch", "triton", "commit", "date"}, key
 
@@ -221,7 +221,7 @@ def test_provenance_is_whole_or_absent() -> None:
 def test_each_tile_is_measured_once_and_the_one_in_use_first(kinds: dict[str, type]) -> None:
     from nsa.bench.kernels import is_used, tile_in_use, tiles_to_measure
 
-    packaged = tuning.read(PACKAGED)
+    packaged = tuning.read_tuned(PACKAGED)
     for gpu in SERVED:
         for shape in (
             AttentionShape(1, 64, 64, 4, 128),
@@ -244,7 +244,7 @@ def test_each_tile_is_measured_once_and_the_one_in_use_first(kinds: dict[str, ty
 def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: AttentionShape, kinds: dict[str, type]) -> None:
     from nsa.bench.kernels import is_used, kernel_candidates, tile_in_use
 
-    current = tile_in_use(kernel, shape, (9, 0), tuning.read(PACKAGED))
+    current = tile_in_use(kernel, shape, (9, 0), tuning.read_tuned(PACKAGED))
     if is_used(kernel, shape):
         assert current in kernel_candidates(kernel, shape, (9, 0), current)
 
@@ -375,12 +375,12 @@ class Silent:
 
 def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) -> None:
     path, bar = tmp_path / "tiles.json", Silent()
-    tuning.write(path, tuned(sm_90_128=1, sm_86_128=2))
+    tuning.write_tuned(path, tuned(sm_90_128=1, sm_86_128=2))
     trial = Candidates("scores", AttentionShape(1, 64, 64, 4, 128), (Tile(3), Tile(4)))
     tuner = Tuner(path, (9, 0), {"gpu": "H200"}, bar, lambda call: [float(call.args[0].rows)] * 5)
     outcomes = tuner.measure(trial, lambda tile: (RIGHT,))
     assert bar.last == f"2 scores 64/4/128 B=1 S=64 {Tile(4)}"
-    found = tuning.read(path)
+    found = tuning.read_tuned(path)
     assert (rows_of(found, (9, 0), 128), rows_of(found, (8, 6), 128)) == (3, 2)
     measured = found.tiles[Key((9, 0), "scores", "half", 128)].measured
     assert measured == {"shape": "64/4/128 B=1 S=64", "ms": 3.0, "gpu": "H200"}
@@ -423,7 +423,7 @@ def test_up_to_which_length_every_block_is_read_is_measured(tmp_path: Path, monk
     # 16 blocks of 64 tokens are selected; the better of the two others counts.
     assert {blocks: other for blocks, (_, other) in times.items()} == {2: 2048.0, 4: 4096.0, 8: 8192.0}
     assert bar.last == "9 dense_up_to_blocks: selected-forward-block 64/4/128 B=1 S=8192"
-    assert tuning.read(path).thresholds == {((9, 0), "dense_up_to_blocks"): 4}
+    assert tuning.read_tuned(path).thresholds == {((9, 0), "dense_up_to_blocks"): 4}
 
 
 @pytest.mark.usefixtures("kinds")
@@ -440,7 +440,7 @@ def test_a_threshold_alone_may_be_asked_for(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     path = tmp_path / "tiles.json"
     assert bench.run(parse("--kernels", threshold, "--out", str(path))) == 0
-    assert list(tuning.read(path).thresholds) == [((9, 0), threshold)]
+    assert list(tuning.read_tuned(path).thresholds) == [((9, 0), threshold)]
     assert "selected forward, " in capsys.readouterr().out
 
 

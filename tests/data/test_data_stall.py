@@ -16,7 +16,7 @@ import pytest
 import torch
 from data_standins import Memory, Numbers, memory_loader
 
-from nsa.data.documents import Chunk
+from nsa.data.documents import DocumentChunk
 from nsa.data.loader import RETRIES, Loader, Stalled
 from nsa.data.prefetch import Late, Prefetcher, Stopped
 
@@ -47,7 +47,7 @@ class Sleepy(Memory):
         super().__init__(LENGTHS)
         self.at, self.naps, self.wake = at, naps, threading.Event()
 
-    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[Chunk]:
+    def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         for number, chunk in enumerate(super().chunks(seed, epoch, first, bookmark), first):
             if number == self.at and epoch == 0 and self.naps:
                 self.naps -= 1

@@ -357,7 +357,7 @@ def forged(path: Path, offsets: list[int] | None = None, **fields: Any) -> Path:
     header = Shard(path).header
     data = bytearray(path.read_bytes())
     if offsets is not None:
-        data[header.offsets_at :] = shards.raw(torch.tensor(offsets))
+        data[header.offsets_at :] = shards.raw_bytes(torch.tensor(offsets))
         fields |= {"offsets_crc": crc32(data[header.offsets_at :]), "documents": len(offsets) - 1}
     data[: shards.HEADER_BYTES] = header._replace(**fields).pack()
     path.write_bytes(data)

@@ -35,7 +35,7 @@ def selected_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | Non
 
     intact, plan, taken = selected.selected_forward, selected.plan_forward, []
 
-    def recorded(*key: Any) -> selected.ForwardPlan:
+    def recorded(*key: Any) -> selected.SelectedForwardPlan:
         found = plan(*key)
         taken.append(found.run.method)
         return found

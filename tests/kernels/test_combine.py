@@ -13,7 +13,7 @@ from nsa import reference
 from nsa.backends.triton import combine
 from nsa.testing import max_error, tolerance
 
-SMALL = combine.Tile(elements=256, num_warps=4)
+SMALL = combine.CombineTile(elements=256, num_warps=4)
 
 
 def inputs(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -49,7 +49,7 @@ def test_output_and_gradients(batch: int, length: int, heads: int, dim: int, dty
 
 
 @pytest.mark.parametrize("tile", worth_trying(combine.candidates()), ids=str)
-def test_every_candidate(tile: combine.Tile) -> None:
+def test_every_candidate(tile: combine.CombineTile) -> None:
     args = inputs(2, 37, 6, 80, torch.float16)
     do = torch.randn_like(args[0])
     got = [combine.combine_forward(*args, tile=tile), *combine.combine_backward(do, *args, tile=tile)]

@@ -14,7 +14,7 @@ from nsa.backends.triton import compress
 from nsa.sequences import Pooling, Sequences
 from nsa.testing import max_error, tolerance
 
-SMALL = compress.Tile(elements=128, num_warps=4)
+SMALL = compress.CompressTile(elements=128, num_warps=4)
 PACKS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
 
 

@@ -31,8 +31,8 @@ from helpers import (
 
 from nsa import NSAAttention, NSAConfig, reference
 from nsa.backends.triton import compressed, selected, selection, sliding
-from nsa.backends.triton.selected import ForwardTile
-from nsa.backends.triton.selected.backward import BackwardTile as SelectedBackwardTile
+from nsa.backends.triton.selected import SelectedForwardTile
+from nsa.backends.triton.selected.backward import SelectedBackwardTile
 from nsa.backends.triton.tiles import BackwardTile, SplitTile, Tile
 from nsa.sequences import Saved, Upstream
 
@@ -44,12 +44,12 @@ ONE_LOOP = (
     ),
 )
 SELECTED = {
-    "query": ForwardTile("query", blocks=2, common_m=0),
-    "query-common": ForwardTile("query", common_m=16),
-    "block": ForwardTile("block", block_m=16, segment=64, common_m=16),
-    "block-chunked": ForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
+    "query": SelectedForwardTile("query", blocks=2, common_m=0),
+    "query-common": SelectedForwardTile("query", common_m=16),
+    "block": SelectedForwardTile("block", block_m=16, segment=64, common_m=16),
+    "block-chunked": SelectedForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
 }
-SCORES = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
+SCORES = selection.SelectionTile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
 BASE = Case(length=41, heads=3, d_k=16, d_v=16, block=8, stride=4, select_block=8, n_select=3, n_local=1, window=11)
 # The problem with all of its keys, how many queries a row has, and where those of each row start.
 OFFSETS: dict[str, tuple[Case, int, tuple[int, ...]]] = {

@@ -21,21 +21,21 @@ from helpers import Case, Inputs, assert_same_bits, assert_within_derived_tolera
 from nsa import reference
 from nsa.backends.triton import launch, selected
 from nsa.backends.triton.launch import layout
-from nsa.backends.triton.selected import BackwardTile, ForwardTile, index
+from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile, index
 from nsa.backends.triton.selected.dense import DenseForward
 from nsa.backends.triton.selected.forward import BlockForward
 from nsa.backends.triton.selected.index import WORD, Chunk, Segments, Shapes, block_tables, index_plans
 from nsa.sequences import Saved, Selected, Upstream
 
 FORWARD = {
-    "query": ForwardTile("query", common_m=0),
-    "query-pairs": ForwardTile("query", blocks=2, common_m=16),
-    "block": ForwardTile("block", block_m=16, segment=64, common_m=16),
-    "block-chunked": ForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
+    "query": SelectedForwardTile("query", common_m=0),
+    "query-pairs": SelectedForwardTile("query", blocks=2, common_m=16),
+    "block": SelectedForwardTile("block", block_m=16, segment=64, common_m=16),
+    "block-chunked": SelectedForwardTile("block", block_m=32, segment=48, scratch=1, common_m=32),
 }
 BACKWARD = {
-    "whole": BackwardTile(block_m=16, segment=64),
-    "chunked": BackwardTile(block_m=32, segment=48, scratch=1),
+    "whole": SelectedBackwardTile(block_m=16, segment=64),
+    "chunked": SelectedBackwardTile(block_m=32, segment=48, scratch=1),
 }
 BASE = Case(length=45, groups=2, heads=3, d_k=16, d_v=16, select_block=16, n_select=3)
 
@@ -56,7 +56,9 @@ def upstream(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return do.to(DEVICE), dlse.to(DEVICE)
 
 
-def kernel(inputs: Inputs, case: Case, forward: ForwardTile, backward: BackwardTile | None) -> dict[str, Tensor]:
+def kernel(
+    inputs: Inputs, case: Case, forward: SelectedForwardTile, backward: SelectedBackwardTile | None
+) -> dict[str, Tensor]:
     given = on_device(inputs)
     q, k, v = given.of("selected")
     branch = branch_of(case)
@@ -76,7 +78,9 @@ def by_reference(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dic
     return results(reference, "selected", inputs.to(torch.float64), case), results(reference, "selected", inputs, case)
 
 
-def check(case: Case, forward: ForwardTile, backward: BackwardTile | None, dtype: torch.dtype = torch.float32) -> None:
+def check(
+    case: Case, forward: SelectedForwardTile, backward: SelectedBackwardTile | None, dtype: torch.dtype = torch.float32
+) -> None:
     inputs = random_inputs(case, dtype)
     exact, plain = by_reference(case, dtype)
     names = ("o", "lse") if backward is None else ("o", "lse", "dq", "dk", "dv")
@@ -361,9 +365,9 @@ def enclosing(documents: tuple[int, ...]) -> list[tuple[int, int]]:
 @pytest.mark.skipif(INTERPRETED, reason="tiles differ in how they are compiled: a GPU's business")
 @pytest.mark.parametrize("tile", selected.candidates(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_candidate_tile(tile: ForwardTile | BackwardTile, dtype: torch.dtype) -> None:
+def test_every_candidate_tile(tile: SelectedForwardTile | SelectedBackwardTile, dtype: torch.dtype) -> None:
     case = Case(length=1000, groups=2, heads=16, d_k=128, d_v=128, select_block=64, n_select=8)
-    if isinstance(tile, ForwardTile):
+    if isinstance(tile, SelectedForwardTile):
         check(case, tile, None, dtype)
     else:
-        check(case, ForwardTile("block"), tile, dtype)
+        check(case, SelectedForwardTile("block"), tile, dtype)

@@ -25,7 +25,7 @@ from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import selection
 from nsa.sequences import Selection, Sequences
 
-SMALL = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
+SMALL = selection.SelectionTile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
 # Every query costs the interpreter milliseconds: blocks are small so that few queries have a choice to make.
 KNOBS = {"block": 4, "stride": 2, "select_block": 8, "n_select": 5, "n_init": 1, "n_local": 2}
 
@@ -191,7 +191,7 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     selection.plan.cache_clear()
     assert len(selection.query_chunks(80, 4, lambda hi: selection.columns(hi, 8), 8)) > 3
     assert torch.equal(kernel(q, k, lse, KNOBS), want)
-    small = selection.Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
+    small = selection.SelectionTile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=3)
     assert torch.equal(kernel(q, k, lse, KNOBS, tile=small), want)
     selection.plan.cache_clear()
 
@@ -200,7 +200,7 @@ def test_a_bounded_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 # Half precision has its rows in tensor cores' order; how the results of either lie, only a GPU knows.
 @pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16, torch.float32])], ids=str)
 @pytest.mark.parametrize("tile", worth_trying(selection.candidates()), ids=str)
-def test_every_candidate(tile: selection.Tile, dtype: torch.dtype) -> None:
+def test_every_candidate(tile: selection.SelectionTile, dtype: torch.dtype) -> None:
     q, k, lse = inputs(300, 4, 1, 16, KNOBS, dtype)
     check(kernel(q, k, lse, KNOBS, tile=tile), q, k, lse, KNOBS)
 

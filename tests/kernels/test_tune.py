@@ -29,18 +29,18 @@ def bench() -> Workbench:
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if is_used(kernel, SHAPE)])
 def test_every_kernel_runs_by_the_tile_in_use(kernel: str, bench: Workbench) -> None:
-    tile = tile_in_use(kernel, SHAPE, GPU, tuning.read(tuning.PACKAGED))
+    tile = tile_in_use(kernel, SHAPE, GPU, tuning.read_tuned(tuning.PACKAGED))
     results = bench.run(kernel, tile)
     assert error_ratio(results, results) == 0
 
 
 def test_a_kernel_is_tuned_into_a_file(bench: Workbench, tmp_path: Path) -> None:
     kernel, path = "combine-forward", tmp_path / "tiles.json"
-    trial = Candidates(kernel, SHAPE, (combine.Tile(256, 4), combine.Tile(64, 4)))
+    trial = Candidates(kernel, SHAPE, (combine.CombineTile(256, 4), combine.CombineTile(64, 4)))
     tuner = Tuner(path, GPU, {}, Lines(2), lambda call: [float(call.args[-1].elements)] * 5)
     outcomes = tuner.measure(trial, partial(bench.run, kernel))
     assert [outcome.ms for outcome in outcomes] == [256.0, 64.0]
-    assert tuning.read(path).tiles[Key(GPU, kernel, "half", 64)].tile == {"elements": 64, "num_warps": 4}
+    assert tuning.read_tuned(path).tiles[Key(GPU, kernel, "half", 64)].tile == {"elements": 64, "num_warps": 4}
 
 
 def test_an_unknown_kernel_is_an_error(bench: Workbench) -> None:

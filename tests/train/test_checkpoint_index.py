@@ -23,7 +23,7 @@ from nsa.model import load_model, save_model
 from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train import Trainer, storage
 from nsa.train.checkpoint import Checkpoints
-from nsa.train.storage import Chunk, Damaged, Index, covers
+from nsa.train.storage import Damaged, Index, TensorChunk, covers
 
 FILE = "rank_00000.safetensors"
 
@@ -84,11 +84,11 @@ def test_tensors_of_another_step_are_refused(tmp_path: Path) -> None:
         assert Checkpoints(tmp_path).load(*make()) == (5, {})
 
 
-def boxes(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...], cuts: int) -> Iterator[Chunk]:
+def boxes(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...], cuts: int) -> Iterator[TensorChunk]:
     """A box cut in two, and each half again."""
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
     if not cuts or not dims:
-        yield Chunk(offsets, sizes, FILE, "key")
+        yield TensorChunk(offsets, sizes, FILE, "key")
         return
     dim = draw(st.sampled_from(dims))
     at = draw(st.integers(1, sizes[dim] - 1))
@@ -244,7 +244,7 @@ def test_an_index_that_is_hardly_json_is_refused(text: str, saved: Trainer) -> N
 
 
 def test_an_index_over_the_limit_is_not_read(saved: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MAX_BYTES", 100)
+    monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 100)
     with pytest.raises(Damaged, match="at most 100"):
         Index.read(saved.checkpoints.path(2))
 

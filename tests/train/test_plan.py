@@ -25,7 +25,7 @@ from nsa.settings import Settings
 from nsa.train import plan as planning
 from nsa.train import preflight
 from nsa.train.config import TrainConfig, load_config
-from nsa.train.plan import GIB, PEAK_FLOPS, RESULTS, Plan, find_corpus, launch_s, measurements, plan, render
+from nsa.train.plan import GIB, PEAK_FLOPS, RESULTS, RunPlan, find_corpus, launch_s, measurements, plan_run, render
 
 
 def config(**overrides: object) -> TrainConfig:
@@ -43,7 +43,7 @@ def row(**changes: object) -> Row:
 
 
 def test_a_measured_run_is_as_fast_as_it_was_measured() -> None:
-    found = plan(config(), "h200", price=2.0, rows=[row(), row(impl="nsa-sdpa-graphs", tokens_per_s=60_000.0)])
+    found = plan_run(config(), "h200", price=2.0, rows=[row(), row(impl="nsa-sdpa-graphs", tokens_per_s=60_000.0)])
     assert (found.gpu, found.basis) == ("H200", "measured")
     assert found.source.startswith("measured: nsa-triton-graphs, B 8, S 2048, 200,000 tokens/s")
     assert found.tokens_per_s == pytest.approx(200_000)
@@ -76,7 +76,7 @@ def test_unmeasured_step_time_is_an_estimate_above_launch_time(changes: dict[str
     """Not the rate of another batch, length, kind of attention or backend."""
     rows = [row(), row(impl="dense-sdpa-graphs", tokens_per_s=400_000.0)]
     given = config(**changes)
-    found = plan(given, "H200", rows=rows)
+    found = plan_run(given, "H200", rows=rows)
     assert found.basis != "measured"
     assert found.source.startswith("estimate: ")
     assert found.step_s > launch_s(given.model)
@@ -88,7 +88,7 @@ def test_unmeasured_step_time_is_an_estimate_above_launch_time(changes: dict[str
 @given(batch=st.integers(1, 64), length=st.integers(1, 64).map(lambda n: 64 * n))
 def test_step_time_grows_with_batch_and_exceeds_launch_time(batch: int, length: int) -> None:
     small, large = (
-        plan(config(batch_size=n, model__seq_len=length), "H200", rows=[row(B=1000)]) for n in (batch, batch + 1)
+        plan_run(config(batch_size=n, model__seq_len=length), "H200", rows=[row(B=1000)]) for n in (batch, batch + 1)
     )
     assert launch_s(config().model) < small.step_s < large.step_s
 
@@ -98,65 +98,65 @@ def test_a_row_of_the_batch_size_is_found(tmp_path: Path) -> None:
         append(tmp_path / "h200" / "train.csv", row(**changes))
     rows = measurements(tmp_path)
     for batch, rate in ((8, 200_000), (1, 150_000)):
-        found = plan(config(batch_size=batch), "H200", rows=rows)
+        found = plan_run(config(batch_size=batch), "H200", rows=rows)
         assert (found.basis, found.tokens_per_s) == ("measured", pytest.approx(rate))
     # The nearest in tokens of a batch.
-    assert "B 1, S 2048" in plan(config(batch_size=2), "H200", rows=rows).source
-    assert "B 8, S 2048" in plan(config(batch_size=6), "H200", rows=rows).source
+    assert "B 1, S 2048" in plan_run(config(batch_size=2), "H200", rows=rows).source
+    assert "B 8, S 2048" in plan_run(config(batch_size=6), "H200", rows=rows).source
 
 
 def test_parity_takes_no_rate_of_the_kernels() -> None:
     kernels = row()
-    found = plan(config(), "H200", rows=[kernels], parity=True)
+    found = plan_run(config(), "H200", rows=[kernels], parity=True)
     assert found.basis == "estimated"
     assert found.tokens_per_s < 20_000
     reference = row(impl="nsa-reference", tokens_per_s=3_000.0)
-    assert "nsa-reference" in plan(config(), "H200", rows=[kernels, reference], parity=True).source
+    assert "nsa-reference" in plan_run(config(), "H200", rows=[kernels, reference], parity=True).source
     # Dense attention is torch's own under parity too.
     dense = row(impl="dense-sdpa-graphs", tokens_per_s=400_000.0)
-    assert plan(config(model__attention="dense"), "H200", rows=[dense], parity=True).basis == "measured"
+    assert plan_run(config(model__attention="dense"), "H200", rows=[dense], parity=True).basis == "measured"
 
 
 def test_activation_checkpointing_has_rows_of_its_own() -> None:
     plain, gc = row(), row(impl="nsa-triton-gc-graphs", tokens_per_s=150_000.0)
-    assert plan(config(), "H200", rows=[gc]).basis == "estimated"
-    assert plan(config(), "H200", rows=[plain, gc]).tokens_per_s == pytest.approx(200_000)
-    found = plan(config(gc=True), "H200", rows=[plain, gc])
+    assert plan_run(config(), "H200", rows=[gc]).basis == "estimated"
+    assert plan_run(config(), "H200", rows=[plain, gc]).tokens_per_s == pytest.approx(200_000)
+    found = plan_run(config(gc=True), "H200", rows=[plain, gc])
     assert (found.basis, found.tokens_per_s) == ("measured", pytest.approx(150_000))
 
 
 def test_another_model_or_length_is_scaled_by_flops() -> None:
     rows = [row(), row(S=32768, B=1, tokens_per_s=150_000.0)]
     deep = config(model__n_layers=24)
-    found = plan(deep, "H200", rows=rows)
+    found = plan_run(deep, "H200", rows=rows)
     assert found.basis == "scaled"
     assert "scaled by FLOPs from nsa-triton-graphs, B 8, S 2048" in found.source
     more = on_paper(deep.model).flops_per_token(2048) / on_paper(config().model).flops_per_token(2048)
     assert found.step_s == pytest.approx(8 * 2048 / 200_000 * more + launch_s(deep.model))
-    long = plan(config(model__seq_len=20_000), "H200", rows=rows)
+    long = plan_run(config(model__seq_len=20_000), "H200", rows=rows)
     assert "S 32768" in long.source, "the nearest length"
 
 
 def test_unmeasured_gpu_uses_the_fraction_of_peak_and_says_so() -> None:
-    there, here = plan(config(), "H200", rows=[row()]), plan(config(), "A100", rows=[row()])
+    there, here = plan_run(config(), "H200", rows=[row()]), plan_run(config(), "A100", rows=[row()])
     assert here.basis == "assumed"
     assert "of the peak, as nsa-triton-graphs" in here.source
     arithmetic = here.step_s - launch_s(config().model)
     assert there.step_s / arithmetic == pytest.approx(PEAK_FLOPS["A100"] / PEAK_FLOPS["H200"])
-    nothing = plan(config(), "A100", rows=[row(impl="dense-sdpa"), row(gpu="cpu"), row(tokens_per_s=None)])
+    nothing = plan_run(config(), "A100", rows=[row(impl="dense-sdpa"), row(gpu="cpu"), row(tokens_per_s=None)])
     assert (nothing.basis, "nothing measured" in nothing.source) == ("estimated", True)
 
 
 def test_a_model_of_another_size_takes_no_measured_rate() -> None:
     """The 80 million tokens a second of a tiny model that the rate of a large one gave."""
     for name in ("tiny", "1b"):
-        found = plan(load_config(name, {"device": "cuda", "parallel": "none"}), "H200", rows=[row()])
+        found = plan_run(load_config(name, {"device": "cuda", "parallel": "none"}), "H200", rows=[row()])
         assert found.basis == "estimated"
         assert "no model of similar size" in found.source
         if name == "tiny":
             assert found.tokens_per_s < 1e7
             assert " 0.6" in render(load_config(name, {"device": "cuda"}), [found])
-    assert plan(load_config("340m", {"device": "cuda"}), "H200", rows=[row()]).basis == "scaled"
+    assert plan_run(load_config("340m", {"device": "cuda"}), "H200", rows=[row()]).basis == "scaled"
 
 
 def test_only_rows_of_what_the_run_has_are_taken() -> None:
@@ -164,26 +164,26 @@ def test_only_rows_of_what_the_run_has_are_taken() -> None:
     compiled = row(impl="nsa-triton-compiled", tokens_per_s=250_000.0)
     eager, torchs = row(impl="nsa-triton"), row(impl="nsa-sdpa", tokens_per_s=60_000.0)
     several = config(parallel="ddp", cuda_graphs=False)
-    assert "nsa-triton-graphs" in plan(config(), "H200", rows=[eager, graphs, torchs]).source
+    assert "nsa-triton-graphs" in plan_run(config(), "H200", rows=[eager, graphs, torchs]).source
     # Ranks turn graphs off, also where the config is one of a single process.
     for run in (several, config()):
-        assert "nsa-triton-compiled" in plan(run, "H200", gpus=8, rows=[eager, graphs, compiled, torchs]).source
-    assert "nsa-triton," in plan(config(compile=False, cuda_graphs=False), "H200", rows=[eager, compiled]).source
+        assert "nsa-triton-compiled" in plan_run(run, "H200", gpus=8, rows=[eager, graphs, compiled, torchs]).source
+    assert "nsa-triton," in plan_run(config(compile=False, cuda_graphs=False), "H200", rows=[eager, compiled]).source
     # `auto` would not take torch's own path only because it alone was measured without graphs.
-    without = plan(several, "H200", gpus=8, rows=[graphs, torchs])
+    without = plan_run(several, "H200", gpus=8, rows=[graphs, torchs])
     assert "measured with backend auto without CUDA graphs" in without.source
-    assert without.tokens_per_s < 8 * plan(config(), "H200", rows=[graphs]).tokens_per_s
+    assert without.tokens_per_s < 8 * plan_run(config(), "H200", rows=[graphs]).tokens_per_s
     named = config(model__attn__backend="sdpa")
-    assert "nsa-sdpa," in plan(named, "H200", rows=[graphs, torchs]).source
-    assert "measured with backend sdpa at all" in plan(named, "H200", rows=[graphs]).source
+    assert "nsa-sdpa," in plan_run(named, "H200", rows=[graphs, torchs]).source
+    assert "measured with backend sdpa at all" in plan_run(named, "H200", rows=[graphs]).source
 
 
 def test_kinds_are_not_mixed_up() -> None:
     rows = [row(), row(impl="dense-sdpa-graphs", tokens_per_s=400_000.0), row(impl="sliding-triton-graphs")]
-    dense = plan(config(model__attention="dense"), "H200", rows=rows)
+    dense = plan_run(config(model__attention="dense"), "H200", rows=rows)
     assert "dense-sdpa" in dense.source
     assert dense.tokens_per_s == pytest.approx(400_000)
-    assert plan(config(model__attention="sliding"), "H200", rows=rows).basis == "measured"
+    assert plan_run(config(model__attention="sliding"), "H200", rows=rows).basis == "measured"
 
 
 # Peaks that an H200 showed once: memory is held to these whatever rows the folder has today.
@@ -200,30 +200,31 @@ def test_memory_is_near_every_measured_peak_of_a_fused_path(row: Row) -> None:
         pytest.skip("torch's own path and the alternatives keep other things, and other heads are other models")
     kind = row.impl.split("-")[0]
     given = config(model__attention=kind, model__seq_len=row.S, batch_size=row.B, gc="-gc" in row.impl)
-    found = plan(given, "H200").memory.total / GIB
+    found = plan_run(given, "H200").memory.total / GIB
     # The peaks of the parts do not fall together, which shows where a batch is small.
     assert 0.9 * row.peak_gib < found < max(1.3 * row.peak_gib, row.peak_gib + 1)
 
 
 def test_memory_follows_the_choices() -> None:
-    plain = plan(config(), "H200").memory
+    plain = plan_run(config(), "H200").memory
     params = sum(on_paper(config().model).parameter_counts().values())
     assert (plain.gradients, plain.optimizer) == (4 * params, 8 * params)
-    gc = plan(config(gc=True), "H200")
+    gc = plan_run(config(gc=True), "H200")
     assert gc.memory.activations < plain.activations / 3
     launches = launch_s(config().model)
-    assert gc.step_s - launches == pytest.approx((plan(config(), "H200").step_s - launches) * 4 / 3)
+    assert gc.step_s - launches == pytest.approx((plan_run(config(), "H200").step_s - launches) * 4 / 3)
     assert gc.source.endswith("for gc")
-    sharded = plan(config(parallel="fsdp", cuda_graphs=False), "H200", gpus=8).memory
+    sharded = plan_run(config(parallel="fsdp", cuda_graphs=False), "H200", gpus=8).memory
     assert sharded.optimizer == plain.optimizer / 8
     assert sharded.activations == plain.activations
-    assert plan(config(batch_size=16), "H200").memory.activations == 2 * plain.activations
-    assert not plan(config(batch_size=512), "H200").fits
+    assert plan_run(config(batch_size=16), "H200").memory.activations == 2 * plain.activations
+    assert not plan_run(config(batch_size=512), "H200").fits
 
 
 def test_more_gpus_are_faster_and_cost_the_same() -> None:
     one, eight = (
-        plan(config(parallel="ddp", cuda_graphs=False), "H200", gpus=gpus, price=1.0, rows=[row()]) for gpus in (1, 8)
+        plan_run(config(parallel="ddp", cuda_graphs=False), "H200", gpus=gpus, price=1.0, rows=[row()])
+        for gpus in (1, 8)
     )
     assert eight.tokens_per_s == pytest.approx(8 * one.tokens_per_s)
     assert eight.tokens_per_step == 8 * one.tokens_per_step
@@ -233,13 +234,13 @@ def test_more_gpus_are_faster_and_cost_the_same() -> None:
 
 def test_wrong_words_are_named() -> None:
     with pytest.raises(ValueError, match=r"gpu is 'H20'; accepted: one of .*; the nearest is H200"):
-        plan(config(), "H20")
+        plan_run(config(), "H20")
     with pytest.raises(ValueError, match="gpus is 0"):
-        plan(config(), "H200", gpus=0)
+        plan_run(config(), "H200", gpus=0)
     with pytest.raises(ValueError, match=r"price is -1.0"):
-        plan(config(), "H200", price=-1.0)
+        plan_run(config(), "H200", price=-1.0)
     with pytest.raises(ValueError, match="dtype is 'float32'"):
-        plan(config(dtype="float32"), "H200")
+        plan_run(config(dtype="float32"), "H200")
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -315,8 +316,8 @@ def test_every_gpu_has_a_peak_and_mixed_layers_can_be_planned() -> None:
     kinds = ["nsa"] * 6 + ["dense", "sliding", "longformer"] * 2
     mixed = config(model__attention=kinds)
     assert isinstance(mixed.model, LMConfig)
-    found = plan(mixed, "B200")
-    assert isinstance(found, Plan)
+    found = plan_run(mixed, "B200")
+    assert isinstance(found, RunPlan)
     assert "B200" in render(mixed, [found])
 
 

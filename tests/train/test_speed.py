@@ -14,7 +14,7 @@ from nsa.results import Row
 from nsa.train import TrainConfig, preflight
 from nsa.train.config import load_config
 from nsa.train.loop import Trainer
-from nsa.train.plan import plan
+from nsa.train.plan import plan_run
 
 GRAPHS = replace(ROW, impl="nsa-triton-graphs", tokens_per_s=200_000.0)
 
@@ -33,10 +33,10 @@ def test_the_floor_is_a_tenth_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
     on_gpu(monkeypatch, "NVIDIA H200", GRAPHS)
     assert preflight.min_tokens_per_s(config()) == pytest.approx(20_000)
     # A plan that is scaled, or assumed from another GPU, rests on a measurement too.
-    scaled = plan(config(batch_size=1), "H200", rows=[GRAPHS])
+    scaled = plan_run(config(batch_size=1), "H200", rows=[GRAPHS])
     assert preflight.min_tokens_per_s(config(batch_size=1)) == pytest.approx(scaled.tokens_per_s / 10)
     on_gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", GRAPHS)
-    assumed = plan(config(), "A100", rows=[GRAPHS])
+    assumed = plan_run(config(), "A100", rows=[GRAPHS])
     assert preflight.min_tokens_per_s(config()) == pytest.approx(assumed.tokens_per_s / 10)
 
 
@@ -74,7 +74,7 @@ def test_the_trainer_holds_a_run_to_the_floor(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_step_is_compared_with_the_plan() -> None:
-    found = plan(config(accum=4), "H200", rows=[GRAPHS])
+    found = plan_run(config(accum=4), "H200", rows=[GRAPHS])
     batch = found.step_s / 4
     told, problem = preflight.compare_step(config(accum=4), found, 3 * batch)
     assert problem is None
@@ -83,7 +83,7 @@ def test_a_step_is_compared_with_the_plan() -> None:
     assert problem is not None
     assert "11 times" in problem
     # An estimate that rests on no measurement blames nothing, and neither does no plan.
-    guess = plan(config(), "H200")
+    guess = plan_run(config(), "H200")
     assert preflight.compare_step(config(), guess, 100 * guess.step_s)[1] is None
     assert preflight.compare_step(config(), None, 100.0)[1] is None
 

@@ -26,7 +26,7 @@ from nsa.train.config import (
     keys_of,
     load_config,
     moved,
-    put,
+    put_value,
     write_yaml,
 )
 
@@ -57,6 +57,21 @@ def test_a_config_loads_and_has_its_dense_twin(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_presets_are_the_configs(name: str) -> None:
     assert load_config(name, env=PLAIN).model == PRESETS[name]
+
+
+@pytest.mark.parametrize("preset", ["nano", "[tiny]", "7"])
+def test_an_unknown_preset_is_named_with_its_file(preset: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(f"model: {{preset: {preset}}}")
+    with pytest.raises(ValueError, match=rf"model\.preset in {path}.*{preset.strip('[]')}.*125m"):
+        load_config(path, env=PLAIN)
+
+
+def test_a_file_may_change_its_preset(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {preset: tiny, n_layers: 3, attn: {w: 64}}\nsteps: 1\nbatch_size: 1\nlr: 0.1")
+    tiny = PRESETS["tiny"]
+    assert load_config(path, env=PLAIN).model == replace(tiny, n_layers=3, attn=replace(tiny.attn, w=64))
 
 
 def test_precedence_is_command_line_then_environment_then_file() -> None:
@@ -254,11 +269,11 @@ def test_the_hash_is_of_what_runs_not_of_where() -> None:
 
 def test_a_mapping_is_laid_over_and_anything_else_replaces() -> None:
     tree: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}}
-    put(tree, "a.c", {"e": 3})
-    put(tree, "a.b", 4)
-    put(tree, "x.y", 5)
+    put_value(tree, "a.c", {"e": 3})
+    put_value(tree, "a.b", 4)
+    put_value(tree, "x.y", 5)
     assert tree == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
-    put(tree, "a.c", None)
+    put_value(tree, "a.c", None)
     assert tree["a"] == {"b": 4, "c": None}
 
 

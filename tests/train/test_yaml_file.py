@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from nsa import cli
 from nsa.settings import Settings
-from nsa.train.config import load_config, parse_set, unfolded
-from nsa.train.yaml_file import MAX_BYTES, parse_yaml, read_yaml
+from nsa.train.config import load_config, parse_set, read_config, unfolded
+from nsa.train.yaml_file import MAX_YAML_BYTES, parse_yaml, read_yaml
 
 PLAIN = Settings.load(environ={})
 
@@ -71,8 +71,8 @@ def test_a_bad_file_is_one_line_with_its_name(text: str, message: str, tmp_path:
 
 def test_a_file_that_is_no_config_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "data.yaml"
-    path.write_bytes(b"x" * (MAX_BYTES + 1))
-    with pytest.raises(ValueError, match=rf"data\.yaml is too large: {MAX_BYTES + 1:,} bytes"):
+    path.write_bytes(b"x" * (MAX_YAML_BYTES + 1))
+    with pytest.raises(ValueError, match=rf"data\.yaml is too large: {MAX_YAML_BYTES + 1:,} bytes"):
         read_yaml(path)
     path.write_bytes(b"steps: \xff\xfe")
     with pytest.raises(ValueError, match=r"data\.yaml is not UTF-8 text: .* byte 7"):
@@ -124,7 +124,7 @@ def test_a_dotted_key_in_a_file_is_a_nested_one(tree: dict[str, Any], expected: 
 
 
 def test_a_config_with_dotted_keys_loads(tmp_path: Path) -> None:
-    tiny = read_yaml(Path(cli.__file__).parent / "configs" / "tiny.yaml")
+    tiny = read_config(Path(cli.__file__).parent / "configs" / "tiny.yaml")
     tiny["model"]["attn"].pop("w")
     path = tmp_path / "dotted.yaml"
     import yaml
@@ -143,14 +143,14 @@ def test_an_error_names_where_the_value_comes_from(tmp_path: Path) -> None:
     text = (Path(cli.__file__).parent / "configs" / "tiny.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(
-        text.replace("batch_size: 4", "batch_size: -4").replace("hidden: 256", "hidden: 256\n  colour: red")
+        text.replace("batch_size: 4", "batch_size: -4").replace("preset: tiny", "preset: tiny, colour: red")
     )
     with pytest.raises(ValueError, match=r"'model\.colour'.*mine\.yaml"):
         load_config(path, env=PLAIN)
     path.write_text(text.replace("batch_size: 4", "batch_size: -4"))
     with pytest.raises(ValueError, match=r"batch_size is -4.*mine\.yaml"):
         load_config(path, env=PLAIN)
-    path.write_text(text.replace("n_sel: 4", "n_sel: 1"))
+    path.write_text(text.replace("preset: tiny", "preset: tiny, attn: {n_sel: 1}"))
     with pytest.raises(ValueError, match=r"model\.attn\.n_sel is 1.*mine\.yaml"):
         load_config(path, env=PLAIN)
     with pytest.raises(ValueError, match=r"model\.seq_len is .*NSA_SEQ_LEN"):

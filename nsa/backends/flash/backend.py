@@ -17,8 +17,8 @@ from nsa import settings
 from nsa.backends.flash import policy
 from nsa.backends.flash.branches import (
     NEGATIVE_INFINITY,
-    Plan,
-    attend,
+    CallPlan,
+    attend_branch,
     compressed_plan,
     gradients,
     padded,
@@ -38,7 +38,7 @@ from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-PLANS: dict[str, Callable[..., Plan]] = {"compressed": compressed_plan, "sliding": sliding_plan}
+PLANS: dict[str, Callable[..., CallPlan]] = {"compressed": compressed_plan, "sliding": sliding_plan}
 # Tries a kind of problem that has no verdict yet.
 Prober = Callable[[Library, FlashProblem, int, torch.dtype], list[Outcome]]
 
@@ -82,7 +82,7 @@ class FlashBackend:
 
     def forced_on(self, problem: Problem) -> str | None:
         """The setting that puts FlashAttention first."""
-        flag = policy.flag(self.config, problem.op) if problem.op in policy.BRANCHES else None
+        flag = policy.flag(self.config, problem.op) if problem.op in policy.BRANCH_SETTINGS else None
         return flag.why if flag is not None and flag.state == "on" else None
 
     def supports(self, problem: Problem) -> str | None:
@@ -92,7 +92,7 @@ class FlashBackend:
 
     def choose(self, problem: Problem) -> Library | str:
         """The library that runs the problem, or every reason why none does."""
-        if problem.op not in policy.BRANCHES:
+        if problem.op not in policy.BRANCH_SETTINGS:
             return f"FlashAttention runs the compressed and the sliding branch, not {problem.op}"
         if problem.n_queries < 1:
             return "there are no queries"
@@ -230,7 +230,7 @@ class FlashBackend:
             lse = torch.full(q.shape[:3], NEGATIVE_INFINITY, dtype=torch.float32, device=q.device)
             return q.new_zeros(*q.shape[:3], v.shape[3]), lse
         library = self.library_for(op, branch, q, k, v, backward=False)
-        return attend(library, q, k, v, PLANS[op](q, k, branch), branch.scale, self.cast(q))
+        return attend_branch(library, q, k, v, PLANS[op](q, k, branch), branch.scale, self.cast(q))
 
     @without_gate
     def backward(self, op: str, upstream: Upstream, saved: Saved, branch: Any) -> tuple[Tensor, Tensor, Tensor]:

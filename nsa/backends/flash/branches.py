@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.backends.flash.contracts import HEAD_DIM_STEP, Call, aligned
 from nsa.backends.flash.fold import FixedFold, VarlenFold
-from nsa.backends.flash.libraries import Library, run
+from nsa.backends.flash.libraries import Library, call_library
 from nsa.backends.routing import CallUnsupported
 from nsa.geometry import n_compressed_of
 from nsa.sequences import Compressed, Saved, Sliding, Upstream
@@ -30,7 +30,7 @@ def unchanged(x: Tensor, fill: float = 0.0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """`enter` and `leave` move query-shaped tensors, `[B,S,H,...]`, into the call and back, with a fill for rows that
     see no key; the other two move keys. `mask`: the rest of the call. `cached`: keys are slots of a cache."""
 
@@ -65,7 +65,7 @@ def varlen_mask(offsets: Tensor, total: int) -> dict[str, Any]:
     return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_q": longest, "max_k": longest}
 
 
-def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> Plan:
+def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> CallPlan:
     sequences = branch.sequences
     if sequences.q_start is not None:
         used = n_compressed_of(sequences.q_start + 1, branch.block, branch.stride)
@@ -73,10 +73,10 @@ def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> Plan:
     sizes = (q.shape[1], k.shape[1], k.shape[2], branch.block, branch.stride)
     if sequences.cu_seqlens is None:
         fixed = FixedFold(*sizes)
-        return Plan({}, fixed.fold, fixed.unfold)
+        return CallPlan({}, fixed.fold, fixed.unfold)
     fold = VarlenFold(*sizes, safe_offsets(sequences.cu_seqlens, q.shape[1]))
     # There is a key slot for every stride, and fewer blocks: rows after the last document are never read.
-    return Plan(
+    return CallPlan(
         varlen_mask(fold.offsets, fold.n_chunks),
         enter=lambda x: fold.fold(x)[0],
         leave=lambda x, fill: fold.unfold(x[None], fill),
@@ -85,19 +85,19 @@ def compressed_plan(q: Tensor, k: Tensor, branch: Compressed) -> Plan:
     )
 
 
-def sliding_plan(q: Tensor, k: Tensor, branch: Sliding) -> Plan:
+def sliding_plan(q: Tensor, k: Tensor, branch: Sliding) -> CallPlan:
     sequences = branch.sequences
     # A library narrows the window to 32 bits; no query sees more keys than there are.
     window = min(branch.window, k.shape[1])
     if sequences.q_start is not None:
         return cached_plan(q, k, sequences.q_start + q.shape[1], causal=True, window=window)
     if sequences.cu_seqlens is None:
-        return Plan({"window": window})
+        return CallPlan({"window": window})
     mask = varlen_mask(safe_offsets(sequences.cu_seqlens, q.shape[1]), q.shape[1]) | {"window": window}
-    return Plan(mask, lambda x: x[0], lambda x, fill: x[None], lambda k: k[0], lambda k: k[None])
+    return CallPlan(mask, lambda x: x[0], lambda x, fill: x[None], lambda k: k[0], lambda k: k[None])
 
 
-def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int | None) -> Plan:
+def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int | None) -> CallPlan:
     """Row `b` of the batch sees its first `used[b]` keys; the mask ends at the last query and the last of those."""
     batch, length = q.shape[:2]
     apart = cache_stride(k)
@@ -122,7 +122,7 @@ def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int
         "max_q": length,
         "max_k": k.shape[1],
     }
-    return Plan(mask, lambda x: x.flatten(0, 1), leave, enter_keys=all_slots, cached=True)
+    return CallPlan(mask, lambda x: x.flatten(0, 1), leave, enter_keys=all_slots, cached=True)
 
 
 def cache_stride(k: Tensor) -> int:
@@ -156,7 +156,7 @@ def ready(x: Tensor, head_dim: int, given: torch.dtype, dtype: torch.dtype) -> T
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def forward_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, dtype: torch.dtype) -> Call:
+def forward_call(q: Tensor, k: Tensor, v: Tensor, plan: CallPlan, scale: float, dtype: torch.dtype) -> Call:
     head_dim = padded(q.shape[-1], v.shape[-1])
     if plan.cached:
         check_cache(q, k, v, head_dim, dtype)
@@ -169,17 +169,17 @@ def forward_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, dtyp
     )
 
 
-def attend(
-    library: Library, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, dtype: torch.dtype
+def attend_branch(
+    library: Library, q: Tensor, k: Tensor, v: Tensor, plan: CallPlan, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`o [B,S,Hq,Dv]` in q's dtype and `lse [B,S,Hq]`."""
-    o, lse = run(library, "forward", forward_call(q, k, v, plan, scale, dtype))
+    o, lse = call_library(library, "forward", forward_call(q, k, v, plan, scale, dtype))
     o = plan.leave(o, 0.0)[..., : v.shape[-1]].to(q.dtype)
     return o.contiguous(), plan.leave(lse.transpose(-1, -2), NEGATIVE_INFINITY).contiguous()
 
 
 def gradients(
-    library: Library, upstream: Upstream, saved: Saved, plan: Plan, scale: float, dtype: torch.dtype
+    library: Library, upstream: Upstream, saved: Saved, plan: CallPlan, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq`, `dk` and `dv`, shaped as `q`, `k` and `v`."""
     do, dlse, *_ = upstream
@@ -195,7 +195,7 @@ def gradients(
         o=ready(plan.enter(o), head_dim, q.dtype, dtype),
         lse=plan.enter(lse).transpose(-1, -2).contiguous(),
     )
-    dq, dk, dv = (times(x, unit) for x in run(library, "backward", call))
+    dq, dk, dv = (times(x, unit) for x in call_library(library, "backward", call))
     if dlse is not None:
         dlse, unit = in_units(dlse) if cast else (dlse, None)
         more_dq, more_dk = (times(x, unit) for x in lse_gradients(library, call, plan.enter(dlse)))
@@ -225,7 +225,7 @@ def lse_gradients(library: Library, call: Call, dlse: Tensor) -> tuple[Tensor, T
     `scale * P^T (dlse * q)`. The first is attention with the keys for values, the second its gradient in the values.
     """
     over_keys = replace(call, v=call.k, do=None, o=None, lse=None)
-    mean_key, _ = run(library, "forward", over_keys)
+    mean_key, _ = call_library(library, "forward", over_keys)
     weighted = (call.q * dlse[..., None]).to(call.q.dtype)
-    _, _, more_dk = run(library, "backward", replace(over_keys, do=weighted, o=mean_key, lse=call.lse))
+    _, _, more_dk = call_library(library, "backward", replace(over_keys, do=weighted, o=mean_key, lse=call.lse))
     return mean_key * (call.scale * dlse[..., None]), more_dk * call.scale

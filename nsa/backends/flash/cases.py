@@ -20,14 +20,16 @@ from nsa.backends.problem import Problem
 # The paper's window, and its stride: the compressed branch folds so many queries into heads.
 USUAL = {"sliding": 512, "compressed": 16}
 # A probe shares the GPU with the run that waits for it: larger problems are tried at these sizes.
-MAX_TOKENS = 32_768
-MAX_ELEMENTS = 2**27
+MAX_PROBED_TOKENS = 32_768
+MAX_PROBED_ELEMENTS = 2**27
 # Shorter classes would hold few lengths each; trying the keys of a cache costs little.
 SHORTEST = 256
 SHORTEST_CACHE = 4096
 FEWEST_QUERIES = 64
 # The code that a verdict rests on: the cases, how they are called and judged, and what is not called at all.
-SOURCES = tuple(Path(__file__).parent / name for name in ("cases.py", "contracts.py", "libraries.py", "probe_child.py"))
+CASE_SOURCES = tuple(
+    Path(__file__).parent / name for name in ("cases.py", "contracts.py", "libraries.py", "probe_child.py")
+)
 
 
 def digest(sources: Sequence[Path]) -> str:
@@ -35,7 +37,7 @@ def digest(sources: Sequence[Path]) -> str:
 
 
 # Verdicts of another version of this code are not read.
-CODE = digest(SOURCES)
+CODE = digest(CASE_SOURCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,11 @@ def power_of_two(n: int) -> int:
 def shapes_of(problem: FlashProblem, head_dim: int) -> tuple[Shape, Shape]:
     """The problem's own shape and the longest of its class, both cut to what a probe can afford."""
     rows = 2 if problem.batch > 1 else 1
-    tokens = min(MAX_TOKENS, MAX_ELEMENTS // (problem.heads_called * head_dim))
+    tokens = min(MAX_PROBED_TOKENS, MAX_PROBED_ELEMENTS // (problem.heads_called * head_dim))
 
     def cut(queries: int, keys: int) -> Shape:
         queries = max(1, min(queries, tokens // rows))
-        keys = max(queries, min(keys, MAX_TOKENS // rows)) if problem.cached else queries
+        keys = max(queries, min(keys, MAX_PROBED_TOKENS // rows)) if problem.cached else queries
         return max(rows, min(problem.batch, tokens // keys)), queries, keys
 
     n_queries = max(problem.length_called, 1)

@@ -165,7 +165,7 @@ def reasons_against(library: Library, call: Call) -> list[str]:
     return [*filter(None, [obstacle]), *violations(call, library.contract, capability_of(call.q.device))]
 
 
-def run(library: Library, direction: str, call: Call) -> Any:
+def call_library(library: Library, direction: str, call: Call) -> Any:
     """Make the call, or raise a `BackendFailure`. Running out of memory is for the caller to see."""
     name = library.contract.library
     found = reasons_against(library, call)

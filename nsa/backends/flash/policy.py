@@ -18,7 +18,7 @@ from nsa.backends.problem import Problem
 from nsa.settings import Settings
 
 # Per branch: the settings that enable it, and the one with its minimum number of keys.
-BRANCHES = {
+BRANCH_SETTINGS = {
     "compressed": (("use_fa2", "use_fa2_cmp"), "fa2_min_len_cmp"),
     "sliding": (("use_fa2", "use_fa2_win"), "fa2_min_len_win"),
 }
@@ -38,7 +38,7 @@ class Flag:
 
 def flag(config: Settings, op: str) -> Flag:
     """The state of a branch under `config`."""
-    switches, min_keys_setting = BRANCHES[op]
+    switches, min_keys_setting = BRANCH_SETTINGS[op]
     for switch in switches:
         if not getattr(config, switch):
             return Flag("off", config.describe(switch))
@@ -53,12 +53,12 @@ def flag(config: Settings, op: str) -> Flag:
 
 
 def flags(config: Settings) -> dict[str, Flag]:
-    return {op: flag(config, op) for op in BRANCHES}
+    return {op: flag(config, op) for op in BRANCH_SETTINGS}
 
 
 def reason_against(config: Settings, problem: Problem, *, named: bool) -> str | None:
     """Why the settings keep FlashAttention from the problem; None if they do not. `named`: `backend="flash"`."""
-    if problem.op not in BRANCHES:
+    if problem.op not in BRANCH_SETTINGS:
         return None
     found = flag(config, problem.op)
     if found.state == "off" or (found.state == "explicit_only" and not named):

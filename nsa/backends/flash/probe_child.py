@@ -34,10 +34,10 @@ TILE_QUERIES = 1024
 # How much longer than its parent the child waits before it ends itself.
 MARGIN_SECONDS = 10.0
 LOADING = "loading the library"
-STDERR = 2
+CHILD_STDERR = 2
 
 
-def flat(call: Call, x: Tensor) -> Tensor:
+def flat_rows(call: Call, x: Tensor) -> Tensor:
     """`[rows, heads, head_dim]`, whichever layout the call has."""
     return x if call.varlen else x.flatten(0, 1)
 
@@ -86,10 +86,10 @@ def attend_tile(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 def expected_results(call: Call, do: Tensor | None) -> dict[str, Tensor]:
     """What the library should return, `[rows, heads, ...]`: `o`, `lse`, and the gradients for a given `do`."""
     wide = torch.float64 if call.q.dtype == torch.float32 else torch.float32
-    q, k, v = (flat(call, x).to(wide) for x in (call.q, call.k, call.v))
+    q, k, v = (flat_rows(call, x).to(wide) for x in (call.q, call.k, call.v))
     found = {"o": torch.zeros_like(q), "lse": q.new_full(q.shape[:2], float("-inf"))}
     if do is not None:
-        do = flat(call, do).to(wide)
+        do = flat_rows(call, do).to(wide)
         found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     for sequence in sequences(call):
         for rows, keys in tiles(call, *sequence):
@@ -111,7 +111,7 @@ def compute(
     begin("forward", call)
     o, lse = library.forward(call)
     synchronize(call)
-    found = {"o": flat(call, o), "lse": lse.T if call.varlen else lse.transpose(1, 2).flatten(0, 1)}
+    found = {"o": flat_rows(call, o), "lse": lse.T if call.varlen else lse.transpose(1, 2).flatten(0, 1)}
     if not backward or o.shape != call.q.shape:
         return found, None
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
@@ -120,7 +120,7 @@ def compute(
         return found, None
     gradients = zip(("dq", "dk", "dv"), library.backward(pull), strict=True)
     synchronize(call)
-    return found | {name: flat(call, x) for name, x in gradients}, do
+    return found | {name: flat_rows(call, x) for name, x in gradients}, do
 
 
 def synchronize(call: Call) -> None:
@@ -153,7 +153,7 @@ def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> st
 def end_after(seconds: float) -> None:
     """End this process unless it is called again by then: nobody else does if the parent was killed."""
     # A watchdog outside of the interpreter, which a hanging library may hold.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=CHILD_STDERR)
 
 
 @dataclass
@@ -201,7 +201,7 @@ def run_case(library: Library, case: Mapping[str, Any], device: str, answers: An
     return difference(call, found, do)
 
 
-def load(address: str) -> Library:
+def load_library(address: str) -> Library:
     """The library at an `address` that the parent passed on."""
     return resolve_name(address)()
 
@@ -220,7 +220,7 @@ def run_all(address: str, device: str, answers: Answers) -> None:
         torch.zeros(1, device=device)
         answers.begin(LOADING)
         end_after(START_SECONDS + MARGIN_SECONDS)
-        library = load(address)
+        library = load_library(address)
     except LIBRARY_ERRORS as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for line in sys.stdin.read().splitlines():

@@ -27,9 +27,9 @@ name = "triton"
 # When a kernel first runs, and then not again on this machine.
 compiles = True
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 16
+DOT_STEP = 16
 MAX_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
 # Of a group whose keys and values are both wider than 128 in fp32, on GPUs with little shared memory: the rows of one
@@ -74,12 +74,10 @@ def supports(problem: Problem) -> str | None:
             return "Triton's interpreter computes wrong products of bf16 (TRITON_INTERPRET is set); fp16 and fp32 run"
     elif torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
-    if problem.dtype not in DTYPES:
+    if problem.dtype not in KERNEL_DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {problem.dtype}"
-    if problem.d_k % HEAD_DIM_STEP or problem.d_v % HEAD_DIM_STEP:
-        return (
-            f"head_dim is {problem.d_k} (keys) and {problem.d_v} (values), multiples of {HEAD_DIM_STEP} are supported"
-        )
+    if problem.d_k % DOT_STEP or problem.d_v % DOT_STEP:
+        return f"head_dim is {problem.d_k} (keys) and {problem.d_v} (values), multiples of {DOT_STEP} are supported"
     if max(problem.d_k, problem.d_v) > MAX_HEAD_DIM:
         return f"head_dim is {problem.d_k} (keys) and {problem.d_v} (values), at most {MAX_HEAD_DIM} is supported"
     if problem.heads_per_group > MAX_HEADS_PER_GROUP:

@@ -18,7 +18,7 @@ from nsa import settings
 from nsa.backends.triton.launch import COLLECTING, Launch
 
 # Told after each kernel: its name, how many are done, how many there are.
-Progress = Callable[[str, int, int], None]
+CompileProgress = Callable[[str, int, int], None]
 
 
 class Collector:
@@ -41,7 +41,7 @@ class Collector:
         assert compiled.run is not None
 
 
-def compile_ahead(computation: Callable[[], Any], progress: Progress | None = None) -> int:
+def compile_ahead(computation: Callable[[], Any], progress: CompileProgress | None = None) -> int:
     """Compile every kernel that `computation()` would launch; returns how many there were.
 
     It is called once, in this thread and without any of our launches: what it computes means nothing. A kernel that

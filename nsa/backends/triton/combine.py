@@ -22,22 +22,22 @@ from nsa.backends.triton.tiles import capability
 
 
 @dataclass(frozen=True)
-class Tile:
+class CombineTile:
     """`elements`: of each tensor that one program works on."""
 
     elements: int
     num_warps: int
 
 
-def default_tile(o: Tensor | Layout, *, backward: bool) -> Tile:
+def default_tile(o: Tensor | Layout, *, backward: bool) -> CombineTile:
     """Enough loads in flight for each SM to keep the memory busy, few enough for several CTAs per SM."""
     kernel = "combine-backward" if backward else "combine-forward"
-    return tuning.pick(kernel, Tile, capability(o.device), o.shape[-1], o.shape[-1], o.dtype)
+    return tuning.pick_tile(kernel, CombineTile, capability(o.device), o.shape[-1], o.shape[-1], o.dtype)
 
 
-def candidates() -> list[Tile]:
+def candidates() -> list[CombineTile]:
     """Tiles worth measuring."""
-    return [Tile(elements, warps) for elements in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)]
+    return [CombineTile(elements, warps) for elements in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)]
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def combine_backward_kernel(
     tl.store(p_dg + 2, tl.sum(b_do * b_win, 1).to(d_gates.dtype.element_ty), mask=m_row)
 
 
-def bound(o: Layout, gates: Layout, tile: Tile, **others: Layout) -> tuple[tuple[int, int], dict[str, object]]:
+def bound(o: Layout, gates: Layout, tile: CombineTile, **others: Layout) -> tuple[tuple[int, int], dict[str, object]]:
     """Grid and arguments of either kernel; `others`, named as for `strides`, are `[B, S, Hq, D]` too."""
     batch, length, heads, dim = o.shape
     block_d = triton.next_power_of_2(dim)
@@ -141,7 +141,7 @@ def bound(o: Layout, gates: Layout, tile: Tile, **others: Layout) -> tuple[tuple
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def plan_forward(o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None) -> Launch:
+def plan_forward(o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: CombineTile | None) -> Launch:
     tile = tile or default_tile(o_cmp, backward=False)
     o = new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
     grid, arguments = bound(o_cmp, gates, tile, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win, o_bth=o)
@@ -149,14 +149,18 @@ def plan_forward(o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, til
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def plan_backward(do: Layout, o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: Tile | None) -> Launch:
+def plan_backward(
+    do: Layout, o_cmp: Layout, o_sel: Layout, o_win: Layout, gates: Layout, tile: CombineTile | None
+) -> Launch:
     tile = tile or default_tile(o_cmp, backward=True)
     grads = new_layout(o_cmp.shape, o_cmp.dtype, o_cmp.device)
     grid, arguments = bound(o_cmp, gates, tile, y_bth=do, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win, d_bth=grads)
     return Launch(combine_backward_kernel, grid, **arguments)
 
 
-def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None) -> Tensor:
+def combine_forward(
+    o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: CombineTile | None = None
+) -> Tensor:
     """`[B,S,Hq,Dv]`: the branches weighed by `gates [B,S,Hq,3]`."""
     launch = plan_forward(layout(o_cmp), layout(o_sel), layout(o_win), layout(gates), tile)
     o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
@@ -165,7 +169,7 @@ def combine_forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, 
 
 
 def combine_backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: Tile | None = None
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, tile: CombineTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the three branches and of the gates."""
     layouts = (layout(do), layout(o_cmp), layout(o_sel), layout(o_win), layout(gates))

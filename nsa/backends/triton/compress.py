@@ -34,14 +34,14 @@ POSITION_RUNS = 128
 
 
 @dataclass(frozen=True)
-class Tile:
+class CompressTile:
     """`elements`: of the output that one program holds at a time."""
 
     elements: int
     num_warps: int
 
 
-DEFAULT_TILE = Tile(elements=4096, num_warps=4)
+DEFAULT_TILE = CompressTile(elements=4096, num_warps=4)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def slot_table(pooling: Pooling) -> Tensor | None:
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_forward(
-    x: Layout, position: Layout | None, n_slots: int, block: int, stride: int, packed: bool, tile: Tile
+    x: Layout, position: Layout | None, n_slots: int, block: int, stride: int, packed: bool, tile: CompressTile
 ) -> tuple[Launch, tuple[int, int, int, int]]:
     """The launch and the shape of the result: blocks with a position embedding added, else their means."""
     batch, _, groups, dim = x.shape
@@ -203,7 +203,7 @@ def plan_forward(
     return launch, shape
 
 
-def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: Tile) -> Tensor:
+def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: CompressTile) -> Tensor:
     first = slot_table(pooling)
     launch, shape = plan_forward(
         layout(x),
@@ -224,19 +224,19 @@ def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: Tile) ->
     return out
 
 
-def compress_mean_forward(x: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
+def compress_mean_forward(x: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> Tensor:
     """`x [B,S,G,D]` to `[B,N,G,D]`: the mean of each block."""
     return forward(x, None, pooling, tile)
 
 
-def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
+def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> Tensor:
     """`x [B,S,G,D]` and `position [l,D]` to `[B,N,G,l*D]`, contiguous: the tokens of each block, position added."""
     return forward(x, position, pooling, tile)
 
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_tokens(
-    dout: Layout, length: int, block: int, stride: int, packed: bool, mean: bool, tile: Tile
+    dout: Layout, length: int, block: int, stride: int, packed: bool, mean: bool, tile: CompressTile
 ) -> tuple[Launch, tuple[int, int, int, int]]:
     """The launch of `token_backward_kernel` and the shape of `dx`."""
     batch, n_slots, groups, width = dout.shape
@@ -262,7 +262,7 @@ def plan_tokens(
     return launch, shape
 
 
-def token_backward(dout: Tensor, pooling: Pooling, tile: Tile, *, mean: bool) -> Tensor:
+def token_backward(dout: Tensor, pooling: Pooling, tile: CompressTile, *, mean: bool) -> Tensor:
     packed = pooling.sequences.cu_seqlens is not None
     length = pooling.sequences.length
     launch, shape = plan_tokens(layout(dout), length, pooling.block, pooling.stride, packed, mean, tile)
@@ -274,7 +274,7 @@ def token_backward(dout: Tensor, pooling: Pooling, tile: Tile, *, mean: bool) ->
     return dx
 
 
-def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> Tensor:
+def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> Tensor:
     """`dout [B,N,G,D]` to the gradient `[B,S,G,D]` of the tokens."""
     return token_backward(dout, pooling, tile, mean=True)
 
@@ -304,7 +304,7 @@ def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tu
     return launch, (n_runs, width), sum_partials(n_runs, width, at_once=32, block=64)
 
 
-def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: Tile = DEFAULT_TILE) -> tuple[Tensor, Tensor]:
+def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> tuple[Tensor, Tensor]:
     """`dout [B,N,G,l*D]` to the gradients `dx [B,S,G,D]` and `dposition [l,D]`."""
     n_slots, width = dout.shape[1], dout.shape[3]
     block = pooling.block

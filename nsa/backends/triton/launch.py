@@ -123,7 +123,7 @@ def runner_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     return runner
 
 
-class Descriptor:
+class BoxDescriptor:
     """Makes tensor descriptors (TMA) of one layout and box. What they hold besides the pointer is checked once."""
 
     __slots__ = ("fields",)

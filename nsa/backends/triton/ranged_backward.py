@@ -291,7 +291,7 @@ def split_keys(
     return triton.cdiv(n_rows, part_rows), part_rows
 
 
-class Plan:
+class RangedBackwardPlan:
     """What shapes decide about a backward pass. `n_parts` is 0 where there are no keys."""
 
     __slots__ = (
@@ -440,7 +440,7 @@ class Plan:
         return dq
 
 
-plan = lru_cache(maxsize=MAX_PLANS)(Plan)
+plan = lru_cache(maxsize=MAX_PLANS)(RangedBackwardPlan)
 
 
 def ranged_backward(

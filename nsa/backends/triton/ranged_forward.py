@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def attend(
+def attend_keys(
     b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -120,18 +120,18 @@ def ranged_forward_kernel(
     i_full = first_lo
     if SLIDING or PACKED:
         i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
-        b_m, b_l, b_o = attend(
+        b_m, b_l, b_o = attend_keys(
             b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
             scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
             D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
         )  # fmt: skip
     i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
-    b_m, b_l, b_o = attend(
+    b_m, b_l, b_o = attend_keys(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
         D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, False, DESC_KV,
     )  # fmt: skip
-    b_m, b_l, b_o = attend(
+    b_m, b_l, b_o = attend_keys(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
         D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
@@ -146,7 +146,7 @@ def ranged_forward_kernel(
     tl.store(p_lse, b_lse, mask=o_t < n_queries)
 
 
-class Plan:
+class RangedForwardPlan:
     """What shapes decide about a forward pass. With `select_block` a bitmap says which blocks of so many keys query `t`
     reads: bit `t % 32` of `word[row, block, t // 32]`, int32 `[B * G, blocks, ceil(S / 32)]`."""
 
@@ -219,14 +219,14 @@ class Plan:
 @lru_cache(maxsize=MAX_PLANS)
 def plan(
     q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: Tile | None
-) -> Plan | ForwardPlan:
+) -> RangedForwardPlan | ForwardPlan:
     """Of Triton's kernel, or of Gluon's where `tile` is one of its own or it has one for the problem."""
     tile = tile or gluon_tiles.pick_forward(q, k, v, visibility)
     if isinstance(tile, gluon_tiles.ForwardTile):
         from nsa.backends.gluon.forward import ForwardPlan
 
         return ForwardPlan(q, k, v, visibility, scale, tile)
-    return Plan(q, k, v, visibility, scale, tile)
+    return RangedForwardPlan(q, k, v, visibility, scale, tile)
 
 
 def ranged_forward(

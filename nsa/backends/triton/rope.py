@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa.backends.triton.launch import Launch, Layout, layout
 from nsa.once import differentiable_once
 
-ELEMENTS = 4096
+ELEMENTS_PER_CTA = 4096
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def plan(x: Layout, cos: Layout, inverse: bool) -> Launch:
     (batch, length, heads, width), stride = x[:2]
     half = width // 2
     block_d = triton.next_power_of_2(half)
-    block_r = max(1, ELEMENTS // (2 * block_d))
+    block_r = max(1, ELEMENTS_PER_CTA // (2 * block_d))
     # Angles `[S, 1, D/2]` are those of every row; `[B or 1, S, 1, D/2]` have a row each, or one for all.
     shape, strides = cos[:2]
     stride_cb = strides[0] if len(shape) == 4 and shape[0] > 1 else 0

@@ -52,7 +52,7 @@ FEW_TOO_MANY = tl.constexpr(3)
 
 
 @dataclass(frozen=True)
-class Tile:
+class SelectionTile:
     """`block_m`: queries times (padded) heads. `block_n`: compressed blocks per step.
     `rows`: queries that one CTA of `select_kernel` works on, one after the other."""
 
@@ -63,25 +63,25 @@ class Tile:
     rows: int = 4
 
 
-def default_tile(dim: int, heads: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> Tile:
+def default_tile(dim: int, heads: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> SelectionTile:
     """Many columns halve how often the blocks come through L2; few blocks let two CTAs share an SM, so that one
     takes exponentials while the other multiplies. Past D = 128 the columns fill shared memory, and with few heads
     what is kept per query fills the registers, which on a GPU that is not large hold the factors too."""
     kernel = "scores" if heads > FEW_HEADS else "scores-few-heads"
-    return tuning.pick(kernel, Tile, gpu, dim, dim, dtype)
+    return tuning.pick_tile(kernel, SelectionTile, gpu, dim, dim, dtype)
 
 
-def candidates() -> list[Tile]:
+def candidates() -> list[SelectionTile]:
     """Tiles worth measuring."""
     return [
-        Tile(block_m=256, block_n=64, num_warps=4, num_stages=2),
-        Tile(block_m=256, block_n=64, num_warps=4, num_stages=3),
-        Tile(block_m=128, block_n=64, num_warps=4, num_stages=2),
-        Tile(block_m=128, block_n=64, num_warps=4, num_stages=3),
-        Tile(block_m=128, block_n=128, num_warps=4, num_stages=2),
-        Tile(block_m=128, block_n=128, num_warps=8, num_stages=3),
-        Tile(block_m=256, block_n=128, num_warps=8, num_stages=2),
-        Tile(block_m=256, block_n=128, num_warps=8, num_stages=3),
+        SelectionTile(block_m=256, block_n=64, num_warps=4, num_stages=2),
+        SelectionTile(block_m=256, block_n=64, num_warps=4, num_stages=3),
+        SelectionTile(block_m=128, block_n=64, num_warps=4, num_stages=2),
+        SelectionTile(block_m=128, block_n=64, num_warps=4, num_stages=3),
+        SelectionTile(block_m=128, block_n=128, num_warps=4, num_stages=2),
+        SelectionTile(block_m=128, block_n=128, num_warps=8, num_stages=3),
+        SelectionTile(block_m=256, block_n=128, num_warps=8, num_stages=2),
+        SelectionTile(block_m=256, block_n=128, num_warps=8, num_stages=3),
     ]
 
 
@@ -406,7 +406,7 @@ class SelectionPlan:
         n_init: int,
         n_local: int,
         scale: float,
-        tile: Tile | None,
+        tile: SelectionTile | None,
     ) -> None:
         batch, length, n_heads, dim = q.shape
         n_keys, n_groups = k_cmp.shape[1:3]
@@ -508,7 +508,9 @@ class SelectionPlan:
 plan = lru_cache(maxsize=MAX_PLANS)(SelectionPlan)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, tile: Tile | None = None) -> Tensor:
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, tile: SelectionTile | None = None
+) -> Tensor:
     """Select, for every query and group, the forced blocks and those of the greatest importance.
 
     Args:

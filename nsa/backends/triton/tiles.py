@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from nsa.backends.triton import tuning
-from nsa.backends.triton.launch import Descriptor, Layout
+from nsa.backends.triton.launch import BoxDescriptor, Layout
 from nsa.sequences import Ranges
 
 
@@ -114,12 +114,12 @@ def describable(x: Layout) -> bool:
     return aligned and 0 not in x.shape
 
 
-def describe(x: Layout, box: tuple[int, ...]) -> Descriptor | None:
+def describe(x: Layout, box: tuple[int, ...]) -> BoxDescriptor | None:
     """How to describe tensors of this layout, where the hardware's rules allow it."""
-    return Descriptor(x, box) if describable(x) and max(box) <= 256 else None
+    return BoxDescriptor(x, box) if describable(x) and max(box) <= 256 else None
 
 
-def describe_rows(x: Layout, heads: int, tile: Tile) -> Descriptor | None:
+def describe_rows(x: Layout, heads: int, tile: Tile) -> BoxDescriptor | None:
     """Of `x [B, S, Hq, D]`, whose rows a descriptor fetches in boxes of whole queries, if `heads` allows."""
     whole = heads & (heads - 1) == 0 and tile.block_m % heads == 0
     if not tile.desc_rows or not whole:
@@ -127,12 +127,12 @@ def describe_rows(x: Layout, heads: int, tile: Tile) -> Descriptor | None:
     return describe(x, (1, tile.block_m // heads, heads, block_width(x.shape[-1])))
 
 
-def describe_keys(x: Layout, tile: Tile) -> Descriptor | None:
+def describe_keys(x: Layout, tile: Tile) -> BoxDescriptor | None:
     """Of `x [B, N, G, D]`, by tiles of keys of one group."""
     return describe(x, (1, tile.block_n, 1, block_width(x.shape[-1]))) if tile.desc_keys else None
 
 
-def both(first: Descriptor | None, second: Descriptor | None) -> tuple[Descriptor, Descriptor] | None:
+def both(first: BoxDescriptor | None, second: BoxDescriptor | None) -> tuple[BoxDescriptor, BoxDescriptor] | None:
     """A kernel takes both tensors of a pair by descriptor, or both by pointer."""
     return None if first is None or second is None else (first, second)
 
@@ -154,7 +154,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 # Registers, shared memory and CTAs per SM as compiled for sm_90, h = 16; none of these spills. With two or three CTAs
 # per SM one CTA's softmax overlaps another's matmul, which on an H200 beats the fewer loads of one CTA of large tiles.
-FORWARD = {
+FORWARD_TILES = {
     64: (
         Tile(64, 128, 4, 2),  # 167 registers, 3 CTAs/SM
         Tile(128, 64, 4, 3),  # 226 registers, 2 CTAs/SM
@@ -169,7 +169,7 @@ FORWARD = {
     ),
     256: (Tile(128, 64, 8, 2, desc_rows=False),),
 }
-BACKWARD_DQ = {
+DQ_TILES = {
     64: (
         Tile(64, 64, 4, 3),  # 124 registers, 3 CTAs/SM
         Tile(128, 64, 4, 2),  # 254 registers, 2 CTAs/SM
@@ -185,7 +185,7 @@ BACKWARD_DQ = {
     ),
     256: (Tile(64, 64, 8, 2, desc_rows=False),),
 }
-BACKWARD_DKV = {
+DKV_TILES = {
     64: (
         SplitTile(64, 64, 4, 3),  # 182 registers, 66 KiB, 2 CTAs/SM
         SplitTile(64, 64, 4, 3, max_registers=168),  # 66 KiB, 3 CTAs/SM; 4 registers spilled at h = 6
@@ -204,7 +204,7 @@ BACKWARD_DKV = {
     ),
     256: (SplitTile(32, 64, 8, 2),),
 }
-LARGE: dict[str, Mapping[int, tuple[Tile, ...]]] = {"forward": FORWARD, "dq": BACKWARD_DQ, "dkv": BACKWARD_DKV}
+LARGE: dict[str, Mapping[int, tuple[Tile, ...]]] = {"forward": FORWARD_TILES, "dq": DQ_TILES, "dkv": DKV_TILES}
 # Rows and keys for GPUs that are not large, whose shared memory holds less and most of which have no descriptors.
 POINTER_BLOCKS = ((64, 64), (128, 64), (64, 32), (32, 64), (32, 32))
 
@@ -224,11 +224,11 @@ def tile_width(d_k: int, d_v: int) -> int:
 
 def pick_forward(q: Tensor | Layout, v: Tensor | Layout, sliding: bool) -> Tile:
     kernel = "sliding-forward" if sliding else "compressed-forward"
-    return tuning.pick(kernel, Tile, capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
+    return tuning.pick_tile(kernel, Tile, capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
 
 
 def pick_backward(q: Tensor | Layout, v: Tensor | Layout, sliding: bool) -> BackwardTile:
     branch = "sliding" if sliding else "compressed"
     problem = (capability(q.device), q.shape[-1], v.shape[-1], q.dtype)
-    dq, dkv = tuning.pick(f"{branch}-dq", Tile, *problem), tuning.pick(f"{branch}-dkv", SplitTile, *problem)
+    dq, dkv = tuning.pick_tile(f"{branch}-dq", Tile, *problem), tuning.pick_tile(f"{branch}-dkv", SplitTile, *problem)
     return BackwardTile(dq, dkv)

@@ -45,19 +45,19 @@ KERNELS = (
 # query_from_heads: heads per group from which on the selected forward goes by query, not by block.
 # dense_up_to_blocks: up to how many blocks per selected one the selected forward reads all blocks of a sequence.
 THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
-DTYPES = ("half", "fp32")
+DTYPE_CLASSES = ("half", "fp32")
 # 192: one of keys and values is wider than 128, the other is not.
 WIDTHS = (64, 128, 192, 256)
 # Fields of tiles by the names that users' files may still have.
 RENAMED = {"whole": "max_block_keys", "least": "min_row_tiles", "mask_all": "single_loop"}
 
-Gpu = tuple[int, int]
+GpuFamily = tuple[int, int]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    gpu: Gpu
+    gpu: GpuFamily
     kernel: str
     dtype: str
     width: int
@@ -67,7 +67,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedTile:
     """A tile's fields as the file has them; `build` makes the tile."""
 
     tile: Mapping[str, Any]
@@ -79,14 +79,14 @@ class Entry:
 class Tuned:
     """What one or several files hold."""
 
-    tiles: Mapping[Key, Entry]
-    thresholds: Mapping[tuple[Gpu, str], int]
+    tiles: Mapping[Key, TunedTile]
+    thresholds: Mapping[tuple[GpuFamily, str], int]
 
     def over(self, other: Tuned) -> Tuned:
         """Both, with the entries of this one where both have one."""
         return Tuned({**other.tiles, **self.tiles}, {**other.thresholds, **self.thresholds})
 
-    def tile(self, kernel: str, kind: type[T], gpu: Gpu, width: int, dtype: str) -> T:
+    def tile(self, kernel: str, kind: type[T], gpu: GpuFamily, width: int, dtype: str) -> T:
         """The tile of heads as wide as asked, from the nearest relative that has one, else that of wider heads."""
         families = relatives(gpu, {key.gpu for key in self.tiles})
         for wide in WIDTHS[WIDTHS.index(width) :]:
@@ -96,14 +96,14 @@ class Tuned:
                     return build(kind, key, self.tiles[key])
         raise LookupError(f"no tile for {Key(gpu, kernel, dtype, width)}")
 
-    def threshold(self, name: str, gpu: Gpu) -> int:
+    def threshold(self, name: str, gpu: GpuFamily) -> int:
         for family in relatives(gpu, {family for family, _ in self.thresholds}):
             if (family, name) in self.thresholds:
                 return self.thresholds[family, name]
         raise LookupError(f"no threshold {name} for {family_name(gpu)}")
 
 
-def is_large(gpu: Gpu) -> bool:
+def is_large(gpu: GpuFamily) -> bool:
     """Hopper and the data centre's Blackwell: products read shared memory, of which a program may have 227 KiB.
 
     The others (Ampere, Ada, the smaller Blackwell) hold both factors of a product in registers, and most of them give
@@ -112,10 +112,10 @@ def is_large(gpu: Gpu) -> bool:
     return (9, 0) <= gpu < (12, 0)
 
 
-def relatives(gpu: Gpu, families: Collection[Gpu]) -> list[Gpu]:
+def relatives(gpu: GpuFamily, families: Collection[GpuFamily]) -> list[GpuFamily]:
     """Families whose tiles suit `gpu`, the nearest first: never a large GPU's for one that is not, nor the reverse."""
 
-    def distance(family: Gpu) -> tuple[bool, int]:
+    def distance(family: GpuFamily) -> tuple[bool, int]:
         return family[0] != gpu[0], abs(10 * (family[0] - gpu[0]) + family[1] - gpu[1])
 
     return sorted((family for family in families if is_large(family) == is_large(gpu)), key=distance)
@@ -132,7 +132,7 @@ def dtype_class(dtype: torch.dtype) -> str:
     return "fp32" if dtype == torch.float32 else "half"
 
 
-def family_name(gpu: Gpu) -> str:
+def family_name(gpu: GpuFamily) -> str:
     return f"sm_{gpu[0]}{gpu[1]}"
 
 
@@ -143,12 +143,12 @@ def family_name(gpu: Gpu) -> str:
 def tuned() -> Tuned:
     """What holds in this process: the user's file over the packaged one."""
     user = user_file()
-    packaged = read(PACKAGED)
-    return read(user).over(packaged) if user is not None and is_file(user) else packaged
+    packaged = read_tuned(PACKAGED)
+    return read_tuned(user).over(packaged) if user is not None and is_file(user) else packaged
 
 
 @cache
-def pick(kernel: str, kind: type[T], gpu: Gpu, d_k: int, d_v: int, dtype: torch.dtype) -> T:
+def pick_tile(kernel: str, kind: type[T], gpu: GpuFamily, d_k: int, d_v: int, dtype: torch.dtype) -> T:
     return tuned().tile(kernel, kind, gpu, width_class(d_k, d_v), dtype_class(dtype))
 
 
@@ -167,7 +167,7 @@ def origin(user: Path | None) -> str:
     """Where tiles come from, in words, `user` being the user's file."""
     if user is None or not is_file(user):
         return f"{PACKAGED} ({user or 'a home folder'} is no file)"
-    return f"{user} ({len(read(user).tiles)} tiles) over {PACKAGED}"
+    return f"{user} ({len(read_tuned(user).tiles)} tiles) over {PACKAGED}"
 
 
 # The file.
@@ -177,7 +177,7 @@ def refuse(path: Path, where: str, found: str, accepted: str) -> NoReturn:
     raise ValueError(f"tiles file {path}: {where} {found}; accepted: {accepted}")
 
 
-def build(kind: type[T], key: Key, entry: Entry) -> T:
+def build(kind: type[T], key: Key, entry: TunedTile) -> T:
     """The tile itself; a field that it has not, or of another type, is an error."""
     kinds = get_type_hints(kind)
     for name, value in entry.tile.items():
@@ -201,9 +201,9 @@ def build(kind: type[T], key: Key, entry: Entry) -> T:
     return kind(**entry.tile)
 
 
-def read(path: Path) -> Tuned:
-    tiles: dict[Key, Entry] = {}
-    thresholds: dict[tuple[Gpu, str], int] = {}
+def read_tuned(path: Path) -> Tuned:
+    tiles: dict[Key, TunedTile] = {}
+    thresholds: dict[tuple[GpuFamily, str], int] = {}
 
     def members(node: Any, where: str, known: Collection[str] | None = None) -> ItemsView[str, Any]:
         if not isinstance(node, dict):
@@ -213,7 +213,7 @@ def read(path: Path) -> Tuned:
                 refuse(path, where, f"has {name!r}", ", ".join(known))
         return node.items()
 
-    for name, family in members(parse(path), "the file"):
+    for name, family in members(parse_tuned(path), "the file"):
         gpu = parse_family(path, name)
         parts = dict(members(family, name, ("thresholds", "tiles")))
         for threshold, value in members(parts.get("thresholds", {}), f"{name} thresholds", THRESHOLDS):
@@ -221,18 +221,18 @@ def read(path: Path) -> Tuned:
                 refuse(path, f"{name} {threshold}", f"is {value!r}", "an integer of at least 0")
             thresholds[gpu, threshold] = value
         for kernel, dtypes in members(parts.get("tiles", {}), f"{name} tiles", KERNELS):
-            for dtype, widths in members(dtypes, f"{name} {kernel}", DTYPES):
+            for dtype, widths in members(dtypes, f"{name} {kernel}", DTYPE_CLASSES):
                 for width, entry in members(widths, f"{name} {kernel} {dtype}", [str(width) for width in WIDTHS]):
                     key = Key(gpu, kernel, dtype, int(width))
                     given = dict(members(entry, str(key), ("tile", "measured")))
                     given_fields = members(given.get("tile"), f"{key} tile")
                     tile = {RENAMED.get(name, name): value for name, value in given_fields}
                     measured = given.get("measured")
-                    tiles[key] = Entry(tile, None if measured is None else dict(members(measured, str(key))), path)
+                    tiles[key] = TunedTile(tile, None if measured is None else dict(members(measured, str(key))), path)
     return Tuned(tiles, thresholds)
 
 
-def parse(path: Path) -> Any:
+def parse_tuned(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -241,14 +241,14 @@ def parse(path: Path) -> Any:
         raise ValueError(f"tiles file {path} is not JSON: {error}") from None
 
 
-def parse_family(path: Path, name: str) -> Gpu:
+def parse_family(path: Path, name: str) -> GpuFamily:
     found = re.fullmatch(r"sm_(\d+)(\d)", name)
     if found is None:
         refuse(path, "the file", f"has {name!r}", "GPU families, as in sm_90")
     return int(found[1]), int(found[2])
 
 
-def write(path: Path, content: Tuned) -> None:
+def write_tuned(path: Path, content: Tuned) -> None:
     """Replaces the file at once: who reads meanwhile finds the old one or the new one."""
     make_folder(path.parent)
     replace_text(path, rendered(nested(content)) + "\n")
@@ -262,7 +262,9 @@ def nested(content: Tuned) -> dict[str, Any]:
         for name in THRESHOLDS:
             if (gpu, name) in content.thresholds:
                 family["thresholds"][name] = content.thresholds[gpu, name]
-        for key in sorted(content.tiles, key=lambda key: (KERNELS.index(key.kernel), DTYPES.index(key.dtype), key)):
+        for key in sorted(
+            content.tiles, key=lambda key: (KERNELS.index(key.kernel), DTYPE_CLASSES.index(key.dtype), key)
+        ):
             if key.gpu == gpu:
                 entry = content.tiles[key]
                 widths = family["tiles"].setdefault(key.kernel, {}).setdefault(key.dtype, {})

@@ -60,10 +60,10 @@ def page(run: Path) -> str:
         section("Curves", [chart.html() for chart in charts(series)]),
         section("Gates", gates(records)),
         section("Selection", distances(records)),
-        section("Fallbacks", fallbacks(records)),
+        section("Fallbacks", fallback_table(records)),
         section("Samples", samples(records)),
         section("Configuration", first_file(run, ("config.yaml", "train.json", "model.json"))),
-        section("Environment", environment(run)),
+        section("Environment", environment_table(run)),
     ]
     body = "\n".join(part for part in parts if part)
     page, style, script = (
@@ -301,7 +301,7 @@ def gates(records: list[Record]) -> list[str]:
         if not by_step:
             continue
         over_time: list[tuple[str, list[Point]]] = [
-            (branch, [(float(step), mean_of(layers, branch)) for step, layers in by_step.items()])
+            (branch, [(float(step), branch_mean(layers, branch)) for step, layers in by_step.items()])
             for branch in BRANCHES
         ]
         if len(by_step) > 1:
@@ -330,7 +330,7 @@ def layers_of(value: Any) -> dict[int, dict[str, float]]:
     }
 
 
-def mean_of(layers: dict[int, dict[str, float]], branch: str) -> float:
+def branch_mean(layers: dict[int, dict[str, float]], branch: str) -> float:
     values = [layer[branch] for layer in layers.values() if branch in layer]
     return sum(values) / len(values) if values else 0.0
 
@@ -385,7 +385,7 @@ def failures(records: list[Record]) -> dict[str, int] | None:
     return None
 
 
-def fallbacks(records: list[Record]) -> list[str]:
+def fallback_table(records: list[Record]) -> list[str]:
     reasons = failures(records)
     return [table({reason: f"{times:,}" for reason, times in reasons.items()})] if reasons else []
 
@@ -415,7 +415,7 @@ def first_file(run: Path, names: Iterable[str]) -> list[str]:
     return []
 
 
-def environment(run: Path) -> list[str]:
+def environment_table(run: Path) -> list[str]:
     path = run / "run.json"
     if not path.is_file():
         return []
@@ -423,13 +423,13 @@ def environment(run: Path) -> list[str]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return first_file(run, (path.name,))
-    return [table(dict(flat("", values)))]
+    return [table(dict(flat_entries("", values)))]
 
 
-def flat(name: str, value: Any) -> Iterable[tuple[str, str]]:
+def flat_entries(name: str, value: Any) -> Iterable[tuple[str, str]]:
     if isinstance(value, dict):
         for key, entry in value.items():
-            yield from flat(f"{name}.{key}" if name else str(key), entry)
+            yield from flat_entries(f"{name}.{key}" if name else str(key), entry)
     else:
         yield name, value if isinstance(value, str) else json.dumps(value)
 

@@ -28,7 +28,7 @@ from nsa.backends.flash import libraries as libraries_module
 from nsa.backends.flash.branches import safe_offsets
 from nsa.backends.flash.contracts import FLASH_ATTN_2, TORCH, Call
 from nsa.backends.flash.libraries import FlashAttn2Library, TorchLibrary, find_flash_attn, find_libraries
-from nsa.backends.flash.libraries import run as run_library
+from nsa.backends.flash.libraries import call_library as run_library
 from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Router

@@ -27,7 +27,7 @@ from probing import FORCED_ON, PROBLEM, SUBJECT, backend_of, no_probe, probe_qui
 
 from nsa.backends import sdpa, stages
 from nsa.backends.flash import FlashBackend
-from nsa.backends.flash.cases import CODE, SOURCES, digest
+from nsa.backends.flash.cases import CASE_SOURCES, CODE, digest
 from nsa.backends.flash.libraries import Library
 from nsa.backends.flash.probe import NOT_STARTED, Outcome, Subject, Verdicts
 from nsa.backends.measured_routes import MeasuredRoute
@@ -219,15 +219,15 @@ def test_each_gpu_of_a_process_has_its_own_verdict(tmp_path: Path, monkeypatch: 
 
 
 def test_a_verdict_rests_on_all_the_code_that_made_it(tmp_path: Path) -> None:
-    copies = [tmp_path / source.name for source in SOURCES]
-    for source, copy in zip(SOURCES, copies, strict=True):
+    copies = [tmp_path / source.name for source in CASE_SOURCES]
+    for source, copy in zip(CASE_SOURCES, copies, strict=True):
         copy.write_bytes(source.read_bytes())
     found = [digest(copies)]
     assert found == [CODE]
     for copy in copies:
         copy.write_text(copy.read_text() + "# changed")
         found.append(digest(copies))
-    assert len(set(found)) == len(SOURCES) + 1
+    assert len(set(found)) == len(CASE_SOURCES) + 1
 
 
 def test_verdict_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

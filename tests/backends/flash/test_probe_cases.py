@@ -14,7 +14,7 @@ from probing import FORCED_ON, OWN, PROBLEM, backend_of, no_probe, probe_quickly
 
 from nsa.backends import sdpa
 from nsa.backends.flash import probe_child
-from nsa.backends.flash.cases import MAX_ELEMENTS, MAX_TOKENS, cases_of, flash_problem, kind_of, make_call
+from nsa.backends.flash.cases import MAX_PROBED_ELEMENTS, MAX_PROBED_TOKENS, cases_of, flash_problem, kind_of, make_call
 from nsa.backends.flash.libraries import Library
 from nsa.backends.flash.probe import Outcome
 from nsa.backends.flash.probe_child import Answers, difference, expected_results, run_case
@@ -97,7 +97,7 @@ def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
 def test_varlen_is_tried_as_one_document_and_as_several(length: int) -> None:
     problem = replace(PROBLEM, packed=True, n_queries=length, n_keys=length)
     own, longest = [case for case in cases_of(problem, 8, torch.float32) if case["name"] in OWN]
-    assert own["lengths"] == [min(length, MAX_TOKENS)]
+    assert own["lengths"] == [min(length, MAX_PROBED_TOKENS)]
     assert len(longest["lengths"]) == 3
     assert min(longest["lengths"]) > 0
     assert sum(longest["lengths"]) >= own["lengths"][0]
@@ -117,9 +117,9 @@ def test_a_large_problem_is_tried_at_a_size_that_fits(op: str, layout: str) -> N
     assert own
     for case in own:
         rows = case["batch"] * case.get("queries", sum(case["lengths"]))
-        assert rows <= MAX_TOKENS
-        assert sum(case["lengths"]) <= MAX_TOKENS
-        assert rows * case["heads"] * 128 <= MAX_ELEMENTS
+        assert rows <= MAX_PROBED_TOKENS
+        assert sum(case["lengths"]) <= MAX_PROBED_TOKENS
+        assert rows * case["heads"] * 128 <= MAX_PROBED_ELEMENTS
         assert case["batch"] == 1 or batch > 1
 
 

@@ -56,7 +56,7 @@ def test_a_gpu_that_cannot_be_had_is_not_a_case_s_failure(tmp_path: Path) -> Non
 def test_a_gradient_that_the_contract_forbids_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contracts, "WIDE_GRADIENTS", (0, 8))
     contract = replace(CPU_CONTRACT, capabilities=(8,))
-    monkeypatch.setattr(probe_child, "load", lambda _: StandIn(contract=contract))
+    monkeypatch.setattr(probe_child, "load_library", lambda _: StandIn(contract=contract))
     monkeypatch.setattr("nsa.backends.flash.libraries.capability_of", lambda _: (8, 9))
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(cases_of(PROBLEM, 8, torch.float32)[0])))
     main("any", "cpu", str(tmp_path / "answers"))
@@ -74,7 +74,7 @@ def test_loading_has_the_time_limit_of_the_start(tmp_path: Path, monkeypatch: py
         return StandIn()
 
     monkeypatch.setattr(probe_child, "end_after", allowed.append)
-    monkeypatch.setattr(probe_child, "load", load)
+    monkeypatch.setattr(probe_child, "load_library", load)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     main("any", "cpu", str(tmp_path / "answers"))
     assert min(allowed) < START_SECONDS, "a case has less"

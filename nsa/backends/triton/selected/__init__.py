@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nsa.backends.triton import tuning
 from nsa.backends.triton.launch import MAX_PLANS, Layout, layout
-from nsa.backends.triton.selected.backward import BackwardTile, BlockBackward
+from nsa.backends.triton.selected.backward import BlockBackward, SelectedBackwardTile
 from nsa.backends.triton.selected.dense import DenseForward, dense_tile
-from nsa.backends.triton.selected.forward import BlockForward, ForwardTile, QueryForward
+from nsa.backends.triton.selected.forward import BlockForward, QueryForward, SelectedForwardTile
 from nsa.backends.triton.selected.index import Shapes, block_tables, halve_blocks
 from nsa.backends.triton.tiles import capability, row_contiguous
 from nsa.sequences import Saved, Selected, Upstream
@@ -32,23 +32,23 @@ LARGEST_BLOCK = 64 * 128
 
 def pick_forward(
     heads: int, d_k: int, d_v: int, dtype: torch.dtype, method: str | None = None, gpu: tuple[int, int] = (9, 0)
-) -> ForwardTile:
+) -> SelectedForwardTile:
     method = method or ("query" if heads >= tuning.tuned().threshold("query_from_heads", gpu) else "block")
     if method not in ("query", "block"):
         raise ValueError(f"method is {method!r}; accepted: 'query', 'block', 'dense'")
-    return tuning.pick(f"selected-forward-{method}", ForwardTile, gpu, d_k, d_v, dtype)
+    return tuning.pick_tile(f"selected-forward-{method}", SelectedForwardTile, gpu, d_k, d_v, dtype)
 
 
-def pick_backward(d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> BackwardTile:
-    return tuning.pick("selected-backward", BackwardTile, gpu, d_k, d_v, dtype)
+def pick_backward(d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> SelectedBackwardTile:
+    return tuning.pick_tile("selected-backward", SelectedBackwardTile, gpu, d_k, d_v, dtype)
 
 
-def candidates() -> list[ForwardTile | BackwardTile]:
+def candidates() -> list[SelectedForwardTile | SelectedBackwardTile]:
     """Tiles worth measuring on an H200, besides those that `pick_forward` and `pick_backward` give."""
-    query = ForwardTile("query")
-    block = ForwardTile("block")
+    query = SelectedForwardTile("query")
+    block = SelectedForwardTile("block")
     gathered = replace(block, num_stages=2, common_m=64, common_warps=4, common_stages=2)
-    backward = BackwardTile()
+    backward = SelectedBackwardTile()
     return [
         query,
         replace(query, common_m=0),
@@ -97,7 +97,7 @@ def is_step(shapes: Shapes) -> bool:
     return shapes.offset and shapes.n_tokens * shapes.n_select <= shapes.n_blocks
 
 
-class ForwardPlan(NamedTuple):
+class SelectedForwardPlan(NamedTuple):
     shape: tuple[int, ...]
     select_block: int
     # How often blocks are halved.
@@ -115,9 +115,9 @@ def plan_forward(
     n_documents: int | None,
     offset: bool,
     scale: float,
-    tile: ForwardTile | None,
+    tile: SelectedForwardTile | None,
     method: str | None,
-) -> ForwardPlan:
+) -> SelectedForwardPlan:
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     asked = tile is not None or method is not None
     other = None if method == "dense" else method
@@ -135,7 +135,7 @@ def plan_forward(
             run = DenseForward(shapes, scale, dense)
         else:
             run = (QueryForward if tile.method == "query" else BlockForward)(shapes, scale, tile)
-    return ForwardPlan(shape, shapes.select_block, halvings, run)
+    return SelectedForwardPlan(shape, shapes.select_block, halvings, run)
 
 
 def selected_forward(
@@ -144,7 +144,7 @@ def selected_forward(
     v: Tensor,
     indices: Tensor,
     branch: Selected,
-    tile: ForwardTile | None = None,
+    tile: SelectedForwardTile | None = None,
     method: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query to the tokens of its selected blocks up to its own.
@@ -202,7 +202,7 @@ def plan_backward(
     n_documents: int | None,
     offset: bool,
     scale: float,
-    tile: BackwardTile | None,
+    tile: SelectedBackwardTile | None,
 ) -> BackwardPlan:
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     tile = tile or pick_backward(shapes.d_k, shapes.d_v, q.dtype, capability(q.device))
@@ -211,7 +211,7 @@ def plan_backward(
 
 
 def selected_backward(
-    upstream: Upstream, saved: Saved, branch: Selected, tile: BackwardTile | None = None
+    upstream: Upstream, saved: Saved, branch: Selected, tile: SelectedBackwardTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `selected_forward`, or of `gate * o` with `upstream.gate`.
 

@@ -42,7 +42,7 @@ KEYS_PER_SUM = 16
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class SelectedBackwardTile:
     """`block_m`: rows per tile. `segment`: rows that a CTA streams at most. `scratch`: bytes of partial `dq` at once.
     `max_block_keys`: longer blocks may be read in halves.
 
@@ -247,7 +247,7 @@ def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
 class BlockBackward:
     """The plan of a backward pass."""
 
-    def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: BackwardTile) -> None:
+    def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile) -> None:
         self.n_groups = shapes.n_groups
         heads, segment = shapes.heads, max(1, tile.segment // shapes.heads)
         per_query, size = shapes.n_select * heads, shapes.widths

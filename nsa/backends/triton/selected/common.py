@@ -26,7 +26,7 @@ from nsa.backends.triton.selected.index import (
     Chunk,
     Shapes,
     Tables,
-    aligned,
+    aligned_size,
     query_start,
 )
 
@@ -219,7 +219,7 @@ def run_length(heads: int, block_m: int, select_block: int, n_select: int) -> in
     return run
 
 
-class Split(NamedTuple):
+class CommonSplit(NamedTuple):
     """A selection in two: what the queries of each run have in common, and the rest of every query's."""
 
     common: Tensor  # [rows, runs, n] int32 first tokens
@@ -236,7 +236,7 @@ class SplitPlan:
         self.device = shapes.q.device
         n_lists = shapes.rows * n_runs
         n_pairs = shapes.rows * shapes.n_tokens * shapes.n_select
-        self.sizes = [aligned(n_lists * shapes.n_select), aligned(n_lists), aligned(n_pairs)]
+        self.sizes = [aligned_size(n_lists * shapes.n_select), aligned_size(n_lists), aligned_size(n_pairs)]
         self.size = sum(self.sizes)
         # The problem that is left.
         self.rest = shapes.with_indices(shapes.n_select, shapes.select_block)
@@ -255,8 +255,8 @@ class SplitPlan:
             num_warps=4 if run >= 16 else 2,
         )
 
-    def __call__(self, indices: Tensor, tables: Tables) -> Split:
-        split = Split(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
+    def __call__(self, indices: Tensor, tables: Tables) -> CommonSplit:
+        split = CommonSplit(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
         self.split(
             p_indices=indices,
             p_rest=split.rest,

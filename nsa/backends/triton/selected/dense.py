@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.backends.triton.ranged_forward import Plan
+from nsa.backends.triton.ranged_forward import RangedForwardPlan
 from nsa.backends.triton.selected.index import Bitmap, Shapes, Tables
 from nsa.backends.triton.tiles import Tile, Visibility, candidates, pick_forward, tile_width
 
@@ -32,7 +32,7 @@ class DenseForward:
         self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
         # Every token up to the query's own.
         causal = Visibility(sliding=False, span=1, stride=1, packed=False, offset=shapes.offset)
-        self.attend = Plan(shapes.q, shapes.k, shapes.v, causal, scale, tile, shapes.select_block)
+        self.attend = RangedForwardPlan(shapes.q, shapes.k, shapes.v, causal, scale, tile, shapes.select_block)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor

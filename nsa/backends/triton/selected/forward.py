@@ -32,7 +32,7 @@ from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plan
 
 
 @dataclass(frozen=True)
-class ForwardTile:
+class SelectedForwardTile:
     """`method`: which kernel. `block_m`: rows per tile (`block`). `blocks`: blocks per iteration (`query`).
 
     `segment`: rows that a CTA streams at most. `scratch`: bytes of partial outputs alive at once. `common_m`: rows of a
@@ -309,7 +309,7 @@ class BlockForward:
 
     method = "block"
 
-    def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
+    def __init__(self, shapes: Shapes, scale: float, tile: SelectedForwardTile) -> None:
         self.split = SplitPlan(shapes, tile.common_m)
         heads, d_v = shapes.heads, shapes.d_v
         segment = max(1, tile.segment // heads)
@@ -395,7 +395,7 @@ class QueryForward:
 
     method = "query"
 
-    def __init__(self, shapes: Shapes, scale: float, tile: ForwardTile) -> None:
+    def __init__(self, shapes: Shapes, scale: float, tile: SelectedForwardTile) -> None:
         self.split = SplitPlan(shapes, tile.common_m) if tile.common_m > 0 else None
         if self.split is not None:
             self.common = attend_common(shapes, self.split, scale, tile, None)
@@ -442,7 +442,9 @@ class QueryForward:
         )
 
 
-def attend_common(shapes: Shapes, split: SplitPlan, scale: float, tile: ForwardTile, chunk: Chunk | None) -> Launch:
+def attend_common(
+    shapes: Shapes, split: SplitPlan, scale: float, tile: SelectedForwardTile, chunk: Chunk | None
+) -> Launch:
     return common_launch(
         shapes,
         split,

@@ -454,14 +454,14 @@ class IndexPlan:
         self.in_order = in_order and min(tiles_each, n_tiles) * WORD >= SORT_FROM_QUERIES
         self.ranked = n_segments <= MAX_RANKED
 
-        items, segments = aligned(n_items), aligned(n_segments)
+        items, segments = aligned_size(n_items), aligned_size(n_segments)
         per_chunk = [items, items, items, segments, *([segments] if self.in_order else [])]
         self.per_chunk = len(per_chunk)
         stride_chunk = sum(per_chunk)
         self.sizes = [
-            aligned(bitmap.size),
-            aligned(bitmap.size),
-            aligned(shapes.rows * length * shapes.n_select),
+            aligned_size(bitmap.size),
+            aligned_size(bitmap.size),
+            aligned_size(shapes.rows * length * shapes.n_select),
             *(per_chunk * len(self.chunks)),
         ]
         self.size, n_words = sum(self.sizes), self.sizes[0]
@@ -543,7 +543,7 @@ def index_plans(
     ]
 
 
-def aligned(size: int) -> int:
+def aligned_size(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
