@@ -24,7 +24,7 @@ FLOAT_NAMES = "float16, bfloat16, float32 or float64"
 MAX_LAYOUTS = 4096
 
 
-def layout(x: Any) -> Any:
+def layout_key(x: Any) -> Any:
     """All of an argument that a check of shapes, dtypes and devices may depend on."""
     return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
 
@@ -37,7 +37,7 @@ def once_per_layout(check: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any) -> None:
         if torch.compiler.is_compiling():
             return check(*args)
-        key = tuple(map(layout, args))
+        key = tuple(map(layout_key, args))
         try:
             known = key in passed
         except TypeError:
@@ -149,12 +149,8 @@ def check_sequences(
 
 
 def check_scale(scale: float | None) -> None:
-    require(
-        scale is None or (isinstance(scale, float) and 0 < scale < float("inf")),
-        "scale",
-        scale,
-        "None or a positive finite float",
-    )
+    valid = scale is None or (isinstance(scale, float) and 0 < scale < float("inf"))
+    require(valid, "scale", scale, "None or a positive finite float")
 
 
 def check_routing(backend: str, strict: bool) -> None:
@@ -177,36 +173,27 @@ def check_indices(q: Tensor, k: Tensor, indices: Tensor) -> None:
     check_same("indices", "device", indices.device, "q", q.device)
 
 
+# The arguments of each op, positional, in the order of its schema (`nsa.ops`).
+
+
 @once_per_layout
-def check_compress_mean(
-    x: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool
-) -> None:
+def check_compress_mean(x: Tensor, *args: Any) -> None:
+    cu_seqlens, block, stride, backend, strict = args
     check_compressible(x, block, stride, cu_seqlens)
     check_routing(backend, strict)
 
 
 @once_per_layout
-def check_gather_blocks(
-    x: Tensor, position: Tensor, cu_seqlens: Tensor | None, block: int, stride: int, backend: str, strict: bool
-) -> None:
+def check_gather_blocks(x: Tensor, position: Tensor, *args: Any) -> None:
+    cu_seqlens, block, stride, backend, strict = args
     check_compressible(x, block, stride, cu_seqlens)
     check_position(position, x, block)
     check_routing(backend, strict)
 
 
 @once_per_layout
-def check_compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    block: int,
-    stride: int,
-    scale: float | None,
-    backend: str,
-    strict: bool,
-) -> None:
+def check_compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *args: Any) -> None:
+    cu_seqlens, q_start, block, stride, scale, backend, strict = args
     check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
     check_compression(block, stride)
     check_sequences(q, cu_seqlens, q_start)
@@ -216,22 +203,8 @@ def check_compressed_attention(
 
 
 @once_per_layout
-def check_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    block: int,
-    stride: int,
-    select_block: int,
-    n_select: int,
-    n_init: int,
-    n_local: int,
-    scale: float | None,
-    backend: str,
-    strict: bool,
-) -> None:
+def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> None:
+    cu_seqlens, q_start, block, stride, select_block, n_select, n_init, n_local, scale, backend, strict = args
     check_queries(q)
     check_key("k_cmp", k_cmp, q, "B N G Dk")
     check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
@@ -245,18 +218,8 @@ def check_select_blocks(
 
 
 @once_per_layout
-def check_selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    select_block: int,
-    scale: float | None,
-    backend: str,
-    strict: bool,
-) -> None:
+def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *args: Any) -> None:
+    cu_seqlens, q_start, select_block, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
     check_token_count(q, k, q_start)
     check_indices(q, k, indices)
@@ -267,17 +230,8 @@ def check_selected_attention(
 
 
 @once_per_layout
-def check_sliding_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    window: int,
-    scale: float | None,
-    backend: str,
-    strict: bool,
-) -> None:
+def check_sliding_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
+    cu_seqlens, q_start, window, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
     check_token_count(q, k, q_start)
     require_positive_int("window", window)
@@ -307,29 +261,9 @@ def check_gates(gates: Tensor, like: Tensor, name: str) -> None:
 
 
 @once_per_layout
-def check_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    window_start: Tensor | None,
-    block: int,
-    stride: int,
-    select_block: int,
-    n_select: int,
-    n_init: int,
-    n_local: int,
-    window: int,
-    scale: float | None,
-    backend: str,
-    strict: bool,
-) -> None:
+def check_attention(*args: Any) -> None:
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start, *rest = args
+    block, stride, select_block, n_select, n_init, n_local, window, scale, backend, strict = rest
     for branch, k, v in (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win)):
         check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
         check_same(f"k_{branch}", "shape[2]", k.shape[2], "k_cmp", k_cmp.shape[2])
@@ -368,12 +302,8 @@ def check_q_start_values(
         return
     values = q_start.tolist()
     require(min(values) >= 0, start, values, "no negative position")
-    require(
-        max(values) + length <= capacity,
-        start,
-        values,
-        f"at most {capacity - length}: {name} holds {capacity} tokens",
-    )
+    fits = max(values) + length <= capacity
+    require(fits, start, values, f"at most {capacity - length}: {name} holds {capacity} tokens")
 
 
 def check_compressed_values(k_cmp: Tensor, block: int, stride: int, cu_seqlens: Tensor | None, strict: bool) -> None:
