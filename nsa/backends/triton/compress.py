@@ -188,32 +188,20 @@ def plan_forward(
     block_n = max(1, tile.elements // block_d)
     launch = Launch(
         mean_forward_kernel if position is None else gather_forward_kernel,
-        (triton.cdiv(n_slots, block_n), groups, batch),
-        n_slots=n_slots,
+        (triton.cdiv(n_slots, block_n), groups, batch), n_slots=n_slots,
         **strides(x_btg=x, o_bng=new_layout(shape, x.dtype, x.device)),
-        **({} if position is None else strides(p_r=position)),
-        BLOCK=block,
-        STRIDE=stride,
-        D=dim,
-        PACKED=packed,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=tile.num_warps,
-    )
+        **({} if position is None else strides(p_r=position)), BLOCK=block, STRIDE=stride, D=dim, PACKED=packed,
+        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.num_warps,
+    )  # fmt: skip
     return launch, shape
 
 
 def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: CompressTile) -> Tensor:
     first = slot_table(pooling)
     launch, shape = plan_forward(
-        layout(x),
-        None if position is None else layout(position),
-        pooling.count,
-        pooling.block,
-        pooling.stride,
-        first is not None,
-        tile,
-    )
+        layout(x), None if position is None else layout(position), pooling.count, pooling.block, pooling.stride,
+        first is not None, tile,
+    )  # fmt: skip
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if shape[1] == 0:
         return out
@@ -245,20 +233,10 @@ def plan_tokens(
     block_d = triton.next_power_of_2(dim)
     block_t = max(1, tile.elements // block_d)
     launch = Launch(
-        token_backward_kernel,
-        (triton.cdiv(length, block_t), groups, batch),
-        length=length,
-        n_slots=n_slots,
-        **strides(o_bng=dout, x_btg=new_layout(shape, dout.dtype, dout.device)),
-        BLOCK=block,
-        STRIDE=stride,
-        D=dim,
-        PACKED=packed,
-        MEAN=mean,
-        BLOCK_T=block_t,
-        BLOCK_D=block_d,
-        num_warps=tile.num_warps,
-    )
+        token_backward_kernel, (triton.cdiv(length, block_t), groups, batch), length=length, n_slots=n_slots,
+        **strides(o_bng=dout, x_btg=new_layout(shape, dout.dtype, dout.device)), BLOCK=block, STRIDE=stride, D=dim,
+        PACKED=packed, MEAN=mean, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tile.num_warps,
+    )  # fmt: skip
     return launch, shape
 
 
@@ -288,19 +266,9 @@ def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tu
     n_runs = triton.cdiv(n_rows, run)
     block_c = min(256, triton.next_power_of_2(width))
     launch = Launch(
-        position_partial_kernel,
-        (triton.cdiv(width, block_c), n_runs),
-        n_rows=n_rows,
-        n_slots=n_slots,
-        run=run,
-        width=width,
-        **strides(o_bng=dout),
-        G=groups,
-        PACKED=packed,
-        BLOCK_R=16,
-        BLOCK_C=block_c,
-        num_warps=4,
-    )
+        position_partial_kernel, (triton.cdiv(width, block_c), n_runs), n_rows=n_rows, n_slots=n_slots, run=run,
+        width=width, **strides(o_bng=dout), G=groups, PACKED=packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
+    )  # fmt: skip
     return launch, (n_runs, width), sum_partials(n_runs, width, at_once=32, block=64)
 
 

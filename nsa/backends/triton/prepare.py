@@ -93,14 +93,10 @@ def plan(
     _, arguments = bound(do, gates, tile, y_bth=do, c_bth=o_cmp, s_bth=o_sel, w_bth=o_win)
     block_r = max(1, tile.elements // triton.next_power_of_2(do.shape[3]))
     launch = Launch(
-        prepare_backward_kernel,
-        (triton.cdiv(triton.cdiv(n_rows_padded, heads) * n_heads, block_r), batch),
-        n_rows_padded=n_rows_padded,
-        stride_stat=batch * n_groups * n_rows_padded,
-        **strides(k_bth=lse_cmp, l_bth=lse_sel, m_bth=lse_win),
-        **arguments,
-        H=heads,
-    )
+        prepare_backward_kernel, (triton.cdiv(triton.cdiv(n_rows_padded, heads) * n_heads, block_r), batch),
+        n_rows_padded=n_rows_padded, stride_stat=batch * n_groups * n_rows_padded,
+        **strides(k_bth=lse_cmp, l_bth=lse_sel, m_bth=lse_win), **arguments, H=heads,
+    )  # fmt: skip
     return launch, (6, batch * n_groups, n_rows_padded)
 
 
@@ -118,12 +114,9 @@ def prepare_backward(
     o_cmp, o_sel, o_win = outputs
     lse_cmp, lse_sel, lse_win = lses
     launch, shape = plan(
-        layout(do),
-        (layout(o_cmp), layout(o_sel), layout(o_win)),
-        (layout(lse_cmp), layout(lse_sel), layout(lse_win)),
-        layout(gates),
-        n_groups,
-    )
+        layout(do), (layout(o_cmp), layout(o_sel), layout(o_win)),
+        (layout(lse_cmp), layout(lse_sel), layout(lse_win)), layout(gates), n_groups,
+    )  # fmt: skip
     d_gates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     statistics = torch.empty(shape, dtype=torch.float32, device=gates.device)
     launch(

@@ -300,16 +300,9 @@ class RangedBackwardPlan:
     )
 
     def __init__(
-        self,
-        do: Layout,
-        q: Layout,
-        k: Layout,
-        v: Layout,
-        visibility: Visibility,
-        scale: float,
-        tile: BackwardTile | None,
-        accumulate: bool,
-    ) -> None:
+        self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float,
+        tile: BackwardTile | None, accumulate: bool,
+    ) -> None:  # fmt: skip
         if tile is None:
             tile = pick_backward(q, v, visibility.sliding)
             tile = replace(tile, dkv=gluon_tiles.pick_dkv(do, q, k, v, visibility) or tile.dkv)
@@ -348,15 +341,11 @@ class RangedBackwardPlan:
         self.describe_dq_rows = describe_both_rows(tile.dq)
         self.describe_dq_keys = both(describe_keys(k, tile.dq), describe_keys(v, tile.dq))
         self.dq = Launch(
-            ranged_dq_kernel,
-            (triton.cdiv(n_queries * heads, tile.dq.block_m) * batch * n_groups,),
-            **strides(x_bth=new_layout(q.shape, q.dtype, q.device)),
-            **shared(tile.dq),
-            **visibility.absent("p_lo", "p_hi"),
-            DESC_Q=self.describe_dq_rows is not None,
-            DESC_KV=self.describe_dq_keys is not None,
-            ACCUMULATE=accumulate,
-        )
+            ranged_dq_kernel, (triton.cdiv(n_queries * heads, tile.dq.block_m) * batch * n_groups,),
+            **strides(x_bth=new_layout(q.shape, q.dtype, q.device)), **shared(tile.dq),
+            **visibility.absent("p_lo", "p_hi"), DESC_Q=self.describe_dq_rows is not None,
+            DESC_KV=self.describe_dq_keys is not None, ACCUMULATE=accumulate,
+        )  # fmt: skip
 
         cut = tile.dkv
         self.dk_shape, self.dv_shape = tuple(k.shape), tuple(v.shape)
@@ -381,18 +370,11 @@ class RangedBackwardPlan:
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
         self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None
         self.dkv = Launch(
-            ranged_dkv_kernel,
-            (n_ctas * self.n_parts,),
-            n_parts=self.n_parts,
-            part_rows=part_rows,
-            stride_xp=k.shape.numel(),
-            stride_yp=v.shape.numel(),
-            **shared(cut),
-            **visibility.absent("p_first", "p_end"),
-            SINGLE_LOOP=cut.single_loop,
-            DESC_Q=self.describe_dkv_rows is not None,
-            DESC_STAT=self.describe_statistics is not None,
-        )
+            ranged_dkv_kernel, (n_ctas * self.n_parts,), n_parts=self.n_parts, part_rows=part_rows,
+            stride_xp=k.shape.numel(), stride_yp=v.shape.numel(), **shared(cut),
+            **visibility.absent("p_first", "p_end"), SINGLE_LOOP=cut.single_loop,
+            DESC_Q=self.describe_dkv_rows is not None, DESC_STAT=self.describe_statistics is not None,
+        )  # fmt: skip
 
     def key_gradients(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
@@ -404,16 +386,11 @@ class RangedBackwardPlan:
             return dk, dv
         rows, statistics = self.describe_dkv_rows, self.describe_statistics
         self.dkv(
-            q=q if rows is None else rows[0](q),
-            do=do if rows is None else rows[1](do),
-            k=k,
-            v=v,
+            q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do), k=k, v=v,
             lse2=lse2 if statistics is None else statistics(lse2),
-            delta=delta if statistics is None else statistics(delta),
-            p_dk=dk,
-            p_dv=dv,
+            delta=delta if statistics is None else statistics(delta), p_dk=dk, p_dv=dv,
             **self.visibility.key_tables(ranges),
-        )
+        )  # fmt: skip
         if self.n_parts == 1:
             return dk, dv
         dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -428,15 +405,10 @@ class RangedBackwardPlan:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
         rows, keys = self.describe_dq_rows, self.describe_dq_keys
         self.dq(
-            q=q if rows is None else rows[0](q),
-            do=do if rows is None else rows[1](do),
-            k=k if keys is None else keys[0](k),
-            v=v if keys is None else keys[1](v),
-            lse2=lse2,
-            delta=delta,
-            p_dq=dq,
+            q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do),
+            k=k if keys is None else keys[0](k), v=v if keys is None else keys[1](v), lse2=lse2, delta=delta, p_dq=dq,
             **self.visibility.query_tables(ranges),
-        )
+        )  # fmt: skip
         return dq
 
 

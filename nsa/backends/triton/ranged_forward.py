@@ -153,15 +153,9 @@ class RangedForwardPlan:
     __slots__ = ("describe_kv", "describe_q", "launch", "lse_shape", "o_shape")
 
     def __init__(
-        self,
-        q: Layout,
-        k: Layout,
-        v: Layout,
-        visibility: Visibility,
-        scale: float,
-        tile: Tile | None,
+        self, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: Tile | None,
         select_block: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert scale > 0, "the running maximum is taken before the scale is applied"
         batch, n_queries, n_heads, d_k = q.shape
         _, n_keys, n_groups, d_v = v.shape
@@ -175,45 +169,25 @@ class RangedForwardPlan:
         self.describe_q = describe_rows(q, heads, tile)
         self.describe_kv = both(describe_keys(k, tile), describe_keys(v, tile))
         self.launch = Launch(
-            ranged_forward_kernel,
-            (triton.cdiv(n_queries * heads, tile.block_m) * batch * n_groups,),
-            scale_log2=scale * LOG2_E,
-            n_queries=n_queries,
-            n_keys=n_keys,
-            n_groups=n_groups,
+            ranged_forward_kernel, (triton.cdiv(n_queries * heads, tile.block_m) * batch * n_groups,),
+            scale_log2=scale * LOG2_E, n_queries=n_queries, n_keys=n_keys, n_groups=n_groups,
             n_blocks=triton.cdiv(n_keys, select_block) if select_block > 0 else 0,
             n_word_tiles=triton.cdiv(n_queries, 32),
             **strides(q_bth=q, k_bng=k, v_bng=v, o_bth=new_layout(self.o_shape, q.dtype, q.device)),
-            stride_lb=n_queries * n_heads,
-            H=heads,
-            D_K=d_k,
-            D_V=d_v,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_DK=block_width(d_k),
-            BLOCK_DV=block_width(d_v),
-            **visibility.constants,
-            **visibility.absent("p_lo", "p_hi"),
-            **({} if select_block > 0 else {"p_word": None}),
-            SELECT_BLOCK=select_block,
-            DESC_Q=self.describe_q is not None,
-            DESC_KV=self.describe_kv is not None,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
-        )
+            stride_lb=n_queries * n_heads, H=heads, D_K=d_k, D_V=d_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BLOCK_DK=block_width(d_k), BLOCK_DV=block_width(d_v), **visibility.constants,
+            **visibility.absent("p_lo", "p_hi"), **({} if select_block > 0 else {"p_word": None}),
+            SELECT_BLOCK=select_block, DESC_Q=self.describe_q is not None, DESC_KV=self.describe_kv is not None,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+        )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor) -> None:
         """Writes `o` and natural `lse`, contiguous. `tables`: those of `Visibility.query_tables`, and `p_word`."""
         describe_q, describe_kv = self.describe_q, self.describe_kv
         self.launch(
-            q=q if describe_q is None else describe_q(q),
-            k=k if describe_kv is None else describe_kv[0](k),
-            v=v if describe_kv is None else describe_kv[1](v),
-            p_o=o,
-            p_lse=lse,
-            **tables,
-        )
+            q=q if describe_q is None else describe_q(q), k=k if describe_kv is None else describe_kv[0](k),
+            v=v if describe_kv is None else describe_kv[1](v), p_o=o, p_lse=lse, **tables,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=MAX_PLANS)

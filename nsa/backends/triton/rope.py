@@ -60,23 +60,11 @@ def plan(x: Layout, cos: Layout, inverse: bool) -> Launch:
     shape, strides = cos[:2]
     stride_cb = strides[0] if len(shape) == 4 and shape[0] > 1 else 0
     return Launch(
-        rotate_kernel,
-        (triton.cdiv(length * heads, block_r), batch),
-        n_rows=length * heads,
-        stride_xb=stride[0],
-        stride_xt=stride[1],
-        stride_xh=stride[2],
-        stride_ob=length * heads * width,
-        stride_cb=stride_cb,
-        stride_ct=strides[-3],
-        HEADS=heads,
-        HALF=half,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        INVERSE=inverse,
-        num_warps=4,
+        rotate_kernel, (triton.cdiv(length * heads, block_r), batch), n_rows=length * heads, stride_xb=stride[0],
+        stride_xt=stride[1], stride_xh=stride[2], stride_ob=length * heads * width, stride_cb=stride_cb,
+        stride_ct=strides[-3], HEADS=heads, HALF=half, BLOCK_R=block_r, BLOCK_D=block_d, INVERSE=inverse, num_warps=4,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 def rotate_one(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:

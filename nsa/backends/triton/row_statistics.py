@@ -72,31 +72,19 @@ def row_statistics_kernel(
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan(
-    lse: Layout,
-    o: Layout | None,
-    do: Layout | None,
-    dlse: Layout | None,
-    gate: Layout | None,
-    product: Layout | None,
-    n_groups: int,
-) -> tuple[Launch, tuple[int, int]]:
+    lse: Layout, o: Layout | None, do: Layout | None, dlse: Layout | None, gate: Layout | None,
+    product: Layout | None, n_groups: int,
+) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The launch, and the shape of both results."""
     batch, n_queries, n_heads = lse.shape
     heads = n_heads // n_groups
     d_v = 1 if o is None else o.shape[3]
     n_tiles = triton.cdiv(n_queries * heads, ROW_PAD)
     launch = Launch(
-        row_statistics_kernel,
-        (n_tiles, batch * n_groups),
-        n_queries=n_queries,
-        n_groups=n_groups,
-        **strides(o_bth=o, d_bth=do, l_bth=lse, e_bth=dlse, g_bth=gate, p_bth=product),
-        H=heads,
-        D_V=d_v,
-        BLOCK_M=ROW_PAD,
-        BLOCK_DV=block_width(d_v),
-        num_warps=4,
-    )
+        row_statistics_kernel, (n_tiles, batch * n_groups), n_queries=n_queries, n_groups=n_groups,
+        **strides(o_bth=o, d_bth=do, l_bth=lse, e_bth=dlse, g_bth=gate, p_bth=product), H=heads, D_V=d_v,
+        BLOCK_M=ROW_PAD, BLOCK_DV=block_width(d_v), num_warps=4,
+    )  # fmt: skip
     return launch, (batch * n_groups, n_tiles * ROW_PAD)
 
 
@@ -108,14 +96,10 @@ def row_statistics(upstream: Upstream, saved: Saved, n_groups: int) -> tuple[Ten
     lse, dlse, gate, product = saved.lse, upstream.dlse, upstream.gate, upstream.product
     o, do = (row_contiguous(saved.o), row_contiguous(upstream.do)) if product is None else (None, None)
     launch, shape = plan(
-        layout(lse),
-        None if o is None else layout(o),
-        None if do is None else layout(do),
-        None if dlse is None else layout(dlse),
-        None if gate is None else layout(gate),
-        None if product is None else layout(product),
-        n_groups,
-    )
+        layout(lse), None if o is None else layout(o), None if do is None else layout(do),
+        None if dlse is None else layout(dlse), None if gate is None else layout(gate),
+        None if product is None else layout(product), n_groups,
+    )  # fmt: skip
     lse2 = torch.empty(shape, dtype=torch.float32, device=lse.device)
     delta = torch.empty(shape, dtype=torch.float32, device=lse.device)
     launch(p_o=o, p_do=do, p_lse=lse, p_dlse=dlse, p_gate=gate, p_product=product, p_lse2=lse2, p_delta=delta)

@@ -393,21 +393,9 @@ class SelectionPlan:
     """The launches of one problem: scores and selection of one chunk of queries after the other."""
 
     def __init__(
-        self,
-        q: Layout,
-        k_cmp: Layout,
-        lse: Layout,
-        varlen: bool,
-        offset: bool,
-        block: int,
-        stride: int,
-        select_block: int,
-        n_select: int,
-        n_init: int,
-        n_local: int,
-        scale: float,
-        tile: SelectionTile | None,
-    ) -> None:
+        self, q: Layout, k_cmp: Layout, lse: Layout, varlen: bool, offset: bool, block: int, stride: int,
+        select_block: int, n_select: int, n_init: int, n_local: int, scale: float, tile: SelectionTile | None,
+    ) -> None:  # fmt: skip
         batch, length, n_heads, dim = q.shape
         n_keys, n_groups = k_cmp.shape[1:3]
         heads, rows = n_heads // n_groups, batch * n_groups
@@ -455,52 +443,22 @@ class SelectionPlan:
             if min(n_keys, n_compressed(n_positions(hi), block, stride)) == 0:
                 return None
             return Launch(
-                score_kernel,
-                (triton.cdiv(hi - lo, queries), rows),
-                **shared,
-                **strides(q_bth=q, k_bng=k_cmp, l_bth=lse),
-                t_lo=lo,
-                t_hi=hi,
-                n_columns=width(hi),
-                scale_log2=scale * LOG2_E,
-                H=heads,
-                H_PAD=h_pad,
-                D=dim,
-                R_PAD=r_pad,
-                REACH=reach,
-                Q=queries,
-                BLOCK_N=block_n,
-                BLOCK_D=block_d,
-                BLOCK_E=block_e,
-                ROW_WARPS=min(tile.num_warps, block_n // 16),
-                PRECISION="ieee",
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )
+                score_kernel, (triton.cdiv(hi - lo, queries), rows), **shared,
+                **strides(q_bth=q, k_bng=k_cmp, l_bth=lse), t_lo=lo, t_hi=hi, n_columns=width(hi),
+                scale_log2=scale * LOG2_E, H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, REACH=reach, Q=queries,
+                BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e, ROW_WARPS=min(tile.num_warps, block_n // 16),
+                PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
 
         def select(lo: int, hi: int) -> Launch:
             block_j, segments, warps, registers = select_shape(width(hi))
             return Launch(
-                select_kernel,
-                (triton.cdiv(hi - lo, tile.rows), rows),
-                **shared,
-                t_lo=lo,
-                t_hi=hi,
-                n_columns=width(hi),
-                stride_ib=length * n_groups * n_select,
-                stride_it=n_groups * n_select,
-                SELECT_BLOCK=select_block,
-                N_SELECT=n_select,
-                N_PAD=triton.next_power_of_2(n_select),
-                N_INIT=n_init,
-                N_LOCAL=n_local,
-                SEGMENTS=segments,
-                BLOCK_J=block_j,
-                ROWS=tile.rows,
-                num_warps=warps,
-                num_stages=1,
+                select_kernel, (triton.cdiv(hi - lo, tile.rows), rows), **shared, t_lo=lo, t_hi=hi,
+                n_columns=width(hi), stride_ib=length * n_groups * n_select, stride_it=n_groups * n_select,
+                SELECT_BLOCK=select_block, N_SELECT=n_select, N_PAD=triton.next_power_of_2(n_select), N_INIT=n_init,
+                N_LOCAL=n_local, SEGMENTS=segments, BLOCK_J=block_j, ROWS=tile.rows, num_warps=warps, num_stages=1,
                 maxnreg=registers,
-            )
+            )  # fmt: skip
 
         self.chunks = [(score(lo, hi), select(lo, hi)) for lo, hi in chunks]
 
@@ -526,20 +484,9 @@ def select_blocks(
     sequences = selection.sequences
     block, stride, cu_seqlens = selection.block, selection.stride, sequences.cu_seqlens
     planned = plan(
-        layout(q),
-        layout(k_cmp),
-        layout(lse),
-        cu_seqlens is not None,
-        sequences.q_start is not None,
-        block,
-        stride,
-        selection.select_block,
-        selection.n_select,
-        selection.n_init,
-        selection.n_local,
-        selection.scale,
-        tile,
-    )
+        layout(q), layout(k_cmp), layout(lse), cu_seqlens is not None, sequences.q_start is not None, block, stride,
+        selection.select_block, selection.n_select, selection.n_init, selection.n_local, selection.scale, tile,
+    )  # fmt: skip
     tables = {} if sequences.q_start is None else start_table(sequences.q_start)
     if cu_seqlens is not None:
         tables |= {

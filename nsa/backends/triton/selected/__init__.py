@@ -107,17 +107,9 @@ class SelectedForwardPlan(NamedTuple):
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_forward(
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    indices: Layout,
-    select_block: int,
-    n_documents: int | None,
-    offset: bool,
-    scale: float,
-    tile: SelectedForwardTile | None,
-    method: str | None,
-) -> SelectedForwardPlan:
+    q: Layout, k: Layout, v: Layout, indices: Layout, select_block: int, n_documents: int | None, offset: bool,
+    scale: float, tile: SelectedForwardTile | None, method: str | None,
+) -> SelectedForwardPlan:  # fmt: skip
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     asked = tile is not None or method is not None
     other = None if method == "dense" else method
@@ -139,14 +131,9 @@ def plan_forward(
 
 
 def selected_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    branch: Selected,
-    tile: SelectedForwardTile | None = None,
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, branch: Selected, tile: SelectedForwardTile | None = None,
     method: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of every query to the tokens of its selected blocks up to its own.
 
     Args:
@@ -165,17 +152,10 @@ def selected_forward(
     cu_seqlens = sequences.cu_seqlens
     q, k, v, indices = row_contiguous(q), row_contiguous(k), row_contiguous(v), row_contiguous(indices)
     plan = plan_forward(
-        layout(q),
-        layout(k),
-        layout(v),
-        layout(indices),
-        branch.select_block,
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        sequences.q_start is not None,
-        branch.scale,
-        tile,
+        layout(q), layout(k), layout(v), layout(indices), branch.select_block,
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, sequences.q_start is not None, branch.scale, tile,
         method,
-    )
+    )  # fmt: skip
     o = torch.empty(plan.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=q.device)
     if plan.run is not None:
@@ -193,17 +173,9 @@ class BackwardPlan(NamedTuple):
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_backward(
-    do: Layout,
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    indices: Layout,
-    select_block: int,
-    n_documents: int | None,
-    offset: bool,
-    scale: float,
-    tile: SelectedBackwardTile | None,
-) -> BackwardPlan:
+    do: Layout, q: Layout, k: Layout, v: Layout, indices: Layout, select_block: int, n_documents: int | None,
+    offset: bool, scale: float, tile: SelectedBackwardTile | None,
+) -> BackwardPlan:  # fmt: skip
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
     tile = tile or pick_backward(shapes.d_k, shapes.d_v, q.dtype, capability(q.device))
     shapes, halvings = fit_blocks(shapes, tile.max_block_keys)
@@ -226,17 +198,9 @@ def selected_backward(
     if q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     plan = plan_backward(
-        layout(do),
-        layout(q),
-        layout(k),
-        layout(v),
-        layout(indices),
-        branch.select_block,
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        sequences.q_start is not None,
-        branch.scale,
-        tile,
-    )
+        layout(do), layout(q), layout(k), layout(v), layout(indices), branch.select_block,
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, sequences.q_start is not None, branch.scale, tile,
+    )  # fmt: skip
     for _ in range(plan.halvings):
         indices = halve_blocks(indices)
     tables = block_tables(sequences, k.shape[1], plan.select_block)

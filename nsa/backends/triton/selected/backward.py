@@ -273,59 +273,28 @@ class BlockBackward:
 
         def launches(chunk: Chunk) -> tuple[Launch, Launch, list[Launch]]:
             differentiate = Launch(
-                block_backward_kernel,
-                (chunk.n_segments,),
-                **shapes.attention,
-                **shapes.last_start,
-                **strides(d_bth=do),
-                **chunk.where,
-                scale=scale,
-                n_items=chunk.n_items,
-                n_blocks=shapes.n_blocks,
-                n_keys=shapes.n_keys,
-                n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
-                PACKED=shapes.n_documents is not None,
-                BLOCK_M=tile.block_m,
-                SEGMENT=segment,
-                WIDE=wide,
-                NUM_STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-            )
+                block_backward_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start,
+                **strides(d_bth=do), **chunk.where, scale=scale, n_items=chunk.n_items, n_blocks=shapes.n_blocks,
+                n_keys=shapes.n_keys, n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
+                PACKED=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
+                NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+            )  # fmt: skip
             sum_slots = Launch(
-                sum_slots_kernel,
-                (triton.cdiv(chunk.n_queries * heads, rows), chunk.n_rows),
-                n_tokens=shapes.n_tokens,
-                n_groups=shapes.n_groups,
-                **chunk.where,
-                **strides(i_btg=shapes.indices),
-                **shapes.packing,
-                **shapes.last_start,
-                H=heads,
-                N_SELECT=shapes.n_select,
-                D_K=shapes.d_k,
-                BLOCK_R=rows,
-                BLOCK_S=triton.next_power_of_2(shapes.n_select),
-                BLOCK_DK=size["BLOCK_DK"],
+                sum_slots_kernel, (triton.cdiv(chunk.n_queries * heads, rows), chunk.n_rows),
+                n_tokens=shapes.n_tokens, n_groups=shapes.n_groups, **chunk.where, **strides(i_btg=shapes.indices),
+                **shapes.packing, **shapes.last_start, H=heads, N_SELECT=shapes.n_select, D_K=shapes.d_k,
+                BLOCK_R=rows, BLOCK_S=triton.next_power_of_2(shapes.n_select), BLOCK_DK=size["BLOCK_DK"],
                 num_warps=tile.merge_warps,
-            )
+            )  # fmt: skip
             return differentiate, sum_slots, [sum_keys(chunk, *dims) for dims in head_dims]
 
         def sum_keys(chunk: Chunk, n_gradients: int, head_dim: int) -> Launch:
             return Launch(
-                sum_segments_kernel,
-                (chunk.n_items, triton.cdiv(shapes.select_block, KEYS_PER_SUM), n_gradients),
-                n_keys=shapes.n_keys,
-                n_groups=shapes.n_groups,
-                **shapes.packing,
-                n_blocks=shapes.n_blocks,
-                row_0=chunk.row_0,
-                D=head_dim,
-                BLOCK_R=KEYS_PER_SUM,
-                BLOCK_D=block_width(head_dim),
-                SEGMENT=segment,
-                ACCUMULATE=chunk.query_0 > 0,
-                num_warps=4,
-            )
+                sum_segments_kernel, (chunk.n_items, triton.cdiv(shapes.select_block, KEYS_PER_SUM), n_gradients),
+                n_keys=shapes.n_keys, n_groups=shapes.n_groups, **shapes.packing, n_blocks=shapes.n_blocks,
+                row_0=chunk.row_0, D=head_dim, BLOCK_R=KEYS_PER_SUM, BLOCK_D=block_width(head_dim), SEGMENT=segment,
+                ACCUMULATE=chunk.query_0 > 0, num_warps=4,
+            )  # fmt: skip
 
         self.launches = [[launches(chunk) for chunk in index.chunks] for index in self.indexes]
 
@@ -349,38 +318,16 @@ class BlockBackward:
             chunks = zip(index.build(indices, tables), launches, strict=True)
             for (pair, low, high, last, item, order), (differentiate, sum_slots, sum_keys) in chunks:
                 differentiate(
-                    p_q=q,
-                    p_k=k,
-                    p_v=v,
-                    p_do=do,
-                    p_lse2=lse2,
-                    p_delta=delta,
-                    p_dq=dq_part,
-                    p_dk=dk_part,
-                    p_dv=dv_part,
-                    p_pair=pair,
-                    p_order=order,
-                    p_item=item,
-                    p_low=low,
-                    p_high=high,
-                    p_last_segment=last,
-                    p_first_token=first_token,
-                    p_end_token=end_token,
-                    **start,
-                )
+                    p_q=q, p_k=k, p_v=v, p_do=do, p_lse2=lse2, p_delta=delta, p_dq=dq_part, p_dk=dk_part,
+                    p_dv=dv_part, p_pair=pair, p_order=order, p_item=item, p_low=low, p_high=high,
+                    p_last_segment=last, p_first_token=first_token, p_end_token=end_token, **start,
+                )  # fmt: skip
                 sum_slots(
                     p_part=dq_part, p_dq=dq, p_indices=indices, p_doc_start=doc_start, p_block_offset=offset, **start
                 )
                 for sum_up, (part, out, part_1, out_1) in zip(sum_keys, gradients, strict=True):
                     sum_up(
-                        p_part=part,
-                        p_out=out,
-                        p_part_1=part_1,
-                        p_out_1=out_1,
-                        p_low=low,
-                        p_high=high,
-                        p_last_segment=last,
-                        p_first_token=first_token,
-                        p_end_token=end_token,
-                    )
+                        p_part=part, p_out=out, p_part_1=part_1, p_out_1=out_1, p_low=low, p_high=high,
+                        p_last_segment=last, p_first_token=first_token, p_end_token=end_token,
+                    )  # fmt: skip
         return dq, dk.to(k.dtype), dv.to(v.dtype)

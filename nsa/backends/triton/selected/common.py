@@ -241,62 +241,34 @@ class SplitPlan:
         # The problem that is left.
         self.rest = shapes.with_indices(shapes.n_select, shapes.select_block)
         self.split = Launch(
-            split_kernel,
-            (n_runs, shapes.rows),
-            n_tokens=shapes.n_tokens,
-            n_groups=shapes.n_groups,
-            n_runs=n_runs,
-            **strides(_btg=shapes.indices),
-            N_SELECT=shapes.n_select,
-            **shapes.packing,
-            **shapes.last_start,
-            RUN=run,
-            BLOCK_S=triton.next_power_of_2(shapes.n_select),
-            num_warps=4 if run >= 16 else 2,
-        )
+            split_kernel, (n_runs, shapes.rows), n_tokens=shapes.n_tokens, n_groups=shapes.n_groups, n_runs=n_runs,
+            **strides(_btg=shapes.indices), N_SELECT=shapes.n_select, **shapes.packing, **shapes.last_start, RUN=run,
+            BLOCK_S=triton.next_power_of_2(shapes.n_select), num_warps=4 if run >= 16 else 2,
+        )  # fmt: skip
 
     def __call__(self, indices: Tensor, tables: Tables) -> CommonSplit:
         split = CommonSplit(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
         self.split(
-            p_indices=indices,
-            p_rest=split.rest,
-            p_common=split.common,
-            p_n_common=split.n_common,
-            p_doc_start=tables.doc_start,
-            **tables.start,
-        )
+            p_indices=indices, p_rest=split.rest, p_common=split.common, p_n_common=split.n_common,
+            p_doc_start=tables.doc_start, **tables.start,
+        )  # fmt: skip
         return split
 
 
 def common_launch(
-    shapes: Shapes,
-    plan: SplitPlan,
-    scale: float,
-    chunk: Chunk | None,
-    *,
-    num_warps: int,
-    num_stages: int,
+    shapes: Shapes, plan: SplitPlan, scale: float, chunk: Chunk | None, *, num_warps: int, num_stages: int,
     max_registers: int | None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """With a `chunk` fills its queries' `o` and natural `lse` from partials too; without, `o` and `lse` in base 2 of
     the common blocks alone, for all queries."""
     n_queries, rows = (shapes.n_tokens, shapes.rows) if chunk is None else (chunk.n_queries, chunk.n_rows)
     block_m = max(16, triton.next_power_of_2(plan.run * shapes.heads))
     return Launch(
-        common_kernel,
-        (triton.cdiv(n_queries, plan.run), rows),
-        **shapes.attention,
-        **shapes.last_start,
+        common_kernel, (triton.cdiv(n_queries, plan.run), rows), **shapes.attention, **shapes.last_start,
         n_tokens=shapes.n_tokens,
         **({"row_0": 0, "query_0": 0, "n_queries": n_queries} if chunk is None else chunk.where),
-        scale_log2=scale * LOG2_E,
-        n_runs=plan.n_runs,
-        RUN=plan.run,
-        BLOCK_M=block_m,
-        BLOCK_S=triton.next_power_of_2(shapes.n_select),
-        PARTS=chunk is not None,
-        NUM_STAGES=num_stages,
-        PART_STAGES=part_stages(block_m, shapes.widths["BLOCK_DV"], shapes.q.dtype.itemsize),
-        num_warps=num_warps,
+        scale_log2=scale * LOG2_E, n_runs=plan.n_runs, RUN=plan.run, BLOCK_M=block_m,
+        BLOCK_S=triton.next_power_of_2(shapes.n_select), PARTS=chunk is not None, NUM_STAGES=num_stages,
+        PART_STAGES=part_stages(block_m, shapes.widths["BLOCK_DV"], shapes.q.dtype.itemsize), num_warps=num_warps,
         maxnreg=max_registers,
-    )
+    )  # fmt: skip

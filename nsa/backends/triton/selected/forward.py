@@ -68,15 +68,9 @@ def locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK: tl.c
 
 @triton.jit
 def load_block(
-    p_x,
-    i_first,
-    i_end,
-    stride_n,
-    SELECT_BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    p_x, i_first, i_end, stride_n, SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """`[BLOCK_N, BLOCK_D]` rows of one block; zeros past the document, whose values must not reach a product."""
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -328,22 +322,11 @@ class BlockForward:
 
         def attend(chunk: Chunk) -> Launch:
             return Launch(
-                block_kernel,
-                (chunk.n_segments,),
-                **shapes.attention,
-                **shapes.last_start,
-                **chunk.where,
-                scale_log2=scale * LOG2_E,
-                n_items=chunk.n_items,
-                n_blocks=shapes.n_blocks,
-                n_keys=shapes.n_keys,
-                PACKED=shapes.n_documents is not None,
-                BLOCK_M=tile.block_m,
-                SEGMENT=segment,
-                WIDE=wide,
-                NUM_STAGES=tile.num_stages,
-                num_warps=tile.num_warps,
-            )
+                block_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start, **chunk.where,
+                scale_log2=scale * LOG2_E, n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
+                PACKED=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
+                NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+            )  # fmt: skip
 
         self.launches = [
             [(attend(chunk), attend_common(shapes, self.split, scale, tile, chunk)) for chunk in index.chunks]
@@ -360,34 +343,15 @@ class BlockForward:
         for index, launches in zip(self.indexes, self.launches, strict=True):
             for segments, (attend, common) in zip(index.build(split.rest, tables), launches, strict=True):
                 attend(
-                    p_q=q,
-                    p_k=k,
-                    p_v=v,
-                    p_o=partial,
-                    p_lse=partial_lse,
-                    p_pair=segments.pair,
-                    p_order=segments.order,
-                    p_item=segments.item,
-                    p_low=segments.low,
-                    p_high=segments.high,
-                    p_last_segment=segments.last_segment,
-                    p_first_token=tables.first_token,
-                    p_end_token=tables.end_token,
-                    **tables.start,
-                )
+                    p_q=q, p_k=k, p_v=v, p_o=partial, p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
+                    p_item=segments.item, p_low=segments.low, p_high=segments.high,
+                    p_last_segment=segments.last_segment, p_first_token=tables.first_token,
+                    p_end_token=tables.end_token, **tables.start,
+                )  # fmt: skip
                 common(
-                    p_q=q,
-                    p_k=k,
-                    p_v=v,
-                    p_o=o,
-                    p_lse=lse,
-                    p_common=split.common,
-                    p_n_common=split.n_common,
-                    p_rest=split.rest,
-                    p_part=partial,
-                    p_part_lse=partial_lse,
-                    **tables.start,
-                )
+                    p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_n_common=split.n_common,
+                    p_rest=split.rest, p_part=partial, p_part_lse=partial_lse, **tables.start,
+                )  # fmt: skip
 
 
 class QueryForward:
@@ -401,21 +365,12 @@ class QueryForward:
             self.common = attend_common(shapes, self.split, scale, tile, None)
         indices = shapes.indices if self.split is None else self.split.rest.indices
         self.attend = Launch(
-            query_kernel,
-            (shapes.n_tokens, shapes.rows),
-            **shapes.attention,
-            **shapes.last_start,
-            **strides(i_btg=indices),
-            n_tokens=shapes.n_tokens,
-            scale_log2=scale * LOG2_E,
-            BLOCK_H=max(16, triton.next_power_of_2(shapes.heads)),
-            BLOCK_S=triton.next_power_of_2(shapes.n_select),
-            BLOCKS=tile.blocks,
-            PACKED=shapes.n_documents is not None,
-            COMMON=self.split is not None,
-            NUM_STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
+            query_kernel, (shapes.n_tokens, shapes.rows), **shapes.attention, **shapes.last_start,
+            **strides(i_btg=indices), n_tokens=shapes.n_tokens, scale_log2=scale * LOG2_E,
+            BLOCK_H=max(16, triton.next_power_of_2(shapes.heads)), BLOCK_S=triton.next_power_of_2(shapes.n_select),
+            BLOCKS=tile.blocks, PACKED=shapes.n_documents is not None, COMMON=self.split is not None,
+            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
@@ -425,18 +380,9 @@ class QueryForward:
             split = self.split(indices, tables)
             indices = split.rest
             self.common(
-                p_q=q,
-                p_k=k,
-                p_v=v,
-                p_o=o,
-                p_lse=lse,
-                p_common=split.common,
-                p_n_common=split.n_common,
-                p_rest=split.rest,
-                p_part=None,
-                p_part_lse=None,
-                **tables.start,
-            )
+                p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_n_common=split.n_common,
+                p_rest=split.rest, p_part=None, p_part_lse=None, **tables.start,
+            )  # fmt: skip
         self.attend(
             p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_indices=indices, p_doc_start=tables.doc_start, **tables.start
         )
@@ -446,11 +392,6 @@ def attend_common(
     shapes: Shapes, split: SplitPlan, scale: float, tile: SelectedForwardTile, chunk: Chunk | None
 ) -> Launch:
     return common_launch(
-        shapes,
-        split,
-        scale,
-        chunk,
-        num_warps=tile.common_warps,
-        num_stages=tile.common_stages,
+        shapes, split, scale, chunk, num_warps=tile.common_warps, num_stages=tile.common_stages,
         max_registers=tile.common_registers,
-    )
+    )  # fmt: skip

@@ -54,17 +54,9 @@ LAST = tl.constexpr(2147483647)
 
 @triton.jit
 def selected_block(
-    p_indices,
-    o_t,
-    o_slot,
-    m_pair,
-    stride_t,
-    start,
-    p_doc_start,
-    p_block_offset,
-    SELECT_BLOCK: tl.constexpr,
+    p_indices, o_t, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
-):
+):  # fmt: skip
     """Number of the block that each (query, slot) reads, -1 for none: padding, or a block that starts after it.
 
     `start`: where the first query lies in its row of keys.
@@ -468,32 +460,16 @@ class IndexPlan:
         self.count = Launch(count_kernel, (triton.cdiv(n_words, WORDS_PER_CTA),), n_words=n_words, BLOCK=WORDS_PER_CTA)
         self.place = Launch(place_kernel, bitmap.grid, **bitmap.bound)
         self.cut = Launch(
-            cut_kernel,
-            (len(self.chunks),),
-            n_blocks=shapes.n_blocks,
-            n_tiles=n_tiles,
-            n_items=n_items,
-            n_segments=n_segments,
-            rows_each=rows_each,
-            tiles_each=tiles_each,
-            n_chunks=n_chunks,
-            stride_chunk=stride_chunk,
-            SEGMENT=segment,
-            BLOCK=min(ITEMS_PER_STEP, max(16, triton.next_power_of_2(n_items))),
-            num_warps=8,
-        )
+            cut_kernel, (len(self.chunks),), n_blocks=shapes.n_blocks, n_tiles=n_tiles, n_items=n_items,
+            n_segments=n_segments, rows_each=rows_each, tiles_each=tiles_each, n_chunks=n_chunks,
+            stride_chunk=stride_chunk, SEGMENT=segment,
+            BLOCK=min(ITEMS_PER_STEP, max(16, triton.next_power_of_2(n_items))), num_warps=8,
+        )  # fmt: skip
         self.order = Launch(
-            order_kernel,
-            (triton.cdiv(n_segments, RANKED_PER_CTA), len(self.chunks)),
-            n_items=n_items,
-            n_segments=n_segments,
-            stride_chunk=stride_chunk,
-            N_SELECT=shapes.n_select,
-            SEGMENT=segment,
-            RANK=self.ranked,
-            BLOCK=RANKED_PER_CTA,
-            OTHERS=COMPARED_PER_STEP,
-        )
+            order_kernel, (triton.cdiv(n_segments, RANKED_PER_CTA), len(self.chunks)), n_items=n_items,
+            n_segments=n_segments, stride_chunk=stride_chunk, N_SELECT=shapes.n_select, SEGMENT=segment,
+            RANK=self.ranked, BLOCK=RANKED_PER_CTA, OTHERS=COMPARED_PER_STEP,
+        )  # fmt: skip
 
     def build(self, indices: Tensor, tables: Tables) -> list[Segments]:
         """One for each chunk."""
@@ -505,14 +481,9 @@ class IndexPlan:
         self.count(p_word=word, p_count=total)
         total.cumsum_(0)
         self.place(
-            p_indices=indices,
-            p_word=word,
-            p_sum=total,
-            p_pair=pair,
-            p_doc_start=doc_start,
-            p_block_offset=offset,
+            p_indices=indices, p_word=word, p_sum=total, p_pair=pair, p_doc_start=doc_start, p_block_offset=offset,
             **start,
-        )
+        )  # fmt: skip
         self.cut(p_total=total, p_low=low, p_high=high, p_last_segment=last, p_item=item)
         n = self.per_chunk
         if self.in_order:
