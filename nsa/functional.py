@@ -47,17 +47,9 @@ def nsa_attention(
 
 def attention_kwargs(config: NSAConfig) -> dict[str, Any]:
     """The hyperparameters of `nsa.ops.attention` that `config` holds."""
-    return {
-        "block": config.l,
-        "stride": config.d,
-        "select_block": config.l_sel,
-        "n_select": config.n_sel,
-        "n_init": config.n_init,
-        "n_local": config.n_local,
-        "window": config.w,
-        "backend": config.backend,
-        "strict": config.strict,
-    }
+    blocks = {"block": config.l, "stride": config.d, "select_block": config.l_sel, "window": config.w}
+    counts = {"n_select": config.n_sel, "n_init": config.n_init, "n_local": config.n_local}
+    return {**blocks, **counts, "backend": config.backend, "strict": config.strict}
 
 
 @once_per_layout

@@ -145,15 +145,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dtype is not None:
         model = model.to(getattr(torch, args.dtype))
     prompts = read_prompts(args)
-    generation = TextGeneration(
-        model,
-        tokenizer,
-        prompts,
-        replace(options, end=None if args.ignore_end else tokenizer.end),
-        stop_strings=args.stop,
-        name=f"the model in {folder}",
-        progress=show_prefill if sys.stderr is not None and sys.stderr.isatty() else None,
-    )
+    options = replace(options, end=None if args.ignore_end else tokenizer.end)
+    progress = show_prefill if sys.stderr is not None and sys.stderr.isatty() else None
+    how: dict[str, Any] = {"stop_strings": args.stop, "name": f"the model in {folder}", "progress": progress}
+    generation = TextGeneration(model, tokenizer, prompts, options, **how)
     rows = OrderedRows(write_out, [""] * len(prompts) if args.hide_prompt else prompts)
     try:
         for pieces in generation:
@@ -208,19 +203,16 @@ def show_prefill(done: int, total: int) -> None:
 
 def summary(generation: Generation) -> str:
     """Tokens per second of prefill and decoding, and the bytes that a decode step reads against dense attention."""
+
+    def took(tokens: int, seconds: float) -> str:
+        return f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+
     s = generation.stats
-    lines = [
-        f"prefill: {s.prompt_tokens:,} tokens in {s.prefill_s:.2f} s, {s.prompt_tokens / s.prefill_s:,.0f} tokens/s"
-    ]
+    lines = [f"prefill: {took(s.prompt_tokens, s.prefill_s)}"]
     if s.decode_s:
-        speed = s.decoded_tokens / s.decode_s
-        lines.append(
-            f"decode: {s.decoded_tokens:,} tokens in {s.decode_s:.2f} s, {speed:,.0f} tokens/s, {s.steps:,} steps"
-        )
+        lines.append(f"decode: {took(s.decoded_tokens, s.decode_s)}, {s.steps:,} steps")
         if s.drafted:
             lines[-1] += f", {s.accepted:,} of {s.drafted:,} draft tokens accepted"
     own, dense = generation.kv_bytes_read()
-    lines.append(
-        f"KV read per step at the end: {own / MIB:.2f} MiB, dense attention {dense / MIB:.2f} MiB ({own / dense:.0%})"
-    )
-    return "\n".join(lines)
+    read = f"{own / MIB:.2f} MiB, dense attention {dense / MIB:.2f} MiB ({own / dense:.0%})"
+    return "\n".join([*lines, f"KV read per step at the end: {read}"])

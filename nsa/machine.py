@@ -74,13 +74,8 @@ def usable_device(name: str) -> torch.device:
 
 def find_versions() -> Versions:
     found = triton_version()
-    return Versions(
-        nsa=nsa.__version__,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        triton=found,
-        triton_note="\n".join(triton_notes(found)) or None,
-    )
+    note = "\n".join(triton_notes(found)) or None
+    return Versions(nsa.__version__, platform.python_version(), str(torch.__version__), found, note)
 
 
 def triton_version() -> str | None:
@@ -108,9 +103,8 @@ def find_gpus() -> tuple[Gpu, ...]:
         return ()
     driver = nvidia_driver()
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(
-        Gpu(gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1), driver) for gpu in properties
-    )
+    gib = [round(gpu.total_memory / 2**30, 1) for gpu in properties]
+    return tuple(Gpu(x.name, f"{x.major}.{x.minor}", n, driver) for x, n in zip(properties, gib, strict=True))
 
 
 def runtime() -> dict[str, Any]:

@@ -58,17 +58,10 @@ def make_row(
     peak_bytes: int | None = None,
 ) -> Row:
     """The row of one measurement; `columns`: suite, op, impl, mode and the shape."""
-    p20, p50, p80 = quantiles(milliseconds)
-    return Row(
-        **columns,
-        dtype=dtype_name(dtype),
-        p20_ms=p20,
-        p50_ms=p50,
-        p80_ms=p80,
-        peak_gib=None if peak_bytes is None else round(peak_bytes / 2**30, 3),
-        tokens_per_s=None,
-        **origin_columns(torch.device(device), commit),
-    )
+    times: dict[str, Any] = dict(zip(("p20_ms", "p50_ms", "p80_ms"), quantiles(milliseconds), strict=True))
+    peak = None if peak_bytes is None else round(peak_bytes / 2**30, 3)
+    where = origin_columns(torch.device(device), commit)
+    return Row(**columns, dtype=dtype_name(dtype), **times, peak_gib=peak, tokens_per_s=None, **where)
 
 
 def append(path: Path, row: Row) -> None:

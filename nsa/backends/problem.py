@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -82,18 +83,9 @@ class Problem:
     ) -> Problem:
         """The whole attention of `config` on `batch` sequences of `length` tokens."""
         require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
-        return cls(
-            batch=batch,
-            n_queries=length,
-            n_keys=length,
-            n_heads=config.n_heads,
-            n_groups=config.n_kv_groups,
-            d_k=config.d_k,
-            d_v=config.d_v,
-            dtype=dtype,
-            device=device,
-            backward=backward,
-        )
+        heads = (config.n_heads, config.n_kv_groups, config.d_k, config.d_v)
+        sizes: dict[str, Any] = dict(zip(SIZES, (batch, length, length, *heads), strict=True))
+        return cls(**sizes, dtype=dtype, device=device, backward=backward)
 
     def __str__(self) -> str:
         flags = [flag for flag in ("backward", "packed", "cached") if getattr(self, flag)]

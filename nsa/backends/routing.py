@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -306,9 +306,7 @@ class Router:
         reason = self.ask(name, "declined", problem, named=named) or self.backends[name].supports(problem)
         return reason if reason is not None or named else self.ask(name, "explicit_only", problem)
 
-    def run(
-        self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False, **kwargs: Any
-    ) -> Any:
+    def run(self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False) -> Any:
         """Call `function` of the backend that runs the problem; under `auto`, of the next one if that fails."""
         route = self.route(problem, backend)
         name, why = route.chosen, route.why
@@ -322,9 +320,9 @@ class Router:
                 f"{broken} failed before {function} on {problem}: {reason}; strict forbids another backend"
             )
         try:
-            return self.call(name, problem, function, why, args, kwargs)
+            return self.call(name, problem, function, why, args)
         except BackendFailure as failure:
-            return self.after_failure(failure, name, problem, function, backend, strict, args, kwargs)
+            return self.after_failure(failure, name, problem, function, backend, strict, args)
 
     def after_failure(
         self,
@@ -335,7 +333,6 @@ class Router:
         backend: str,
         strict: bool,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
     ) -> Any:
         """Run a call in which `name` failed on the backends after it; raise if it was asked for by name."""
         route = self.route(problem, backend)
@@ -353,7 +350,7 @@ class Router:
                 raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {end}") from failure
             name, why = following, f"{name} failed: {failure}"
             try:
-                return self.call(name, problem, function, why, args, kwargs)
+                return self.call(name, problem, function, why, args)
             except BackendFailure as another:
                 failure = another
 
@@ -371,35 +368,24 @@ class Router:
             after = f"falling back to {following}" if following else "no fallback"
             log.warning("nsa: %s failed in %s on %s: %s; %s", name, function, problem, reason, after)
 
-    def call(
-        self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        compute = getattr(self.backends[name], function)
+    def call(self, name: str, problem: Problem, function: str, why: str, args: tuple[Any, ...]) -> Any:
+        # An audit logs each path once, timing every call.
+        path = (function, problem, name)
+        logged = self.logs_calls and (self.config.debug_timing or path not in self.logged)
         # The caller's autocast still holds here and would round fp32 sums.
         with torch.autocast(problem.device, enabled=False):
-            if self.logs_calls:
-                result = self.logged_call(compute, name, problem, function, why, args, kwargs)
-            else:
-                result = compute(*args, **kwargs)
+            compute = partial(getattr(self.backends[name], function), *args)
+            result = self.logged_call(compute, path, why, args) if logged else compute()
         self.counts.add_call(problem.op, name)
         return result
 
     def logged_call(
-        self,
-        compute: Callable[..., Any],
-        name: str,
-        problem: Problem,
-        function: str,
-        why: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, compute: Callable[[], Any], path: tuple[str, Problem, str], why: str, args: tuple[Any, ...]
     ) -> Any:
-        # An audit logs each path once, timing every call.
-        if not self.config.debug_timing and (function, problem, name) in self.logged:
-            return compute(*args, **kwargs)
-        self.logged.add((function, problem, name))
+        self.logged.add(path)
+        function, problem, name = path
         # Saved tensors and gradients come in tuples.
-        flat = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, tuple) else (arg,))]
+        flat = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
         inputs = [x for x in flat if isinstance(x, torch.Tensor)]
         on_gpu = problem.device == "cuda"
         # Synchronizing would break the capture of a CUDA graph, in which nothing runs yet.
@@ -408,7 +394,7 @@ class Router:
         if waits:
             torch.cuda.synchronize(inputs[0].device)
         begin = time.perf_counter()
-        result = compute(*args, **kwargs)
+        result = compute()
         if waits:
             torch.cuda.synchronize(inputs[0].device)
         elapsed = "being captured" if capturing else f"{(time.perf_counter() - begin) * 1e3:.3f}"
@@ -471,14 +457,8 @@ def problem_for_op(problem: Problem, op: str, block: int, stride: int, window: i
         problem = replace(problem, d_v=problem.d_k, backward=False)
     if op == "combine":
         # The gated sum has no keys: every head is its own group, with one row per query.
-        problem = replace(
-            problem,
-            n_keys=problem.n_queries,
-            n_groups=problem.n_heads,
-            d_k=problem.d_v,
-            packed=False,
-            cached=False,
-        )
+        sizes: Any = {"n_keys": problem.n_queries, "n_groups": problem.n_heads, "d_k": problem.d_v}
+        problem = replace(problem, **sizes, packed=False, cached=False)
     return problem.for_op(op)
 
 

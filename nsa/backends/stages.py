@@ -60,7 +60,7 @@ class Stage:
             else:
                 result = compute(*args)
         except self.failures as failure:
-            call: tuple[Any, ...] = (self.problem, self.function, self.backend, self.strict, args, {})
+            call: tuple[Any, ...] = (self.problem, self.function, self.backend, self.strict, args)
             result = self.router.after_failure(failure, str(self.name), *call)
             self.resolve()
             return result

@@ -20,20 +20,13 @@ DTYPE = torch.bfloat16
 # Candidate numbers of waves that the key-major kernel splits its work into.
 WAVES = (2, 4, 8, 16)
 
+RANGED: dict[str, type] = {"forward": tiles.Tile, "dq": tiles.Tile, "dkv": tiles.SplitTile}
 KINDS: dict[str, type] = {
-    "compressed-forward": tiles.Tile,
-    "compressed-dq": tiles.Tile,
-    "compressed-dkv": tiles.SplitTile,
-    "sliding-forward": tiles.Tile,
-    "sliding-dq": tiles.Tile,
-    "sliding-dkv": tiles.SplitTile,
-    "scores": selection.SelectionTile,
-    "scores-few-heads": selection.SelectionTile,
-    "selected-forward-query": SelectedForwardTile,
-    "selected-forward-block": SelectedForwardTile,
+    **{f"{branch}-{part}": kind for branch in ("compressed", "sliding") for part, kind in RANGED.items()},
+    **dict.fromkeys(("scores", "scores-few-heads"), selection.SelectionTile),
+    **dict.fromkeys(("selected-forward-query", "selected-forward-block"), SelectedForwardTile),
     "selected-backward": SelectedBackwardTile,
-    "combine-forward": combine.CombineTile,
-    "combine-backward": combine.CombineTile,
+    **dict.fromkeys(("combine-forward", "combine-backward"), combine.CombineTile),
 }
 
 
@@ -92,9 +85,8 @@ class Workbench:
         self.over_blocks = Compressed(sequences, config.l, config.d, scale)
         self.over_selected = Selected(sequences, config.l_sel, scale)
         self.over_window = Sliding(sequences, config.w, scale)
-        self.selection = Selection(
-            sequences, config.l, config.d, config.l_sel, config.n_sel, config.n_init, config.n_local, scale
-        )
+        counts = (config.n_sel, config.n_init, config.n_local)
+        self.selection = Selection(sequences, config.l, config.d, config.l_sel, *counts, scale)
         pooling = Pooling(sequences, config.l, config.d)
         self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, pooling) for x in (self.k, self.v))
         self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, self.over_blocks)

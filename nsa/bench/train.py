@@ -64,15 +64,11 @@ class Measurement:
         r = self.row
         peak = "" if r.peak_gib is None else f"   peak {r.peak_gib:.2f} GiB"
         calls = ", ".join(f"{name} {times}" for name, times in self.calls.items())
-        return "\n".join(
-            [
-                f"{r.impl}, {self.params / 1e6:.1f}M parameters, {r.gpu}",
-                f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}",
-                f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}",
-                f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model FLOPs",
-                f"backends: {calls or 'torch SDPA'}",
-            ]
-        )
+        lines = [f"{r.impl}, {self.params / 1e6:.1f}M parameters, {r.gpu}"]
+        lines += [f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}"]
+        lines += [f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}"]
+        lines += [f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model FLOPs"]
+        return "\n".join([*lines, f"backends: {calls or 'torch SDPA'}"])
 
 
 class Runner:
@@ -85,9 +81,8 @@ class Runner:
         with self.device:
             self.model = LM(bench.model)
         self.model.recompute = bench.gc
-        self.step = TrainStep(
-            self.model, dtype=DTYPES[bench.dtype], compile=bench.compile, cuda_graphs=bench.cuda_graphs
-        )
+        dtype, graphs = DTYPES[bench.dtype], bench.cuda_graphs
+        self.step = TrainStep(self.model, dtype=dtype, compile=bench.compile, cuda_graphs=graphs)
         config = bench.model
         tokens = synthetic(bench.batch_size, config.seq_len, config.vocab_size, seed=0, device=self.device)
         self.batch = Batch(*tokens, cu_seqlens=None)
@@ -95,22 +90,18 @@ class Runner:
     def run(self, steps: int) -> list[float]:
         """Milliseconds of each step, read at the end: the host runs ahead, as in training."""
         on_gpu = self.device.type == "cuda"
-        marks: list[torch.cuda.Event | float] = []
-
-        def mark() -> None:
-            if on_gpu:
-                event = torch.cuda.Event(enable_timing=True)
+        events = [torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(steps + 1)]
+        seconds = []
+        for number, event in enumerate(events):
+            if number:
+                self.step([self.batch], LR)
+            if event is not None:
                 event.record()
-                marks.append(event)
-            else:
-                marks.append(time.perf_counter())
-
-        mark()
-        for _ in range(steps):
-            self.step([self.batch], LR)
-            mark()
+            seconds.append(time.perf_counter())
         self.wait()
-        return [elapsed_ms(begin, end) for begin, end in pairwise(marks)]
+        if not on_gpu:
+            return [(end - begin) * 1e3 for begin, end in pairwise(seconds)]
+        return [begin.elapsed_time(end) for begin, end in pairwise(filter(None, events))]
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -162,14 +153,6 @@ class Runner:
         self.wait()
 
 
-def elapsed_ms(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(begin, float) and isinstance(end, float):
-        return (end - begin) * 1e3
-    assert isinstance(begin, torch.cuda.Event)
-    assert isinstance(end, torch.cuda.Event)
-    return begin.elapsed_time(end)
-
-
 def run(args: argparse.Namespace) -> int:
     """`nsa bench train`: returns the exit status."""
     on_gpu = torch.cuda.is_available()
@@ -190,18 +173,11 @@ def run(args: argparse.Namespace) -> int:
 
 def bench_of(args: argparse.Namespace, model: LMConfig, batch_size: int) -> TrainBench:
     on_gpu = torch.cuda.is_available()
-    return TrainBench(
-        model=model,
-        batch_size=batch_size,
-        steps=args.steps,
-        warmup=args.warmup,
-        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
-        device=args.device or ("cuda" if on_gpu else "cpu"),
-        compile=args.compile,
-        cuda_graphs=on_gpu if args.cuda_graphs is None else args.cuda_graphs,
-        gc=args.gc,
-        commit=args.commit,
-    )
+    given = {name: getattr(args, name) for name in ("steps", "warmup", "compile", "gc", "commit")}
+    given["dtype"] = args.dtype or ("bfloat16" if on_gpu else "float32")
+    given["device"] = args.device or ("cuda" if on_gpu else "cpu")
+    given["cuda_graphs"] = on_gpu if args.cuda_graphs is None else args.cuda_graphs
+    return TrainBench(model=model, batch_size=batch_size, **given)
 
 
 def run_one(bench: TrainBench, args: argparse.Namespace) -> None:

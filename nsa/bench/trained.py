@@ -17,10 +17,9 @@ from torch import Tensor
 from nsa.attention import NSAAttention
 from nsa.bench.attention import AttentionShape, Task, measure_and_print
 from nsa.config import require
-from nsa.data import open_loader
 from nsa.functional import nsa_attention
 from nsa.model import LM, load_model
-from nsa.train.run_info import config_of
+from nsa.train.run_info import config_of, open_data
 
 
 def middle_layer(model: LM) -> NSAAttention:
@@ -64,14 +63,7 @@ def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Itera
     layer = middle_layer(model)
     c = layer.config
     shape = AttentionShape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
-    with open_loader(
-        config.data,
-        split="train",
-        batch_size=batch,
-        seq_len=length,
-        seed=config.seed,
-        vocab_size=config.model.vocab_size,
-    ) as loader:
+    with open_data(config, "train", batch_size=batch, seq_len=length) as loader:
         tokens = next(loader).tokens.view(batch, length).to("cuda")
     trained, shared = inputs_of_layer(model, layer, tokens, torch.bfloat16)
     print(f"S={length}: neighbouring queries share {shared:.0%} of their selected blocks", flush=True)

@@ -38,22 +38,10 @@ ENDS = 4096
 FINEWEB_EDU, FINEWEB_EDU_SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
 
 # Folders of the standard library to leave out: tests, installed packages, data written as code.
-SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "encodings",
-    "pydoc_data",
-}
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+SKIPPED_FOLDERS |= {"__pycache__", "encodings", "pydoc_data"}
 
-SUFFIXES = {
-    "text": (".txt", ".md", ".rst"),
-    "jsonl": (".jsonl", ".ndjson"),
-    "parquet": (".parquet",),
-}
+SUFFIXES = {"text": (".txt", ".md", ".rst"), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 
 class DocumentChunk(NamedTuple):
@@ -144,9 +132,7 @@ class IndexedDocuments(ABC):
 class TextFiles(IndexedDocuments):
     """A file is a document."""
 
-    def __init__(
-        self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop
-    ) -> None:
+    def __init__(self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop):
         super().__init__(files, root, on_bad)
         self.errors = errors
         for path in files:
@@ -254,9 +240,8 @@ class Parquet(IndexedDocuments):
             except (arrow.ArrowException, OSError) as error:
                 self.on_bad(self.where(index), f"cannot be read: {error}", rows)
                 return DocumentChunk([""] * rows, first)
-        return DocumentChunk(
-            [self.text(cell, f"{self.where(index)}, row {row}") for row, cell in enumerate(column)], first
-        )
+        where = self.where(index)
+        return DocumentChunk([self.text(cell, f"{where}, row {row}") for row, cell in enumerate(column)], first)
 
     def text(self, cell: Any, where: str) -> str:
         try:

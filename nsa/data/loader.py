@@ -294,36 +294,25 @@ def open_loader(
     pools = open_pools(config, split=split, seq_len=seq_len, seed=seed)
     if vocab_size is not None:
         check_vocabulary(pools.tokenizer, vocab_size)
-    identity = {
+    identity: dict[str, Any] = {
         "source": config.source,
         "fingerprint": pools.fingerprint,
         "tokenizer": pools.tokenizer.name,
-        "split": split,
-        "seq_len": seq_len,
-        "seed": seed,
-        "shuffle_tokens": config.shuffle_tokens,
     }
+    identity |= {"split": split, "seq_len": seq_len, "seed": seed, "shuffle_tokens": config.shuffle_tokens}
     return Loader(pools, config, Share(batch_size, rank, world_size, config.pack), identity)
 
 
 def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> Pools:
+    order: dict[str, Any] = {"split": split, "seq_len": seq_len, "seed": seed}
     if config.source == "shards":
         assert config.path is not None
-        return ShardPools(
-            Path(config.path).expanduser(), tokenizer=config.tokenizer, split=split, seq_len=seq_len, seed=seed
-        )
+        return ShardPools(Path(config.path).expanduser(), tokenizer=config.tokenizer, **order)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     if config.source == "synthetic":
-        return SyntheticPools(tokenizer, split=split, seq_len=seq_len, seed=seed)
-    return TextPools(
-        open_documents(config),
-        tokenizer,
-        split=split,
-        seq_len=seq_len,
-        seed=seed,
-        doc_batch=config.doc_batch,
-        shuffle_tokens=config.shuffle_tokens,
-    )
+        return SyntheticPools(tokenizer, **order)
+    sizes: dict[str, Any] = {"doc_batch": config.doc_batch, "shuffle_tokens": config.shuffle_tokens}
+    return TextPools(open_documents(config), tokenizer, **order, **sizes)
 
 
 def synthetic(

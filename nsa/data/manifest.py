@@ -57,11 +57,10 @@ class Manifest(NamedTuple):
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
         values = parse_json(read_text(path, MAX_MANIFEST_BYTES), f"{path} is not JSON")
-        check_entry(
-            path, "version", values.get("version"), values.get("version") == MANIFEST_VERSION, str(MANIFEST_VERSION)
-        )
-        files: Any = values.get("files")
+        version, files = values.get("version"), values.get("files")
+        check_entry(path, "version", version, version == MANIFEST_VERSION, str(MANIFEST_VERSION))
         check_entry(path, "files", files, isinstance(files, dict), "an object")
+        assert isinstance(files, dict)
         manifest = cls({name: listed(path, name, files[name]) for name in sorted(files)})
         manifest.check_names(path)
         return manifest

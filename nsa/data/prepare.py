@@ -109,12 +109,8 @@ def prepare(
             print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
             tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
         there = load_tokenizer(out).name if (out / TOKENIZER_FILE).is_file() else None
-        require(
-            there in (None, tokenizer.name),
-            "out",
-            str(out),
-            f"a folder without a {TOKENIZER_FILE} of another tokenizer",
-        )
+        accepted = f"a folder without a {TOKENIZER_FILE} of another tokenizer"
+        require(there in (None, tokenizer.name), "out", str(out), accepted)
         writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
         try:
             write_shards(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
@@ -219,28 +215,16 @@ def ending_on_signals() -> Iterator[None]:
 
 def run_prepare(args: argparse.Namespace) -> int:
     out: Path = args.out
-    config = DataConfig(
-        source=args.source,
-        path=args.path,
-        name=args.name,
-        tokenizer=args.tokenizer,
-        text_key=args.text_key,
-        doc_batch=args.doc_batch,
-    )
+    names = ("source", "path", "name", "tokenizer", "text_key", "doc_batch")
+    config = DataConfig(**{name: getattr(args, name) for name in names})
     if args.limit_tokens is not None:
         require_positive_int("--limit-tokens", args.limit_tokens)
     if args.train_bpe is not None:
         check_bpe_vocabulary("--train-bpe", args.train_bpe)
     skipped = Skipped()
+    sizes = {"bpe_vocab_size": args.train_bpe, "shard_tokens": args.shard_tokens, "limit_tokens": args.limit_tokens}
     try:
-        writers = prepare(
-            config,
-            out,
-            bpe_vocab_size=args.train_bpe,
-            shard_tokens=args.shard_tokens,
-            limit_tokens=args.limit_tokens,
-            on_bad=skipped if args.on_bad == "skip" else stop,
-        )
+        writers = prepare(config, out, **sizes, on_bad=skipped if args.on_bad == "skip" else stop)
     except ValueError as error:
         raise ValueError(f"{error}{skipped}") from error
     for split, writer in writers.items():

@@ -129,12 +129,9 @@ class Shard:
         tokens = self.read(file, HEADER_BYTES + begin * width, TOKEN_DTYPES[width], end - begin).to(torch.int64)
         if len(tokens) and int(tokens.max()) >= vocab_size:
             first = int((tokens >= vocab_size).nonzero()[0])
-            check_shard(
-                False,
-                self.path,
-                f"its token {begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}, is "
-                f"{tokens[first]}, and its vocabulary has {vocab_size:,}",
-            )
+            place = f"{begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}"
+            problem = f"its token {place}, is {tokens[first]}, and its vocabulary has {vocab_size:,}"
+            check_shard(False, self.path, problem)
         return tokens
 
     def window(self, begin: int, end: int) -> Window:
@@ -154,11 +151,8 @@ class Shard:
             last = int(block[-1])
             self.coarse += block[::STRIDE].tolist()
         check_shard(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
-        check_shard(
-            ascending and last == self.header.tokens,
-            self.path,
-            f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens",
-        )
+        whole = ascending and last == self.header.tokens
+        check_shard(whole, self.path, f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens")
 
     def check_tokens(self) -> None:
         """Read every token and compare their checksum."""
@@ -195,15 +189,13 @@ def inode(status: os.stat_result) -> tuple[int, int]:
 
 def read_shard_header(file: int, path: Path) -> Header:
     start = os.pread(file, HEADER_BYTES, 0)
-    check_shard(
-        len(start) == HEADER_BYTES, path, f"it has {len(start)} bytes, its header alone would have {HEADER_BYTES}"
-    )
+    size = len(start)
+    check_shard(size == HEADER_BYTES, path, f"it has {size} bytes, its header alone would have {HEADER_BYTES}")
     header = Header(*FIELDS.unpack_from(start))
     check_shard(header.magic == MAGIC, path, f"it begins with {header.magic!r}, not {MAGIC!r}")
     # Before the checksum, whose place depends on the version.
-    check_shard(
-        header.version == SHARD_VERSION, path, f"it has version {header.version}, this is for version {SHARD_VERSION}"
-    )
+    version = header.version
+    check_shard(version == SHARD_VERSION, path, f"it has version {version}, this is for version {SHARD_VERSION}")
     (seal,) = SEAL.unpack_from(start, FIELDS.size)
     check_shard(seal == crc32(start[: FIELDS.size]), path, "its header does not match its CRC")
     check_shard(header.width in TOKEN_DTYPES, path, f"it has {header.width} bytes per token")
@@ -271,18 +263,9 @@ class ShardWriter:
         if self.file is None:
             return
         offsets = raw_bytes(torch.tensor(self.offsets))
-        count = self.offsets[-1]
-        header = Header(
-            magic=MAGIC,
-            version=SHARD_VERSION,
-            width=self.width,
-            vocab_size=self.vocab_size,
-            tokens_crc=self.crc,
-            offsets_crc=crc32(offsets),
-            tokens=count,
-            documents=len(self.offsets) - 1,
-            tokenizer=self.tokenizer_name,
-        )
+        count, documents = self.offsets[-1], len(self.offsets) - 1
+        sizes, crcs = (self.width, self.vocab_size), (self.crc, crc32(offsets))
+        header = Header(MAGIC, SHARD_VERSION, *sizes, *crcs, count, documents, self.tokenizer_name)
         with naming_file(self.paths[-1]):
             self.file.write(bytes(header.offsets_at - HEADER_BYTES - count * self.width) + offsets)
             self.file.seek(0)
@@ -338,10 +321,8 @@ class ShardPool(Pool):
     def window(self, index: int) -> Window:
         number = self.order[index]
         at = bisect_right(self.ends, number)
-        shard = self.shards[at]
         begin = (number - (self.ends[at - 1] if at else 0)) * self.seq_len
-        end = begin + self.seq_len + 1
-        return shard.window(begin, end)
+        return self.shards[at].window(begin, begin + self.seq_len + 1)
 
 
 class ShardPools:

@@ -126,9 +126,8 @@ class FileTokenizer:
             own = (TypeError, ValueError, OverflowError)
             if not (isinstance(error, own) or type(error) is Exception or type(error).__name__ == "PanicException"):
                 raise
-            raise ValueError(
-                f"tokenizer is {self.origin!r}; accepted: one that can {what}: {shorten(str(error), 300)}"
-            ) from error
+            accepted = f"one that can {what}: {shorten(str(error), 300)}"
+            raise ValueError(f"tokenizer is {self.origin!r}; accepted: {accepted}") from error
 
     def encode(self, text: str) -> list[int]:
         with self.naming_errors("encode this text"):
@@ -170,9 +169,8 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(folder_or_name).expanduser()
     path = path / TOKENIZER_FILE if path.is_dir() else path
-    require(
-        path.is_file(), "tokenizer", str(folder_or_name), f"'bytes', a {TOKENIZER_FILE}, or a folder that holds one"
-    )
+    accepted = f"'bytes', a {TOKENIZER_FILE}, or a folder that holds one"
+    require(path.is_file(), "tokenizer", str(folder_or_name), accepted)
     text = read_text(path, MAX_TOKENIZER_BYTES)
     values = parse_json(text, f"tokenizer is {str(path)!r}; accepted: a file with JSON")
     if values.get("type") == ByteTokenizer.name:
@@ -202,11 +200,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKENS[0]],
-        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    kept = {"special_tokens": [END_TOKENS[0]], "initial_alphabet": package.pre_tokenizers.ByteLevel.alphabet()}
+    trainer = package.trainers.BpeTrainer(vocab_size=vocab_size, **kept, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return FileTokenizer(tokenizer.to_str(pretty=True), "the trained BPE")

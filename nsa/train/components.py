@@ -181,15 +181,8 @@ class Sampler:
     def generate(self, model: LM) -> str:
         """The configured prompt with its continuation, which a signal cuts short."""
         t, c, tokenizer = self.trainer, self.trainer.config, self.trainer.loader.tokenizer
-        new = generate(
-            model,
-            [tokenizer.encode(c.sample_prompt)],
-            c.sample_tokens,
-            temperature=0.8,
-            seed=c.seed,
-            cuda_graph=False,
-            stop=lambda: t.signals.received is not None,
-        )
+        prompts, how = [tokenizer.encode(c.sample_prompt)], {"temperature": 0.8, "seed": c.seed, "cuda_graph": False}
+        new = generate(model, prompts, c.sample_tokens, **how, stop=lambda: t.signals.received is not None)
         return c.sample_prompt + tokenizer.decode(new[0].tolist())
 
 
@@ -236,16 +229,10 @@ class Checkpointer:
     def save(self, *, wait: bool, good: bool) -> None:
         """Called with `changing` held."""
         t = self.trainer
-        extra = {
-            "data": t.position,
-            "ranks": t.ranks.size,
-            "tokens_per_step": t.tokens_per_step,
-            "rng": rng_state(t.device),
-            "scaler": t.update.scaler.state_dict(),
-            "skipped": t.skips.total,
-            "loss_start": t.loss_start if math.isfinite(t.loss_start or 0.0) else None,
-            "seconds": t.clock.total,
-        }
+        extra = {"data": t.position, "ranks": t.ranks.size, "tokens_per_step": t.tokens_per_step}
+        extra |= {"rng": rng_state(t.device), "scaler": t.update.scaler.state_dict()}
+        extra |= {"skipped": t.skips.total, "seconds": t.clock.total}
+        extra["loss_start"] = t.loss_start if math.isfinite(t.loss_start or 0.0) else None
         self.checkpoints.save(t.done, t.model, t.update.optimizer, extra, loss=t.validator.loss, good=good, wait=wait)
 
     def rescue(self) -> str:

@@ -146,25 +146,19 @@ class TrainConfig:
         decay = 1 <= self.decay <= left if wsd else self.decay == 0
         prompt = isinstance(self.sample_prompt, str) and self.sample_prompt != ""
         compression = self.grad_compression == "none" or (self.parallel == "ddp" and on_gpu)
+        alone, scales = self.parallel == "none", self.dtype == "float16" and self.parallel == "fsdp"
+        graphs, ranks = self.cuda_graphs, f"False with parallel = {self.parallel}: a graph cannot wait for other ranks"
         for holds, name, accepted in (
             (self.lr_floor <= 1, "lr_floor", "a fraction of lr, 0 to 1"),
             (left > 0, "warmup", f"less than steps = {self.steps}"),
             (decay, "decay", f"1 to {left} for wsd: the steps after the warm-up" if wsd else "0 for a cosine"),
             (prompt, "sample_prompt", "a text of at least one character"),
             (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
-            (not self.cuda_graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
-            (not (self.cuda_graphs and self.data.pack), "cuda_graphs", "False with data.pack, whose shapes vary"),
-            (
-                not self.cuda_graphs or self.parallel == "none",
-                "cuda_graphs",
-                f"False with parallel = {self.parallel}: a graph cannot wait for other ranks",
-            ),
+            (not graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
+            (not (graphs and self.data.pack), "cuda_graphs", "False with data.pack, whose shapes vary"),
+            (not graphs or alone, "cuda_graphs", ranks),
             (compression, "grad_compression", "'none', or with ddp on GPUs 'bf16'; fsdp has its own mixed precision"),
-            (
-                self.dtype != "float16" or self.parallel != "fsdp",
-                "dtype",
-                "'bfloat16' or 'float32' with fsdp, whose ranks would each scale their own losses",
-            ),
+            (not scales, "dtype", "'bfloat16' or 'float32' with fsdp, whose ranks would each scale their own losses"),
         ):
             require(holds, name, getattr(self, name), accepted)
 

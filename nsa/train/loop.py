@@ -10,11 +10,12 @@ import math
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 
 from nsa.backends.routing import counts_so_far
-from nsa.data import Batch, Loader, open_loader
+from nsa.data import Batch, Loader
 from nsa.data.config import Split
 from nsa.model import LM, load_model
 from nsa.progress import open_closed_descriptors
@@ -26,7 +27,7 @@ from nsa.train.guards import RunStopped, Signals, Skips, StopRequested, Watchdog
 from nsa.train.logger import Logger, every
 from nsa.train.report import write_report
 from nsa.train.run_folder import WATCHDOG
-from nsa.train.run_info import Summary, backends, boot_line, check_folder, check_ranks
+from nsa.train.run_info import Summary, backends, boot_line, check_folder, check_ranks, open_data
 from nsa.train.run_stats import Clock, fallbacks
 from nsa.train.step import DTYPES, PendingSteps, StepResult, TrainStep, learning_rate, to_device
 from nsa.train.warmup import warm_up
@@ -67,33 +68,16 @@ class Trainer:
         # Kept in memory, because a stream would have to be opened again.
         with self.open_data("valid") as loader:
             self.validator = Validator(self, list(islice(loader, c.eval_batches)))
-        module = parallelize(
-            self.model,
-            parallel=c.parallel,
-            device=self.device,
-            dtype=self.dtype,
-            compile=c.compile,
-            grad_compression=c.grad_compression,
-        )
-        self.update = TrainStep(
-            self.model,
-            module=module,
-            dtype=self.dtype,
-            compile=c.compile and c.parallel != "fsdp",
-            cuda_graphs=c.cuda_graphs,
-            weight_decay=c.weight_decay,
-            grad_clip=c.grad_clip,
-        )
+        options: dict[str, Any] = {"parallel": c.parallel, "grad_compression": c.grad_compression}
+        module = parallelize(self.model, device=self.device, dtype=self.dtype, compile=c.compile, **options)
+        options = {"cuda_graphs": c.cuda_graphs, "weight_decay": c.weight_decay, "grad_clip": c.grad_clip}
+        compiled = c.compile and c.parallel != "fsdp"
+        self.update = TrainStep(self.model, module=module, dtype=self.dtype, compile=compiled, **options)
         self.sampler = Sampler(self)
         self.checkpointer = Checkpointer(self)
         self.checkpoints = self.checkpointer.checkpoints
-        self.components: tuple[Component, ...] = (
-            SpeedCheck(self),
-            StatsWriter(self),
-            self.validator,
-            self.sampler,
-            self.checkpointer,
-        )
+        periodic = (self.validator, self.sampler, self.checkpointer)
+        self.components: tuple[Component, ...] = (SpeedCheck(self), StatsWriter(self), *periodic)
         self.clock = Clock()
         self.signals = Signals(forwarded=self.ranks.size > 1)
         self.vote = Vote()
@@ -116,16 +100,7 @@ class Trainer:
         if split == "valid" and data.on_stall == "synthetic":
             # The loss on random tokens would be meaningless, for the whole run.
             data = replace(data, on_stall="retry")
-        return open_loader(
-            data,
-            split=split,
-            batch_size=c.batch_size,
-            seq_len=c.model.seq_len,
-            seed=c.seed,
-            rank=self.ranks.rank,
-            world_size=self.ranks.size,
-            vocab_size=c.model.vocab_size,
-        )
+        return open_data(replace(c, data=data), split, rank=self.ranks.rank, world_size=self.ranks.size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -252,9 +227,8 @@ class Trainer:
 
     def lr(self, step: int) -> float:
         c = self.config
-        return learning_rate(
-            step, c.steps, peak=c.lr, warmup=c.warmup, floor=c.lr_floor, schedule=c.schedule, decay=c.decay
-        )
+        shape: dict[str, Any] = {"floor": c.lr_floor, "schedule": c.schedule, "decay": c.decay}
+        return learning_rate(step, c.steps, peak=c.lr, warmup=c.warmup, **shape)
 
     def finish(self) -> Summary:
         """Validate, save, export, sample and write the report."""
@@ -274,18 +248,9 @@ class Trainer:
         # Validation, export and sample may have taken long.
         self.logger.check_in_place()
         assert self.loss_start is not None
-        summary = Summary(
-            loss_start=self.loss_start,
-            loss_end=loss_end,
-            tokens_per_s=self.clock.mean_rate,
-            skipped=self.skips.total,
-            stand_ins=self.loader.stand_ins,
-            served=counts_so_far().as_dict()["calls"],
-            fallbacks=fallbacks(),
-            sample=sample,
-            checkpoint=exported,
-            report=None,
-        )
+        rate, served = self.clock.mean_rate, counts_so_far().as_dict()["calls"]
+        counts = (self.skips.total, self.loader.stand_ins, served, fallbacks())
+        summary = Summary(self.loss_start, loss_end, rate, *counts, sample, exported, report=None)
         self.logger.write("end", **summary.to_dict())
         if self.ranks.first:
             self.logger.close_files()
@@ -326,15 +291,8 @@ class Trainer:
 
     def describe(self) -> str:
         """For the watchdog: the newest batches, and which backends run them."""
-        shapes = [
-            {name: tuple(x.shape) for name, x in batch._asdict().items() if x is not None} for batch in self.fetched
-        ]
-        return "\n".join(
-            [
-                f"steps done: {self.done}, not logged yet: {len(self.pending)}",
-                f"data: {self.loader}",
-                f"last batches: {shapes}",
-                f"routes: {backends(self.config)}",
-                f"calls and failures: {counts_so_far().as_dict()}",
-            ]
-        )
+        named = [batch._asdict() for batch in self.fetched]
+        shapes = [{name: tuple(x.shape) for name, x in batch.items() if x is not None} for batch in named]
+        lines = [f"steps done: {self.done}, not logged yet: {len(self.pending)}", f"data: {self.loader}"]
+        lines += [f"last batches: {shapes}", f"routes: {backends(self.config)}"]
+        return "\n".join([*lines, f"calls and failures: {counts_so_far().as_dict()}"])

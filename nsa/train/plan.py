@@ -121,9 +121,6 @@ class RunPlan:
     basis: Basis
     source: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def plan_run(
     config: TrainConfig,
@@ -172,20 +169,11 @@ def plan_run(
     step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
     total = step * config.steps
-    return RunPlan(
-        gpu=name,
-        gpus=gpus,
-        memory=memory,
-        memory_gib=MEMORY_GIB[name],
-        fits=memory.total / GIB + RESERVED_GIB <= MEMORY_GIB[name],
-        tokens_per_step=tokens,
-        tokens_per_s=tokens / step,
-        step_s=step,
-        total_s=total,
-        cost=None if price is None else total / 3600 * price * gpus,
-        basis=rate.basis,
-        source=f"{source}; a third more FLOPs for gc" if recomputed else source,
-    )
+    fits = gib + RESERVED_GIB <= MEMORY_GIB[name]
+    cost = None if price is None else total / 3600 * price * gpus
+    source = f"{source}; a third more FLOPs for gc" if recomputed else source
+    times = (tokens / step, step, total, cost)
+    return RunPlan(name, gpus, memory, MEMORY_GIB[name], fits, tokens, *times, rate.basis, source)
 
 
 def launch_s(config: LMConfig) -> float:
@@ -217,14 +205,9 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
     # Rows of logits in fp32 and cast; the embedding table cast, and its gradient in fp32.
     rows = min(CHUNK_ROWS, tokens) * c.vocab_size * (4 + width)
     table = c.vocab_size * c.attn.dim * (4 + width)
-    return Memory(
-        # Autocast caches a cast copy of every matrix during a forward.
-        parameters=held * (4 + width),
-        gradients=held * 4,
-        optimizer=held * 8,
-        activations=tokens * saved,
-        loss=float(rows + table + tokens * c.attn.dim * width),
-    )
+    loss = float(rows + table + tokens * c.attn.dim * width)
+    # Autocast caches a cast copy of every matrix during a forward.
+    return Memory(held * (4 + width), held * 4, held * 8, tokens * saved, loss)
 
 
 def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
@@ -247,13 +230,11 @@ def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
             raise ValueError(f"the sizes of the model are too large for a tensor ({sizes}): {reason}") from None
 
     ones, twos = ({kind: parts(kind, n) for kind in layers} for n in (1, 2))
-    return Memory(
-        **{
-            name: max(2 * ones[kind][name] - twos[kind][name] for kind in layers)
-            + sum(n * (twos[kind][name] - ones[kind][name]) for kind, n in layers.items())
-            for name in next(iter(ones.values()))
-        }
-    )
+    total = {}
+    for name in next(iter(ones.values())):
+        rest = max(2 * ones[kind][name] - twos[kind][name] for kind in layers)
+        total[name] = rest + sum(n * (twos[kind][name] - ones[kind][name]) for kind, n in layers.items())
+    return Memory(**total)
 
 
 def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
@@ -472,43 +453,30 @@ def render(config: TrainConfig, plans: list[RunPlan], data: Iterable[str] = ()) 
     """The plans as a table; `data`: lines about the data."""
     with torch.device("meta"):
         count = sum(LM(config.model).parameter_counts().values())
-    first = plans[0]
-    gc = "on" if config.gc else "off"
-    lines = [
-        f"{count / 1e6:.1f}M parameters, S {config.model.seq_len}, B {config.batch_size} x {config.accum} on each of "
-        f"{first.gpus} GPU{'s' if first.gpus > 1 else ''}, parallel {config.parallel}, gc {gc}, {config.dtype}",
-        f"{config.steps:,} steps of {first.tokens_per_step:,} tokens: "
-        f"{config.steps * first.tokens_per_step / 1e9:.3g}G tokens",
-        *data,
-        "",
-        "GiB per GPU",
-    ]
+    first, tokens = plans[0], plans[0].tokens_per_step
+    gpus, gc = f"{first.gpus} GPU{'s' if first.gpus > 1 else ''}", "on" if config.gc else "off"
+    batch = f"S {config.model.seq_len}, B {config.batch_size} x {config.accum} on each of {gpus}"
+    lines = [f"{count / 1e6:.1f}M parameters, {batch}, parallel {config.parallel}, gc {gc}, {config.dtype}"]
+    lines += [f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens / 1e9:.3g}G tokens"]
+    lines += [*data, "", "GiB per GPU"]
     parts = asdict(first.memory)
     width = max(map(len, parts))
     lines += [f"  {name:<{width}}  {value / GIB:8.2f}" for name, value in parts.items()]
     lines += [f"  {'total':<{width}}  {first.memory.total / GIB:8.2f}  and about {RESERVED_GIB:g} for the context", ""]
     head = ("GPU", "memory", "fits", "tokens/s", "step", "total", "cost")
-    rows = [
-        (
-            f"{plan.gpus} x {plan.gpu}" if plan.gpus > 1 else plan.gpu,
-            f"{plan.memory_gib:g} GiB",
-            "yes" if plan.fits else "no",
-            f"{plan.tokens_per_s:,.0f}",
-            milliseconds(plan.step_s),
-            f"{plan.total_s / 3600:,.1f} h",
-            "-" if plan.cost is None else f"{plan.cost:,.2f}",
-        )
-        for plan in plans
-    ]
+    rows = []
+    for plan in plans:
+        gpu, fits = f"{plan.gpus} x {plan.gpu}" if plan.gpus > 1 else plan.gpu, "yes" if plan.fits else "no"
+        times = (f"{plan.tokens_per_s:,.0f}", milliseconds(plan.step_s), f"{plan.total_s / 3600:,.1f} h")
+        rows.append((gpu, f"{plan.memory_gib:g} GiB", fits, *times, "-" if plan.cost is None else f"{plan.cost:,.2f}"))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for first_cell, *cells in (head, *rows):
         right = [f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([f"{first_cell:<{widths[0]}}", *right]))
     lines += ["", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
     if not all(plan.fits for plan in plans):
-        lines.append(
-            "where it does not fit: a smaller batch_size with more accum, gc=true, or parallel=fsdp on more GPUs"
-        )
+        hint = "a smaller batch_size with more accum, gc=true, or parallel=fsdp on more GPUs"
+        lines.append(f"where it does not fit: {hint}")
     if first.gpus > 1:
         lines.append("communication between GPUs is not included in these times")
     return "\n".join(lines)
@@ -530,5 +498,5 @@ def run(args: argparse.Namespace) -> int:
         # This need not be the machine that trains.
         data = [f"data: not on this machine, so its passes are not known: {error}"]
     print(render(config, plans, data))
-    print(json.dumps([plan.to_dict() | facts for plan in plans]))
+    print(json.dumps([asdict(plan) | facts for plan in plans]))
     return 0

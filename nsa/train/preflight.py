@@ -19,7 +19,7 @@ import torch
 
 from nsa import settings
 from nsa.backends.routing import Router
-from nsa.data import Batch, open_loader
+from nsa.data import Batch
 from nsa.data.config import Split
 from nsa.machine import usable_device
 from nsa.model import LM
@@ -35,7 +35,7 @@ from nsa.train.plan import (
     milliseconds,
     plan_run,
 )
-from nsa.train.run_info import check_folder, problem_of
+from nsa.train.run_info import check_folder, open_data, problem_of
 from nsa.train.step import DTYPES, TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
@@ -323,14 +323,7 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
     splits: tuple[Split, ...] = get_args(Split)
     for split in splits:
         try:
-            with open_loader(
-                config.data,
-                split=split,
-                batch_size=config.batch_size,
-                seq_len=config.model.seq_len,
-                seed=config.seed,
-                vocab_size=config.model.vocab_size,
-            ) as loader:
+            with open_data(config, split) as loader:
                 next(loader)
         except (ValueError, OSError, RuntimeError) as error:
             yield f"{split} data: {error}"

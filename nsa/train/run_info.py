@@ -17,6 +17,8 @@ from nsa import machine, settings
 from nsa.backends.problem import Problem
 from nsa.backends.routing import explain
 from nsa.config import require
+from nsa.data import Loader, open_loader
+from nsa.data.config import Split
 from nsa.files import LOCK, make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
 from nsa.origin import commit, package_version
@@ -45,30 +47,15 @@ def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
     """Everything that decides what runs, in one line that a log can be searched for."""
     switch = {True: "on", False: "off"}
     kinds = Counter(config.model.kinds)
-    parts = {
-        "S": config.model.seq_len,
-        "B": config.batch_size,
-        "accum": config.accum,
-        "gc": switch[config.gc],
-        # `nsa`, or `nsa*6+dense*6` where layers differ.
-        "attention": "+".join(f"{kind}*{n}" if len(kinds) > 1 else kind for kind, n in kinds.items()),
-        "params": f"{sum(model.parameter_counts().values()):,}",
-        "steps": config.steps,
-        "lr": config.lr,
-        "schedule": config.schedule,
-        "seed": config.seed,
-        "device": config.device,
-        "dtype": config.dtype,
-        "compile": switch[config.compile],
-        "cuda_graphs": switch[config.cuda_graphs],
-        "parallel": config.parallel,
-        "ranks": ranks.size,
-        **backends(config),
-        "hash": config.hash,
-        "out": config.out,
-        "data": source,
-    }
-    return "[boot] effective config: " + " ".join(f"{name}={value}" for name, value in parts.items())
+    parts: dict[str, Any] = {"S": config.model.seq_len, "B": config.batch_size, "accum": config.accum}
+    # `nsa`, or `nsa*6+dense*6` where layers differ.
+    attention = "+".join(f"{kind}*{n}" if len(kinds) > 1 else kind for kind, n in kinds.items())
+    parts |= {"gc": config.gc, "attention": attention, "params": f"{sum(model.parameter_counts().values()):,}"}
+    names = ("steps", "lr", "schedule", "seed", "device", "dtype", "compile", "cuda_graphs", "parallel")
+    parts |= {name: getattr(config, name) for name in names}
+    parts |= {"ranks": ranks.size, **backends(config), "hash": config.hash, "out": config.out, "data": source}
+    shown = {name: switch[value] if isinstance(value, bool) else value for name, value in parts.items()}
+    return "[boot] effective config: " + " ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def backends(config: TrainConfig) -> dict[str, str]:
@@ -77,12 +64,9 @@ def backends(config: TrainConfig) -> dict[str, str]:
     if kinds == {"dense"}:
         return {"backend": "torch-sdpa"}
     attn = config.model.attn
-    forward, backward = (
-        explain(
-            problem_of(config, backward=is_backward), attn.backend, block=attn.l, stride=attn.d, window=attn.w
-        ).routes
-        for is_backward in (False, True)
-    )
+    problems = (problem_of(config, backward=is_backward) for is_backward in (False, True))
+    sizes: dict[str, Any] = {"block": attn.l, "stride": attn.d, "window": attn.w}
+    forward, backward = (explain(problem, attn.backend, **sizes).routes for problem in problems)
     found = {}
     # The alternatives to NSA consist of these two ops.
     for op in forward if "nsa" in kinds else ("selected", "sliding"):
@@ -103,6 +87,12 @@ def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
         backward=backward,
     )
     return replace(problem, packed=packed)
+
+
+def open_data(config: TrainConfig, split: Split, **other: Any) -> Loader:
+    """The data of a run as batches of its size, with `other` arguments of `open_loader` over its own."""
+    own = {"batch_size": config.batch_size, "seq_len": config.model.seq_len, "seed": config.seed}
+    return open_loader(config.data, **{"split": split, "vocab_size": config.model.vocab_size, **own, **other})
 
 
 def save_run_info(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str, Any] | None = None) -> None:
@@ -226,14 +216,9 @@ class Summary:
         failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
         calls = ", ".join(f"{name} {times:,}" for name, times in self.served.items())
         rate = self.tokens_per_s
-        return "\n".join(
-            [
-                f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}",
-                "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s",
-                f"calls by backend: {calls or 'torch alone'}",
-                f"fallbacks: {failures or 'none'}   skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}",
-                f"sample:\n{self.sample}",
-                f"saved {self.checkpoint}",
-                f"report {self.report}",
-            ]
-        )
+        speed = "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s"
+        lines = [f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}", speed]
+        lines += [f"calls by backend: {calls or 'torch alone'}"]
+        counts = f"skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}"
+        lines += [f"fallbacks: {failures or 'none'}   {counts}", f"sample:\n{self.sample}"]
+        return "\n".join([*lines, f"saved {self.checkpoint}", f"report {self.report}"])

@@ -88,18 +88,10 @@ class Index:
     good: bool = True
 
     def write(self, path: Path) -> None:
-        body = {
-            "step": self.step,
-            "loss": self.loss,
-            "judge": self.validation_id,
-            "good": self.good,
-            "extra": self.extra,
-            "files": {name: [file.bytes, file.sha256] for name, file in self.files.items()},
-            "tensors": {
-                name: [x.dtype, x.size, [[c.offsets, c.sizes, c.file, c.key] for c in x.chunks]]
-                for name, x in self.tensors.items()
-            },
-        }
+        body: dict[str, Any] = {"step": self.step, "loss": self.loss, "judge": self.validation_id, "good": self.good}
+        body |= {"extra": self.extra, "files": {name: [x.bytes, x.sha256] for name, x in self.files.items()}}
+        chunks = {name: [[c.offsets, c.sizes, c.file, c.key] for c in x.chunks] for name, x in self.tensors.items()}
+        body["tensors"] = {name: [x.dtype, x.size, chunks[name]] for name, x in self.tensors.items()}
         text = json.dumps(body, separators=(",", ":"))
         # The checksum comes first, on a line of its own, so that a truncated file does not match it.
         with replacing(path) as file:
@@ -343,16 +335,12 @@ class Reader(StorageReader):
         """A reader reads one checkpoint: there is nothing to reset."""
 
     def read_metadata(self) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=STORED_DTYPES[x.dtype]),
-                    torch.Size(x.size),
-                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in x.chunks],
-                )
-                for name, x in self.index.tensors.items()
-            }
-        )
+        found: dict[str, Any] = {}
+        for name, x in self.index.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in x.chunks]
+            properties = TensorProperties(dtype=STORED_DTYPES[x.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(x.size), chunks)
+        return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The index holds all that is needed."""

@@ -15,15 +15,7 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.backends.flash import policy
-from nsa.backends.flash.branches import (
-    NEGATIVE_INFINITY,
-    CallPlan,
-    attend_branch,
-    compressed_plan,
-    gradients,
-    padded,
-    sliding_plan,
-)
+from nsa.backends.flash.branches import CallPlan, attend_branch, compressed_plan, gradients, padded, sliding_plan
 from nsa.backends.flash.cases import CODE, USUAL, FlashProblem, cases_of, flash_problem, kind_of
 from nsa.backends.flash.contracts import limits, rows_in_tiles
 from nsa.backends.flash.libraries import Library, find_libraries
@@ -227,7 +219,7 @@ class FlashBackend:
 
     def forward(self, op: str, q: Tensor, k: Tensor, v: Tensor, branch: Any) -> tuple[Tensor, Tensor]:
         if k.shape[1] == 0:
-            lse = torch.full(q.shape[:3], NEGATIVE_INFINITY, dtype=torch.float32, device=q.device)
+            lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
             return q.new_zeros(*q.shape[:3], v.shape[3]), lse
         library = self.library_for(op, branch, q, k, v, backward=False)
         return attend_branch(library, q, k, v, PLANS[op](q, k, branch), branch.scale, self.cast(q))

@@ -113,15 +113,9 @@ def cached_plan(q: Tensor, k: Tensor, used: Tensor, *, causal: bool, window: int
         """`[slots, G, D]`: the rows of the batch with the free slots between them, always a view."""
         return k.as_strided((slots, *k.shape[2:]), k.stride()[1:], k.storage_offset())
 
-    mask = {
-        "causal": causal,
-        "window": window,
-        "cu_seqlens_q": starts * length,
-        "cu_seqlens_k": (starts * apart).clamp_max(slots),
-        "used_k": used.clamp(0, k.shape[1]).int(),
-        "max_q": length,
-        "max_k": k.shape[1],
-    }
+    mask: dict[str, Any] = {"causal": causal, "window": window, "max_q": length, "max_k": k.shape[1]}
+    mask |= {"cu_seqlens_q": starts * length, "cu_seqlens_k": (starts * apart).clamp_max(slots)}
+    mask["used_k"] = used.clamp(0, k.shape[1]).int()
     return CallPlan(mask, lambda x: x.flatten(0, 1), leave, enter_keys=all_slots, cached=True)
 
 
@@ -140,9 +134,9 @@ def check_cache(q: Tensor, k: Tensor, v: Tensor, head_dim: int, dtype: torch.dty
         raise CallUnsupported(f"a cast to {dtype} would copy the cache at every step")
     if not k.shape[-1] == v.shape[-1] == head_dim:
         raise CallUnsupported(f"padding to head_dim {head_dim} would copy the cache at every step")
-    if cache_stride(k) != cache_stride(v):
-        apart = f"{cache_stride(k)} key slots and {cache_stride(v)} value slots per row"
-        raise CallUnsupported(f"the cache has {apart}, one set of offsets must hold for both")
+    apart = (cache_stride(k), cache_stride(v))
+    if len(set(apart)) > 1:
+        raise CallUnsupported(f"the cache has {apart} slots per row of keys and values: one offset must hold for both")
     if not (aligned(k) and aligned(v)):
         raise CallUnsupported("aligning its rows would copy the cache at every step")
 
@@ -160,13 +154,9 @@ def forward_call(q: Tensor, k: Tensor, v: Tensor, plan: CallPlan, scale: float, 
     head_dim = padded(q.shape[-1], v.shape[-1])
     if plan.cached:
         check_cache(q, k, v, head_dim, dtype)
-    return Call(
-        q=ready(plan.enter(q), head_dim, q.dtype, dtype),
-        k=ready(plan.enter_keys(k), head_dim, q.dtype, dtype),
-        v=ready(plan.enter_keys(v), head_dim, q.dtype, dtype),
-        scale=scale,
-        **plan.mask,
-    )
+    entered = {"q": plan.enter(q), "k": plan.enter_keys(k), "v": plan.enter_keys(v)}
+    tensors: dict[str, Any] = {name: ready(x, head_dim, q.dtype, dtype) for name, x in entered.items()}
+    return Call(**tensors, scale=scale, **plan.mask)
 
 
 def attend_branch(
@@ -189,12 +179,8 @@ def gradients(
     # Gradients of a mean over many tokens underflow in fp16: a cast rescales them.
     cast = dtype != q.dtype
     do, unit = in_units(do) if cast else (do, None)
-    call = replace(
-        call,
-        do=ready(plan.enter(do), head_dim, q.dtype, dtype),
-        o=ready(plan.enter(o), head_dim, q.dtype, dtype),
-        lse=plan.enter(lse).transpose(-1, -2).contiguous(),
-    )
+    do, o = (ready(plan.enter(x), head_dim, q.dtype, dtype) for x in (do, o))
+    call = replace(call, do=do, o=o, lse=plan.enter(lse).transpose(-1, -2).contiguous())
     dq, dk, dv = (times(x, unit) for x in call_library(library, "backward", call))
     if dlse is not None:
         dlse, unit = in_units(dlse) if cast else (dlse, None)

@@ -121,25 +121,17 @@ def cases_of(problem: Problem, head_dim: int, dtype: torch.dtype) -> list[dict[s
         return {"name": name, **shared, "heads": heads, "lengths": list(lengths), **rest}
 
     # One key more or less of four is far outside of what rounding explains; of a hundred it is not.
-    found = {
-        "fixed": [
-            case("one token", [1], window=4),
-            case("a window across tiles", [257], window=4),
-            case("a window longer than the sequence", [129], window=512),
-            case("folded heads", [65], folded),
-        ],
-        "varlen": [
-            case("documents", [1, 130, 37], window=100),
-            case("empty documents", [0, 5, 0, 64, 0], window=4),
-            case("folded documents", [3, 0, 40], folded),
-        ],
-        "cached": [
-            case("one query on a cache", [7, 300], queries=1),
-            case("one query and a window on a cache", [5, 7, 31, 300], queries=1, window=4),
-            case("a few queries on a cache", [7, 300], queries=5, window=4),
-            case("a cache without a key yet", [0, 33], queries=1),
-        ],
-    }[problem.layout]
+    if problem.layout == "fixed":
+        found = [case("one token", [1], window=4), case("a window across tiles", [257], window=4)]
+        found += [case("a window longer than the sequence", [129], window=512), case("folded heads", [65], folded)]
+    elif problem.layout == "varlen":
+        found = [case("documents", [1, 130, 37], window=100), case("empty documents", [0, 5, 0, 64, 0], window=4)]
+        found += [case("folded documents", [3, 0, 40], folded)]
+    else:
+        found = [case("one query on a cache", [7, 300], queries=1)]
+        found += [case("one query and a window on a cache", [5, 7, 31, 300], queries=1, window=4)]
+        found += [case("a few queries on a cache", [7, 300], queries=5, window=4)]
+        found += [case("a cache without a key yet", [0, 33], queries=1)]
     if problem.heads_called > MAX_GRID:
         # The contract forbids the problem's own call.
         return found
@@ -149,14 +141,13 @@ def cases_of(problem: Problem, head_dim: int, dtype: torch.dtype) -> list[dict[s
     if longest != own or problem.packed:
         tried.append(("the longest of its class", longest, problem.packed))
     for name, (batch, n, n_keys), split in tried:
-        # As in the branches: no window is longer than the keys.
-        window = min(problem.window_or_stride, n_keys) if problem.op == "sliding" else None
-        rest: dict[str, Any] = {"window": window, "batch": batch}
         lengths = [n // 2, 1, n - n // 2 - 1] if split else [n]
         if problem.cached:
-            rest["queries"] = n
             lengths = [max(n, n_keys - row) for row in range(batch)]
-        found.append(case(name, lengths, problem.heads_called, **rest))
+        # As in the branches: no window is longer than the keys.
+        window = min(problem.window_or_stride, n_keys) if problem.op == "sliding" else None
+        queries = {"queries": n} if problem.cached else {}
+        found.append(case(name, lengths, problem.heads_called, window=window, batch=batch, **queries))
     return found
 
 
@@ -185,13 +176,7 @@ def make_call(case: Mapping[str, Any], device: str) -> Call:
     queries, capacity = case["queries"], max(lengths) + 11
     slots = (len(lengths) - 1) * capacity + max(lengths)
     starts = torch.arange(len(lengths) + 1).int().to(device)
-    return Call(
-        **draw((len(lengths) * queries,), (slots,)),
-        causal=case["window"] is not None,
-        cu_seqlens_q=starts * queries,
-        cu_seqlens_k=(starts * capacity).clamp_max(slots),
-        used_k=torch.tensor(lengths).int().to(device),
-        max_q=queries,
-        max_k=max(lengths),
-        **shared,
-    )
+    places = {"cu_seqlens_q": starts * queries, "cu_seqlens_k": (starts * capacity).clamp_max(slots)}
+    used: dict[str, Any] = {"used_k": torch.tensor(lengths).int().to(device), "max_q": queries, "max_k": max(lengths)}
+    drawn = draw((len(lengths) * queries,), (slots,))
+    return Call(**drawn, causal=case["window"] is not None, **places, **used, **shared)

@@ -160,16 +160,11 @@ def run_cases(
             requests, path = Path(folder) / "requests", Path(folder) / "answers"
             requests.write_text("".join(json.dumps(case) + "\n" for case in cases))
             path.touch()
+            environment = settings.child_environment(PYTHONPATH=python_path())
             with requests.open() as given:
-                child = subprocess.Popen(
-                    [*command, str(path)],
-                    stdin=given,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    # A process group, so that whatever it starts ends with it.
-                    start_new_session=True,
-                    env=settings.child_environment(PYTHONPATH=python_path()),
-                )
+                streams: dict[str, Any] = {"stdin": given, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+                # A process group, so that whatever it starts ends with it.
+                child = subprocess.Popen([*command, str(path)], **streams, start_new_session=True, env=environment)
             lines: deque[bytes] = deque(maxlen=1)
             reader = threading.Thread(target=keep_last_line, args=(child, lines), daemon=True)
             reader.start()
@@ -190,17 +185,18 @@ def run_cases(
         loading = bool(answers) and not out_of_memory and (hung or child.returncode < 0)
         return [outcome_of(cases[0], why if loading else f"{NOT_STARTED}: {why}", transient=not loading)]
 
-    outcomes = []
+    outcomes: list[Outcome] = []
     for case in cases:
         own = [answer for answer in answers if answer.get("case") == case["name"]]
         call = next((answer["call"] for answer in reversed(own) if "call" in answer), "")
         last = own[-1] if own else {}
         if "problem" in last:
             outcomes.append(outcome_of(case, last["problem"], call, transient=last.get("transient", False)))
-            continue
-        if child.returncode != STOPPED or not outcomes:
-            outcomes.append(outcome_of(case, why_it_ended(ended, lines, last), call, transient=out_of_memory))
-        break
+        elif child.returncode == STOPPED and outcomes:
+            return outcomes
+        else:
+            why = why_it_ended(ended, lines, last)
+            return [*outcomes, outcome_of(case, why, call, transient=out_of_memory)]
     return outcomes
 
 

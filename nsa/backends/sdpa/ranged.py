@@ -189,17 +189,10 @@ def tiled_backward(upstream: Upstream, saved: Saved, tiling: Tiling, scale: floa
         dk, dv = key_totals(kg, groups[0]), key_totals(vg, groups[0])
     for group in groups:
         if group.n_keys > 0:
-            dq_tiles, dk_tiles, dv_tiles = tile_backward(
-                group.tiles(dog),
-                None if dlse_g is None else group.tiles(dlse_g),
-                group.tiles(qg),
-                group.keys(kg),
-                group.keys(vg),
-                group.tiles(og),
-                group.tiles(lse_g, fill=float("inf")),
-                group.hidden(qg.shape[0]),
-                scale,
-            )
+            do_t, q_t, o_t = map(group.tiles, (dog, qg, og))
+            dlse_t, lse_t = None if dlse_g is None else group.tiles(dlse_g), group.tiles(lse_g, fill=float("inf"))
+            inputs = (q_t, group.keys(kg), group.keys(vg), o_t, lse_t)
+            dq_tiles, dk_tiles, dv_tiles = tile_backward(do_t, dlse_t, *inputs, group.hidden(qg.shape[0]), scale)
             dq[:, group.c0 : group.c1] = group.queries(dq_tiles)
             group.add_keys(dk, dk_tiles)
             group.add_keys(dv, dv_tiles)

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.gated import without_gate
-from nsa.backends.sdpa.layout import (
-    compute_dtype,
-    group_lse,
-    group_queries,
-    group_rows,
-    score_budget,
-    ungroup_queries,
-)
+from nsa.backends.sdpa.layout import compute_dtype, group_lse, group_queries, group_rows, score_budget, ungroup_queries
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
 from nsa.dtypes import sum_dtype
 from nsa.geometry import exclusive_offsets
@@ -99,14 +92,8 @@ def split_pairs(number: Tensor, n_blocks: int, size: int) -> Tiles:
     place = torch.empty_like(order).scatter(0, order, place_sorted)
     tile_key = torch.searchsorted(first_tile[1:].contiguous(), torch.arange(n_tiles, device=device), right=True)
     tile_key = tile_key.clamp_max(n_keys - 1)
-    return Tiles(
-        pair=pair.clamp_min(0),
-        used=(pair >= 0).view(n_tiles, size),
-        place=place,
-        row=torch.div(tile_key, n_blocks, rounding_mode="floor"),
-        block=tile_key % n_blocks,
-        per_block=per_block,
-    )
+    row, block = torch.div(tile_key, n_blocks, rounding_mode="floor"), tile_key % n_blocks
+    return Tiles(pair.clamp_min(0), (pair >= 0).view(n_tiles, size), place, row, block, per_block)
 
 
 @dataclass(frozen=True)
@@ -193,16 +180,9 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Quer
         token = first_token[tiles.block][:, None] + inner
         key_position = first_position[tiles.block][:, None] + inner
         q_position = torch.where(tiles.used, position.flatten()[query].view_as(tiles.used), -1)
-        yield QueryChunk(
-            c0=c0,
-            c1=c1,
-            tiles=tiles,
-            query=query,
-            token=key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups,
-            hidden=key_position[:, None] > q_position[..., None],
-            n_select=n_select,
-            first_token=first_token,
-        )
+        token = key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups
+        hidden = key_position[:, None] > q_position[..., None]
+        yield QueryChunk(c0, c1, tiles, query, token, hidden, n_select, first_token)
 
 
 def key_row(row: Tensor, n_groups: int, n_keys: int) -> Tensor:
@@ -238,9 +218,8 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, branch: S
     lse = torch.empty(qg.shape[:3], dtype=sum_dtype(q), device=q.device)
     pairs = pairs_within_budget(q, n_heads // n_groups, blocks.size, fused=is_fused(q, v))
     for chunk in chunks(indices, blocks, pairs):
-        o_tile, lse_tile = tile_forward(
-            chunk.gather_queries(qg), chunk.gather_keys(k), chunk.gather_keys(v), chunk.hidden, branch.scale
-        )
+        keys = (chunk.gather_keys(k), chunk.gather_keys(v))
+        o_tile, lse_tile = tile_forward(chunk.gather_queries(qg), *keys, chunk.hidden, branch.scale)
         lse_pair = chunk.per_pair(lse_tile, missing=float("-inf"))
         lse_c = lse_pair.logsumexp(dim=2)
         weight = (lse_pair - lse_c.masked_fill(lse_c == float("-inf"), 0.0)[:, :, None]).exp_()
@@ -268,18 +247,10 @@ def selected_backward(upstream: Upstream, saved: Saved, branch: Selected) -> tup
     fused = dlse is None and is_fused(q, v)
     pairs = pairs_within_budget(q, n_heads // n_groups, blocks.size, fused=fused)
     for chunk in chunks(indices, blocks, pairs):
-        dq_tile, dk_tile, dv_tile = tile_backward(
-            chunk.gather_queries(dog),
-            None if dlse_g is None else chunk.gather_queries(dlse_g),
-            chunk.gather_queries(qg),
-            chunk.gather_keys(k),
-            chunk.gather_keys(v),
-            chunk.gather_queries(og),
-            chunk.gather_queries(lse_g),
-            chunk.hidden,
-            branch.scale,
-            chunk.row_sum,
-        )
+        do_c, q_c, o_c, lse_c = map(chunk.gather_queries, (dog, qg, og, lse_g))
+        dlse_c = None if dlse_g is None else chunk.gather_queries(dlse_g)
+        inputs = (q_c, chunk.gather_keys(k), chunk.gather_keys(v), o_c, lse_c)
+        dq_tile, dk_tile, dv_tile = tile_backward(do_c, dlse_c, *inputs, chunk.hidden, branch.scale, chunk.row_sum)
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
         chunk.add_blocks(dk, dk_tile)
         chunk.add_blocks(dv, dv_tile)

@@ -139,7 +139,7 @@ class Chart:
         legend = "".join(
             f'<span class="key c{i}">{escape(label)}</span>' for i, (label, _) in enumerate(self.lines) if label
         )
-        return f'<figure class="card"><figcaption>{escape(self.title)}{legend}</figcaption>{self.svg()}</figure>'
+        return card(f"{escape(self.title)}{legend}", self.svg())
 
     def svg(self) -> str:
         everything = [point for _, points in self.lines for point in points]
@@ -183,10 +183,8 @@ def charts(series: list[Series]) -> list[Chart]:
 
 
 def drawn(points: list[Point], x_of: Callable[[float], float], y_of: Callable[[float], float], style: str) -> str:
-    if len(points) < 3:
-        dots = "".join(f'<circle class="{style}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>' for x, y in points)
-    else:
-        dots = ""
+    few = points if len(points) < 3 else []
+    dots = "".join(f'<circle class="{style}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>' for x, y in few)
     path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
     return f'<polyline class="{style}" points="{path}"/>{dots}'
 
@@ -247,6 +245,10 @@ def number(value: float) -> str:
 
 
 # The parts of the page.
+
+
+def card(caption: str, content: str) -> str:
+    return f'<figure class="card"><figcaption>{caption}</figcaption>{content}</figure>'
 
 
 def section(title: str, parts: Iterable[str]) -> str:
@@ -312,10 +314,8 @@ def gates(records: list[Record]) -> list[str]:
             for index, layer in layers.items()
         )
         head = "".join(f"<th>{branch}</th>" for branch in BRANCHES)
-        parts.append(
-            f'<figure class="card"><figcaption>{title} by layer, step {step:,}</figcaption>'
-            f'<table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table></figure>'
-        )
+        heat = f'<table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table>'
+        parts.append(card(f"{title} by layer, step {step:,}", heat))
     return parts
 
 
@@ -351,9 +351,7 @@ def distances(records: list[Record]) -> list[str]:
     low = 0
     while low < len(counts):
         high = low if low == 0 else 2 * low - 1
-        bins[f"{low}" if high == low else f"{low}–"] = sum(
-            count for count in counts[low : high + 1] if is_number(count)
-        )
+        bins[f"{low}" if high == low else f"{low}–"] = sum(filter(is_number, counts[low : high + 1]))
         low = high + 1
     total, most = sum(bins.values()), max(bins.values())
     bars = []
@@ -372,8 +370,7 @@ def distances(records: list[Record]) -> list[str]:
     step = record.get("step")
     when = f", step {step:,}" if isinstance(step, int) else ""
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Distances">{"".join(bars)}</svg>'
-    caption = f"<figcaption>Selected blocks by how many blocks back they lie, in bins that double{when}</figcaption>"
-    return [f'<figure class="card">{caption}{svg}</figure>']
+    return [card(f"Selected blocks by how many blocks back they lie, in bins that double{when}", svg)]
 
 
 def failures(records: list[Record]) -> dict[str, int] | None:
@@ -391,19 +388,12 @@ def fallback_table(records: list[Record]) -> list[str]:
 
 
 def samples(records: list[Record]) -> list[str]:
-    texts = [
-        (record.get("step"), record.get("text", record.get("sample")))
-        for record in records
-        if record.get("kind") in ("sample", "end")
-    ]
+    found = [record for record in records if record.get("kind") in ("sample", "end")]
+    texts = [(record.get("step"), record.get("text", record.get("sample"))) for record in found]
     # A run's summary repeats its last sample.
     once = {text: step for step, text in reversed(texts) if isinstance(text, str)}
-    shown = [(step, text) for text, step in reversed(once.items())][-SAMPLES:]
-    return [
-        f'<figure class="card"><figcaption>{"At the end" if step is None else f"Step {step:,}"}</figcaption>'
-        f"<pre>{escape(text)}</pre></figure>"
-        for step, text in reversed(shown)
-    ]
+    titles = [("At the end" if step is None else f"Step {step:,}", text) for text, step in once.items()]
+    return [card(title, f"<pre>{escape(text)}</pre>") for title, text in titles[:SAMPLES]]
 
 
 def first_file(run: Path, names: Iterable[str]) -> list[str]:
@@ -411,7 +401,7 @@ def first_file(run: Path, names: Iterable[str]) -> list[str]:
     for name in names:
         if (run / name).is_file():
             text = escape((run / name).read_text(encoding="utf-8", errors="replace"))
-            return [f'<figure class="card"><figcaption>{name}</figcaption><pre>{text}</pre></figure>']
+            return [card(name, f"<pre>{text}</pre>")]
     return []
 
 
