@@ -38,7 +38,7 @@ class Fake:
         self.asked += 1
         return self.declines
 
-    def sliding_forward(self, *args: Any, **kwargs: Any) -> str:
+    def sliding_forward(self, *args: Any) -> str:
         if self.raises is not None:
             raise self.raises
         return self.name
@@ -48,8 +48,8 @@ def router_of(*backends: Fake | ImportFailed, config: Settings | None = None, **
     return Router(backends, config or Settings(), **rest)
 
 
-def run(router: Router, problem: Problem = PROBLEM, **kwargs: Any) -> Any:
-    return router.run(problem, "sliding_forward", torch.zeros(2, 3), **kwargs)
+def run(router: Router, problem: Problem = PROBLEM, *more: torch.Tensor, **options: Any) -> Any:
+    return router.run(problem, "sliding_forward", torch.zeros(2, 3), *more, **options)
 
 
 def test_auto_takes_the_first_that_supports_the_problem() -> None:
@@ -433,7 +433,7 @@ def test_timing_logs_every_call_with_its_milliseconds(
 ) -> None:
     backends = Fake("triton", raises=BackendFailure("no")), Fake("sdpa")
     router = router_of(*backends, config=Settings(debug_timing=True))
-    run(router, cu_seqlens=torch.tensor([0, 2], dtype=torch.int32))
+    run(router, PROBLEM, torch.tensor([0, 2], dtype=torch.int32))
     run(router, backend="sdpa")
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert len(lines) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import asdict
+from typing import Any
 
 from nsa.backends.flash import libraries, probe_child
 from nsa.backends.flash.cases import make_call
@@ -48,7 +49,10 @@ Contract, TORCH, FLASH_ATTN_2, Library = object, None, None, object
 {constants}
 '''
 # Compares a library's results with attention in plain torch.
-CHECKS = ("flat", "sequences", "tiles", "attend_tile", "expected_results", "synchronize", "compute", "difference")
+CHECKS = (
+    probe_child.flat_rows, probe_child.sequences, probe_child.tiles, probe_child.attend_tile,
+    probe_child.expected_results, probe_child.synchronize, probe_child.compute, probe_child.difference,
+)  # fmt: skip
 CONSTANTS = ("ROUNDINGS", "TILE_SCORES", "TILE_QUERIES")
 FOOTER = """
 def begin(stage, given):
@@ -83,7 +87,7 @@ def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
         constants="\n".join(f"{name} = {getattr(probe_child, name)}" for name in CONSTANTS),
     )
     kind, made = type(library), f"library = {type(library).__name__}"
-    parts = [Call, make_call, *(getattr(probe_child, name) for name in CHECKS)]
+    parts: list[Any] = [Call, make_call, *CHECKS]
     if kind.__module__ == libraries.__name__:
         parts, ours = [*parts, kind], f"{made}(version={library.version!r})"
     else:
