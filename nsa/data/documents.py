@@ -132,7 +132,9 @@ class IndexedDocuments(ABC):
 class TextFiles(IndexedDocuments):
     """A file is a document."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop):
+    def __init__(
+        self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop
+    ) -> None:
         super().__init__(files, root, on_bad)
         self.errors = errors
         for path in files:
