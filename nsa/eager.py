@@ -23,12 +23,12 @@ from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
-from nsa.replay import Replay, Results, addresses, can_replay, cast_dtype, situation
+from nsa.replay import ReplayedFunction, Results, addresses, can_replay, cast_dtype, situation
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
 
-ONCE = "NSAAttention is differentiable once. For second derivatives, use nsa.reference"
+LAYER_ONCE = "NSAAttention is differentiable once. For second derivatives, use nsa.reference"
 CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
 # Which of the Linears have a bias.
 BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
@@ -153,7 +153,7 @@ def mlp_backward(
     ]
 
 
-class Angles(NamedTuple):
+class LayerAngles(NamedTuple):
     """RoPE's of queries and keys, and of compressed keys that are rotated, else None."""
 
     cos: Tensor
@@ -162,12 +162,12 @@ class Angles(NamedTuple):
     block_sin: Tensor | None
 
 
-def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Angles:
+def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> LayerAngles:
     """For `x [B, S, dim]`."""
     blocks: tuple[Tensor | None, Tensor | None] = (None, None)
     if layer.config.compress_rope == "after":
         blocks = layer.block_angles(x, cu_seqlens, position_offset)
-    return Angles(*layer.angles(x, cu_seqlens, None, position_offset), *blocks)
+    return LayerAngles(*layer.angles(x, cu_seqlens, None, position_offset), *blocks)
 
 
 def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
 
 
 def layer_forward(
-    layer: NSAAttention, x: Tensor, p: Parameters, angles: Angles, cu_seqlens: Tensor | None
+    layer: NSAAttention, x: Tensor, p: Parameters, angles: LayerAngles, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The layer's output `[B, S, dim]`, and what `layer_backward` needs besides `x`: the flat output of the attention,
     its inputs (the gates are the last) and outputs (the selected blocks are the first), then what the MLPs need."""
@@ -243,10 +243,10 @@ class LayerNode(torch.autograd.Function):
         with torch.no_grad():
             p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + 6]
             grads = layer_backward(
-                ctx.layer, dy, x, p, Angles(*angles), cu_seqlens, saved[n + 6 :], ctx.needs_input_grad[3:]
+                ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, saved[n + 6 :], ctx.needs_input_grad[3:]
             )
         if torch.is_grad_enabled():
-            grads = differentiable_once(ONCE, grads, (*saved, dy))
+            grads = differentiable_once(LAYER_ONCE, grads, (*saved, dy))
         return (None, None, None, *grads)
 
 
@@ -296,7 +296,7 @@ def layer_backward(
     dy: Tensor,
     x: Tensor,
     p: Parameters,
-    angles: Angles,
+    angles: LayerAngles,
     cu_seqlens: Tensor | None,
     saved: Sequence[Tensor],
     needs_input_grad: Sequence[bool],
@@ -349,8 +349,8 @@ class LayerReplay:
             y, saved = layer_forward(layer, x.to(dtype), self.cast(parameters), self.angles, None)
             return (y, saved) if differentiable else (y,)
 
-        self.forward = Replay(run, [x])
-        self.backward: Replay | None = None
+        self.forward = ReplayedFunction(run, [x])
+        self.backward: ReplayedFunction | None = None
 
     def cast(self, parameters: Sequence[Tensor | None]) -> Parameters:
         return Parameters.split([p if p is None else p.detach().to(self.dtype) for p in parameters])
@@ -375,7 +375,7 @@ class LayerReplay:
             dx, grads = self.run_backward(weights, dy, x, saved)
             return dx, *grads
         if self.backward is None:
-            self.backward = Replay(partial(self.run_backward, weights), [dy, x, saved])
+            self.backward = ReplayedFunction(partial(self.run_backward, weights), [dy, x, saved])
         dx, block = self.backward(dy, x, saved)
         pack = self.backward.packs[1]
         assert pack is not None
@@ -398,7 +398,7 @@ class ReplayNode(torch.autograd.Function):
         with torch.no_grad():
             grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(dy, x, saved, weights)
         if torch.is_grad_enabled():
-            grads = differentiable_once(ONCE, grads, (x, *weights, dy))
+            grads = differentiable_once(LAYER_ONCE, grads, (x, *weights, dy))
         return (None, *grads)
 
 

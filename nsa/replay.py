@@ -23,9 +23,9 @@ from nsa.backends.routing import router
 
 DEVICE = "cuda"
 # Elements of the input up to which launching takes the host longer than computing takes a GPU.
-MAX_ELEMENTS = 4 << 20
+MAX_REPLAYED = 4 << 20
 # Other backends may keep tables that they replace one day.
-BACKENDS = ("triton",)
+REPLAYABLE = ("triton",)
 # Bytes. Triton's kernels are compiled for pointers that torch's allocator aligns.
 BLOCK_ALIGNMENT = 256
 
@@ -57,7 +57,7 @@ class Pack:
         return found
 
 
-class Memory(NamedTuple):
+class SharedMemory(NamedTuple):
     """What the recordings for one stream share: functions on one stream never overlap."""
 
     pool: torch.cuda.MemPool
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
     buffers: WeakValueDictionary[tuple[Any, ...], Tensor]
 
     def buffer(self, role: object, like: Tensor) -> Tensor:
-        """Memory for a tensor of this role, contiguous."""
+        """SharedMemory for a tensor of this role, contiguous."""
         key = (role, like.shape, like.dtype)
         found = self.buffers.get(key)
         if found is None:
@@ -80,17 +80,17 @@ class Memory(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def memory(device: torch.device, stream: int) -> Memory:
+def memory(device: torch.device, stream: int) -> SharedMemory:
     """For functions that run on `stream`."""
     del stream
     with torch.cuda.device(device):
-        return Memory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
+        return SharedMemory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
 
 
 Results = Sequence[Tensor | Sequence[Tensor]]
 
 
-class Replay:
+class ReplayedFunction:
     """`function(*inputs)` as a graph, recorded for tensors laid out as `inputs` are.
 
     Of its results, those in a sequence come as one block; `packs` has their layout.
@@ -116,7 +116,7 @@ class Replay:
             before = router().counts.copy_calls()
             self.graph = record(partial(self.run, function), self.memory)
             self.calls = router().counts.copy_calls() - before
-        self.usable = all(backend in BACKENDS for _, backend in self.calls)
+        self.usable = all(backend in REPLAYABLE for _, backend in self.calls)
         self.calls[("graph", "replay")] = 1
 
     def run(self, function: Callable[..., Results]) -> None:
@@ -138,7 +138,7 @@ class Replay:
             return [x.clone() for x in self.outputs]
 
 
-def record(function: Callable[[], None], shared: Memory) -> Any:
+def record(function: Callable[[], None], shared: SharedMemory) -> Any:
     """`function` as a graph, in the memory that graphs for one stream share."""
     graph = torch.cuda.CUDAGraph()
     pool = cast(torch.cuda._POOL_HANDLE, shared.pool.id)
@@ -149,7 +149,7 @@ def record(function: Callable[[], None], shared: Memory) -> Any:
 
 def can_replay(x: Tensor, backend: str, strict: bool) -> bool:
     """Whether an eager call with `x` for its largest input, and fixed-length sequences, may be replayed."""
-    if x.device.type != DEVICE or prod(x.shape) > MAX_ELEMENTS or strict or backend not in ("auto", "triton"):
+    if x.device.type != DEVICE or prod(x.shape) > MAX_REPLAYED or strict or backend not in ("auto", "triton"):
         return False
     if torch.cuda.is_current_stream_capturing() or not settings.current().replay or router().logs_calls:
         return False

@@ -24,7 +24,7 @@ from nsa.backends.routing import router
 from nsa.eager import LayerReplay
 from nsa.ops.fused import AttentionReplay
 from nsa.recordings import CALLS_BEFORE, MAX_RECORDED, MAX_SHAPES, Recordings
-from nsa.replay import Memory
+from nsa.replay import SharedMemory
 
 
 class RunAgain:
@@ -36,20 +36,20 @@ class RunAgain:
             self.function()
 
 
-def record(function: Callable[[], None], shared: Memory) -> RunAgain:
+def record(function: Callable[[], None], shared: SharedMemory) -> RunAgain:
     del shared
     return RunAgain(function)
 
 
 @pytest.fixture(autouse=True)
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Memory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
+    shared = SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
     monkeypatch.setattr(replay, "record", record)
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "memory", lambda device, stream: shared)
-    monkeypatch.setattr(replay, "BACKENDS", ("sdpa",))
+    monkeypatch.setattr(replay, "REPLAYABLE", ("sdpa",))
 
 
 def recordings(layer: NSAAttention) -> list[LayerReplay]:

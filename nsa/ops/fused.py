@@ -17,7 +17,7 @@ from nsa.backends.routing import router
 from nsa.backends.stages import plan_of
 from nsa.once import differentiable_once
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
-from nsa.replay import Replay, Results, can_replay, situation
+from nsa.replay import ReplayedFunction, Results, can_replay, situation
 from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
@@ -25,7 +25,7 @@ OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
 ATTENTION_PLACES = "cu_seqlens q_start window_start"
 REST = (ATTENTION_PLACES, "block stride select_block n_select n_init n_local window", "scale")
 N_INPUTS, N_PLACES = 8, 3
-ONCE = "nsa.ops.attention is differentiable once. For second derivatives, use nsa.reference"
+ATTENTION_ONCE = "nsa.ops.attention is differentiable once. For second derivatives, use nsa.reference"
 
 
 def run_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -94,8 +94,8 @@ class AttentionReplay:
             o, indices, *saved = run_forward(*inputs, *[None] * N_PLACES, *rest)
             return (o, indices, saved) if differentiable else (o, indices)
 
-        self.forward = Replay(run, inputs)
-        self.backward: Replay | None = None
+        self.forward = ReplayedFunction(run, inputs)
+        self.backward: ReplayedFunction | None = None
 
     def run_backward(self, do: Tensor, *kept: Tensor) -> Results:
         pack = self.forward.packs[2]
@@ -105,7 +105,7 @@ class AttentionReplay:
     def replay_backward(self, do: Tensor, *kept: Tensor) -> list[Tensor]:
         """`kept`: the inputs, the selected blocks, and the block of the other outputs."""
         if self.backward is None:
-            self.backward = Replay(self.run_backward, [do, *kept])
+            self.backward = ReplayedFunction(self.run_backward, [do, *kept])
         (block,) = self.backward(do, *kept)
         pack = self.backward.packs[0]
         assert pack is not None
@@ -129,7 +129,7 @@ class ReplayAttention(torch.autograd.Function):
         with torch.no_grad():
             grads = ctx.replay.replay_backward(do, *kept)
         if torch.is_grad_enabled():
-            grads = differentiable_once(ONCE, grads, (*kept, do))
+            grads = differentiable_once(ATTENTION_ONCE, grads, (*kept, do))
         return (None, *grads)
 
 

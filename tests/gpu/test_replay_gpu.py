@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     class Off:
         def __enter__(self) -> None:
-            monkeypatch.setattr(replay, "MAX_ELEMENTS", 0)
+            monkeypatch.setattr(replay, "MAX_REPLAYED", 0)
 
         def __exit__(self, *_: object) -> None:
             monkeypatch.undo()
