@@ -131,7 +131,11 @@ class NSAAttention(nn.Module):
                 replayed = eager.replay_layer(self, x, parameters)
                 if replayed is not None:
                     return restore_padding(replayed, attention_mask, order)
-            y, indices, gates = eager.run(self, cu_seqlens, position_offset, x, parameters)
+            node = eager.arguments(self, cu_seqlens, position_offset, x, parameters)
+            if torch.is_grad_enabled():
+                y, indices, gates = eager.LayerNode.apply(*node)
+            else:
+                y, indices, gates = eager.LayerNode.forward(None, *node)
         y = restore_padding(y, attention_mask, order)
         return (y, NSAStats(self.config, gates.detach(), indices, cu_seqlens, start, counts)) if return_stats else y
 

@@ -170,43 +170,14 @@ def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, positio
     return LayerAngles(*layer.angles(x, cu_seqlens, None, position_offset), *blocks)
 
 
+# What is saved between the parameters and the tensors of the passes: `cu_seqlens`, angles, `x`.
+N_KEPT = 6
+
+
 def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
     """The last arguments of `nsa::attention`."""
     c = layer.config
     return c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, c.backend, c.strict
-
-
-def layer_forward(
-    layer: NSAAttention, x: Tensor, p: Parameters, angles: LayerAngles, cu_seqlens: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The layer's output `[B, S, dim]`, and what `layer_backward` needs besides `x`: the flat output of the attention,
-    its inputs (the gates are the last) and outputs (the selected blocks are the first), then what the MLPs need."""
-    c, lead = layer.config, x.shape[:2]
-    position = (angles.cos, angles.sin)
-    q, k, v, inner = products(x.reshape(-1, c.dim), (p.q, p.k, p.v, p.gate[0]))
-    q = layer.rope.rotate(q.view(*lead, -1, c.d_k), position)
-    k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), position)
-    v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
-    logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
-    # A softmax under CUDA's autocast is fp32.
-    gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
-
-    where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
-    k_cmp, k_saved = compress(k_raw, p.phi_k, where)
-    v_cmp, v_saved = compress(v_raw, p.phi_v, where)
-    if angles.block_cos is not None and angles.block_sin is not None:
-        k_cmp = layer.rope.rotate(k_cmp, (angles.block_cos, angles.block_sin))
-
-    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest_of(layer))
-    o = o.view(-1, c.n_heads * c.d_v)
-    # No view, so that the output can be modified in place.
-    y = torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape)
-    return y, (o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
-
-
-# Places in what `layer_forward` saves.
-GATES, INDICES = 8, 9
 
 
 class LayerNode(torch.autograd.Function):
@@ -215,24 +186,37 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layer: NSAAttention,
-        cu_seqlens: Tensor | None,
-        position_offset: int | Tensor,
-        x: Tensor,
-        *parameters: Tensor,
+        ctx: Any, layer: NSAAttention, cu_seqlens: Tensor | None, angles: LayerAngles, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`ctx` is None where no gradient is wanted."""
-        p = Parameters.split(parameters)
-        angles = angles_of(layer, x, cu_seqlens, position_offset)
-        y, saved = layer_forward(layer, x, p, angles, cu_seqlens)
+        c, lead, p = layer.config, x.shape[:2], Parameters.split(parameters)
+        position = (angles.cos, angles.sin)
+        q, k, v, inner = products(x.reshape(-1, c.dim), (p.q, p.k, p.v, p.gate[0]))
+        q = layer.rope.rotate(q.view(*lead, -1, c.d_k), position)
+        k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), position)
+        v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
+        logits, gate_saved = run_mlp(inner + p.gate[1], *p.gate[2:])
+        # A softmax under CUDA's autocast is fp32.
+        gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
+
+        where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
+        k_cmp, k_saved = compress(k_raw, p.phi_k, where)
+        v_cmp, v_saved = compress(v_raw, p.phi_v, where)
+        if angles.block_cos is not None and angles.block_sin is not None:
+            k_cmp = layer.rope.rotate(k_cmp, (angles.block_cos, angles.block_sin))
+
+        inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest_of(layer))
+        o = o.view(-1, c.n_heads * c.d_v)
         if ctx is not None:
             ctx.layer, ctx.n_parameters = layer, len(parameters)
+            saved = (o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
             # Biases, and position embeddings before them, are not needed.
             ctx.save_for_backward(*without_biases(p), cu_seqlens, *angles, x, *saved)
-            ctx.mark_non_differentiable(saved[INDICES], saved[GATES])
+            ctx.mark_non_differentiable(outputs[0], gates)
             ctx.set_materialize_grads(False)
-        return y, saved[INDICES], saved[GATES]
+        # No view, so that the output can be modified in place.
+        return torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape), outputs[0], gates
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -241,29 +225,25 @@ class LayerNode(torch.autograd.Function):
         saved = ctx.saved_tensors
         n = ctx.n_parameters
         with torch.no_grad():
-            p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + 6]
+            p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + N_KEPT]
             grads = layer_backward(
-                ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, saved[n + 6 :], ctx.needs_input_grad[3:]
+                ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, saved[n + N_KEPT :], ctx.needs_input_grad[3:]
             )
         if torch.is_grad_enabled():
             grads = differentiable_once(LAYER_ONCE, grads, (*saved, dy))
         return (None, None, None, *grads)
 
 
-def run(
+def arguments(
     layer: NSAAttention,
     cu_seqlens: Tensor | None,
     position_offset: int | Tensor,
     x: Tensor,
     parameters: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`LayerNode`, in autocast's dtype where that is on."""
-    dtype = cast_dtype(x)
-    x, parameters = x.to(dtype), [p.to(dtype) for p in parameters]
-    node: tuple[Any, ...] = (layer, cu_seqlens, position_offset, x, *parameters)
-    result: tuple[Tensor, Tensor, Tensor]
-    result = LayerNode.apply(*node) if torch.is_grad_enabled() else LayerNode.forward(None, *node)
-    return result
+) -> tuple[Any, ...]:
+    """What `LayerNode` takes, in autocast's dtype where that is on."""
+    dtype, angles = cast_dtype(x), angles_of(layer, x, cu_seqlens, position_offset)
+    return layer, cu_seqlens, angles, x.to(dtype), *(p.to(dtype) for p in parameters)
 
 
 def compress(x: Tensor, phi: Sequence[Tensor], where: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -301,7 +281,10 @@ def layer_backward(
     saved: Sequence[Tensor],
     needs_input_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `x` and of the parameters; None where they are not needed."""
+    """The gradients of `x` and of the parameters; None where they are not needed.
+
+    `saved`: the flat output of the attention, its inputs and outputs, then what the MLPs need.
+    """
     c, rope = layer.config, layer.rope
     position = (angles.cos, angles.sin)
     o, attention, gate_saved, phis = saved[0], saved[1:16], saved[16:18], saved[18:]
@@ -334,6 +317,21 @@ def layer_backward(
     return (dx, d_q, d_k, d_v, *d_phi_k, *d_phi_v, d_gate_inner, *d_gate, d_o)
 
 
+class Kept:
+    """In place of autograd's context: what a forward pass saves."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def mark_non_differentiable(self, *_: Tensor) -> None:
+        pass
+
+    def set_materialize_grads(self, _: bool) -> None:
+        pass
+
+
 class LayerReplay:
     """The passes of one layer for `x` of one shape, as graphs. They read the parameters where they lie."""
 
@@ -346,23 +344,20 @@ class LayerReplay:
         self.n_parameters, self.parameter_dtype = len(parameters), parameters[0].dtype
 
         def run(x: Tensor) -> Results:
-            y, saved = layer_forward(layer, x.to(dtype), self.cast(parameters), self.angles, None)
-            return (y, saved) if differentiable else (y,)
+            kept, cast = Kept(), [p.detach().to(dtype) for p in parameters]
+            y, *_ = LayerNode.forward(kept, layer, None, self.angles, x.to(dtype), *cast)
+            return (y, kept.tensors[len(cast) + N_KEPT :]) if differentiable else (y,)
 
         self.forward = ReplayedFunction(run, [x])
         self.backward: ReplayedFunction | None = None
-
-    def cast(self, parameters: Sequence[Tensor | None]) -> Parameters:
-        return Parameters.split([p if p is None else p.detach().to(self.dtype) for p in parameters])
 
     def run_backward(self, weights: Sequence[Tensor | None], dy: Tensor, x: Tensor, saved: Tensor) -> Results:
         """`dx`, and the gradients of the parameters."""
         pack = self.forward.packs[1]
         assert pack is not None
+        p = Parameters.split([w if w is None else w.detach().to(self.dtype) for w in weights])
         needed = [True] * (1 + self.n_parameters)
-        dx, *grads = layer_backward(
-            self.layer, dy, x.to(self.dtype), self.cast(weights), self.angles, None, pack.views(saved), needed
-        )
+        dx, *grads = layer_backward(self.layer, dy, x.to(self.dtype), p, self.angles, None, pack.views(saved), needed)
         assert dx is not None
         return dx.to(x.dtype), [g.to(self.parameter_dtype) for g in grads if g is not None]
 
