@@ -72,7 +72,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
-class Memory:
+class RunMemory:
     """Peak bytes on one GPU, part by part; their sum is a little above the peak of all."""
 
     parameters: float
@@ -110,7 +110,7 @@ class RunPlan:
 
     gpu: str
     gpus: int
-    memory: Memory
+    memory: RunMemory
     memory_gib: float
     fits: bool
     tokens_per_step: int
@@ -192,7 +192,7 @@ def known_gpu(name: str) -> str:
 # Memory.
 
 
-def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
+def memory_of(model: LM, config: TrainConfig, gpus: int) -> RunMemory:
     """fp32 parameters and gradients, AdamW's two fp32 moments, and the activations saved for the backward."""
     count = sum(model.parameter_counts().values())
     held = count / gpus if config.parallel == "fsdp" else float(count)
@@ -207,10 +207,10 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> Memory:
     table = c.vocab_size * c.attn.dim * (4 + width)
     loss = float(rows + table + tokens * c.attn.dim * width)
     # Autocast caches a cast copy of every matrix during a forward.
-    return Memory(held * (4 + width), held * 4, held * 8, tokens * saved, loss)
+    return RunMemory(held * (4 + width), held * 4, held * 8, tokens * saved, loss)
 
 
-def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
+def estimate_memory(config: TrainConfig, gpus: int) -> RunMemory:
     """`memory_of` without building all layers: every layer of a kind adds the same.
 
     Raises:
@@ -234,7 +234,7 @@ def estimate_memory(config: TrainConfig, gpus: int) -> Memory:
     for name in next(iter(ones.values())):
         rest = max(2 * ones[kind][name] - twos[kind][name] for kind in layers)
         total[name] = rest + sum(n * (twos[kind][name] - ones[kind][name]) for kind, n in layers.items())
-    return Memory(**total)
+    return RunMemory(**total)
 
 
 def activation_bytes(config: LMConfig, kind: str, width: int) -> float:

@@ -25,7 +25,7 @@ LOAD_BYTES = 16
 # Backward passes keep dQ in fp32, padded to whole tiles, and count its elements in 32 bits.
 TILE_ROWS = 128
 TILE_COLUMNS, WIDEST_STEP, WIDEST_TILE = 32, 192, 256
-MAX_ELEMENTS = 2**31
+MAX_GRADIENT_ELEMENTS = 2**31
 # Lengths and windows are C ints: a larger number loses its upper bits.
 MAX_INT = 2**31 - 1
 # The scale is a C float.
@@ -142,7 +142,7 @@ def limits(
     # Kernels above the widest step are all written for the widest head.
     columns = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS if head_dim <= WIDEST_STEP else WIDEST_TILE
     elements = gradient_rows * n_heads * columns
-    if elements > MAX_ELEMENTS:
+    if elements > MAX_GRADIENT_ELEMENTS:
         yield f"dQ has {elements} elements in whole tiles, {name} counts up to 2^31 of them: split the batch"
 
 

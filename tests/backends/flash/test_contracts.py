@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa.backends.flash.contracts import (
-    MAX_ELEMENTS,
+    MAX_GRADIENT_ELEMENTS,
     TORCH,
     Call,
     aligned,
@@ -126,11 +126,11 @@ def test_a_gradient_that_overflows_32_bits_is_a_violation() -> None:
         return violations(with_gradients(Call(q=x, k=x, v=x, scale=1.0)), ON_META, HOPPER)
 
     assert "2^31" in str(found(400, 10_496, 4, 128))
-    assert MAX_ELEMENTS == 128 * 8192 * 16 * 128
+    assert MAX_GRADIENT_ELEMENTS == 128 * 8192 * 16 * 128
     assert found(128, 8192, 16, 128) == []
     # Head dims count in steps of 32, above 192 as 256; short sequences as a tile of 128.
     for head_dim, counted in ((8, 32), (32, 32), (40, 64), (136, 160), (192, 192), (200, 256), (256, 256)):
-        most = MAX_ELEMENTS // (128 * 16 * counted)
+        most = MAX_GRADIENT_ELEMENTS // (128 * 16 * counted)
         assert found(most, 1, 16, head_dim) == [], head_dim
         assert "2^31" in str(found(most + 1, 1, 16, head_dim)), head_dim
     assert rows_in_tiles(3, 130, varlen=False) == 3 * 256
