@@ -16,7 +16,7 @@ import torch
 from helpers import Case, branches, random_inputs
 from torch import Tensor
 
-from nsa.backends.triton import combine, compress, compressed, prepare, selected, selection, sliding
+from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
 from nsa.sequences import Saved, Upstream
@@ -41,10 +41,10 @@ def run(case: Case, dtype: torch.dtype) -> None:
     q, k_cmp, v_cmp = inputs.of("compressed")
     _, k, v = inputs.of("selected")
 
-    o, lse = compressed.compressed_forward(q, k_cmp, v_cmp, over.compressed)
+    o, lse = ranged.compressed_forward(q, k_cmp, v_cmp, over.compressed)
     upstream = Upstream(torch.randn_like(o), torch.randn_like(lse))
     saved = Saved(q, k_cmp, v_cmp, o, lse)
-    compressed.compressed_backward(upstream, saved, over.compressed)
+    ranged.compressed_backward(upstream, saved, over.compressed)
     indices = selection.select_blocks(q, k_cmp, lse, over.selection)
     for method in METHODS if case.documents is None else METHODS[:2]:
         o_sel, lse_sel = selected.selected_forward(q, k, v, indices, over.selected, method=method)
@@ -59,9 +59,9 @@ def run(case: Case, dtype: torch.dtype) -> None:
             selected.plan_forward.cache_clear()
             selected.selected_forward(q, k, v, indices, over.selected, method="block")
     selected.plan_forward.cache_clear()
-    o_win, lse_win = sliding.sliding_forward(q, k, v, over.sliding)
+    o_win, lse_win = ranged.sliding_forward(q, k, v, over.sliding)
     saved_win = Saved(q, k, v, o_win, lse_win)
-    sliding.sliding_backward(upstream, saved_win, over.sliding)
+    ranged.sliding_backward(upstream, saved_win, over.sliding)
     gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)
     outputs = (o, o_sel, o_win, gates)
     combine.combine_forward(*outputs)
@@ -71,8 +71,8 @@ def run(case: Case, dtype: torch.dtype) -> None:
     lses = (lse, lse_sel, lse_win)
     _, gated = prepare.prepare_backward(upstream.do, outputs[:3], lses, gates, case.groups)
     dq, _, _ = selected.selected_backward(gated[1], saved_sel, over.selected)
-    sliding.sliding_backward(gated[2]._replace(dq=dq), saved_win, over.sliding)
-    compressed.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)
+    ranged.sliding_backward(gated[2]._replace(dq=dq), saved_win, over.sliding)
+    ranged.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)
 
     compress.compress_mean_backward(compress.compress_mean_forward(k, over.pooling), over.pooling)
     position = torch.randn(case.block, case.d_k, device="cuda", dtype=dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa import reference
-from nsa.backends.triton import combine, compress, compressed, selected, selection, sliding
+from nsa.backends.triton import combine, compress, ranged, selected, selection
 from nsa.geometry import n_compressed
 from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
@@ -99,7 +99,7 @@ def test_sliding() -> None:
     t = last_queries()[:, None]
     visible = ((key <= t) & (key > t - WINDOW))[:, None].expand(-1, GROUPS, -1)
     branch = Sliding(SEQUENCES, WINDOW, SCALE)
-    compare(sliding.sliding_forward, sliding.sliding_backward, q, k, v, branch, visible, TAIL)
+    compare(ranged.sliding_forward, ranged.sliding_backward, q, k, v, branch, visible, TAIL)
 
 
 def test_compressed_and_selected() -> None:
@@ -109,9 +109,9 @@ def test_compressed_and_selected() -> None:
     visible = (complete <= last_queries()[:, None])[:, None].expand(-1, GROUPS, -1)
     private = TAIL // STRIDE - BLOCK // STRIDE
     branch = Compressed(SEQUENCES, BLOCK, STRIDE, SCALE)
-    compare(compressed.compressed_forward, compressed.compressed_backward, q, k_cmp, v_cmp, branch, visible, private)
+    compare(ranged.compressed_forward, ranged.compressed_backward, q, k_cmp, v_cmp, branch, visible, private)
 
-    _, lse = compressed.compressed_forward(q, k_cmp, v_cmp, branch)
+    _, lse = ranged.compressed_forward(q, k_cmp, v_cmp, branch)
     hyperparameters = {**CUT, "select_block": SELECT_BLOCK, "n_select": 16, "n_init": 1, "n_local": 2}
     indices = selection.select_blocks(q, k_cmp, lse, Selection(SEQUENCES, **hyperparameters, scale=SCALE))
     own = torch.arange(LENGTH, device="cuda") // SELECT_BLOCK

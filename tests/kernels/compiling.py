@@ -236,7 +236,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     """
     import torch
 
-    from nsa.backends.triton import combine, compress, compressed, prepare, selected, selection, sliding
+    from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
     from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
     block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
@@ -266,8 +266,8 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     if compressed_too:
         with recorder.at("compressed"):
             over_blocks = Compressed(sequences, block, stride, scale)
-            compressed.compressed_forward(q, k_cmp, v_cmp, over_blocks)
-            gradients(compressed.compressed_backward, over_blocks, 0, Saved(q, k_cmp, v_cmp, o, lse))
+            ranged.compressed_forward(q, k_cmp, v_cmp, over_blocks)
+            gradients(ranged.compressed_backward, over_blocks, 0, Saved(q, k_cmp, v_cmp, o, lse))
     with recorder.at("selected"):
         over_selected = Selected(sequences, select_block, scale)
         # None: what a sequence as short as this one gets, unless it is packed.
@@ -278,8 +278,8 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
         return
     with recorder.at("sliding"):
         over_window = Sliding(sequences, 512, scale)
-        sliding.sliding_forward(q, k, v, over_window)
-        gradients(sliding.sliding_backward, over_window, 2, Saved(q, k, v, o, lse))
+        ranged.sliding_forward(q, k, v, over_window)
+        gradients(ranged.sliding_backward, over_window, 2, Saved(q, k, v, o, lse))
     with recorder.at("selection"):
         how = Selection(sequences, block, stride, select_block, n_select, n_init=1, n_local=2, scale=scale)
         selection.select_blocks(q, k_cmp, lse, how)

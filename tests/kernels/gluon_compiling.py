@@ -131,7 +131,7 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
     """Forward and backward of both branches, as the launchers would launch them."""
     import torch
 
-    from nsa.backends.triton import compressed, sliding
+    from nsa.backends.triton import ranged
     from nsa.sequences import Compressed, Pooling, Saved, Sequences, Sliding, Upstream
 
     cu = torch.tensor([0, shape.length // 4, shape.length], dtype=torch.int32) if shape.packed else None
@@ -142,14 +142,14 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
 
     q, do = tensor(shape.length, shape.heads), tensor(shape.length, shape.heads)
     lse = torch.empty(1, shape.length, shape.heads)
-    for name, n_keys, branch, module in (
-        ("compressed", Pooling(sequences, 32, 16).count, Compressed(sequences, 32, 16, 0.1), compressed),
-        ("sliding", shape.length, Sliding(sequences, 512, 0.1), sliding),
+    for name, n_keys, branch in (
+        ("compressed", Pooling(sequences, 32, 16).count, Compressed(sequences, 32, 16, 0.1)),
+        ("sliding", shape.length, Sliding(sequences, 512, 0.1)),
     ):
         k, v = tensor(n_keys, shape.groups), tensor(n_keys, shape.groups)
         with recorder.at(name):
-            getattr(module, f"{name}_forward")(q, k, v, branch)
-            getattr(module, f"{name}_backward")(Upstream(do), Saved(q, k, v, do, lse), branch)
+            getattr(ranged, f"{name}_forward")(q, k, v, branch)
+            getattr(ranged, f"{name}_backward")(Upstream(do), Saved(q, k, v, do, lse), branch)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 from nsa import NSAAttention, NSAConfig, reference
-from nsa.backends.triton import compressed, selected, selection, sliding
+from nsa.backends.triton import ranged, selected, selection
 from nsa.backends.triton.selected import SelectedForwardTile
 from nsa.backends.triton.selected.backward import SelectedBackwardTile
 from nsa.backends.triton.tiles import BackwardTile, SplitTile, Tile
@@ -94,7 +94,7 @@ def by_kernel(
     given = inputs.map(lambda x: x.to(DEVICE))
     q, k, v = given.of(branch)
     over = getattr(branches(case, DEVICE, q_start=q_start, batch=q.shape[0], length=q.shape[1]), branch)
-    module = {"compressed": compressed, "selected": selected, "sliding": sliding}[branch]
+    module = selected if branch == "selected" else ranged
     indices = (given.indices,) if branch == "selected" else ()
     o, lse = getattr(module, f"{branch}_forward")(q, k, v, *indices, over, tile=tiles[0])
     do, dlse = (gradients["do"], gradients["dlse"]) if gradients else output_gradients(o.cpu(), lse.cpu())

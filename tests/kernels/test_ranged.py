@@ -19,7 +19,7 @@ from torch import Tensor
 from interpreted import DEVICE, INTERPRETED, head_major  # isort: skip
 
 from nsa import reference
-from nsa.backends.triton import compressed, sliding
+from nsa.backends.triton import ranged
 from nsa.backends.triton.tiles import BackwardTile, SplitTile, Tile, candidates
 from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
@@ -90,8 +90,8 @@ CASES = {
     "packed, h3": Case(length=41, heads=3, groups=2, documents=(33, 1, 7)),
 }
 FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "compressed": (compressed.compressed_forward, compressed.compressed_backward, reference.compressed_attention),
-    "sliding": (sliding.sliding_forward, sliding.sliding_backward, reference.sliding_attention),
+    "compressed": (ranged.compressed_forward, ranged.compressed_backward, reference.compressed_attention),
+    "sliding": (ranged.sliding_forward, ranged.sliding_backward, reference.sliding_attention),
 }
 
 

@@ -51,7 +51,7 @@ from nsa.backends.triton.tiles import (
     row_contiguous,
     sm_count,
 )
-from nsa.sequences import Ranges, Saved, Upstream
+from nsa.sequences import Compressed, Ranges, Saved, Sliding, Upstream
 
 
 @triton.jit
@@ -416,7 +416,7 @@ plan = lru_cache(maxsize=MAX_PLANS)(RangedBackwardPlan)
 
 
 def ranged_backward(
-    upstream: Upstream, saved: Saved, ranges: Ranges, scale: float, tile: BackwardTile | None = None
+    upstream: Upstream, saved: Saved, branch: Compressed | Sliding, tile: BackwardTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq`, `dk`, `dv`, each in the dtype and shape of what it is the gradient of; see `Upstream` for a gate.
 
@@ -426,8 +426,9 @@ def ranged_backward(
     if do is not upstream.do:
         upstream = upstream._replace(do=do)
     k, v, into = saved.k, saved.v, upstream.dq
-    visibility = Visibility.of(ranges)
-    planned = plan(layout(do), layout(q), layout(k), layout(v), visibility, scale, tile, into is not None)
+    ranges = branch.ranges(k.shape[1])
+    layouts = (layout(do), layout(q), layout(k), layout(v))
+    planned = plan(*layouts, Visibility.of(ranges), branch.scale, tile, into is not None)
     lse2, delta = row_statistics(upstream, saved, k.shape[2])
     dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges)
     return planned.query_gradient(do, q, k, v, lse2, delta, ranges, into), dk, dv
