@@ -333,7 +333,7 @@ LAUNCHER = {"candidates", "default_tile", "describe_keys", "describe_rows"}
 LAUNCHER |= {"pick_forward", "pick_backward", "plan", "plan_forward", "plan_backward"}
 CONVENTION = {"T", "log"}
 # In modules that were being changed when the rest was renamed.
-NOT_YET_APART = {"Angles", "DTYPES", "Replay", "attend", "overlap"}
+NOT_YET_APART = {"DTYPES", "attend", "overlap"}
 
 
 def top_level_names(path: Path) -> set[str]:
