@@ -90,9 +90,11 @@ def load_step_rows(
 
 
 @triton.jit
-def load_tokens(x, o_n, m_n, stride_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one group, zeros where `m_n` is false."""
+def load_tokens(x, i_b, i_g, o_n, m_n, stride_b, stride_n, stride_g, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one row and group, zeros where `m_n` is false. No other
+    function of the attention knows where a store has its keys."""
     o_d = tl.arange(0, BLOCK_D)
+    x += i_b.to(tl.int64) * stride_b + i_g * stride_g
     p_x = x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :]
     if D < BLOCK_D:
         b_x = tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)

@@ -1,10 +1,11 @@
 """Split-KV attention of a step over the compressed cache, which also leaves what block selection needs.
 
-    pool[r, c, j] = 2^-tile_max[r, tile(j)] * sum_u weight(u, c) * exp2(score[r, j*R + u])
+    pool[r, j] = 2^-tile_max[r, tile(j)] * sum_c sum_u weight(u, c) * exp2(score[r, (j - c)*R + u])
 
 A compressed block `j*R + u` gives `weight(u, c) = |[u, u + L) ∩ [c*R, (c + 1)*R)|` of its probability to selection
-block `j + c` (`R = l_sel/d`, `L = l/d`). Each split pools its probabilities relative to the maximum so far, a power of
-two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums.
+block `j + c` (`R = l_sel/d`, `L = l/d`). Each tile pools its probabilities relative to the maximum so far, a power of
+two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums. What a tile has for
+the first blocks of the next one goes to `carry [r, c - 1, tile, c]`.
 
 Grid (B*G, splits, tiles of rows). Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
@@ -36,13 +37,13 @@ def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def compressed_split_kernel(
-    q, k, v, start, pool, tile_max, part_o, part_m, part_l, max_len, scale_log2,
+    q, k, v, start, pool, carry, tile_max, part_o, part_m, part_l, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
     REACH: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
@@ -63,10 +64,7 @@ def compressed_split_kernel(
         tl.store(part_l + i_slot.to(tl.int64) * ROWS + o_r, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
     else:
         b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
-        k += i_b.to(tl.int64) * stride_kb + i_g * stride_kg
-        v += i_b.to(tl.int64) * stride_vb + i_g * stride_vg
         o_row = i_bg.to(tl.int64) * ROWS + o_r
-        p_pool = pool + o_row * ((REACH + 1) * N_TILES * BLOCK_J)
         o_n = tl.arange(0, BLOCK_N)
         o_j = tl.arange(0, BLOCK_J)
         o_unit = tl.arange(0, R_PAD)
@@ -79,16 +77,22 @@ def compressed_split_kernel(
             m_i = o_i < n_seen
             if R_PAD > R:
                 m_i = m_i & (o_n % R_PAD < R)
-            b_k = load_tokens(k, o_i, m_i, stride_kn, DK, BLOCK_DK)
-            b_v = load_tokens(v, o_i, m_i, stride_vn, DV, BLOCK_DV)
+            b_k = load_tokens(k, i_b, i_g, o_i, m_i, stride_kb, stride_kn, stride_kg, DK, BLOCK_DK)
+            b_v = load_tokens(v, i_b, i_g, o_i, m_i, stride_vb, stride_vn, stride_vg, DV, BLOCK_DV)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
             m_seen = m_i[None, :] & (o_i[None, :] < o_seen[:, None])
             b_p, b_m, b_l, b_o = exact_softmax(b_s, m_seen, b_m, b_l, b_o)
             b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
-            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r)
             b_u = tl.reshape(b_p, [BLOCK_M, BLOCK_J, R_PAD])
-            for c in tl.static_range(REACH + 1):
+            b_pool = tl.sum(b_u * overlap(o_unit, 0, R, OVERLAP)[None, None, :], 2)
+            for c in tl.static_range(1, REACH + 1):
                 b_c = tl.sum(b_u * overlap(o_unit, c, R, OVERLAP)[None, None, :], 2)
-                p_c = p_pool + (c * N_TILES + i) * BLOCK_J
-                tl.store(p_c[:, None] + o_j[None, :], b_c, mask=m_r[:, None])
+                p_carry = carry + ((o_row * REACH + c - 1) * N_TILES + i) * REACH
+                m_carry = m_r[:, None] & (o_j >= BLOCK_J - c)[None, :]
+                tl.store(p_carry[:, None] + (o_j - (BLOCK_J - c))[None, :], b_c, mask=m_carry)
+                o_from = tl.broadcast_to(((o_j + BLOCK_J - c) % BLOCK_J)[None, :], [BLOCK_M, BLOCK_J])
+                b_pool += tl.where((o_j >= c)[None, :], tl.gather(b_c, o_from, 1), 0.0)
+            p_pool = pool + (o_row * N_TILES + i) * BLOCK_J
+            tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy=KEPT)
+            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy=KEPT)
         store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)

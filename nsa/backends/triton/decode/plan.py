@@ -19,8 +19,8 @@ from nsa.backends.routing import CallUnsupported
 from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
 from nsa.backends.triton.decode.merge import merge_kernel
-from nsa.backends.triton.decode.near import selected_split_kernel
-from nsa.backends.triton.decode.select import select_window_kernel
+from nsa.backends.triton.decode.near import near_kernel
+from nsa.backends.triton.decode.select import select_kernel
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, strides
 from nsa.backends.triton.primitives import LOG2_E
 from nsa.backends.triton.selection import MAX_RATIO, MAX_SELECT_BLOCKS
@@ -29,8 +29,8 @@ from nsa.geometry import n_compressed
 
 # Rows of a tile: a step with more reads its keys once per tile, most of them from the L2 cache.
 MAX_ROWS = 64
-# Floats of pooled probabilities that a CTA of the selection loads at once.
-POOL_ELEMENTS = 4096
+# Floats of pooled probabilities that a warp of the selection loads at once.
+POOL_ELEMENTS = 2048
 
 
 class Hyperparameters(NamedTuple):
@@ -49,17 +49,20 @@ class Hyperparameters(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`tile_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens, `selected_split`: selected
-    blocks that one CTA reads; the number of warps and pipeline stages of each kernel."""
+    """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens,
+    `selected_split`: selected blocks that one CTA reads; the number of warps and pipeline stages of each kernel."""
 
     tile_bytes: int = 16384
+    near_bytes: int = 16384
     split: int = 512
     window_split: int = 256
-    selected_split: int = 4
+    selected_split: int = 5
     warps: int = 4
     stages: int = 3
+    select_warps: int = 8
     near_warps: int = 4
     near_stages: int = 3
+    kept: str = ""
 
 
 class DecodePlan:
@@ -85,8 +88,8 @@ class DecodePlan:
         reach = (ratio + overlap - 2) // ratio
         r_pad = triton.next_power_of_2(ratio)
         widest = max(block_width(d_k), block_width(d_v))
-        block_n = max(16, tile.tile_bytes // (widest * q.dtype.itemsize))
-        cmp_n = max(block_n, r_pad * triton.next_power_of_2(max(1, reach)))
+        near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
+        cmp_n = max(16, tile.tile_bytes // (widest * q.dtype.itemsize), r_pad * triton.next_power_of_2(max(1, reach)))
         block_j = cmp_n // r_pad
         n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
         split_tiles = max(1, tile.split // (block_j * ratio))
@@ -100,28 +103,32 @@ class DecodePlan:
             )
         span = min(how.window, how.max_len)
         window_splits = max(1, span // tile.window_split)
-        selected_splits = triton.cdiv(how.n_select, tile.selected_split)
-        slots = n_splits + window_splits + selected_splits
+        n_forced = how.n_init + how.n_local
+        early = window_splits + (n_forced > 0)
+        free_splits = triton.cdiv(how.n_select - n_forced, tile.selected_split)
+        slots = n_splits + early + free_splits
         block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
         row_tiles = triton.cdiv(rows, block_m)
 
-        def keys(pair: tuple[Layout, Layout]) -> dict[str, int]:
-            return strides(q_bth=q, k_bng=pair[0], v_bng=pair[1])
-
         device, pairs = q.device, batch * groups
         self.scratch = (
-            ((pairs, rows, reach + 1, n_tiles * block_j), torch.float32, device),
+            ((pairs, rows, n_tiles * block_j), torch.float32, device),
+            ((pairs, rows, reach, n_tiles, reach), torch.float32, device),
             ((pairs, rows, n_tiles), torch.float32, device),
+            ((pairs, rows, 2), torch.float32, device),
             ((pairs, slots, rows, d_v), torch.float32, device),
             ((pairs, slots, rows), torch.float32, device),
             ((pairs, slots, rows), torch.float32, device),
         )
         self.indices = ((batch, n_tokens, groups, how.n_select), torch.int32, device)
         self.output = ((batch, n_tokens, n_heads, d_v), q.dtype, device)
-        wide = {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
-        shared = {"max_len": how.max_len, "scale_log2": how.scale * LOG2_E, "SLOTS": slots}
-        shared |= {"G": groups, "H": heads, "DK": d_k, "DV": d_v, **wide}
+        step = {"max_len": how.max_len, "G": groups, "H": heads, "SLOTS": slots}
+        attend = {"scale_log2": how.scale * LOG2_E, "DK": d_k, "DV": d_v, "BLOCK_M": block_m}
+        attend |= {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
+        pooling |= {"SPLIT_TILES": split_tiles}
+        selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
+        selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local}
         overlapping = dependent_launch(device)
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
@@ -129,60 +136,57 @@ class DecodePlan:
         self.attend_compressed = Launch(
             compressed_split_kernel,
             (pairs, n_splits, row_tiles),
-            **keys(compressed),
-            **shared,
+            **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
+            **step,
+            **attend,
             **pooling,
             ROWS=rows,
             R_PAD=r_pad,
             OVERLAP=overlap,
-            SPLIT_TILES=split_tiles,
-            BLOCK_M=block_m,
             BLOCK_N=cmp_n,
             STAGES=tile.stages,
+            KEPT=tile.kept,
             num_warps=tile.warps,
             **overlapping,
         )
         self.select = Launch(
-            select_window_kernel,
-            (pairs, n_tokens + window_splits * row_tiles),
-            **keys(window),
-            **shared,
+            select_kernel,
+            (pairs, n_tokens),
+            **step,
             **pooling,
-            places=window[0].shape[1] - 1,
-            T=n_tokens,
-            SELECT_BLOCK=how.select_block,
-            N_SELECT=how.n_select,
+            **selection,
+            H_PAD=triton.next_power_of_2(heads),
             N_PAD=triton.next_power_of_2(how.n_select),
-            N_INIT=how.n_init,
-            N_LOCAL=how.n_local,
-            WINDOW=span,
             N_SPLITS=n_splits,
             N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
             BLOCK_J=block_j,
-            UNROLL=max(1, min(heads, POOL_ELEMENTS // n_columns)),
-            SEGMENTS=min(32 * tile.near_warps, n_columns // 4),
-            WINDOW_SPLITS=window_splits,
-            SPLIT=tile.window_split,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            STAGES=tile.near_stages,
-            num_warps=tile.near_warps,
+            UNROLL=max(1, min(heads, POOL_ELEMENTS * tile.select_warps // n_columns)),
+            SEGMENTS=min(32 * tile.select_warps, n_columns // 4),
+            num_warps=tile.select_warps,
             **overlapping,
         )
-        self.attend_selected = Launch(
-            selected_split_kernel,
-            (pairs, n_tokens, selected_splits),
-            **keys(selected),
-            **shared,
-            T=n_tokens,
-            SELECT_BLOCK=how.select_block,
-            N_SELECT=how.n_select,
-            FIRST_SLOT=n_splits + window_splits,
-            SPLIT=tile.selected_split,
-            SPLIT_PAD=triton.next_power_of_2(tile.selected_split),
-            BLOCK_M=max(16, triton.next_power_of_2(heads)),
-            BLOCK_N=min(block_n, max(16, triton.next_power_of_2(how.select_block))),
+        self.attend_near = Launch(
+            near_kernel,
+            (pairs * (early * row_tiles + n_tokens * free_splits),),
+            **strides(q_bth=q, wk_bng=window[0], wv_bng=window[1], sk_bng=selected[0], sv_bng=selected[1]),
+            **step,
+            **attend,
+            **selection,
+            pairs=pairs,
+            places=window[0].shape[1] - 1,
+            WINDOW=span,
+            FIRST_SLOT=n_splits,
+            WINDOW_SPLITS=window_splits,
+            WINDOW_SPLIT=tile.window_split,
+            N_EARLY=early,
+            FREE_SPLITS=free_splits,
+            FREE_SPLIT=tile.selected_split,
+            FREE_PAD=triton.next_power_of_2(tile.selected_split),
+            ROW_TILES=row_tiles,
+            BLOCK_H=max(16, triton.next_power_of_2(heads)),
+            BLOCK_N=near_n,
+            BLOCK_SEL=min(near_n, max(16, triton.next_power_of_2(how.select_block))),
             STAGES=tile.near_stages,
             num_warps=tile.near_warps,
             **overlapping,
@@ -203,8 +207,8 @@ class DecodePlan:
             N_CMP_PAD=triton.next_power_of_2(n_splits),
             N_WIN=window_splits,
             N_WIN_PAD=triton.next_power_of_2(window_splits),
-            N_SEL=selected_splits,
-            N_SEL_PAD=triton.next_power_of_2(selected_splits),
+            N_SEL=slots - n_splits - window_splits,
+            N_SEL_PAD=triton.next_power_of_2(slots - n_splits - window_splits),
             num_warps=1,
             **overlapping,
         )
@@ -220,17 +224,20 @@ class DecodePlan:
         **committed: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`committed`: `lengths`, `high_water` and `counts`, as far as the plan is for them."""
-        pool, tile_max, part_o, part_m, part_l = (torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch)
+        pool, carry, tile_max, factors, part_o, part_m, part_l = (
+            torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch
+        )
         shape, dtype, device = self.indices
         indices = torch.empty(shape, dtype=dtype, device=device)
         shape, dtype, device = self.output
         o = torch.empty(shape, dtype=dtype, device=device)
-        parts = {"part_o": part_o, "part_m": part_m, "part_l": part_l}
-        pooled = {"pool": pool, "tile_max": tile_max}
-        self.attend_compressed(q=q, k=compressed[0], v=compressed[1], start=start, **pooled, **parts)
-        self.select(q=q, k=window[0], v=window[1], start=start, indices=indices, **pooled, **parts)
-        self.attend_selected(q=q, k=selected[0], v=selected[1], start=start, indices=indices, **parts)
-        self.merge(gates=gates, o=o, **parts, **committed)
+        parts = {"part_m": part_m, "part_l": part_l}
+        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, **parts}
+        self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled)
+        self.select(factors=factors, indices=indices, **pooled)
+        near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
+        self.attend_near(q=q, start=start, indices=indices, part_o=part_o, **near, **parts)
+        self.merge(gates=gates, o=o, part_o=part_o, **parts, **committed)
         return o, indices
 
 

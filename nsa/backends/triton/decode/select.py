@@ -1,38 +1,56 @@
-"""Block selection of a step from pooled probabilities, and beside it the sliding window.
+"""Block selection of a step from pooled probabilities.
 
-    importance[t, j] = sum_head 1/sum[head] * sum_c 2^(tile_max - max[head]) * pool[t, head, c, j - c]
+    importance[t, j] = sum_head 1/sum[head] * 2^-max[head] * (2^tile_max * pool[t, head, j] + what the tile before has)
 
 All scaling but the last is by powers of two, and sums have one order, so that blocks with equal keys tie exactly, in
-whichever splits they lie; of equal blocks the lower is taken. Selection goes by bisection, as in `selection.py`.
+whichever tiles they lie; of equal blocks the lower is taken. Selection goes by bisection, as in `selection.py`.
 
-Grid (B*G, T + splits of the window * tiles of rows). The CTAs of the first kind own one token of one group; they are
-bound by latency and leave the memory idle, so those of the second kind share the launch.
+Grid (B*G, T). A CTA owns one token of one group. It is bound by latency, so loads of several heads are in flight, and
+the next launch, most of which does not depend on this one, starts at once.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.backends.triton.decode.common import follow, position_of, power_of_2
-from nsa.backends.triton.decode.near import window_split
+from nsa.backends.triton.decode.common import position_of, power_of_2
 from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks, last_taken
 
 
 @triton.jit
+def row_factors(
+    part_m, part_l, p_factors, first_part, n_seen,
+    H: tl.constexpr, H_PAD: tl.constexpr, ROWS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Maximum and 1/sum of each head over its splits, to `p_factors [H, 2]`: from there a loop over heads takes numbers.
+    A tensor would give them up only by a reduction over warps each."""
+    o_h = tl.arange(0, H_PAD)
+    o_s = tl.arange(0, N_SPLITS_PAD)
+    o_part = first_part + o_h[:, None] + (o_s * ROWS)[None, :]
+    m_part = (o_h < H)[:, None] & ((o_s < N_SPLITS) & (o_s * SPLIT < n_seen))[None, :]
+    b_l = tl.load(part_l + o_part, mask=m_part, other=0.0)
+    b_m = tl.load(part_m + o_part, mask=m_part, other=FLOOR)
+    b_top = tl.max(b_m, 1)
+    b_total = tl.sum(b_l * power_of_2(b_m - b_top[:, None]), 1)
+    tl.store(p_factors + o_h * 2, b_top, mask=o_h < H)
+    tl.store(p_factors + o_h * 2 + 1, 1.0 / tl.where(b_total > 0, b_total, 1.0), mask=o_h < H)
+    tl.debug_barrier()
+
+
+@triton.jit
 def pooled_importance(
-    pool, tile_max, part_m, part_l, i_bg, i_t, n_seen,
-    H: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr, SLOTS: tl.constexpr,
-    N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr,
+    pool, carry, tile_max, p_factors, i_row, n_seen,
+    H: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr, N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr,
     BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """`[N_TILES_PAD, BLOCK_J]` importance of every selection block that a seen compressed block reaches, else 0.
 
     Head by head: with the heads as an axis to sum over, what Triton 3.6 compiled selected wrong blocks on an H200.
     """
-    o_s = tl.arange(0, N_SPLITS_PAD)
     o_tile = tl.arange(0, N_TILES_PAD)
     o_in = tl.arange(0, BLOCK_J)[None, :]
     o_j = o_tile[:, None] * BLOCK_J + o_in
@@ -40,37 +58,44 @@ def pooled_importance(
     m_before = (o_tile >= 1) & ((o_tile - 1) * (BLOCK_J * R) < n_seen)
     b_importance = tl.zeros([N_TILES_PAD, BLOCK_J], tl.float32)
     for i_h in tl.range(H, loop_unroll_factor=UNROLL):
-        i_row = i_bg.to(tl.int64) * ROWS + i_t * H + i_h
-        o_part = (i_bg.to(tl.int64) * SLOTS + o_s) * ROWS + i_t * H + i_h
-        b_l = tl.load(part_l + o_part, mask=o_s < N_SPLITS, other=0.0)
-        b_m = tl.load(part_m + o_part, mask=b_l > 0, other=FLOOR)
-        top = tl.max(b_m, 0)
-        total = tl.sum(b_l * power_of_2(b_m - top), 0)
+        i_r = i_row + i_h
+        top = tl.load(p_factors + i_h * 2)
         # [N_TILES_PAD], and of the tile before: the first blocks of a tile are reached from there
-        p_max = tile_max + i_row * N_TILES + o_tile
+        p_max = tile_max + i_r * N_TILES + o_tile
         b_scale = power_of_2(tl.load(p_max, mask=m_tile, other=FLOOR) - top)
-        b_before = power_of_2(tl.load(p_max - 1, mask=m_before, other=FLOOR) - top)
-        b_pooled = tl.zeros([N_TILES_PAD, BLOCK_J], tl.float32)
-        for c in tl.static_range(REACH + 1):
-            p_c = pool + (i_row * (REACH + 1) + c) * (N_TILES * BLOCK_J) + (o_j - c)
-            b_c = tl.load(p_c, mask=(o_j >= c) & ((o_j - c) * R < n_seen), other=0.0)
-            b_pooled += b_c * tl.where(o_in < c, b_before[:, None], b_scale[:, None])
-        b_importance += b_pooled * (1.0 / tl.where(total > 0, total, 1.0))
+        b_pooled = tl.load(pool + i_r * (N_TILES * BLOCK_J) + o_j, mask=m_tile[:, None], other=0.0) * b_scale[:, None]
+        if REACH > 0:
+            b_before = power_of_2(tl.load(p_max - 1, mask=m_before, other=FLOOR) - top)
+        for c in tl.static_range(1, REACH + 1):
+            p_carry = carry + ((i_r * REACH + c - 1) * N_TILES + o_tile[:, None] - 1) * REACH + o_in
+            b_carry = tl.load(p_carry, mask=m_before[:, None] & (o_in < c), other=0.0)
+            b_pooled += b_carry * b_before[:, None]
+        b_importance += b_pooled * tl.load(p_factors + i_h * 2 + 1)
     return b_importance
 
 
 @triton.jit
-def select_token(
-    pool, tile_max, part_m, part_l, start, p_index, i_bg, i_b, i_t, max_len,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
-    R: tl.constexpr, REACH: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
-    N_LOCAL: tl.constexpr, SLOTS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
-    N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+def select_kernel(
+    start, pool, carry, tile_max, factors, indices, part_m, part_l, max_len,
+    G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
+    N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
+    N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, SPLIT_TILES: tl.constexpr, N_TILES: tl.constexpr,
+    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The blocks that one token of one group reads: `N_SELECT` indices, ascending, -1 where there are fewer."""
+    ROWS: tl.constexpr = T * H
     N_FREE: tl.constexpr = N_SELECT - N_INIT - N_LOCAL
     N_COLUMNS: tl.constexpr = N_TILES_PAD * BLOCK_J
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i_bg = tl.program_id(0)
+    i_t = tl.program_id(1)
+    i_b = i_bg // G
+    i_row = i_bg.to(tl.int64) * ROWS + i_t * H
+    p_index = indices + ((i_b * T + i_t) * G + i_bg % G).to(tl.int64) * N_SELECT
     position = position_of(start, i_b, i_t, max_len)
     own = position // SELECT_BLOCK
     if own < N_SELECT:
@@ -81,11 +106,15 @@ def select_token(
         m_forced = (o_j < N_INIT) | ((o_j > own - N_LOCAL) & (o_j <= own))
         m_taken = m_forced
         if N_FREE > 0:
-            b_i = pooled_importance(
-                pool, tile_max, part_m, part_l, i_bg, i_t, complete_blocks(position, BLOCK, STRIDE),
-                H=H, ROWS=ROWS, R=R, REACH=REACH, SLOTS=SLOTS, N_SPLITS=N_SPLITS, N_SPLITS_PAD=N_SPLITS_PAD,
-                N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, UNROLL=UNROLL,
+            n_seen = complete_blocks(position, BLOCK, STRIDE)
+            p_factors = factors + i_row * 2
+            row_factors(
+                part_m, part_l, p_factors, i_bg.to(tl.int64) * (SLOTS * ROWS) + i_t * H, n_seen, H, H_PAD, ROWS,
+                N_SPLITS, N_SPLITS_PAD, SPLIT_TILES * BLOCK_J * R,
             )  # fmt: skip
+            b_i = pooled_importance(
+                pool, carry, tile_max, p_factors, i_row, n_seen, H, R, REACH, N_TILES, N_TILES_PAD, BLOCK_J, UNROLL
+            )
             # Importance is not negative: its bits are in its order.
             b_key = tl.maximum(tl.reshape(b_i, [N_COLUMNS]).to(tl.int32, bitcast=True), 0)
             b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
@@ -99,44 +128,3 @@ def select_token(
             m_taken = m_forced | m_free
         o_out = tl.cumsum(m_taken.to(tl.int32), 0) - 1
         tl.store(p_index + o_out, o_j, mask=m_taken)
-
-
-@triton.jit
-def select_window_kernel(
-    q, k, v, start, pool, tile_max, indices, part_o, part_m, part_l, max_len, places, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
-    N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, WINDOW: tl.constexpr,
-    SLOTS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, N_TILES: tl.constexpr,
-    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
-    WINDOW_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Selection of one token of one group, or one split of the window."""
-    i_bg = tl.program_id(0)
-    i_task = tl.program_id(1)
-    if i_task < T:
-        follow(PDL)
-        i_b = i_bg // G
-        p_index = indices + ((i_b * T + i_task) * G + i_bg % G).to(tl.int64) * N_SELECT
-        select_token(
-            pool, tile_max, part_m, part_l, start, p_index, i_bg, i_b, i_task, max_len,
-            H=H, ROWS=T * H, BLOCK=BLOCK, STRIDE=STRIDE, SELECT_BLOCK=SELECT_BLOCK, R=R, REACH=REACH,
-            N_SELECT=N_SELECT, N_PAD=N_PAD, N_INIT=N_INIT, N_LOCAL=N_LOCAL, SLOTS=SLOTS, N_SPLITS=N_SPLITS,
-            N_SPLITS_PAD=N_SPLITS_PAD, N_TILES=N_TILES, N_TILES_PAD=N_TILES_PAD, BLOCK_J=BLOCK_J, UNROLL=UNROLL,
-            SEGMENTS=SEGMENTS,
-        )  # fmt: skip
-    else:
-        # Needs nothing of the launch before this one, which has itself waited for those before.
-        if PDL:
-            gdc_launch_dependents()
-        i_s = (i_task - T) % WINDOW_SPLITS
-        i_m = (i_task - T) // WINDOW_SPLITS
-        window_split(
-            q, k, v, start, part_o, part_m, part_l, max_len, places, scale_log2,
-            i_bg, i_s, i_bg * SLOTS + N_SPLITS + i_s, i_m,
-            stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-            G=G, H=H, ROWS=T * H, DK=DK, DV=DV, WINDOW=WINDOW, N_SPLITS=WINDOW_SPLITS, SPLIT=SPLIT,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
-        )  # fmt: skip
