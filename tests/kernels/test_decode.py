@@ -17,7 +17,7 @@ from nsa.decoding import fused_step
 from nsa.geometry import n_compressed
 
 # Small tiles and splits, so that short caches have several of each.
-SMALL = DecodeTile(tile_bytes=1024, split=32, window_split=8, selected_split=2)
+SMALL = DecodeTile(tile_bytes=1024, split=32, window_split=8, selected_splits=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 

@@ -49,19 +49,20 @@ class Hyperparameters(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens,
-    `selected_split`: selected blocks that one CTA reads; the number of warps and pipeline stages of each kernel."""
+    """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
+    reads; `selected_splits`: CTAs that share the selected blocks. The number of warps of each kernel, and of tiles in
+    shared memory (`buffers`)."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
     split: int = 512
     window_split: int = 256
-    selected_split: int = 5
+    selected_splits: int = 3
     warps: int = 4
-    stages: int = 3
+    buffers: int = 2
     select_warps: int = 8
     near_warps: int = 4
-    near_stages: int = 3
+    near_buffers: int = 2
     kept: str = ""
 
 
@@ -105,10 +106,12 @@ class DecodePlan:
         window_splits = max(1, span // tile.window_split)
         n_forced = how.n_init + how.n_local
         early = window_splits + (n_forced > 0)
-        free_splits = triton.cdiv(how.n_select - n_forced, tile.selected_split)
+        free_splits = min(tile.selected_splits, how.n_select - n_forced)
         slots = n_splits + early + free_splits
         block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
         row_tiles = triton.cdiv(rows, block_m)
+        # Where a tile has fewer rows than `wgmma`, one stage of Triton's pipeline is in registers.
+        extra_stages = int(block_m < 64)
 
         device, pairs = q.device, batch * groups
         self.scratch = (
@@ -128,7 +131,7 @@ class DecodePlan:
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
         pooling |= {"SPLIT_TILES": split_tiles}
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
-        selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local}
+        selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
@@ -144,7 +147,7 @@ class DecodePlan:
             R_PAD=r_pad,
             OVERLAP=overlap,
             BLOCK_N=cmp_n,
-            STAGES=tile.stages,
+            STAGES=tile.buffers + extra_stages,
             KEPT=tile.kept,
             num_warps=tile.warps,
             **overlapping,
@@ -156,7 +159,6 @@ class DecodePlan:
             **pooling,
             **selection,
             H_PAD=triton.next_power_of_2(heads),
-            N_PAD=triton.next_power_of_2(how.n_select),
             N_SPLITS=n_splits,
             N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
@@ -168,7 +170,7 @@ class DecodePlan:
         )
         self.attend_near = Launch(
             near_kernel,
-            (pairs * (early * row_tiles + n_tokens * free_splits),),
+            (pairs * row_tiles * (early + free_splits),),
             **strides(q_bth=q, wk_bng=window[0], wv_bng=window[1], sk_bng=selected[0], sv_bng=selected[1]),
             **step,
             **attend,
@@ -178,16 +180,14 @@ class DecodePlan:
             WINDOW=span,
             FIRST_SLOT=n_splits,
             WINDOW_SPLITS=window_splits,
-            WINDOW_SPLIT=tile.window_split,
+            SPLIT=tile.window_split,
             N_EARLY=early,
             FREE_SPLITS=free_splits,
-            FREE_SPLIT=tile.selected_split,
-            FREE_PAD=triton.next_power_of_2(tile.selected_split),
             ROW_TILES=row_tiles,
-            BLOCK_H=max(16, triton.next_power_of_2(heads)),
+            T_PAD=triton.next_power_of_2(n_tokens),
             BLOCK_N=near_n,
             BLOCK_SEL=min(near_n, max(16, triton.next_power_of_2(how.select_block))),
-            STAGES=tile.near_stages,
+            STAGES=tile.near_buffers + extra_stages,
             num_warps=tile.near_warps,
             **overlapping,
         )
