@@ -150,7 +150,7 @@ def near_kernel(
             G=G, H=H, ROWS=T * H, DK=DK, DV=DV, WINDOW=WINDOW, N_SPLITS=WINDOW_SPLITS, SPLIT=SPLIT,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
         )  # fmt: skip
-    else:
+    if i_s >= WINDOW_SPLITS:
         selected_split(
             q, k_sel, v_sel, start, indices, part_o, part_m, part_l, i_bg, i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY,
             max_len, scale_log2,
