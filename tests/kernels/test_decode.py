@@ -143,6 +143,7 @@ CASES = {
         window=64,
         tile=DecodeTile(),
     ),
+    "tokens that share some blocks": StepCase(lengths=(158, 90), tokens=6, heads=2, max_len=192, select_block=8),
     "fp16": StepCase(lengths=(37, 90), tokens=2, dtype=torch.float16),
 }
 
@@ -157,9 +158,10 @@ def test_a_step_attends_as_the_reference_does(name: str) -> None:
     torch.testing.assert_close(o.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("block", [4, 8])
 @pytest.mark.parametrize("n_distinct", [1, 3, 4])
-def test_lowest_of_equal_blocks_is_selected_across_splits(n_distinct: int) -> None:
-    inputs = StepInputs(StepCase(lengths=(95, 61), select_block=8, block=4), n_distinct=n_distinct)
+def test_lowest_of_equal_blocks_is_selected_across_splits(n_distinct: int, block: int) -> None:
+    inputs = StepInputs(StepCase(lengths=(95, 61), select_block=8, block=block), n_distinct=n_distinct)
     # Large scores: a probability relative to another maximum would be rounded otherwise.
     inputs.q *= 7.3
     _, indices = inputs.run()

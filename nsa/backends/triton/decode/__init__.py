@@ -1,8 +1,8 @@
 """One decode step, 1 to 8 new tokens per batch row over a cache, rows of any lengths: its attention in four launches.
 
-1. `compressed.py`: split-KV attention over the compressed cache; each split pools its probabilities to blocks.
-2. `select.py`: importance from the pooled probabilities and the best blocks; beside it the sliding window.
-3. `near.py`: the selected blocks.
+1. `compressed.py`: split-KV attention over the compressed cache; each tile pools its probabilities to blocks.
+2. `select.py`: importance from the pooled probabilities and the best blocks.
+3. `near.py`: the sliding window and the forced blocks, which start while the blocks are selected; the selected blocks.
 4. `merge.py`: split-KV partials to branch outputs, gates, the sum.
 
 `step.py` puts the append to the cache and the emission of finished compressed blocks before them.

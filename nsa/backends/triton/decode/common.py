@@ -28,10 +28,16 @@ def follow(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+# Maximum of a row that has seen no key: above FLOOR by more than a power of two can tell.
+NONE_SEEN = tl.constexpr(-0.5e30)
+# Added to a number and taken away again, it leaves a whole one; the sum's low bits are the integer.
+TO_WHOLE = tl.constexpr(12582912.0)
+
+
 @triton.jit
 def power_of_2(b_x):
-    """`2^x` of whole numbers `x` up to 127 in fp32, exact; 0 below the normal numbers."""
-    b_exponent = tl.minimum(tl.maximum(b_x, -127.0), 127.0).to(tl.int32) + 127
+    """`2^x` of whole numbers `x` up to 0 in fp32, exact; 0 below the normal numbers."""
+    b_exponent = (tl.maximum(b_x, -127.0) + TO_WHOLE).to(tl.int32, bitcast=True) + 127
     return (b_exponent << 23).to(tl.float32, bitcast=True)
 
 
@@ -42,11 +48,10 @@ def exact_softmax(b_s, m_seen, b_m, b_l, b_o):
     Takes in scores `b_s` where `m_seen`; returns probabilities relative to the new maximum, then maximum, sum and
     output rescaled to it. A probability's mantissa depends on its score alone: equal scores tie in every tile.
     """
-    b_s = tl.where(m_seen, b_s, 0.0)
-    b_floor = tl.floor(b_s)
-    b_m_new = tl.maximum(b_m, tl.max(tl.where(m_seen, b_floor, FLOOR), 1))
-    b_p = tl.math.exp2(b_s - b_floor) * power_of_2(b_floor - b_m_new[:, None])
-    b_p = tl.where(m_seen, b_p, 0.0)
+    b_s = tl.where(m_seen, b_s, FLOOR)
+    b_whole = (b_s + TO_WHOLE) - TO_WHOLE
+    b_m_new = tl.maximum(b_m, tl.max(b_whole, 1))
+    b_p = tl.math.exp2(b_s - b_whole) * power_of_2(b_whole - b_m_new[:, None])
     b_alpha = power_of_2(b_m - b_m_new)
     return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
 

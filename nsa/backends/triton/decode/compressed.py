@@ -5,7 +5,7 @@
 A compressed block `j*R + u` gives `weight(u, c) = |[u, u + L) ∩ [c*R, (c + 1)*R)|` of its probability to selection
 block `j + c` (`R = l_sel/d`, `L = l/d`). Each tile pools its probabilities relative to the maximum so far, a power of
 two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums. What a tile has for
-the first blocks of the next one goes to `carry [r, c - 1, tile, c]`.
+the first blocks of the next one goes to `carry [r, c - 1, tile, :c]`.
 
 Grid (B*G, splits, tiles of rows). Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa.backends.triton.decode.common import (
+    NONE_SEEN,
     exact_softmax,
     follow,
     load_step_rows,
@@ -23,7 +24,6 @@ from nsa.backends.triton.decode.common import (
     position_of,
     store_partials,
 )
-from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks
 
 
@@ -41,7 +41,7 @@ def compressed_split_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
-    REACH: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    REACH: tl.constexpr, CARRY: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def compressed_split_kernel(
         o_j = tl.arange(0, BLOCK_J)
         o_unit = tl.arange(0, R_PAD)
         m_r = o_r < ROWS
-        b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
+        b_m = tl.full([BLOCK_M], NONE_SEEN, tl.float32)
         b_l = tl.zeros([BLOCK_M], tl.float32)
         b_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         for i in tl.range(first, last, num_stages=STAGES):
@@ -87,7 +87,7 @@ def compressed_split_kernel(
             b_pool = tl.sum(b_u * overlap(o_unit, 0, R, OVERLAP)[None, None, :], 2)
             for c in tl.static_range(1, REACH + 1):
                 b_c = tl.sum(b_u * overlap(o_unit, c, R, OVERLAP)[None, None, :], 2)
-                p_carry = carry + ((o_row * REACH + c - 1) * N_TILES + i) * REACH
+                p_carry = carry + ((o_row * REACH + c - 1) * N_TILES + i) * CARRY
                 m_carry = m_r[:, None] & (o_j >= BLOCK_J - c)[None, :]
                 tl.store(p_carry[:, None] + (o_j - (BLOCK_J - c))[None, :], b_c, mask=m_carry)
                 o_from = tl.broadcast_to(((o_j + BLOCK_J - c) % BLOCK_J)[None, :], [BLOCK_M, BLOCK_J])

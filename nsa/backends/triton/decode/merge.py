@@ -45,22 +45,24 @@ def merge_kernel(
     N_SEL_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = T * H
-    follow(PDL)
     i_bg = tl.program_id(0)
     i_r = tl.program_id(1)
     i_b = (i_bg // G).to(tl.int64)
     i_t = i_r // H
     i_head = i_bg % G * H + i_r % H
+    # Gates are older than the launches that this one may overlap with.
+    p_g = gates + i_b * stride_gb + i_t * stride_gt + i_head * stride_gh
+    gate_cmp = tl.load(p_g).to(tl.float32)
+    gate_sel = tl.load(p_g + stride_gc).to(tl.float32)
+    gate_win = tl.load(p_g + 2 * stride_gc).to(tl.float32)
+    follow(PDL)
     o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r
     b_cmp = merged(part_o, part_m, part_l, o_part, DV, BLOCK_DV, ROWS, N_CMP, N_CMP_PAD, min(N_CMP_PAD, 8))
     o_part += N_CMP * ROWS
     b_win = merged(part_o, part_m, part_l, o_part, DV, BLOCK_DV, ROWS, N_WIN, N_WIN_PAD, min(N_WIN_PAD, 8))
     o_part += N_WIN * ROWS
     b_sel = merged(part_o, part_m, part_l, o_part, DV, BLOCK_DV, ROWS, N_SEL, N_SEL_PAD, min(N_SEL_PAD, 8))
-    p_g = gates + i_b * stride_gb + i_t * stride_gt + i_head * stride_gh
-    b_o = b_cmp * tl.load(p_g).to(tl.float32)
-    b_o += b_sel * tl.load(p_g + stride_gc).to(tl.float32)
-    b_o += b_win * tl.load(p_g + 2 * stride_gc).to(tl.float32)
+    b_o = b_cmp * gate_cmp + b_sel * gate_sel + b_win * gate_win
     o_d = tl.arange(0, BLOCK_DV)
     p_o = o + ((i_b * T + i_t) * (G * H) + i_head) * DV + o_d
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_d < DV)

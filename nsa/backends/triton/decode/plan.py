@@ -50,8 +50,9 @@ class Hyperparameters(NamedTuple):
 @dataclass(frozen=True)
 class DecodeTile:
     """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
-    reads; `selected_splits`: CTAs that share the selected blocks. The number of warps of each kernel, and of tiles in
-    shared memory (`buffers`)."""
+    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks. The number of
+    warps of each kernel, and of tiles in shared memory (`buffers`). `kept`: how the L2 cache treats what the compressed
+    branch leaves for the selection."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
@@ -93,7 +94,11 @@ class DecodePlan:
         cmp_n = max(16, tile.tile_bytes // (widest * q.dtype.itemsize), r_pad * triton.next_power_of_2(max(1, reach)))
         block_j = cmp_n // r_pad
         n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
-        split_tiles = max(1, tile.split // (block_j * ratio))
+        block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+        row_tiles = triton.cdiv(rows, block_m)
+        # The more rows, the more a split leaves to be merged.
+        longer = max(1, block_m // 32)
+        split_tiles = max(1, tile.split * longer // (block_j * ratio))
         n_splits = triton.cdiv(n_tiles, split_tiles)
         n_columns = max(16, triton.next_power_of_2(triton.cdiv(how.max_len, how.select_block)))
         n_tiles_pad = max(triton.next_power_of_2(n_tiles), triton.cdiv(n_columns, block_j))
@@ -103,20 +108,20 @@ class DecodePlan:
                 f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
             )
         span = min(how.window, how.max_len)
-        window_splits = max(1, span // tile.window_split)
+        window_splits = max(1, span // (tile.window_split * longer))
         n_forced = how.n_init + how.n_local
         early = window_splits + (n_forced > 0)
         free_splits = min(tile.selected_splits, how.n_select - n_forced)
         slots = n_splits + early + free_splits
-        block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
-        row_tiles = triton.cdiv(rows, block_m)
-        # Where a tile has fewer rows than `wgmma`, one stage of Triton's pipeline is in registers.
-        extra_stages = int(block_m < 64)
+        # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one.
+        extra_stages = int(block_m < 64 or tiles.capability(q.device)[0] != 9)
 
         device, pairs = q.device, batch * groups
+        # Aligned as the pooled probabilities are: Triton then loads both in one layout.
+        carry = max(4, triton.next_power_of_2(reach))
         self.scratch = (
             ((pairs, rows, n_tiles * block_j), torch.float32, device),
-            ((pairs, rows, reach, n_tiles, reach), torch.float32, device),
+            ((pairs, rows, reach, n_tiles, carry), torch.float32, device),
             ((pairs, rows, n_tiles), torch.float32, device),
             ((pairs, rows, 2), torch.float32, device),
             ((pairs, slots, rows, d_v), torch.float32, device),
@@ -129,7 +134,7 @@ class DecodePlan:
         attend = {"scale_log2": how.scale * LOG2_E, "DK": d_k, "DV": d_v, "BLOCK_M": block_m}
         attend |= {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
-        pooling |= {"SPLIT_TILES": split_tiles}
+        pooling |= {"SPLIT_TILES": split_tiles, "CARRY": carry}
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
         selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
@@ -180,7 +185,7 @@ class DecodePlan:
             WINDOW=span,
             FIRST_SLOT=n_splits,
             WINDOW_SPLITS=window_splits,
-            SPLIT=tile.window_split,
+            SPLIT=tile.window_split * longer,
             N_EARLY=early,
             FREE_SPLITS=free_splits,
             ROW_TILES=row_tiles,

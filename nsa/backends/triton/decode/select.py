@@ -26,8 +26,8 @@ def row_factors(
     H: tl.constexpr, H_PAD: tl.constexpr, ROWS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and 1/sum of each head over its splits, to `p_factors [H, 2]`: from there a loop over heads takes numbers.
-    A tensor would give them up only by a reduction over warps each."""
+    """Maximum and 1/sum of each head over its splits, to `p_factors [H, 2]`: a loop over heads loads single numbers
+    from there. From a tensor it would take each by a reduction over warps."""
     o_h = tl.arange(0, H_PAD)
     o_s = tl.arange(0, N_SPLITS_PAD)
     o_part = first_part + o_h[:, None] + (o_s * ROWS)[None, :]
@@ -44,12 +44,13 @@ def row_factors(
 @triton.jit
 def pooled_importance(
     pool, carry, tile_max, p_factors, i_row, n_seen,
-    H: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr, N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr,
-    BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr, CARRY: tl.constexpr, N_TILES: tl.constexpr,
+    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """`[N_TILES_PAD, BLOCK_J]` importance of every selection block that a seen compressed block reaches, else 0.
 
-    Head by head: with the heads as an axis to sum over, what Triton 3.6 compiled selected wrong blocks on an H200.
+    Head by head: with the heads as an axis to sum over, what Triton 3.6 compiled selected wrong blocks on an H200. All
+    loads of a head have one layout, so that nothing between those of several heads needs a barrier.
     """
     o_tile = tl.arange(0, N_TILES_PAD)
     o_in = tl.arange(0, BLOCK_J)[None, :]
@@ -67,7 +68,7 @@ def pooled_importance(
         if REACH > 0:
             b_before = power_of_2(tl.load(p_max - 1, mask=m_before, other=FLOOR) - top)
         for c in tl.static_range(1, REACH + 1):
-            p_carry = carry + ((i_r * REACH + c - 1) * N_TILES + o_tile[:, None] - 1) * REACH + o_in
+            p_carry = carry + ((i_r * REACH + c - 1) * N_TILES + o_tile[:, None] - 1) * CARRY + o_in
             b_carry = tl.load(p_carry, mask=m_before[:, None] & (o_in < c), other=0.0)
             b_pooled += b_carry * b_before[:, None]
         b_importance += b_pooled * tl.load(p_factors + i_h * 2 + 1)
@@ -80,9 +81,9 @@ def select_kernel(
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
-    N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, SPLIT_TILES: tl.constexpr, N_TILES: tl.constexpr,
-    N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
-    PDL: tl.constexpr,
+    N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, SPLIT_TILES: tl.constexpr, CARRY: tl.constexpr,
+    N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The blocks that one token of one group reads: `N_SELECT` indices, ascending, -1 where there are fewer."""
     ROWS: tl.constexpr = T * H
@@ -113,8 +114,9 @@ def select_kernel(
                 N_SPLITS, N_SPLITS_PAD, SPLIT_TILES * BLOCK_J * R,
             )  # fmt: skip
             b_i = pooled_importance(
-                pool, carry, tile_max, p_factors, i_row, n_seen, H, R, REACH, N_TILES, N_TILES_PAD, BLOCK_J, UNROLL
-            )
+                pool, carry, tile_max, p_factors, i_row, n_seen, H, R, REACH, CARRY, N_TILES, N_TILES_PAD, BLOCK_J,
+                UNROLL,
+            )  # fmt: skip
             # Importance is not negative: its bits are in its order.
             b_key = tl.maximum(tl.reshape(b_i, [N_COLUMNS]).to(tl.int32, bitcast=True), 0)
             b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
