@@ -29,6 +29,8 @@ from nsa.geometry import n_compressed
 
 # Rows of a tile: a step with more reads its keys once per tile, most of them from the L2 cache.
 MAX_ROWS = 64
+# Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
+MAX_SCORES = 4096
 # Floats of pooled probabilities that a warp of the selection loads at once.
 POOL_ELEMENTS = 2048
 
@@ -89,13 +91,14 @@ class DecodePlan:
         ratio, overlap = how.select_block // how.stride, how.block // how.stride
         reach = (ratio + overlap - 2) // ratio
         r_pad = triton.next_power_of_2(ratio)
-        widest = max(block_width(d_k), block_width(d_v))
-        near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
-        cmp_n = max(16, tile.tile_bytes // (widest * q.dtype.itemsize), r_pad * triton.next_power_of_2(max(1, reach)))
-        block_j = cmp_n // r_pad
-        n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
         block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
         row_tiles = triton.cdiv(rows, block_m)
+        widest = max(block_width(d_k), block_width(d_v))
+        near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
+        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_SCORES // block_m)
+        cmp_n = max(16, cmp_n, r_pad * triton.next_power_of_2(max(1, reach)))
+        block_j = cmp_n // r_pad
+        n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
         # The more rows, the more a split leaves to be merged.
         longer = max(1, block_m // 32)
         split_tiles = max(1, tile.split * longer // (block_j * ratio))
