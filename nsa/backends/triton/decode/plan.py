@@ -20,7 +20,7 @@ from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
 from nsa.backends.triton.decode.merge import merge_kernel
 from nsa.backends.triton.decode.near import near_kernel
-from nsa.backends.triton.decode.select import select_kernel
+from nsa.backends.triton.decode.select import select_step_kernel
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, strides
 from nsa.backends.triton.primitives import LOG2_E
 from nsa.backends.triton.selection import MAX_RATIO, MAX_SELECT_BLOCKS
@@ -30,7 +30,7 @@ from nsa.geometry import n_compressed
 # Rows of a tile: a step with more reads its keys once per tile, most of them from the L2 cache.
 MAX_ROWS = 64
 # Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
-MAX_SCORES = 4096
+MAX_TILE_SCORES = 4096
 # Floats of pooled probabilities that a warp of the selection loads at once.
 POOL_ELEMENTS = 2048
 
@@ -95,7 +95,7 @@ class DecodePlan:
         row_tiles = triton.cdiv(rows, block_m)
         widest = max(block_width(d_k), block_width(d_v))
         near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
-        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_SCORES // block_m)
+        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_TILE_SCORES // block_m)
         cmp_n = max(16, cmp_n, r_pad * triton.next_power_of_2(max(1, reach)))
         block_j = cmp_n // r_pad
         n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
@@ -161,7 +161,7 @@ class DecodePlan:
             **overlapping,
         )
         self.select = Launch(
-            select_kernel,
+            select_step_kernel,
             (pairs, n_tokens),
             **step,
             **pooling,

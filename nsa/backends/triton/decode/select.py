@@ -76,7 +76,7 @@ def pooled_importance(
 
 
 @triton.jit
-def select_kernel(
+def select_step_kernel(
     start, pool, carry, tile_max, factors, indices, part_m, part_l, max_len,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
