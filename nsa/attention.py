@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa import eager, ops
-from nsa.cache import NSACache, Pair
+from nsa.cache import NSACache, PagedNSACache, Pair
 from nsa.checks import (
     FLOAT_NAMES,
     FLOATS,
@@ -69,20 +69,23 @@ class NSAAttention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        max_rollback: int = 32,
-        static: bool = False,
+        **options: Any,
     ) -> NSACache:
-        """An empty cache, by default of this layer's dtype and on its device. Under autocast name autocast's dtype."""
+        """An empty cache, by default of this layer's dtype and on its device. Under autocast name autocast's dtype.
+
+        Args:
+            batch_size, max_len, dtype, device: As for `NSACache`.
+            options: More arguments of `NSACache`; with `page_size` or `n_pages`, of `PagedNSACache`, which it
+                then is.
+
+        Raises:
+            ValueError: An argument has a wrong type or value.
+        """
         weight = self.k_proj.weight
-        return NSACache(
-            self.config,
-            batch_size,
-            max_len,
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device if device is None else device,
-            max_rollback=max_rollback,
-            static=static,
-        )
+        kind = PagedNSACache if {"page_size", "n_pages"} & options.keys() else NSACache
+        options["dtype"] = weight.dtype if dtype is None else dtype
+        options["device"] = weight.device if device is None else device
+        return kind(self.config, batch_size, max_len, **options)
 
     def forward(
         self,
@@ -181,7 +184,7 @@ class NSAAttention(nn.Module):
                     window_start=past.window_start,
                 )
             except Exception:
-                cache.discard()
+                cache.discard(past)
                 raise
             o, indices = (past.tokens.restore_order(result, x.shape[1]) for result in (o, indices))
             cache.commit(past)

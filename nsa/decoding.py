@@ -15,7 +15,7 @@ from nsa import settings
 from nsa.backends import triton
 from nsa.backends.problem import Problem
 from nsa.backends.routing import router
-from nsa.cache import NSACache
+from nsa.cache import NSACache, PagedNSACache
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -79,7 +79,8 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     n_new, dtype = x.shape[1], layer.q_proj.weight.dtype
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
     rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
-    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    stored = not isinstance(cache, PagedNSACache) and cache.quantize is None
+    plain = stored and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
     return plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
 
 

@@ -439,7 +439,7 @@ def test_nothing_ever_moves(static: bool) -> None:
 
     before = where()
     # Every tensor the cache holds is among its buffers.
-    held = {x.data_ptr() for x in (*cache.selected, *cache.compressed, *cache.window.pair, *cache.tail.pair)}
+    held = {x.data_ptr() for x in (*cache.selected.pair, *cache.compressed.pair, *cache.window.pair, *cache.tail.pair)}
     held |= {cache.lengths.data_ptr(), cache.high_water.data_ptr()}
     assert held == {address for address, _ in before}
     feed(attn, cache, tokens(30, batch=2), [20, 1, 9])
@@ -667,7 +667,7 @@ def test_static_cache_keeps_the_part_of_a_chunk_that_fits() -> None:
     cache.commit(cache.stage(**some(0, 4)))
     cache.commit(cache.stage(**some(4, 24)))
     assert cache.lengths.tolist() == [max_len]
-    assert cache.selected[0][0, :max_len, 0, 0].tolist() == [float(t + 1) for t in range(max_len)]
+    assert cache.selected.pair[0][0, :max_len, 0, 0].tolist() == [float(t + 1) for t in range(max_len)]
     cache.crop(-max_rollback)
     past = cache.stage(**some(18, 19))
     k_win, _ = past.window
@@ -688,9 +688,9 @@ def test_places_not_in_use_are_never_seen(content: float, static: bool) -> None:
         attn(tokens(29, batch=2), cache=cache, attention_mask=mask)
     for row, n in enumerate(lengths):
         blocks = max(0, (n - c.l) // c.d + 1)
-        for store in dirty.selected:
+        for store in dirty.selected.pair:
             store[row, n:] = content
-        for store in dirty.compressed:
+        for store in dirty.compressed.pair:
             store[row, blocks:] = content
         for ring, reach in ((dirty.window, c.w - 1), (dirty.tail, c.l - 1)):
             places = ring.pair[0].shape[1] - 1

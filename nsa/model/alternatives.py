@@ -15,7 +15,6 @@ two partial softmaxes are merged by their LSE.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa import ops
-from nsa.cache import Pair, Ring, new_store, write_slots
+from nsa.cache import Pair, Ring, Store
 from nsa.config import NSAConfig, require, require_int, require_positive_int
 from nsa.geometry import query_positions
 from nsa.model.dense import DenseAttention, DenseCache, Past
@@ -55,8 +54,7 @@ class SlidingAttention(DenseAttention):
         self.window = window
 
     def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> WindowCache:
-        n_first = min(self.n_global, max_len)
-        return WindowCache(self.config, batch_size, max_len, window=self.window, n_first=n_first, **options)
+        return WindowCache(self.config, batch_size, max_len, window=self.window, n_first=self.n_global, **options)
 
     def keys_seen(self, length: int) -> int:
         return min(self.window + self.n_global, length)
@@ -111,7 +109,7 @@ class LongformerAttention(SlidingAttention):
         )
         o, lse = (past.tokens.restore_order(x, length) for x in results)
         # The ops need keys up to the query; the global tokens are few enough for plain torch.
-        k, v = (x[:, :-1].to(lse.dtype) for x in cache.first)
+        k, v = (x.to(lse.dtype) for x in cache.first.first(cache.first.slots, cache.lengths))
         before_window = torch.arange(k.shape[1], device=q.device) <= position[..., None] - self.window
         return merge_softmax((o, lse), masked_attention(q.to(lse.dtype), k, v, before_window[:, :, None], None))
 
@@ -212,33 +210,38 @@ class WindowCache(DenseCache):
     """The last `window` and the first `n_first` keys and values of every row; other arguments as for `DenseCache`."""
 
     def __init__(
-        self,
-        config: NSAConfig,
-        batch_size: int,
-        max_len: int,
-        *,
-        window: int,
-        n_first: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        keys_seen: Callable[[int], int],
+        self, config: NSAConfig, batch_size: int, max_len: int, *, window: int, n_first: int, **options: Any
     ) -> None:
-        slots = min(window, max_len)
-        super().__init__(config, batch_size, max_len, dtype=dtype, device=device, keys_seen=keys_seen, slots=slots)
-        self.ring = Ring(self.pair, reach=window - 1)
-        self.first = new_store(config, batch_size, n_first, dtype, device)
+        self.window = window
+        self.n_first = n_first
+        super().__init__(config, batch_size, max_len, **options)
+        with torch.inference_mode(False):
+            n_slots = self.slots_for(max_len)["first"]
+            self.first = Store(config, (batch_size, n_slots + 1), self.dtype, self.device)
+
+    def new_kv(self) -> Ring:
+        shape = (self.batch_size, self.slots_for(self.max_len)["kv"] + 1)
+        return Ring(self.config, shape, self.dtype, self.device, reach=self.window - 1)
+
+    def slots_for(self, max_len: int) -> dict[str, int]:
+        return {"kv": min(self.window + self.max_rollback, max_len), "first": min(self.n_first, max_len)}
+
+    def stores(self) -> dict[str, Store]:
+        return {"kv": self.kv, "first": self.first}
 
     @torch.no_grad()
     def append(self, new: Pair, counts: Tensor | None) -> Past:
         """As `DenseCache.append`, but returns only the keys and values that a window can reach."""
         start, new, tokens, _ = self.advance(new, counts)
-        pair = self.ring.recent(start, new, q_start=tokens.q_start)
-        self.ring.write(tokens, self.lengths, new)
-        write_slots(self.first, tokens.position, new, tokens.keep & (tokens.position < self.first[0].shape[1] - 1))
-        return Past(pair, tokens.q_start.clamp_max(self.ring.reach), tokens)
+        ring = self.kv
+        assert isinstance(ring, Ring)
+        pair = ring.recent(start, new, q_start=tokens.q_start)
+        ring.append(tokens, self.lengths, new)
+        self.first.write(tokens.position, new, tokens.keep & (tokens.position < self.first.slots))
+        return Past(pair, tokens.q_start.clamp_max(ring.reach), tokens)
 
-    def stores(self) -> tuple[Tensor, ...]:
-        return (*self.pair, *self.first)
+    def clear(self, start: Tensor, n: int, end: Tensor) -> None:
+        self.first.clear(start, n, end.clamp(max=self.first.slots))
 
 
 def merge_softmax(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops, settings
 from nsa.attention import real_tokens_first
-from nsa.cache import NewTokens, Pair, new_store, pair_of, write_slots
+from nsa.cache import NewTokens, Pair, RowCache, Store
+from nsa.cache.tokens import pair_of
 from nsa.config import NSAConfig, require
 from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
@@ -53,10 +54,18 @@ class DenseAttention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        max_rollback: int = 32,
+        static: bool = False,
     ) -> DenseCache:
-        """A cache for `batch_size` rows of up to `max_len` tokens; dtype and device default to the parameters'."""
+        """An empty cache, by default of this layer's dtype and on its device; arguments as for `NSACache`."""
         weight = self.k_proj.weight
-        options = {"dtype": dtype or weight.dtype, "device": device or weight.device, "keys_seen": self.keys_seen}
+        options = {
+            "dtype": weight.dtype if dtype is None else dtype,
+            "device": weight.device if device is None else device,
+            "max_rollback": max_rollback,
+            "static": static,
+            "keys_seen": self.keys_seen,
+        }
         return self.make_cache(batch_size, max_len, options)
 
     def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> DenseCache:
@@ -166,17 +175,15 @@ class Past(NamedTuple):
     tokens: NewTokens
 
 
-class DenseCache:
+class DenseCache(RowCache):
     """All keys and values of `batch_size` rows of up to `max_len` tokens, each row with its own length.
 
     Args:
-        config: The layer's config.
-        batch_size: Rows.
-        max_len: Most tokens per row.
-        dtype: Of keys and values.
-        device: Where they are stored.
+        config, batch_size, max_len, dtype, device, max_rollback, static: As for `NSACache`.
         keys_seen: `keys_seen(length)` is the number of keys that the last of `length` tokens sees.
-        slots: Tokens kept per row. Default: all.
+
+    Raises:
+        ValueError: An argument has a wrong type or value.
     """
 
     def __init__(
@@ -187,16 +194,26 @@ class DenseCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        max_rollback: int = 32,
+        static: bool = False,
         keys_seen: Callable[[int], int],
-        slots: int | None = None,
     ) -> None:
-        self.config = config
-        self.max_len = max_len
+        super().__init__(
+            config, batch_size, max_len, dtype=dtype, device=device, max_rollback=max_rollback, static=static
+        )
         self.keys_seen = keys_seen
-        self.pair = new_store(config, batch_size, slots or max_len, dtype, device)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        # An upper bound on the row lengths that the host knows without reading the device.
-        self.longest = 0
+        with torch.inference_mode(False):
+            self.kv = self.new_kv()
+
+    def new_kv(self) -> Store:
+        """The empty store of all keys and values."""
+        return Store(self.config, (self.batch_size, self.slots_for(self.max_len)["kv"] + 1), self.dtype, self.device)
+
+    def slots_for(self, max_len: int) -> dict[str, int]:
+        return {"kv": max_len}
+
+    def stores(self) -> dict[str, Store]:
+        return {"kv": self.kv}
 
     @torch.no_grad()
     def append(self, new: Pair, counts: Tensor | None) -> Past:
@@ -210,44 +227,33 @@ class DenseCache:
             ValueError: The dtype is not the cache's, or the tokens do not fit.
         """
         _, new, tokens, crowded = self.advance(new, counts)
-        write_slots(self.pair, tokens.position, new, tokens.keep)
+        self.kv.write(tokens.position, new, tokens.keep)
         n_keys = self.max_len if crowded else self.longest
-        return Past(pair_of(x[:, :n_keys] for x in self.pair), tokens.q_start, tokens)
+        return Past(self.kv.first(n_keys, self.lengths), tokens.q_start, tokens)
 
     def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Pair, NewTokens, bool]:
         """Lengthen every row by its new tokens: `[B]` its old length, the tokens that may fit, where they go, and
         whether some row's queries may run past `max_len`."""
         n_new = new[0].shape[1]
+        require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
         require(
-            new[0].dtype == self.pair[0].dtype, "the keys' dtype", new[0].dtype, f"{self.pair[0].dtype}, the cache's"
+            new[0].shape[0] == self.batch_size, "the batch of the new tokens", new[0].shape[0], f"{self.batch_size}"
         )
-        longest = self.longest + n_new
-        crowded = longest > self.max_len
-        if crowded:
-            # The host's bound includes padding: read the device before raising.
-            longest = int((self.lengths + (n_new if counts is None else counts)).max())
-            require(longest <= self.max_len, "the cache's length", longest, f"at most max_len = {self.max_len}")
+        accepted = f"at most the cache's max_len = {self.max_len}"
+        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
+        crowded = self.static or self.longest + n_new > self.max_len
+        longest = self.longest_after(n_new, counts)
         start = self.lengths.clone()
-        end = start + n_new if counts is None else start + counts.int()
+        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.max_len)
         tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
         self.lengths.copy_(end)
+        self.high_water.copy_(torch.maximum(self.high_water, end))
         self.longest = longest
         return start, pair_of(x[:, : self.max_len] for x in new), tokens, crowded
 
-    def reset(self) -> None:
-        """Empty the cache; memory stays allocated."""
-        self.lengths.zero_()
-        self.longest = 0
-
-    def stores(self) -> tuple[Tensor, ...]:
-        return self.pair
-
-    def bytes_used(self) -> int:
-        """Memory allocated for all rows, in bytes."""
-        return sum(x.nbytes for x in (*self.stores(), self.lengths))
+    def clear(self, start: Tensor, n: int, end: Tensor) -> None:
+        self.kv.clear(start, n, end)
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
         """Bytes of keys and values that one decoding step reads, all rows, each `length` long (default: as now)."""
-        lengths = self.lengths.tolist() if length is None else [length] * self.lengths.numel()
-        bytes_per_token = sum(x[0, 0].nbytes for x in self.pair)
-        return sum(self.keys_seen(n) for n in lengths) * bytes_per_token
+        return sum(self.keys_seen(n) for n in self.check_length(length)) * self.kv.bytes_per_slot()

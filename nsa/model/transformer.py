@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
-from nsa.config import require_positive_int
+from nsa.config import require, require_positive_int
 from nsa.geometry import n_compressed
 from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention
 from nsa.model.config import AttentionKind, LMConfig
@@ -155,9 +155,24 @@ class LM(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> list[Cache]:
-        """One cache per layer, for `batch_size` rows of up to `max_len` tokens; under autocast pass its dtype."""
-        return [layer.attention.new_cache(batch_size, max_len, dtype=dtype, device=device) for layer in self.blocks]
+        """One cache per layer, for `batch_size` rows of up to `max_len` tokens; under autocast pass its dtype.
+
+        Args:
+            options: More arguments of the layers' `new_cache`: `max_rollback` and `static`; for NSA alone `quantize`,
+                `page_size` and `n_pages`.
+
+        Raises:
+            ValueError: An argument has a wrong type or value, or a layer has no such form of a cache.
+        """
+        special = sorted({"quantize", "page_size", "n_pages"} & options.keys())
+        if special:
+            require(set(self.config.kinds) == {"nsa"}, special[0], options[special[0]], "only with NSA in every layer")
+        return [
+            layer.attention.new_cache(batch_size, max_len, dtype=dtype, device=device, **options)
+            for layer in self.blocks
+        ]
 
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by part; a tied head has none."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import small_run
 
-from nsa import NSACache, cli
+from nsa import cli
 from nsa.model import ATTENTION_KINDS, LM
 from nsa.settings import Settings
 from nsa.train import preflight
@@ -84,7 +84,7 @@ def test_a_sample_that_fits_is_not_refused(attention: Any) -> None:
     config = load_config("tiny", {"device": "cpu", "model.attention": attention, "model.window": 64}, env=PLAIN)
     with torch.device("meta"):
         caches = LM(config.model).new_cache(1, config.sample_tokens)
-    stores = [x for cache in caches for x in (cache.buffers() if isinstance(cache, NSACache) else cache.stores())]
+    stores = [x for cache in caches for x in cache.buffers()]
     held = sum(x.nbytes for x in stores)
     assert sample_bytes(config) - config.sample_tokens * preflight.TOKEN_BYTES <= held
     with pytest.raises(ValueError, match=f"sample_tokens = {10**14}"):

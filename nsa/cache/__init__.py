@@ -1,0 +1,24 @@
+"""Caches: what a layer keeps of a sequence while it generates.
+
+`store.py` holds keys and values by row and slot, contiguous or in pages, in the layer's dtype or in fp8; `tokens.py`
+places a step's new tokens; `rows.py` is what every cache can do with its rows; `layer.py` is the cache of an NSA layer,
+`paged.py` its paged form; `file.py` saves and loads.
+"""
+
+from nsa.cache.layer import NSACache, Step
+from nsa.cache.paged import PagedNSACache
+from nsa.cache.rows import RowCache
+from nsa.cache.store import Ring, Store
+from nsa.cache.tokens import NewTokens
+from nsa.sequences import Pair
+
+__all__ = [
+    "NSACache",
+    "NewTokens",
+    "PagedNSACache",
+    "Pair",
+    "Ring",
+    "RowCache",
+    "Step",
+    "Store",
+]

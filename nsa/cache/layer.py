@@ -1,0 +1,233 @@
+"""The KV cache of one NSA layer.
+
+Four stores: all keys and values of the selected branch; the last `w` of the sliding branch; the compressed blocks; and
+the raw tail that the next compressed block still needs. All are allocated once and written in place, so their addresses
+never change, and every index is computed on the device, so a step can be captured in a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from nsa.cache.rows import RowCache
+from nsa.cache.store import Ring, Store
+from nsa.cache.tokens import NewTokens, pair_of, take
+from nsa.config import NSAConfig, require
+from nsa.geometry import n_compressed, n_compressed_of
+from nsa.rope import Rope
+from nsa.sequences import Pair
+
+Quantize = Literal["fp8"]
+
+
+class Step(NamedTuple):
+    """The keys and values that a staged step attends to, its own tokens included, and what `commit` stores."""
+
+    compressed: Pair
+    selected: Pair
+    window: Pair
+    window_start: Tensor  # [B] place of the first query in the sliding keys, which do not start at position 0
+    tokens: NewTokens
+    new_raw: Pair
+    new_window: Pair
+    end: Tensor  # [B] the new lengths
+    longest: int
+
+
+class NSACache(RowCache):
+    """The cache of one layer for `batch_size` rows of up to `max_len` tokens, each row with its own length.
+
+    Args:
+        config: The layer's config.
+        batch_size: Rows.
+        max_len: Most tokens per row.
+        dtype: Of keys and values.
+        device: Where they are stored.
+        max_rollback: How many tokens `crop` can always remove; costs that many extra slots in the two ring buffers.
+        static: Fix every shape at full capacity, for CUDA graphs and compiled steps. The host then knows no lengths: a
+            row drops tokens that do not fit instead of raising, and their outputs are undefined. With `config.strict`
+            the lengths are read from the device, and a row that overflows raises. A step of more than `max_len` tokens
+            without a mask raises either way.
+        quantize: `"fp8"` stores compressed, selected and sliding keys and values in e4m3, with an fp32 scale per token
+            and group. The raw tail keeps `dtype`.
+
+    Raises:
+        ValueError: An argument has a wrong type or value.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch_size: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_rollback: int = 32,
+        static: bool = False,
+        quantize: Quantize | None = None,
+    ) -> None:
+        require(quantize in (None, "fp8"), "quantize", quantize, "None or 'fp8'")
+        super().__init__(
+            config, batch_size, max_len, dtype=dtype, device=device, max_rollback=max_rollback, static=static
+        )
+        self.quantize = quantize
+        with torch.inference_mode(False):
+            self.selected, self.compressed = self.new_stores()
+            slots = self.slots_for(max_len)
+            form: dict[str, Any] = {"dtype": dtype, "device": device}
+            window, tail = ((batch_size, slots[name] + 1) for name in ("window", "tail"))
+            self.window = Ring(config, window, reach=config.w - 1, fp8=quantize == "fp8", **form)
+            self.tail = Ring(config, tail, reach=config.l - 1, **form)
+            # RoPE's, for kernels that rotate what they write.
+            self.frequencies = Rope(config.d_k, config.rope_theta, config.rope_scaling).frequencies(self.device)
+
+    def new_stores(self) -> tuple[Store, Store]:
+        """Empty stores of the selected branch and of compressed blocks."""
+        slots = self.slots_for(self.max_len)
+        selected, compressed = (
+            Store(
+                self.config,
+                (self.batch_size, slots[name] + 1),
+                self.dtype,
+                self.device,
+                fp8=self.quantize == "fp8",
+            )
+            for name in ("selected", "compressed")
+        )
+        return selected, compressed
+
+    def slots_for(self, max_len: int) -> dict[str, int]:
+        c = self.config
+        return {
+            "tail": min(c.l + self.max_rollback, max_len),
+            "compressed": n_compressed(max_len, c.l, c.d),
+            "selected": max_len,
+            "window": min(c.w + self.max_rollback, max_len),
+        }
+
+    def stores(self) -> dict[str, Store]:
+        return {"tail": self.tail, "compressed": self.compressed, "selected": self.selected, "window": self.window}
+
+    def buffer_pairs(self) -> tuple[Pair, Pair, Pair, Pair]:
+        """Keys and values: raw tail, compressed, selected, window."""
+        return self.tail.pair, self.compressed.pair, self.selected.pair, self.window.pair
+
+    def to(self, device: torch.device | str) -> Self:
+        super().to(device)
+        self.frequencies = self.frequencies.to(device)
+        return self
+
+    @torch.no_grad()
+    def stage(
+        self,
+        *,
+        raw: Pair,
+        selected: Pair,
+        window: Pair,
+        compress: Callable[[Tensor, Tensor, Tensor], Pair],
+        counts: Tensor | None = None,
+    ) -> Step:
+        """Write the keys and values of `T` new tokens per row and return what these tokens attend to.
+
+        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was.
+
+        Args:
+            raw: Keys and values that blocks are compressed from, `[B, T, G, D]` each.
+            selected: Keys and values of the selected branch, `[B, T, G, D]` each.
+            window: Keys and values of the sliding branch, `[B, T, G, D]` each.
+            compress: `compress(k_blocks, v_blocks, positions)` turns blocks `[B, E, l, G, D]` that start at
+                `positions [B, E]` into one key and one value each.
+            counts: `[B]` how many of the `T` tokens are real, the first ones; the rest is padding. Default: all.
+
+        Returns:
+            The staged step; its queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
+
+        Raises:
+            ValueError: The dtype or batch is not the cache's, or the tokens do not fit.
+        """
+        for x in (*raw, *selected, *window):
+            accepted = f"what the layer computes, {x.dtype}: pass dtype= to new_cache"
+            require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
+            require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
+        n_new = selected[0].shape[1]
+        accepted = f"at most the cache's max_len = {self.max_len}"
+        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
+        crowded = self.static or self.longest + n_new > self.max_len
+        longest = self.longest_after(n_new, counts)
+        start = self.lengths.clone()
+        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.capacity)
+        tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
+        n_queries = tokens.position.shape[1]
+        raw, selected, window = (pair_of(x[:, :n_queries] for x in pair) for pair in (raw, selected, window))
+
+        # Both are past the current lengths, where nothing is read until the lengths change.
+        self.selected.write(tokens.position, selected, tokens.keep)
+        self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
+        # Keys up to the last query, be it one of padding.
+        n_keys = self.max_len if crowded else self.longest + n_new
+        block, stride = self.config.l, self.config.d
+        return Step(
+            compressed=self.compressed.first(n_compressed(n_keys, block, stride), n_compressed_of(end, block, stride)),
+            # A view of everything costs nothing, and its shape stays the same.
+            selected=self.selected.first(n_keys if self.selected.copied else self.max_len, end),
+            window=self.window.recent(start, window, q_start=tokens.q_start),
+            window_start=tokens.q_start.clamp_max(self.window.reach),
+            tokens=tokens,
+            new_raw=raw,
+            new_window=window,
+            end=end,
+            longest=longest,
+        )
+
+    @torch.no_grad()
+    def commit(self, step: Step) -> None:
+        """Append the tokens of a staged step."""
+        self.window.append(step.tokens, step.end, step.new_window)
+        self.tail.append(step.tokens, step.end, step.new_raw)
+        self.lengths.copy_(step.end)
+        self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
+        self.longest = step.longest
+
+    @torch.no_grad()
+    def discard(self, step: Step) -> None:
+        """Remove a staged step that failed."""
+        self.clear(self.lengths, step.tokens.position.shape[1], step.end)
+
+    def clear(self, start: Tensor, n: int, end: Tensor) -> None:
+        block, stride = self.config.l, self.config.d
+        self.selected.clear(start, n, end)
+        blocks = n_compressed_of(start, block, stride), n_compressed_of(end, block, stride)
+        self.compressed.clear(blocks[0], -(-n // stride), blocks[1])
+
+    def emit_blocks(
+        self, start: Tensor, end: Tensor, recent: Pair, compress: Callable[[Tensor, Tensor, Tensor], Pair]
+    ) -> None:
+        """Compress the blocks whose last token has just arrived."""
+        block, stride = self.config.l, self.config.d
+        if block > self.max_len:
+            # No block will ever be complete; gathering one would cost its length at every step.
+            return
+        n_new = recent[0].shape[1] - self.tail.reach
+        index = n_compressed_of(start, block, stride)[:, None] + torch.arange(-(-n_new // stride), device=self.device)
+        complete = index < n_compressed_of(end, block, stride)[:, None]
+        first = index * stride - self.tail.first_position(start)[:, None]
+        token = (first[..., None] + torch.arange(block, device=self.device)).clamp_max(recent[0].shape[1] - 1)
+        k_blocks, v_blocks = (take(x, token.flatten(1)).unflatten(1, token.shape[1:]) for x in recent)
+        self.compressed.write(index, compress(k_blocks, v_blocks, index * stride), complete)
+
+    def bytes_read_per_step(self, length: int | None = None) -> int:
+        """Bytes of keys and values that one decoding step reads, all rows.
+
+        Args:
+            length: The length of every row. Default: the current lengths.
+
+        Raises:
+            ValueError: `length` is not an integer in `[0, max_len]`.
+        """
+        lengths = self.check_length(length)
+        return sum(self.config.reads_per_step(n) for n in lengths) * self.selected.bytes_per_slot()

@@ -1,0 +1,257 @@
+"""Keys and values by row and slot, written in place: contiguous or in pages, in the layer's dtype or in fp8.
+
+A store has a spare place that nothing reads. What must not be kept (padding, an incomplete block) is written there: a
+step does the same work whatever the lengths are, and every index is computed on the device.
+
+fp8 is e4m3 with one fp32 scale per token and group, the largest magnitude divided by 448: `x ~ scale * fp8(x / scale)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa.cache.tokens import NewTokens, pair_of, take
+from nsa.config import NSAConfig
+from nsa.sequences import Pair
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+class Store:
+    """Keys and values `[B, slots + 1, G, D]`, the last slot of each row spare.
+
+    Args:
+        config: The layer's config.
+        shape: `(B, slots + 1)`.
+        dtype: Of keys and values as they are written and read.
+        device: Where they are stored.
+        fp8: Store e4m3 values and their scales instead of `dtype`.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        fp8: bool = False,
+    ) -> None:
+        sizes = (*shape, config.n_kv_groups)
+        stored = FP8 if fp8 else dtype
+        self.dtype = dtype
+        self.pair = pair_of(torch.zeros(*sizes, d, dtype=stored, device=device) for d in (config.d_k, config.d_v))
+        # [B, slots + 1, G] each
+        self.scales = pair_of(torch.zeros(sizes, device=device) for _ in range(2)) if fp8 else None
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a row can hold."""
+        return self.pair[0].shape[1] - 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values, and with fp8 their scales."""
+        return self.pair if self.scales is None else (*self.pair, *self.scales)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by what `function` makes of it."""
+        self.pair = pair_of(map(function, self.pair))
+        if self.scales is not None:
+            self.scales = pair_of(map(function, self.scales))
+
+    @property
+    def copied(self) -> bool:
+        """Whether reading makes a copy."""
+        return self.scales is not None
+
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token's key and value in all groups."""
+        return sum(x[0, 0].nbytes for x in self.tensors())
+
+    def places(self, index: Tensor) -> Tensor:
+        """Slots `index [B, M]` as int64 places in tensors whose first two dimensions are flattened."""
+        row = torch.arange(index.shape[0], device=index.device)[:, None]
+        return row * (self.slots + 1) + index
+
+    def stored(self, index: Tensor) -> tuple[Tensor, ...]:
+        """`tensors()` at slots `index [B, M]`: `[B, M, ...]` each."""
+        places = self.places(index)
+        return tuple(bits(x).flatten(0, 1)[places].view(x.dtype) for x in self.tensors())
+
+    def gather(self, index: Tensor) -> Pair:
+        """Keys and values at slots `index [B, M]`, `[B, M, G, D]` each in `dtype`."""
+        k, v, *scales = self.stored(index)
+        return self.decode((k, v), (scales[0], scales[1])) if scales else (k, v)
+
+    def first(self, n: int, end: Tensor) -> Pair:
+        """Keys and values of the first `n` slots of every row, `[B, n, G, D]` each; not copied where that is possible.
+        What lies at or past `end [B]` is 0, or was once part of the row.
+        """
+        pair = pair_of(x[:, :n] for x in self.pair)
+        return pair if self.scales is None else self.decode(pair, pair_of(x[:, :n] for x in self.scales))
+
+    def write(self, index: Tensor, new: Pair, keep: Tensor) -> None:
+        """Write `new [B, M, G, D]` at slots `index [B, M]`, or into the spare place where `keep [B, M]` is False."""
+        self.store(index, new if self.scales is None else self.encode(new), keep)
+
+    def store(self, index: Tensor, values: tuple[Tensor, ...], keep: Tensor) -> None:
+        """The reverse of `stored`, where `keep [B, M]`."""
+        flat = [bits(x).flatten(0, 1) for x in self.tensors()]
+        places = torch.where(keep, self.places(torch.where(keep, index, 0)), flat[0].shape[0] - 1)
+        for store, new in zip(flat, values, strict=True):
+            store[places] = bits(new)
+
+    def clear(self, first: Tensor, n: int, end: Tensor) -> None:
+        """Zero the `n` slots from `first [B]` on of every row, as far as they lie before `end [B]`.
+
+        Masked keys are still multiplied by 0, and 0 * NaN is NaN.
+        """
+        index = first[:, None] + torch.arange(n, device=first.device)
+        zeros = pair_of(torch.zeros(1, 1, *x.shape[2:], dtype=self.dtype, device=x.device) for x in self.pair)
+        self.write(index, zeros, index < end[:, None])
+
+    def encode(self, new: Pair) -> tuple[Tensor, ...]:
+        """Keys, values `[..., G, D]` in e4m3, and their scales `[..., G]`."""
+        scales = pair_of(x.abs().amax(dim=-1).float() / FP8_MAX for x in new)
+        # A token of zeros has no scale, and one that is not finite stays so.
+        divisors = (torch.where(s > 0, s, 1.0)[..., None] for s in scales)
+        return (*((x.float() / s).to(FP8) for x, s in zip(new, divisors, strict=True)), *scales)
+
+    def decode(self, pair: Pair, scales: Pair) -> Pair:
+        """The reverse of `encode`."""
+        return pair_of((x.float() * s[..., None]).to(self.dtype) for x, s in zip(pair, scales, strict=True))
+
+    def as_stored(self, new: Pair) -> Pair:
+        """`new` as a later step reads it, so that results do not depend on how a sequence was split."""
+        if self.scales is None:
+            return new
+        k, v, k_scale, v_scale = self.encode(new)
+        return self.decode((k, v), (k_scale, v_scale))
+
+    def grow(self, slots: int) -> None:
+        """Make room for `slots` tokens per row; what is there stays in its slots."""
+        old = self.slots
+
+        def longer(x: Tensor) -> Tensor:
+            grown = x.new_zeros(x.shape[0], slots + 1, *x.shape[2:])
+            grown[:, :old] = x[:, :old]
+            return grown
+
+        if slots > old:
+            self.apply(longer)
+
+
+class Ring(Store):
+    """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`.
+
+    Args:
+        config, shape, dtype, device, fp8: As for `Store`.
+        reach: How many tokens before the first new one a step reads.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        reach: int,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(config, shape, dtype, device, fp8=fp8)
+        self.full_reach = reach
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before the first new one are read: no more than there can be."""
+        return min(self.full_reach, self.slots - 1)
+
+    def first_position(self, start: Tensor) -> Tensor:
+        return (start - self.reach).clamp_min(0)
+
+    def recent(self, start: Tensor, new: Pair, *, q_start: Tensor | None = None) -> Pair:
+        """The up to `reach` tokens before position `start [B]`, then the new ones: `[B, reach + T, G, D]`.
+
+        A row with fewer tokens before `start` begins at position 0 and has unused places at the end. `q_start [B]`: the
+        places are those of queries that start there, before `start`; some may be unused at the beginning too. An unused
+        place holds a new token, because what the ring has overwritten could be anything.
+        """
+        n_new = new[0].shape[1]
+        first = self.first_position(start if q_start is None else q_start)
+        position = first[:, None] + torch.arange(self.reach + n_new, device=start.device)
+        since_start = position - start[:, None]
+        is_old = ((since_start < 0) & (since_start >= -self.reach))[..., None, None]
+        fresh = since_start.clamp(0, n_new - 1)
+        old = self.gather(position % self.slots)
+        return pair_of(torch.where(is_old, x, take(y, fresh)) for x, y in zip(old, self.as_stored(new), strict=True))
+
+    def held_from(self, high_water: Tensor) -> Tensor:
+        """The first position that is not overwritten yet in rows that have been `high_water [B]` long."""
+        return (high_water - self.slots).clamp_min(0)
+
+    def append(self, tokens: NewTokens, end: Tensor, new: Pair) -> None:
+        """Write the new tokens that stay: of more than there are slots only the last, as two writes would race."""
+        keep = tokens.keep & (tokens.position >= end[:, None] - self.slots)
+        self.write(tokens.position % self.slots, new, keep)
+
+
+class PagedStore(Store):
+    """Keys and values `[n_pages + 1, per_page, G, D]`; `table [B, columns]` has the page of each part of a row.
+
+    Args:
+        config, dtype, device, fp8: As for `Store`.
+        n_pages: Pages besides the last one, which is spare.
+        per_page: Tokens of a page, or compressed blocks.
+        table: int32, shared with the cache. An entry without a page is `n_pages`, the spare one.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        n_pages: int,
+        per_page: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        table: Tensor,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(config, (n_pages + 1, per_page), dtype, device, fp8=fp8)
+        self.table = table
+
+    @property
+    def slots(self) -> int:
+        return self.table.shape[1] * self.pair[0].shape[1]
+
+    @property
+    def copied(self) -> bool:
+        return True
+
+    def places(self, index: Tensor) -> Tensor:
+        per_page = self.pair[0].shape[1]
+        column = torch.div(index, per_page, rounding_mode="floor").clamp(max=self.table.shape[1] - 1)
+        return self.table.gather(1, column.long()).long() * per_page + index % per_page
+
+    def first(self, n: int, end: Tensor) -> Pair:
+        index = torch.arange(n, device=end.device).expand(end.shape[0], -1)
+        # A page may hold what another row left, which need not be finite.
+        unused = (index >= end[:, None])[..., None, None]
+        return pair_of(x.masked_fill_(unused, 0.0) for x in self.gather(index))
+
+    def grow(self, slots: int) -> None:
+        """Rows grow by pages."""
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages `source [n]` to pages `target [n]`."""
+        for x in map(bits, self.tensors()):
+            x[target] = x[source]
+
+
+def bits(x: Tensor) -> Tensor:
+    """fp8 as bytes, which torch can index on every device; other dtypes as they are."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
