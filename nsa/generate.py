@@ -44,7 +44,7 @@ def generate(
         stop: Called after each step; once it returns True, the tokens so far are returned.
         options: Any other argument of `nsa.generation.options.Options`: `temperature`, `top_k`, `top_p`, `min_p`,
             `repetition_penalty`, `seed`, `end`, `prompt_lookup`, `lookup_ngram`, `max_len`, `prefill_chunk`,
-            `cuda_graph`.
+            `cuda_graph`, `quantize`, `page_size`, `save_cache`, `load_cache`.
 
     Returns:
         `[B, T]` int64, with T the tokens of the longest row. A row that ended earlier, by `end` or because its logits
@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require_int("--seed", args.seed, at_least=0)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph")
+    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph", "quantize", "page_size")
+    more += ("save_cache", "load_cache")
     options = Options(**{name: getattr(args, name) for name in names + more})
     folder = args.run or newest_run()
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
@@ -208,7 +209,9 @@ def summary(generation: Generation) -> str:
         return f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
 
     s = generation.stats
-    lines = [f"prefill: {took(s.prompt_tokens, s.prefill_s)}"]
+    lines = [f"prefill: {took(s.prompt_tokens - s.cached_tokens, s.prefill_s)}"]
+    if s.cached_tokens:
+        lines[0] += f", {s.cached_tokens:,} more from the saved cache"
     if s.decode_s:
         lines.append(f"decode: {took(s.decoded_tokens, s.decode_s)}, {s.steps:,} steps")
         if s.drafted:

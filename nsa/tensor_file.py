@@ -62,11 +62,11 @@ class Entry:
     end: int
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Written:
     """Write contiguous CPU tensors durably; the size and checksum of the file."""
     # Wide elements first: each tensor then begins at a multiple of its element's size, as a view of the file needs.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
     end = 0
     for key, x in ordered:
         begin, end = end, end + x.numel() * x.element_size()
@@ -97,16 +97,20 @@ def read_header(file: IO[bytes]) -> dict[str, Entry]:
     Raises:
         ValueError: The header is malformed, or promises what the file does not hold.
     """
+    return read_header_and_metadata(file)[0]
+
+
+def read_header_and_metadata(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """As `read_header`, and what the writer has said about the file."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"{size:,} bytes, too short for a header of {length:,}, or the header has over 100 MB")
-    entries = {}
-    for key, value in parse_json(file.read(length)).items():
-        if key != METADATA:
-            entries[key] = parse_entry(key, value, start=8 + length, size=size)
-    return entries
+    header = parse_json(file.read(length))
+    metadata = header.pop(METADATA, None)
+    entries = {key: parse_entry(key, value, start=8 + length, size=size) for key, value in header.items()}
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
@@ -139,12 +143,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: The file is damaged; the message names `path`.
     """
+    return read_tensors_and_metadata(path)[0]
+
+
+def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `read_tensors`, and what the writer has said about the file."""
     try:
         with path.open("rb") as file:
-            entries = read_header(file)
+            entries, metadata = read_header_and_metadata(file)
             # Copy on write: torch requires writable memory, which is never written.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return {key: view(mapped, entry) for key, entry in entries.items()}
+        return {key: view(mapped, entry) for key, entry in entries.items()}, metadata
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

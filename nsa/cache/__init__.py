@@ -5,6 +5,7 @@ places a step's new tokens; `rows.py` is what every cache can do with its rows; 
 `paged.py` its paged form; `file.py` saves and loads.
 """
 
+from nsa.cache.file import SavedCaches, read_saved, save_caches
 from nsa.cache.layer import NSACache, Step
 from nsa.cache.paged import PagedNSACache
 from nsa.cache.rows import RowCache
@@ -19,6 +20,9 @@ __all__ = [
     "Pair",
     "Ring",
     "RowCache",
+    "SavedCaches",
     "Step",
     "Store",
+    "read_saved",
+    "save_caches",
 ]

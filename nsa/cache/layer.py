@@ -8,11 +8,13 @@ never change, and every index is computed on the device, so a step can be captur
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from nsa.cache.file import read_saved
 from nsa.cache.rows import RowCache
 from nsa.cache.store import Ring, Store
 from nsa.cache.tokens import NewTokens, pair_of, take
@@ -110,12 +112,57 @@ class NSACache(RowCache):
             "window": min(c.w + self.max_rollback, max_len),
         }
 
+    def slots_of(self, name: str, lengths: Tensor) -> Tensor:
+        return n_compressed_of(lengths, self.config.l, self.config.d) if name == "compressed" else lengths
+
     def stores(self) -> dict[str, Store]:
         return {"tail": self.tail, "compressed": self.compressed, "selected": self.selected, "window": self.window}
 
     def buffer_pairs(self) -> tuple[Pair, Pair, Pair, Pair]:
         """Keys and values: raw tail, compressed, selected, window."""
         return self.tail.pair, self.compressed.pair, self.selected.pair, self.window.pair
+
+    def saved_form(self) -> dict[str, Any]:
+        return {"kind": "nsa", "quantize": self.quantize}
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        config: NSAConfig,
+        *,
+        device: torch.device | str = "cpu",
+        max_len: int | None = None,
+        max_rollback: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """A cache with what `save` wrote.
+
+        Args:
+            path: The file, of a cache of either form.
+            config: The layer's config; all but its backend and strictness must be that of the saved cache.
+            device: Where the cache is made.
+            max_len: Most tokens per row, at least as many as the rows have. Default: as saved.
+            max_rollback: As for `NSACache`; of what was saved, no more tokens can be removed than before.
+            options: More arguments of the class.
+
+        Raises:
+            ValueError: The file is damaged, is no saved cache, or holds one of another config or of several layers.
+        """
+        saved = read_saved(Path(path))
+        form = saved.form(0, config, kind="nsa")
+        cache = cls(
+            config,
+            len(saved.tensor("lengths", 0)),
+            form["max_len"] if max_len is None else max_len,
+            dtype=saved.dtype,
+            device=device,
+            max_rollback=form["max_rollback"] if max_rollback is None else max_rollback,
+            quantize=form["quantize"],
+            **options,
+        )
+        saved.restore(cache, 0)
+        return cache
 
     def to(self, device: torch.device | str) -> Self:
         super().to(device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from nsa.cache.file import save_caches
 from nsa.cache.store import Ring, Store, bits
 from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
@@ -73,6 +75,10 @@ class RowCache(ABC):
     @abstractmethod
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:
         """Zero what is stored by position of the up to `n` tokens from `start [B]` to before `end [B]`."""
+
+    def slots_of(self, name: str, lengths: Tensor) -> Tensor:
+        """Slots of a store that rows of `lengths [B]` use; a ring's are by position."""
+        return lengths
 
     @property
     def device(self) -> torch.device:
@@ -276,6 +282,26 @@ class RowCache(ABC):
         with torch.inference_mode(False):
             self.apply(lambda x: x.to(device))
         return self
+
+    def save(self, path: Path | str, *, tokens: Sequence[Sequence[int]] | None = None) -> None:
+        """Write what the rows hold as safetensors; paged or not, the file is the same.
+
+        Args:
+            path: Replaced if it exists.
+            tokens: The token ids of each row, stored beside it.
+
+        Raises:
+            ValueError: `tokens` are not as many as the rows hold.
+        """
+        save_caches(Path(path), [self], tokens=tokens)
+
+    def saved_form(self) -> dict[str, Any]:
+        """What a file says of a cache besides its config and tensors."""
+        return {"kind": "dense"}
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """Prepare for rows of these lengths; a ValueError where they do not fit."""
+        self.check_fit(list(lengths))
 
     def bytes_used(self) -> int:
         """Memory allocated for all rows, in bytes."""

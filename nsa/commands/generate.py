@@ -58,4 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument(
         "--cuda-graph", action=argparse.BooleanOptionalAction, default=True, help="on a GPU, replay a step as a graph"
     )
+    caches = parser.add_argument_group("caches")
+    caches.add_argument(
+        "--save-cache", type=path, metavar="FILE", help="save the processed prompts, to be paid for once"
+    )
+    caches.add_argument(
+        "--load-cache", type=path, metavar="FILE", help="start from prompts that were saved; give the new ones whole"
+    )
+    caches.add_argument("--quantize", choices=("fp8",), help="store keys and values in fp8")
+    caches.add_argument("--page-size", type=int, metavar="N", help="paged caches with N tokens per page")
     parser.add_argument("--hide-prompt", action="store_true", help="print the new text alone")

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.attention import NSAAttention
-from nsa.cache import NSACache
-from nsa.config import require
 from nsa.generation.options import Options
+from nsa.generation.prompt_cache import load_prompt_cache, save_prompt_cache
 from nsa.generation.sampling import draws, pick
 from nsa.model import LM
 from nsa.model.transformer import Cache
@@ -58,9 +58,7 @@ class Replay:
 
 def can_capture(model: LM, options: Options) -> bool:
     """Whether decode steps of `model` run in a CUDA graph: that needs static caches, and no reads of device values."""
-    c = model.config
-    on_gpu = model.head_weight.device.type == "cuda"
-    return options.cuda_graph and on_gpu and set(c.kinds) == {"nsa"} and not c.attn.strict
+    return options.cuda_graph and model.head_weight.device.type == "cuda" and not model.config.attn.strict
 
 
 class Decoder:
@@ -73,23 +71,20 @@ class Decoder:
         options: How tokens are picked.
 
     Raises:
-        ValueError: `prompt_lookup` is on and a layer's cache cannot be cropped.
+        ValueError: A layer has no such cache, or the file with caches does not go with the model and the prompts.
     """
 
     def __init__(self, model: LM, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: Options) -> None:
-        kinds = set(model.config.kinds)
-        accepted = f"0 for attention = {sorted(kinds)}: only NSA caches can be cropped"
-        require(options.prompt_lookup == 0 or kinds == {"nsa"}, "prompt_lookup", options.prompt_lookup, accepted)
         self.model = model
         self.options = options
         self.device = device = model.head_weight.device
         batch_size = len(prompts)
-        self.max_len = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+        self.max_len = max(lengths)
         captured = can_capture(model, options)
-        self.caches = new_caches(
-            model, batch_size, self.max_len, static=captured, max_rollback=max(1, options.prompt_lookup)
-        )
-        self.prompts, self.mask = pad_left(prompts, device)
+        self.caches, self.n_cached = prompt_caches(model, prompts, lengths, options, static=captured)
+        self.whole_prompts = prompts
+        self.prompts, self.mask = pad_left([p[n:] for p, n in zip(prompts, self.n_cached, strict=True)], device)
         # What the next step feeds: the last token of each row and its draft; how many of these are real. Without drafts
         # and with equal limits, all are: rows that ended early are fed until the last one has ended.
         self.width = 1 + options.prompt_lookup
@@ -103,15 +98,15 @@ class Decoder:
         self.index = torch.zeros_like(self.counts)
         self.limits = torch.tensor(limits, device=device)
         self.draws = draws(options, batch_size, device)
-        self.seen = None if options.repetition_penalty == 1 else self.prompt_tokens()
+        self.seen = None if options.repetition_penalty == 1 else self.tokens_of(prompts)
         self.steps = {w: Replay(partial(self.run, w), capture=captured) for w in {1, self.width}}
 
-    def prompt_tokens(self) -> Tensor:
+    def tokens_of(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """`[B, V]` bool: the tokens of each prompt."""
-        seen = torch.zeros(len(self.prompts), self.model.config.vocab_size, dtype=torch.bool, device=self.device)
-        # Padding repeats the row's last token.
-        tokens = self.prompts if self.mask is None else self.prompts.where(self.mask, self.prompts[:, -1:])
-        return seen.scatter_(1, tokens, True)
+        seen = torch.zeros(len(prompts), self.model.config.vocab_size, dtype=torch.bool, device=self.device)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[torch.tensor(prompt, device=self.device)] = True
+        return seen
 
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Process the prompts in chunks and pick every row's first token.
@@ -130,6 +125,8 @@ class Decoder:
                 if x.is_cuda:
                     torch.cuda.synchronize(x.device)
                 progress(min(columns.stop, n_columns), n_columns)
+        if self.options.save_cache is not None:
+            save_prompt_cache(Path(self.options.save_cache), self.model, self.caches, self.whole_prompts)
         self.pick(self.model.logits(x[:, -1:]), None)
 
     def step(self, width: int = 1) -> None:
@@ -184,18 +181,27 @@ class Decoder:
         """Remove from the caches what lies past `lengths`, one per row."""
         kept = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         for cache in self.caches:
-            assert isinstance(cache, NSACache)
-            cache.crop(kept)
+            cache.truncate(kept, removed=self.width - 1, longest=max(lengths))
 
 
-def new_caches(model: LM, batch_size: int, max_len: int, *, static: bool, max_rollback: int) -> list[Cache]:
-    """One cache per layer; only NSA's can be static and cropped."""
-    return [
-        layer.attention.new_cache(batch_size, max_len, static=static, max_rollback=max_rollback)
-        if isinstance(layer.attention, NSAAttention)
-        else layer.attention.new_cache(batch_size, max_len)
-        for layer in model.blocks
-    ]
+def prompt_caches(
+    model: LM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], options: Options, *, static: bool
+) -> tuple[list[Cache], list[int]]:
+    """One cache per layer for rows of up to `lengths` tokens, and how many tokens of each prompt they hold already."""
+    # A prompt that continues a saved one may differ from it in a few tokens at its end.
+    n_differing = 0 if options.save_cache is None else 32
+    form: dict[str, Any] = {"static": static, "max_rollback": max(1, n_differing, options.prompt_lookup)}
+    if options.quantize is not None:
+        form["quantize"] = options.quantize
+    if options.page_size is not None:
+        form |= {"page_size": options.page_size, "n_pages": sum(-(-n // options.page_size) for n in lengths)}
+    if options.load_cache is None:
+        caches, n_cached = model.new_cache(len(prompts), max(lengths), **form), [0] * len(prompts)
+    else:
+        caches, n_cached = load_prompt_cache(Path(options.load_cache), model, prompts, max(lengths), **form)
+    for cache in caches:
+        cache.make_room(lengths)
+    return caches, n_cached
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,7 @@ class Stats:
     """What a generation did and how long it took, so far."""
 
     prompt_tokens: int
+    cached_tokens: int = 0  # of the prompts, from a saved cache
     new_tokens: int = 0
     decoded_tokens: int = 0  # without each row's first token, which is the prefill's
     steps: int = 0  # decode steps
@@ -83,6 +84,7 @@ class Generation:
         ]
         self.stats = Stats(prompt_tokens=sum(map(len, prompts)))
         self.decoder = Decoder(model, prompts, [row.limit for row in self.rows], options)
+        self.stats.cached_tokens = sum(self.decoder.n_cached)
 
     def stop(self, row: int) -> None:
         """End a row; the others go on."""

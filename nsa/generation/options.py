@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
 
@@ -27,12 +29,16 @@ class Options:
         seed: Row `b` draws from its own stream, seeded with `seed + b`, so that it does not depend on other rows.
         end: Token that ends a row; it is not part of the output. None: no token does.
         prompt_lookup: Speculative decoding: most tokens that are copied from after an earlier occurrence of the last
-            n-gram and verified in one step. 0: off. Needs NSA in every layer.
+            n-gram and verified in one step. 0: off.
         lookup_ngram: Length of that n-gram, in tokens.
         max_len: Most tokens per row, prompt included; a row that reaches it ends. None: what the longest prompt needs.
         prefill_chunk: Most prompt tokens per row and prefill step.
-        cuda_graph: On a GPU, capture the decode step in a CUDA graph. Models with other layers than NSA, and `strict`
-            ones, always run eagerly.
+        cuda_graph: On a GPU, capture the decode step in a CUDA graph. `strict` models always run eagerly.
+        quantize: `"fp8"` stores the caches in fp8. Needs NSA in every layer.
+        page_size: Tokens per page of paged caches, in which each row takes only the memory that it may need. Needs NSA
+            in every layer.
+        save_cache: File to save the caches of the prompts to.
+        load_cache: File with caches of the beginning of each prompt, which is then not computed again.
 
     Raises:
         ValueError: An argument has a wrong type or value, or excludes another one.
@@ -51,6 +57,10 @@ class Options:
     max_len: int | None = None
     prefill_chunk: int = 8192
     cuda_graph: bool = True
+    quantize: Literal["fp8"] | None = None
+    page_size: int | None = None
+    save_cache: Path | str | None = None
+    load_cache: Path | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "lookup_ngram", "prefill_chunk"):
@@ -60,6 +70,12 @@ class Options:
         if self.max_len is not None:
             require_int("max_len", self.max_len, at_least=2)
         require_bool("cuda_graph", self.cuda_graph)
+        require(self.quantize in (None, "fp8"), "quantize", self.quantize, "None or 'fp8'")
+        if self.page_size is not None:
+            require_positive_int("page_size", self.page_size)
+        for name in ("save_cache", "load_cache"):
+            path = getattr(self, name)
+            require(path is None or isinstance(path, Path | str), name, path, "a path")
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,98 @@
+"""Prompts that were processed before: caches saved with their tokens, so that a long prompt is paid for once.
+
+A prompt is always given whole. What a saved row holds of its beginning is not computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.attention import NSAAttention
+from nsa.cache import read_saved, save_caches
+from nsa.config import require
+from nsa.model import LM
+from nsa.model.transformer import Cache
+
+# Values of each parameter that identify a model.
+SAMPLE = 1024
+
+
+def fingerprint(model: LM) -> str:
+    """A hash of some values of every parameter: training changes nearly all of them."""
+    digest = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        flat = x.detach().flatten()
+        some = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].double().cpu()
+        digest.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
+    return digest.hexdigest()
+
+
+def save_prompt_cache(path: Path, model: LM, caches: Sequence[Cache], prompts: Sequence[Sequence[int]]) -> None:
+    """Write the caches of processed prompts.
+
+    Args:
+        path: Replaced if it exists.
+        model: Which computed them.
+        caches: One per layer, with all tokens of the prompts.
+        prompts: Token ids of each row.
+    """
+    save_caches(path, caches, tokens=prompts, model=fingerprint(model))
+
+
+def load_prompt_cache(
+    path: Path, model: LM, prompts: Sequence[Sequence[int]], max_len: int, **options: Any
+) -> tuple[list[Cache], list[int]]:
+    """Caches with the beginning of each prompt, from the saved row that holds most of it.
+
+    At least the last token of a prompt is left to be processed, because its logits are needed. A saved row may go on
+    after the beginning it shares with the prompt for at most as many tokens as it can roll back: tokenizers may merge
+    its last characters with those that follow.
+
+    Args:
+        path: A file of `save_prompt_cache`.
+        model: The model that wrote it, in the same dtype.
+        prompts: Token ids of each row.
+        max_len: Most tokens per row.
+        options: More arguments of `LM.new_cache`.
+
+    Returns:
+        One cache per layer, and how many tokens of each prompt they hold.
+
+    Raises:
+        ValueError: The file is damaged, or of another model or form, or a prompt starts with no row that was saved.
+    """
+    saved = read_saved(path)
+    require(saved.model == fingerprint(model), f"the model of {path}", saved.model, "this one, with the same weights")
+    dtype = model.head_weight.dtype
+    require(saved.dtype == dtype, f"the dtype of {path}", saved.dtype, f"the model's, {dtype}")
+    quantize = options.get("quantize")
+    found = saved.forms[0].get("quantize")
+    require(found == quantize, f"quantize of {path}", found, f"the option's, {quantize}")
+    rows = saved.tokens() or []
+    sources, counts = zip(*(longest_match(path, i, prompt, rows) for i, prompt in enumerate(prompts)), strict=True)
+    caches = model.new_cache(len(prompts), max_len, **options)
+    for layer, (block, cache) in enumerate(zip(model.blocks, caches, strict=True)):
+        kind = "nsa" if isinstance(block.attention, NSAAttention) else "dense"
+        saved.form(layer, block.attention.config, kind=kind, n_layers=len(caches))
+        saved.restore(cache, layer, rows=sources, lengths=counts)
+    return caches, list(counts)
+
+
+def longest_match(path: Path, index: int, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The saved row that holds most of the beginning of a prompt, and how many tokens that is, without the last."""
+    matches = [common_prefix(prompt, row) for row in rows]
+    best = max(range(len(rows)), key=lambda row: matches[row], default=None)
+    require(best is not None, f"tokens in {path}", None, "the tokens of each row")
+    assert best is not None
+    accepted = f"a prompt that starts with the {len(rows[best])} tokens of row {best} of {path}, its nearest"
+    require(matches[best] > 0, f"prompts[{index}]", list(prompt), accepted)
+    return best, min(matches[best], len(prompt) - 1)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences start with alike."""
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
