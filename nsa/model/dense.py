@@ -101,6 +101,9 @@ class DenseAttention(nn.Module):
         require(
             cu_seqlens is None or attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two"
         )
+        if cache is not None:
+            require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
+            require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
         order, counts = None, None
         if attention_mask is not None:
             order, counts = real_tokens_first(attention_mask)
@@ -236,9 +239,6 @@ class DenseCache(RowCache):
         whether some row's queries may run past `max_len`."""
         n_new = new[0].shape[1]
         require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
-        require(
-            new[0].shape[0] == self.batch_size, "the batch of the new tokens", new[0].shape[0], f"{self.batch_size}"
-        )
         accepted = f"at most the cache's max_len = {self.max_len}"
         require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
         crowded = self.static or self.longest + n_new > self.max_len

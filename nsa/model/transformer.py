@@ -166,7 +166,7 @@ class LM(nn.Module):
         Raises:
             ValueError: An argument has a wrong type or value, or a layer has no such form of a cache.
         """
-        special = sorted({"quantize", "page_size", "n_pages"} & options.keys())
+        special = [name for name in ("quantize", "page_size", "n_pages") if name in options]
         if special:
             require(set(self.config.kinds) == {"nsa"}, special[0], options[special[0]], "only with NSA in every layer")
         return [

@@ -9,29 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from caching import FP64, SMALL, assert_equal, feed, layer, splits, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa import NSAAttention, NSACache, NSAConfig, RopeScaling
+from nsa import NSAAttention, NSACache, RopeScaling
 
-FP64 = torch.float64
-TOLERANCE = 1e-10
-# A window of 6 wraps its ring several times in 40 tokens.
-SMALL = {
-    "dim": 10,
-    "n_heads": 4,
-    "n_kv_groups": 2,
-    "d_k": 4,
-    "d_v": 6,
-    "l": 8,
-    "d": 4,
-    "l_sel": 8,
-    "n_sel": 3,
-    "n_init": 1,
-    "n_local": 1,
-    "w": 6,
-}
 VARIANTS = {
     "paper": {},
     "share_kv": {"share_kv": True},
@@ -58,39 +42,6 @@ both_kinds = pytest.mark.parametrize("static", [False, True], ids=["growing", "s
 def _no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def layer(**changes: Any) -> NSAAttention:
-    torch.manual_seed(0)
-    return NSAAttention(NSAConfig(**{**SMALL, **changes})).double()
-
-
-def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, length, SMALL["dim"], dtype=FP64, generator=generator)
-
-
-def assert_equal(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def feed(attn: NSAAttention, cache: NSACache, x: Tensor, sizes: list[int]) -> Tensor:
-    assert sum(sizes) == x.shape[1]
-    return torch.cat([attn(part, cache=cache) for part in x.split(sizes, dim=1)], dim=1)
-
-
-@st.composite
-def splits(draw: st.DrawFn, max_length: int = 60) -> list[int]:
-    """A prefill, then chunks and single steps."""
-    sizes = draw(st.lists(st.one_of(st.just(1), st.integers(1, 25)), min_size=1, max_size=15))
-    total = 0
-    kept = []
-    for size in sizes:
-        if total + size > max_length:
-            break
-        kept.append(size)
-        total += size
-    return kept or [1]
 
 
 # The cached layer is the layer.
