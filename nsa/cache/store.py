@@ -101,7 +101,7 @@ class Store:
     def store(self, index: Tensor, values: tuple[Tensor, ...], keep: Tensor) -> None:
         """The reverse of `stored`, where `keep [B, M]`."""
         flat = [bits(x).flatten(0, 1) for x in self.tensors()]
-        places = torch.where(keep, self.places(torch.where(keep, index, 0)), flat[0].shape[0] - 1)
+        places = torch.where(keep, self.places(index), flat[0].shape[0] - 1)
         for store, new in zip(flat, values, strict=True):
             store[places] = bits(new)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,8 +92,38 @@ def test_a_graph_repeats_the_eager_step_bitwise(
     assert torch.equal(graph, generate(model, prompts, 200, cuda_graph=True, **how))
 
 
-def test_dense_layers_run_eagerly() -> None:
-    model = small_model("dense").to("cuda", torch.float32)
-    generation = Generation(model, PROMPTS, Options(max_new_tokens=10, cuda_graph=True, **GREEDY))
-    assert sum(len(new[0]) for new in generation) == 10
-    assert generation.decoder.steps[1].graph is None
+@pytest.mark.parametrize("kind", ["dense", "sliding", "longformer", "bigbird"])
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_graphs_change_no_token_of_other_attentions(kind: str, n_draft: int) -> None:
+    model = small_model(kind).to("cuda", torch.float32)
+    how = {"prompt_lookup": n_draft, "lookup_ngram": 1, **GREEDY}
+    options = Options(max_new_tokens=40, cuda_graph=True, **how)
+    generation = Generation(model, PROMPTS, options)
+    list(generation)
+    assert any(replay.graph is not None for replay in generation.decoder.steps.values())
+    eager = generate(model, PROMPTS, 40, cuda_graph=False, **how)
+    assert [row.tokens for row in generation.rows] == eager.tolist()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_pages_change_no_token(graph: bool, n_draft: int) -> None:
+    model = model_on_gpu()
+    how = {"prompt_lookup": n_draft, "lookup_ngram": 1, **GREEDY}
+    contiguous = generate(model, PROMPTS, 80, **how)
+    assert torch.equal(generate(model, PROMPTS, 80, cuda_graph=graph, page_size=64, **how), contiguous)
+
+
+def test_fp8_in_a_graph_is_fp8_without_one() -> None:
+    model = model_on_gpu(torch.bfloat16)
+    how = {"quantize": "fp8", "page_size": 64, **GREEDY}
+    eager = generate(model, PROMPTS, 80, **how)
+    assert torch.equal(generate(model, PROMPTS, 80, cuda_graph=True, **how), eager)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_saved_prompt_goes_on_as_before(graph: bool, tmp_path: Path) -> None:
+    model = model_on_gpu()
+    first = generate(model, PROMPTS, 40, cuda_graph=graph, save_cache=tmp_path / "prompts", **GREEDY)
+    again = generate(model, PROMPTS, 40, cuda_graph=graph, load_cache=tmp_path / "prompts", **GREEDY)
+    assert torch.equal(first, again)
