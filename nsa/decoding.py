@@ -16,6 +16,7 @@ from nsa.backends import triton
 from nsa.backends.problem import Problem
 from nsa.backends.routing import router
 from nsa.cache import NSACache, PagedNSACache
+from nsa.cache.store import bits
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -61,7 +62,7 @@ def fused_step(
     how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
     o, indices = triton.decode_step(
         new,
-        decode.Stores(*cache.buffer_pairs(), cache.lengths, cache.high_water, cache.frequencies),
+        stores_of(decode, cache),
         gates,
         how,
         phi=phi,
@@ -79,8 +80,7 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     n_new, dtype = x.shape[1], layer.q_proj.weight.dtype
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
     rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
-    stored = not isinstance(cache, PagedNSACache) and cache.quantize is None
-    plain = stored and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
     return plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
 
 
@@ -103,6 +103,16 @@ def kernels_run(problem: Problem, backend: str) -> bool:
     """Triton's interpreter runs them by name alone: it is slow."""
     named = backend == "triton" or (backend == "auto" and problem.device == "cuda")
     return named and not settings.current().force_parity and triton.supports(problem) is None
+
+
+def stores_of(decode: Any, cache: NSACache) -> Any:
+    """The cache's tensors as the kernels take them; fp8 as bytes."""
+    pages = decode.Pages(cache.table, cache.row_capacity, cache.page_size) if isinstance(cache, PagedNSACache) else None
+    pairs = (tuple(map(bits, pair)) for pair in cache.buffer_pairs())
+    scales = None
+    if cache.quantize is not None:
+        scales = tuple(store.scales for store in (cache.compressed, cache.selected, cache.window))
+    return decode.Stores(*pairs, cache.lengths, cache.high_water, cache.frequencies, pages, scales)
 
 
 def weights_of(decode: Any, phi: Compression) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, plan_decode
+from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
@@ -25,6 +25,7 @@ __all__ = [
     "DecodeTile",
     "Hyperparameters",
     "Mlp",
+    "Pages",
     "Projected",
     "Stores",
     "decode_attention",
@@ -61,5 +62,5 @@ def decode_attention(
     q = row_contiguous(q)
     pairs = compressed, selected, window
     layouts = tuple((layout(k), layout(v)) for k, v in pairs)
-    plan = plan_decode(layout(q), *layouts, layout(gates), how, tile or DecodeTile())
-    return plan.run(q, *pairs, gates, start)
+    plan = plan_decode(layout(q), *layouts, layout(gates), how, tile or DecodeTile(), Form())
+    return plan.run(q, *pairs, gates, start, None, None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow, place_of, store_row
 
 
 @triton.jit
@@ -33,42 +33,46 @@ def angles_at(frequencies, position, HALF: tl.constexpr, BLOCK_HALF: tl.constexp
 
 @triton.jit
 def put(
-    k, v, k_store, v_store, cos, sin, i_b, i_t, place, keep,
+    k, v, k_store, v_store, k_scale, v_scale, table, cos, sin, i_b, i_t, place, keep, columns,
     stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ksb, stride_ksn, stride_vsb, stride_vsn,
     G: tl.constexpr, G_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ROTATE: tl.constexpr,
+    BLOCK_HALF_V: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """One token's key and value of every group into `place` of its row."""
     HALF: tl.constexpr = DK // 2
+    HALF_V: tl.constexpr = DV // 2
     o_g = tl.arange(0, G_PAD)
+    m_g = keep & (o_g < G)
     o_d = tl.arange(0, BLOCK_HALF)
-    m_k = keep & (o_g < G)[:, None] & (o_d < HALF)[None, :]
+    m_k = m_g[:, None] & (o_d < HALF)[None, :]
     p_k = k + i_b * stride_kb + i_t * stride_kt + (o_g * stride_kg)[:, None] + o_d[None, :]
-    p_ks = k_store + i_b * stride_ksb + place * stride_ksn + (o_g * DK)[:, None] + o_d[None, :]
     if ROTATE:
         b_first, b_second = rotated_halves(p_k, m_k, cos, sin, HALF)
     else:
         b_first, b_second = tl.load(p_k, mask=m_k, other=0.0), tl.load(p_k + HALF, mask=m_k, other=0.0)
-    tl.store(p_ks, b_first.to(k_store.dtype.element_ty), mask=m_k)
-    tl.store(p_ks + HALF, b_second.to(k_store.dtype.element_ty), mask=m_k)
-    o_v = tl.arange(0, BLOCK_DV)
-    m_v = keep & (o_g < G)[:, None] & (o_v < DV)[None, :]
-    p_v = v + i_b * stride_vb + i_t * stride_vt + (o_g * stride_vg)[:, None] + o_v[None, :]
-    p_vs = v_store + i_b * stride_vsb + place * stride_vsn + (o_g * DV)[:, None] + o_v[None, :]
-    tl.store(p_vs, tl.load(p_v, mask=m_v, other=0.0), mask=m_v)
+    o_k = place_of(table, i_b, place, keep, columns, stride_ksb, stride_ksn, PAGE) + o_g * DK
+    dtype = k.dtype.element_ty
+    store_row(k_store, k_scale, o_k, m_g, b_first.to(dtype), b_second.to(dtype), DK, BLOCK_HALF)
+    o_d = tl.arange(0, BLOCK_HALF_V)
+    m_v = m_g[:, None] & (o_d < HALF_V)[None, :]
+    p_v = v + i_b * stride_vb + i_t * stride_vt + (o_g * stride_vg)[:, None] + o_d[None, :]
+    b_first, b_second = tl.load(p_v, mask=m_v, other=0.0), tl.load(p_v + HALF_V, mask=m_v, other=0.0)
+    o_v = place_of(table, i_b, place, keep, columns, stride_vsb, stride_vsn, PAGE) + o_g * DV
+    store_row(v_store, v_scale, o_v, m_g, b_first, b_second, DV, BLOCK_HALF_V)
 
 
 @triton.jit(do_not_specialize=["position_offset"])
 def append_kernel(
     q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, q_out, tail_k, tail_v, selected_k, selected_v, window_k, window_v,
-    start, counts, frequencies, max_len, tail_places, window_places, position_offset,
+    selected_k_scale, selected_v_scale, window_k_scale, window_v_scale, table, start, counts, limits, frequencies,
+    columns, max_len, tail_places, window_places, position_offset,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_tkb, stride_tkn, stride_tvb, stride_tvn, stride_skb, stride_skn, stride_svb, stride_svn,
     stride_wkb, stride_wkn, stride_wvb, stride_wvn,
     HEADS: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr, HEAD_TILE: tl.constexpr, N_HEAD_TILES: tl.constexpr,
-    ROTATE_RAW: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HALF_V: tl.constexpr, HEAD_TILE: tl.constexpr, N_HEAD_TILES: tl.constexpr,
+    PAGE: tl.constexpr, ROTATE_RAW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DK // 2
     follow(PDL)
@@ -87,26 +91,28 @@ def append_kernel(
         tl.store(p_out, b_first.to(q_out.dtype.element_ty), mask=m_q)
         tl.store(p_out + HALF, b_second.to(q_out.dtype.element_ty), mask=m_q)
     else:
-        keep = position < end_of(start, counts, i_b, max_len, T)
+        keep = position < end_of(start, counts, limits, i_b, max_len, T)
         i_store = i_task - N_HEAD_TILES
         if i_store == 0:
             put(
-                k_sel, v_sel, selected_k, selected_v, cos, sin, i_b, i_t, position, keep,
+                k_sel, v_sel, selected_k, selected_v, selected_k_scale, selected_v_scale, table, cos, sin, i_b, i_t,
+                position, keep, columns,
                 stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
                 stride_skb, stride_skn, stride_svb, stride_svn,
-                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, True,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, True,
             )  # fmt: skip
         elif i_store == 1:
             put(
-                k_win, v_win, window_k, window_v, cos, sin, i_b, i_t, position % window_places, keep,
+                k_win, v_win, window_k, window_v, window_k_scale, window_v_scale, None, cos, sin, i_b, i_t,
+                position % window_places, keep, 0,
                 stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
                 stride_wkb, stride_wkn, stride_wvb, stride_wvn,
-                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, True,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, True,
             )  # fmt: skip
         else:
             put(
-                k_raw, v_raw, tail_k, tail_v, cos, sin, i_b, i_t, position % tail_places, keep,
+                k_raw, v_raw, tail_k, tail_v, None, None, None, cos, sin, i_b, i_t, position % tail_places, keep, 0,
                 stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
                 stride_tkb, stride_tkn, stride_tvb, stride_tvn,
-                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_DV, ROTATE_RAW,
+                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, ROTATE_RAW,
             )  # fmt: skip

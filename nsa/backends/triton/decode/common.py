@@ -7,6 +7,10 @@ Partials. Each CTA covers one split of the keys of one (batch row, group) and le
 a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
 row has not reached has sum 0, and nothing else of it is written.
 
+Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE, G, D]`: row `b` then has its places
+`i * PAGE` to `(i + 1) * PAGE` in page `table[b, i]`. In fp8 it holds the bytes of e4m3, and `scale [B, places, G]`
+beside it what they are multiplied by. `place_of`, `load_tokens` and `store_row` alone know of this.
+
 Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it drains. It waits
 for that one's results in `follow`, and only then lets its own successor start; so all earlier launches are complete.
 """
@@ -64,12 +68,16 @@ def position_of(start, i_b, o_t, max_len):
 
 
 @triton.jit
-def end_of(start, counts, i_b, max_len, T: tl.constexpr):
-    """How long the row is after the step, of whose tokens the first `counts[b]` are real; all without `counts`."""
+def end_of(start, counts, limits, i_b, max_len, T: tl.constexpr):
+    """How long the row is after the step, of whose tokens the first `counts[b]` are real; all without `counts`. At most
+    `limits[b]`, if the row has a limit of its own."""
     n_new = T
     if counts is not None:
         n_new = tl.load(counts + i_b).to(tl.int32)
-    return tl.minimum(tl.load(start + i_b) + n_new, max_len)
+    end = tl.minimum(tl.load(start + i_b) + n_new, max_len)
+    if limits is not None:
+        end = tl.minimum(end, tl.load(limits + i_b))
+    return end
 
 
 @triton.jit
@@ -95,17 +103,73 @@ def load_step_rows(
 
 
 @triton.jit
-def load_tokens(x, i_b, i_g, o_n, m_n, stride_b, stride_n, stride_g, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one row and group, zeros where `m_n` is false. No other
-    function of the attention knows where a store has its keys."""
+def place_of(table, i_b, o_n, m_n, columns, stride_b, stride_n, PAGE: tl.constexpr):
+    """Offsets (int64) of places `o_n` of rows `i_b` in a store; with a table, `stride_b` is that of a page."""
+    if table is None:
+        o_x = i_b.to(tl.int64) * stride_b + o_n.to(tl.int64) * stride_n
+    else:
+        b_page = tl.load(table + i_b.to(tl.int64) * columns + o_n // PAGE, mask=m_n, other=0)
+        o_x = b_page.to(tl.int64) * stride_b + (o_n % PAGE) * stride_n
+    return o_x
+
+
+@triton.jit
+def load_tokens(
+    x, scale, table, i_b, i_g, o_n, m_n, columns, stride_b, stride_n, stride_g,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one row and group, zeros where `m_n` is false."""
     o_d = tl.arange(0, BLOCK_D)
-    x += i_b.to(tl.int64) * stride_b + i_g * stride_g
-    p_x = x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :]
+    o_row = place_of(table, i_b, o_n, m_n, columns, stride_b, stride_n, PAGE) + i_g * stride_g
+    p_x = x + o_row[:, None] + o_d[None, :]
     if D < BLOCK_D:
         b_x = tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
     else:
         b_x = tl.load(p_x, mask=m_n[:, None], other=0.0)
+    if scale is not None:
+        b_x = from_fp8(b_x, tl.load(scale + o_row // D, mask=m_n, other=0.0)[:, None], DTYPE)
     return b_x
+
+
+@triton.jit
+def from_fp8(b_bytes, b_scale, DTYPE: tl.constexpr):
+    """Values of e4m3 bytes times `b_scale`. Their bits are those of fp16 with a smaller bias, so that no GPU needs to
+    know e4m3; its NaN has a scale that is NaN."""
+    b_bits = ((b_bytes & 0x80).to(tl.uint16) << 8) | ((b_bytes & 0x7F).to(tl.uint16) << 7)
+    return (b_bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * b_scale).to(DTYPE)
+
+
+@triton.jit
+def to_fp8(b_x, b_scale):
+    """`b_x / b_scale` (fp32) as the nearest e4m3 bytes, ties to even, as torch rounds."""
+    b_bits = tl.div_rn(b_x, tl.where(b_scale > 0, b_scale, 1.0)).to(tl.int32, bitcast=True)
+    b_size = b_bits & 0x7FFFFFFF
+    # 2^14 is the fp32 number whose last bit is the smallest of e4m3.
+    b_small = (b_size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    b_normal = (b_size - (120 << 23) + 0x7FFFF + ((b_size >> 20) & 1)) >> 20
+    b_rounded = tl.where(b_size < (121 << 23), b_small, b_normal)
+    b_rounded = tl.where(b_size >= (1087 << 20), 0x7F, b_rounded)
+    return (b_rounded | ((b_bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def store_row(store, scale, o_row, m_row, b_first, b_second, D: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Writes keys or values `[R, D]` at offsets `o_row [R]`, given by halves `[R, BLOCK_HALF]` in the layer's dtype."""
+    HALF: tl.constexpr = D // 2
+    o_d = tl.arange(0, BLOCK_HALF)
+    p_x = store + o_row[:, None] + o_d[None, :]
+    m_x = m_row[:, None] & (o_d < HALF)[None, :]
+    if scale is None:
+        tl.store(p_x, b_first, mask=m_x)
+        tl.store(p_x + HALF, b_second, mask=m_x)
+    else:
+        b_first = b_first.to(tl.float32)
+        b_second = b_second.to(tl.float32)
+        b_largest = tl.maximum(tl.max(tl.abs(b_first), 1), tl.max(tl.abs(b_second), 1))
+        b_scale = tl.div_rn(b_largest, tl.full(b_largest.shape, 448.0, tl.float32))
+        tl.store(scale + o_row // D, b_scale, mask=m_row)
+        tl.store(p_x, to_fp8(b_first, b_scale[:, None]), mask=m_x)
+        tl.store(p_x + HALF, to_fp8(b_second, b_scale[:, None]), mask=m_x)
 
 
 @triton.jit

@@ -37,9 +37,10 @@ def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def compressed_split_kernel(
-    q, k, v, start, pool, carry, tile_max, part_o, part_m, part_l, max_len, scale_log2,
+    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, part_o, part_m, part_l,
+    columns, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
     REACH: tl.constexpr, CARRY: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -77,8 +78,14 @@ def compressed_split_kernel(
             m_i = o_i < n_seen
             if R_PAD > R:
                 m_i = m_i & (o_n % R_PAD < R)
-            b_k = load_tokens(k, i_b, i_g, o_i, m_i, stride_kb, stride_kn, stride_kg, DK, BLOCK_DK)
-            b_v = load_tokens(v, i_b, i_g, o_i, m_i, stride_vb, stride_vn, stride_vg, DV, BLOCK_DV)
+            b_k = load_tokens(
+                k, k_scale, table, i_b, i_g, o_i, m_i, columns, stride_kb, stride_kn, stride_kg,
+                PAGE, DK, BLOCK_DK, b_q.dtype,
+            )  # fmt: skip
+            b_v = load_tokens(
+                v, v_scale, table, i_b, i_g, o_i, m_i, columns, stride_vb, stride_vn, stride_vg,
+                PAGE, DV, BLOCK_DV, b_q.dtype,
+            )  # fmt: skip
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
             m_seen = m_i[None, :] & (o_i[None, :] < o_seen[:, None])
             b_p, b_m, b_l, b_o = exact_softmax(b_s, m_seen, b_m, b_l, b_o)

@@ -12,26 +12,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow, place_of, store_row
 from nsa.backends.triton.selection import complete_blocks
 
 
 @triton.jit
 def candidate(
-    start, counts, o_c, n_candidates, max_len,
+    start, counts, limits, o_c, n_candidates, max_len,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Row, group and index of the block of candidates `o_c`, and which of them the step completes."""
     o_b = tl.minimum(o_c, n_candidates - 1) // (E * G)
     o_index = complete_blocks(tl.load(start + o_b) - 1, BLOCK, STRIDE) + o_c // G % E
-    n_complete = complete_blocks(end_of(start, counts, o_b, max_len, T) - 1, BLOCK, STRIDE)
+    n_complete = complete_blocks(end_of(start, counts, limits, o_b, max_len, T) - 1, BLOCK, STRIDE)
     return o_b.to(tl.int64), o_c % G, o_index, (o_c < n_candidates) & (o_index < n_complete)
 
 
 @triton.jit
 def store_block(
-    store, b_x, frequencies, o_b, o_g, o_index, m_c, position_offset, stride_b, stride_n,
-    D: tl.constexpr, BLOCK_HALF: tl.constexpr, STRIDE: tl.constexpr, ROTATE: tl.constexpr,
+    store, scale, table, b_x, frequencies, o_b, o_g, o_index, m_c, columns, position_offset, stride_b, stride_n,
+    D: tl.constexpr, BLOCK_HALF: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Writes compressed keys or values `b_x [C, 2, BLOCK_HALF]`, given by halves and already rounded."""
     HALF: tl.constexpr = D // 2
@@ -44,16 +44,15 @@ def store_block(
         b_turned = b_first * b_cos - b_second * b_sin
         b_second = b_second * b_cos + b_first * b_sin
         b_first = b_turned
-    p_x = store + (o_b * stride_b + o_index * stride_n + o_g * D)[:, None] + o_d[None, :]
-    m_x = m_c[:, None] & (o_d < HALF)[None, :]
-    tl.store(p_x, b_first.to(store.dtype.element_ty), mask=m_x)
-    tl.store(p_x + HALF, b_second.to(store.dtype.element_ty), mask=m_x)
+    o_row = place_of(table, o_b, o_index, m_c, columns, stride_b, stride_n, PAGE) + o_g * D
+    store_row(store, scale, o_row, m_c, b_first.to(b_x.dtype), b_second.to(b_x.dtype), D, BLOCK_HALF)
 
 
 @triton.jit
 def mean_of(
-    tail, store, frequencies, o_b, o_g, o_index, m_c, places, position_offset, stride_tb, stride_tn, stride_cb,
-    stride_cn, D: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    tail, store, scale, table, frequencies, o_b, o_g, o_index, m_c, columns, places, position_offset,
+    stride_tb, stride_tn, stride_cb, stride_cn,
+    D: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
@@ -66,34 +65,38 @@ def mean_of(
     for i in range(BLOCK):
         o_row = o_b * stride_tb + (o_index * STRIDE + i) % places * stride_tn + o_g * D
         b_sum += tl.load(tail + o_row[:, None, None] + o_x[None, :, :], mask=m_x, other=0.0).to(tl.float32)
-    b_mean = (b_sum / BLOCK).to(store.dtype.element_ty)
+    b_mean = (b_sum / BLOCK).to(tail.dtype.element_ty)
     store_block(
-        store, b_mean, frequencies, o_b, o_g, o_index, m_c, position_offset, stride_cb, stride_cn,
-        D, BLOCK_HALF, STRIDE, ROTATE,
+        store, scale, table, b_mean, frequencies, o_b, o_g, o_index, m_c, columns, position_offset,
+        stride_cb, stride_cn, D, BLOCK_HALF, STRIDE, PAGE, ROTATE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_candidates", "position_offset"])
 def mean_kernel(
-    tail_k, tail_v, compressed_k, compressed_v, start, counts, frequencies, n_candidates, max_len, places,
-    position_offset, stride_tkb, stride_tkn, stride_tvb, stride_tvn, stride_ckb, stride_ckn, stride_cvb, stride_cvn,
+    tail_k, tail_v, compressed_k, compressed_v, compressed_k_scale, compressed_v_scale, table, start, counts, limits,
+    frequencies, n_candidates, columns, max_len, places, position_offset,
+    stride_tkb, stride_tkn, stride_tvb, stride_tvn, stride_ckb, stride_ckn, stride_cvb, stride_cvn,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_HALF_K: tl.constexpr,
-    BLOCK_HALF_V: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HALF_V: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One candidate's key or value."""
     follow(PDL)
     o_c = tl.program_id(0) + tl.arange(0, 1)
-    o_b, o_g, o_index, m_c = candidate(start, counts, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
+    o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:
         if tl.program_id(1) == 0:
             mean_of(
-                tail_k, compressed_k, frequencies, o_b, o_g, o_index, m_c, places, position_offset,
-                stride_tkb, stride_tkn, stride_ckb, stride_ckn, DK, BLOCK_HALF_K, BLOCK, STRIDE, ROTATE,
+                tail_k, compressed_k, compressed_k_scale, table, frequencies, o_b, o_g, o_index, m_c, columns, places,
+                position_offset, stride_tkb, stride_tkn, stride_ckb, stride_ckn,
+                DK, BLOCK_HALF_K, BLOCK, STRIDE, PAGE, ROTATE,
             )  # fmt: skip
         else:
             mean_of(
-                tail_v, compressed_v, frequencies, o_b, o_g, o_index, m_c, places, position_offset,
-                stride_tvb, stride_tvn, stride_cvb, stride_cvn, DV, BLOCK_HALF_V, BLOCK, STRIDE, False,
+                tail_v, compressed_v, compressed_v_scale, table, frequencies, o_b, o_g, o_index, m_c, columns, places,
+                position_offset, stride_tvb, stride_tvn, stride_cvb, stride_cvn,
+                DV, BLOCK_HALF_V, BLOCK, STRIDE, PAGE, False,
             )  # fmt: skip
 
 
@@ -124,14 +127,14 @@ def inner_of(
 @triton.jit(do_not_specialize=["n_candidates"])
 def inner_kernel(
     tail_k, tail_v, position_k, position_v, weight_k, weight_v, bias_k, bias_v, hidden_k, hidden_v, start, counts,
-    n_candidates, max_len, places, stride_tkb, stride_tkn, stride_tvb, stride_tvn,
+    limits, n_candidates, max_len, places, stride_tkb, stride_tkn, stride_tvb, stride_tvn,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, HIDDEN_K: tl.constexpr, HIDDEN_V: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     follow(PDL)
     o_c = tl.program_id(0) * C + tl.arange(0, C)
-    o_b, o_g, o_index, m_c = candidate(start, counts, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
+    o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:
         if tl.program_id(2) == 0:
             inner_of(
@@ -147,9 +150,10 @@ def inner_kernel(
 
 @triton.jit
 def outer_of(
-    hidden, weight, bias, store, frequencies, o_c, o_b, o_g, o_index, m_c, position_offset, stride_cb, stride_cn,
+    hidden, weight, bias, store, scale, table, frequencies, o_c, o_b, o_g, o_index, m_c, columns, position_offset,
+    stride_cb, stride_cn,
     D: tl.constexpr, BLOCK_HALF: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr, STRIDE: tl.constexpr,
-    ROTATE: tl.constexpr,
+    PAGE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """`weight @ hidden + bias`, rotated, into the compressed store."""
     HALF: tl.constexpr = D // 2
@@ -167,32 +171,36 @@ def outer_of(
         m_w = m_out[:, None] & (o_u < HIDDEN)[None, :]
         b_w = tl.load(weight + (o_out * HIDDEN)[:, None] + o_u[None, :], mask=m_w, other=0.0)
         b_x = tl.dot(b_h, tl.trans(b_w), b_x, input_precision="ieee")
-    b_x = (b_x + tl.load(bias + o_out, mask=m_out, other=0.0).to(tl.float32)[None, :]).to(store.dtype.element_ty)
+    b_x = (b_x + tl.load(bias + o_out, mask=m_out, other=0.0).to(tl.float32)[None, :]).to(hidden.dtype.element_ty)
     store_block(
-        store, tl.reshape(b_x, [C, 2, BLOCK_HALF]), frequencies, o_b, o_g, o_index, m_c, position_offset,
-        stride_cb, stride_cn, D, BLOCK_HALF, STRIDE, ROTATE,
+        store, scale, table, tl.reshape(b_x, [C, 2, BLOCK_HALF]), frequencies, o_b, o_g, o_index, m_c, columns,
+        position_offset, stride_cb, stride_cn, D, BLOCK_HALF, STRIDE, PAGE, ROTATE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_candidates", "position_offset"])
 def outer_kernel(
-    hidden_k, hidden_v, weight_k, weight_v, bias_k, bias_v, compressed_k, compressed_v, start, counts, frequencies,
-    n_candidates, max_len, position_offset, stride_ckb, stride_ckn, stride_cvb, stride_cvn,
+    hidden_k, hidden_v, weight_k, weight_v, bias_k, bias_v, compressed_k, compressed_v, compressed_k_scale,
+    compressed_v_scale, table, start, counts, limits, frequencies, n_candidates, columns, max_len, position_offset,
+    stride_ckb, stride_ckn, stride_cvb, stride_cvn,
     G: tl.constexpr, E: tl.constexpr, T: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_HALF_K: tl.constexpr,
     BLOCK_HALF_V: tl.constexpr, HIDDEN_K: tl.constexpr, HIDDEN_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     follow(PDL)
     o_c = tl.program_id(0) * C + tl.arange(0, C)
-    o_b, o_g, o_index, m_c = candidate(start, counts, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
+    o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:
         if tl.program_id(1) == 0:
             outer_of(
-                hidden_k, weight_k, bias_k, compressed_k, frequencies, o_c, o_b, o_g, o_index, m_c, position_offset,
-                stride_ckb, stride_ckn, DK, BLOCK_HALF_K, HIDDEN_K, BLOCK_H, STRIDE, ROTATE,
+                hidden_k, weight_k, bias_k, compressed_k, compressed_k_scale, table, frequencies, o_c, o_b, o_g,
+                o_index, m_c, columns, position_offset, stride_ckb, stride_ckn,
+                DK, BLOCK_HALF_K, HIDDEN_K, BLOCK_H, STRIDE, PAGE, ROTATE,
             )  # fmt: skip
         else:
             outer_of(
-                hidden_v, weight_v, bias_v, compressed_v, frequencies, o_c, o_b, o_g, o_index, m_c, position_offset,
-                stride_cvb, stride_cvn, DV, BLOCK_HALF_V, HIDDEN_V, BLOCK_H, STRIDE, False,
+                hidden_v, weight_v, bias_v, compressed_v, compressed_v_scale, table, frequencies, o_c, o_b, o_g,
+                o_index, m_c, columns, position_offset, stride_cvb, stride_cvn,
+                DV, BLOCK_HALF_V, HIDDEN_V, BLOCK_H, STRIDE, PAGE, False,
             )  # fmt: skip

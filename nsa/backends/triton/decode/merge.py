@@ -38,7 +38,7 @@ def merged(
 
 @triton.jit
 def merge_kernel(
-    part_o, part_m, part_l, gates, o, lengths, high_water, counts, max_len,
+    part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, max_len,
     stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
     N_CMP: tl.constexpr, N_CMP_PAD: tl.constexpr, N_WIN: tl.constexpr, N_WIN_PAD: tl.constexpr, N_SEL: tl.constexpr,
@@ -68,6 +68,6 @@ def merge_kernel(
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_d < DV)
     if lengths is not None:  # noqa: SIM102  the first is known to the compiler
         if (i_bg % G == 0) & (i_r == 0):
-            end = end_of(lengths, counts, i_b, max_len, T)
+            end = end_of(lengths, counts, limits, i_b, max_len, T)
             tl.store(lengths + i_b, end)
             tl.store(high_water + i_b, tl.maximum(tl.load(high_water + i_b), end))

@@ -27,7 +27,7 @@ def attend(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2):
 
 @triton.jit
 def window_split(
-    q, k, v, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len, places, scale_log2,
+    q, k, v, k_scale, v_scale, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len, places, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     N_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -50,8 +50,14 @@ def window_split(
     for i_n in tl.range(tl.maximum(lo, 0), hi, BLOCK_N, num_stages=STAGES):
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < hi
-        b_k = load_tokens(k, i_b, i_g, o_n % places, m_n, stride_kb, stride_kn, stride_kg, DK, BLOCK_DK)
-        b_v = load_tokens(v, i_b, i_g, o_n % places, m_n, stride_vb, stride_vn, stride_vg, DV, BLOCK_DV)
+        b_k = load_tokens(
+            k, k_scale, None, i_b, i_g, o_n % places, m_n, 0, stride_kb, stride_kn, stride_kg,
+            1, DK, BLOCK_DK, b_q.dtype,
+        )  # fmt: skip
+        b_v = load_tokens(
+            v, v_scale, None, i_b, i_g, o_n % places, m_n, 0, stride_vb, stride_vn, stride_vg,
+            1, DV, BLOCK_DV, b_q.dtype,
+        )  # fmt: skip
         m_seen = m_n[None, :] & (o_n[None, :] <= o_pos[:, None]) & (o_n[None, :] > o_pos[:, None] - WINDOW)
         b_m, b_l, b_o = attend(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
     store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
@@ -59,10 +65,11 @@ def window_split(
 
 @triton.jit
 def selected_split(
-    q, k, v, start, indices, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, forced, max_len, scale_log2,
+    q, k, v, k_scale, v_scale, table, start, indices, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, forced, columns,
+    max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    PAGE: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr, N_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +116,14 @@ def selected_split(
         o_in = (i % CHUNKS) * BLOCK_N + tl.arange(0, BLOCK_N)
         o_n = j * SELECT_BLOCK + o_in
         m_n = (o_n <= tl.max(o_pos, 0)) & (o_in < SELECT_BLOCK)
-        b_k = load_tokens(k, i_b, i_g, o_n, m_n, stride_kb, stride_kn, stride_kg, DK, BLOCK_DK)
-        b_v = load_tokens(v, i_b, i_g, o_n, m_n, stride_vb, stride_vn, stride_vg, DV, BLOCK_DV)
+        b_k = load_tokens(
+            k, k_scale, table, i_b, i_g, o_n, m_n, columns, stride_kb, stride_kn, stride_kg,
+            PAGE, DK, BLOCK_DK, b_q.dtype,
+        )  # fmt: skip
+        b_v = load_tokens(
+            v, v_scale, table, i_b, i_g, o_n, m_n, columns, stride_vb, stride_vn, stride_vg,
+            PAGE, DV, BLOCK_DV, b_q.dtype,
+        )  # fmt: skip
         m_seen = m_n[None, :] & (o_n[None, :] <= o_pos[:, None])
         if T > 1:
             takers = tl.sum(tl.where(m_e & (e_j == j), 1 << e_t, 0), 0)
@@ -121,11 +134,12 @@ def selected_split(
 
 @triton.jit
 def near_kernel(
-    q, k_win, v_win, k_sel, v_sel, start, indices, part_o, part_m, part_l, pairs, max_len, places, scale_log2,
+    q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o,
+    part_m, part_l, pairs, columns, max_len, places, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
     stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    WINDOW: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr,
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr, FIRST_SLOT: tl.constexpr,
     WINDOW_SPLITS: tl.constexpr, SPLIT: tl.constexpr, N_EARLY: tl.constexpr, FREE_SPLITS: tl.constexpr,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEL: tl.constexpr,
@@ -145,17 +159,18 @@ def near_kernel(
             gdc_launch_dependents()
     if i_s < WINDOW_SPLITS:
         window_split(
-            q, k_win, v_win, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len, places, scale_log2,
+            q, k_win, v_win, k_win_scale, v_win_scale, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len,
+            places, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
             G=G, H=H, ROWS=T * H, DK=DK, DV=DV, WINDOW=WINDOW, N_SPLITS=WINDOW_SPLITS, SPLIT=SPLIT,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
         )  # fmt: skip
     if i_s >= WINDOW_SPLITS:
         selected_split(
-            q, k_sel, v_sel, start, indices, part_o, part_m, part_l, i_bg, i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY,
-            max_len, scale_log2,
+            q, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o, part_m, part_l, i_bg,
+            i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, max_len, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
-            G=G, H=H, T=T, T_PAD=T_PAD, DK=DK, DV=DV, SELECT_BLOCK=SELECT_BLOCK, N_SELECT=N_SELECT, N_PAD=N_PAD,
-            N_INIT=N_INIT, N_LOCAL=N_LOCAL, N_SPLITS=FREE_SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_SEL,
+            G=G, H=H, T=T, T_PAD=T_PAD, DK=DK, DV=DV, PAGE=PAGE, SELECT_BLOCK=SELECT_BLOCK, N_SELECT=N_SELECT,
+            N_PAD=N_PAD, N_INIT=N_INIT, N_LOCAL=N_LOCAL, N_SPLITS=FREE_SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_SEL,
             BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES, PDL=PDL,
         )  # fmt: skip

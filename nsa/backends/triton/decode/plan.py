@@ -35,6 +35,9 @@ MAX_TILE_SCORES = 4096
 POOL_ELEMENTS = 2048
 
 
+NEAR_SCALES = ("k_win_scale", "v_win_scale", "k_sel_scale", "v_sel_scale")
+
+
 class Hyperparameters(NamedTuple):
     """Of one attention, named as in `nsa.ops.attention`; `max_len`: tokens that the cache holds."""
 
@@ -47,6 +50,33 @@ class Hyperparameters(NamedTuple):
     window: int
     scale: float
     max_len: int
+
+
+class Pages(NamedTuple):
+    """Where rows lie in paged stores: `table` int32 `[B,columns]`, every entry a page that exists, of `size` tokens;
+    `limits` int32 `[B]`, how many tokens each row's pages hold."""
+
+    table: Tensor
+    limits: Tensor
+    size: int
+
+
+class Form(NamedTuple):
+    """How stores are laid out and encoded: tokens per page and columns of the table, 0 without pages; in fp8 or not."""
+
+    page: int = 0
+    columns: int = 0
+    fp8: bool = False
+
+    @classmethod
+    def of(cls, pages: Pages | None, scales: Scales | None) -> Form:
+        if pages is None:
+            return cls(fp8=scales is not None)
+        return cls(pages.size, pages.table.shape[1], scales is not None)
+
+
+# fp32 [B,places,G] of keys and values: compressed, selected, window.
+Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,7 @@ class DecodePlan:
         tile: DecodeTile,
         commits: bool,
         counted: bool,
+        form: Form,
     ) -> None:
         batch, n_tokens, n_heads, d_k = q.shape
         groups, d_v = compressed[0].shape[2], compressed[1].shape[3]
@@ -141,13 +172,19 @@ class DecodePlan:
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
         selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
+        self.form = form
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
         absent |= {} if counted else {"counts": None}
+        absent |= {} if form.page and commits else {"limits": None}
+        paged = {} if form.page else {"table": None}
+        paged |= {"columns": form.columns}
         self.attend_compressed = Launch(
             compressed_split_kernel,
             (pairs, n_splits, row_tiles),
             **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
+            **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
+            PAGE=max(1, form.page // how.stride),
             **step,
             **attend,
             **pooling,
@@ -180,6 +217,8 @@ class DecodePlan:
             near_kernel,
             (pairs * row_tiles * (early + free_splits),),
             **strides(q_bth=q, wk_bng=window[0], wv_bng=window[1], sk_bng=selected[0], sv_bng=selected[1]),
+            **(paged if form.fp8 else {**paged, **dict.fromkeys(NEAR_SCALES)}),
+            PAGE=max(1, form.page),
             **step,
             **attend,
             **selection,
@@ -229,9 +268,11 @@ class DecodePlan:
         window: tuple[Tensor, Tensor],
         gates: Tensor,
         start: Tensor,
+        pages: Pages | None,
+        scales: Scales | None,
         **committed: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`committed`: `lengths`, `high_water` and `counts`, as far as the plan is for them."""
+        """`committed`: `lengths`, `high_water`, `counts` and `limits`, as far as the plan is for them."""
         pool, carry, tile_max, factors, part_o, part_m, part_l = (
             torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch
         )
@@ -241,10 +282,14 @@ class DecodePlan:
         o = torch.empty(shape, dtype=dtype, device=device)
         parts = {"part_m": part_m, "part_l": part_l}
         pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, **parts}
-        self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled)
+        table = {} if pages is None else {"table": pages.table}
+        cmp_scales, sel_scales, win_scales = scales or ((), (), ())
+        scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
+        self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled, **table, **scaled)
         self.select(factors=factors, indices=indices, **pooled)
         near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
-        self.attend_near(q=q, start=start, indices=indices, part_o=part_o, **near, **parts)
+        near |= dict(zip(NEAR_SCALES, (*win_scales, *sel_scales), strict=False))
+        self.attend_near(q=q, start=start, indices=indices, part_o=part_o, **near, **parts, **table)
         self.merge(gates=gates, o=o, part_o=part_o, **parts, **committed)
         return o, indices
 
@@ -265,9 +310,10 @@ def plan_decode(
     gates: Layout,
     how: Hyperparameters,
     tile: DecodeTile,
+    form: Form,
     commits: bool = False,
     counted: bool = False,
 ) -> DecodePlan:
     """The plan for these layouts; with `commits` it also writes the cache's lengths, with `counted` some tokens may be
     padding."""
-    return DecodePlan(q, compressed, selected, window, gates, how, tile, commits, counted)
+    return DecodePlan(q, compressed, selected, window, gates, how, tile, commits, counted, form)

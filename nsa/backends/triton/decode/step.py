@@ -15,7 +15,15 @@ from torch import Tensor
 
 from nsa.backends.triton.decode.append import append_kernel
 from nsa.backends.triton.decode.emit import inner_kernel, mean_kernel, outer_kernel
-from nsa.backends.triton.decode.plan import DecodeTile, Hyperparameters, dependent_launch, plan_decode
+from nsa.backends.triton.decode.plan import (
+    DecodeTile,
+    Form,
+    Hyperparameters,
+    Pages,
+    Scales,
+    dependent_launch,
+    plan_decode,
+)
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
 from nsa.backends.triton.tiles import block_width, row_contiguous
 from nsa.geometry import n_compressed
@@ -23,6 +31,8 @@ from nsa.sequences import Pair
 
 Layouts = tuple[Layout, Layout]
 
+APPEND_SCALES = ("selected_k_scale", "selected_v_scale", "window_k_scale", "window_v_scale")
+EMIT_SCALES = ("compressed_k_scale", "compressed_v_scale")
 HEAD_TILE = 16
 CANDIDATES = 16
 HIDDEN_TILE = 32
@@ -39,7 +49,8 @@ class Projected(NamedTuple):
 
 class Stores(NamedTuple):
     """A cache's tensors: four pairs `[B,places+1,G,D]`, and `[B]` int32 lengths and high-water marks. `frequencies`:
-    RoPE's, fp64 `[Dk/2]`."""
+    RoPE's, fp64 `[Dk/2]`. With `pages`, compressed and selected are `[pages,places,G,D]`. With `scales`, all but the
+    tail hold the bytes of e4m3."""
 
     tail: Pair
     compressed: Pair
@@ -48,6 +59,8 @@ class Stores(NamedTuple):
     lengths: Tensor
     high_water: Tensor
     frequencies: Tensor
+    pages: Pages | None = None
+    scales: Scales | None = None
 
 
 class Mlp(NamedTuple):
@@ -75,6 +88,7 @@ class StepPlan:
         hidden: tuple[int, int] | None,
         rotate_raw: bool,
         counted: bool,
+        form: Form,
     ) -> None:
         batch, n_tokens, n_heads, d_k = q.shape
         groups, d_v = tail[0].shape[2], tail[1].shape[3]
@@ -84,6 +98,8 @@ class StepPlan:
         self.q_shape = (batch, n_tokens, n_heads, d_k)
         common: dict[str, Any] = {"G": groups, "T": n_tokens, "DK": d_k, "DV": d_v, "max_len": how.max_len}
         common |= dependent_launch(q.device) | ({} if counted else {"counts": None})
+        common |= {} if form.page else {"limits": None}
+        paged = {"columns": form.columns} | ({} if form.page else {"table": None})
         n_head_tiles = triton.cdiv(n_heads, HEAD_TILE)
         self.append = Launch(
             append_kernel,
@@ -92,12 +108,15 @@ class StepPlan:
             **strides(tk_bn=tail[0], tv_bn=tail[1], sk_bn=selected[0], sv_bn=selected[1]),
             **strides(wk_bn=window[0], wv_bn=window[1]),
             **common,
+            **paged,
+            **({} if form.fp8 else dict.fromkeys(APPEND_SCALES)),
+            PAGE=max(1, form.page),
             tail_places=tail[0].shape[1] - 1,
             window_places=window[0].shape[1] - 1,
             HEADS=n_heads,
             G_PAD=triton.next_power_of_2(groups),
             BLOCK_HALF=triton.next_power_of_2(d_k // 2),
-            BLOCK_DV=triton.next_power_of_2(d_v),
+            BLOCK_HALF_V=triton.next_power_of_2(d_v // 2),
             HEAD_TILE=HEAD_TILE,
             N_HEAD_TILES=n_head_tiles,
             ROTATE_RAW=rotate_raw,
@@ -113,7 +132,8 @@ class StepPlan:
         common |= {"n_candidates": self.candidates, "E": per_row, "BLOCK": how.block, "STRIDE": how.stride}
         from_tail = strides(tk_bn=tail[0], tv_bn=tail[1]) | {"places": tail[0].shape[1] - 1}
         into = strides(ck_bn=compressed[0], cv_bn=compressed[1]) | {"ROTATE": not rotate_raw}
-        into |= {"BLOCK_HALF_K": halves(d_k), "BLOCK_HALF_V": halves(d_v)}
+        into |= {"BLOCK_HALF_K": halves(d_k), "BLOCK_HALF_V": halves(d_v), "PAGE": max(1, form.page // how.stride)}
+        into |= paged | ({} if form.fp8 else dict.fromkeys(EMIT_SCALES))
         if hidden is None:
             self.mean = Launch(mean_kernel, (self.candidates, 2), **common, **from_tail, **into, num_warps=1)
             return
@@ -174,8 +194,14 @@ def decode_step(
     laid = [(layout(k), layout(v)) for k, v in pairs]
     counted = counts is not None
     hidden = None if phi is None else (phi[0].inner.shape[0], phi[1].inner.shape[0])
-    plan = plan_step(layout(q), tuple(keys), *laid, how, hidden, rotate_raw, counted)
+    form = Form.of(stores.pages, stores.scales)
+    plan = plan_step(layout(q), tuple(keys), *laid, how, hidden, rotate_raw, counted, form)
     given = {} if counts is None else {"counts": counts}
+    table = {}
+    if stores.pages is not None:
+        given["limits"] = stores.pages.limits
+        table["table"] = stores.pages.table
+    cmp_scales, sel_scales, win_scales = stores.scales or ((), (), ())
     start = {"start": stores.lengths, **given}
     tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
     turned = {"frequencies": stores.frequencies, "position_offset": position_offset}
@@ -193,12 +219,15 @@ def decode_step(
         selected_v=stores.selected[1],
         window_k=stores.window[0],
         window_v=stores.window[1],
+        **dict(zip(APPEND_SCALES, (*sel_scales, *win_scales), strict=False)),
+        **table,
         **tail,
         **start,
         **turned,
     )
     if plan.candidates:
-        into = {"compressed_k": stores.compressed[0], "compressed_v": stores.compressed[1], **start, **turned}
+        into = {"compressed_k": stores.compressed[0], "compressed_v": stores.compressed[1], **start, **turned, **table}
+        into |= dict(zip(EMIT_SCALES, cmp_scales, strict=False))
         if phi is None:
             plan.mean(**tail, **into)
         else:
@@ -225,7 +254,8 @@ def decode_step(
                 **into,
             )
     attention = plan_decode(
-        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), commits=True, counted=counted
+        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
     )
     committed = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
-    return attention.run(rotated, stores.compressed, stores.selected, stores.window, gates, stores.lengths, **committed)
+    read = stores.compressed, stores.selected, stores.window
+    return attention.run(rotated, *read, gates, stores.lengths, stores.pages, stores.scales, **committed)
