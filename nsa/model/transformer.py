@@ -227,9 +227,12 @@ class LM(nn.Module):
         long = 1 << 20
         return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
 
-    def kv_bytes_read(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes of keys and values that one decoding step reads when every row is `length` long."""
-        caches = self.new_cache(batch_size, length, dtype=dtype, device="meta")
+    def kv_bytes_read(
+        self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None, **options: Any
+    ) -> int:
+        """Bytes of keys and values that one decoding step reads when every row is `length` long; `options` as in
+        `new_cache`."""
+        caches = self.new_cache(batch_size, length, dtype=dtype, device="meta", **options)
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 
 

@@ -70,6 +70,17 @@ def test_saved_prompts_go_to_pages_and_stay_in_fp8(options: dict[str, Any], tmp_
     assert greedy(model, rows, load_cache=path, **options) == expected
 
 
+def test_fp8_is_counted_in_the_bytes_read() -> None:
+    model = small_model("nsa")
+    read = []
+    for quantize in (None, "fp8"):
+        generation = Generation(model, prompts(30), Options(max_new_tokens=2, temperature=0, quantize=quantize))
+        list(generation)
+        read.append(generation.kv_bytes_read()[0])
+    # 16 numbers of 8 bytes against 16 of one and a scale.
+    assert read[0] * (16 + 4) == read[1] * 16 * 8
+
+
 def test_only_what_was_not_saved_is_computed(tmp_path: Path) -> None:
     model, (prompt,) = small_model("nsa"), prompts(50)
     path = tmp_path / "prompt"
