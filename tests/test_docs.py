@@ -149,8 +149,17 @@ def test_a_readme_figure_is_in_a_row(suite: str, impl: str, column: str, form: s
     assert form.format(values[-1]) in README.read_text()
 
 
-def recorded(suite: str) -> list[dict[str, str]]:
-    head, *lines = (ROOT / f"benchmarks/results/h200/{suite}.csv").read_text().splitlines()
+def test_the_fp8_table_is_that_of_the_recorded_rows() -> None:
+    text = (ROOT / "docs" / "inference.md").read_text()
+    for row in recorded("fp8_cache", machine="cpu"):
+        error = float(row["logit_rms_error"]) / float(row["logit_std"])
+        cells = [row["model"], row["dtype"], row["cache"], f"{error:.2%}", f"{float(row['kl']):.1e}"]
+        cells += [f"{float(row['same_top_token']):.1%}", f"{float(row['loss']):.3f}"]
+        assert f"| {' | '.join(cells)} | {float(row['same_selected_blocks']):.1%} |" in text
+
+
+def recorded(suite: str, machine: str = "h200") -> list[dict[str, str]]:
+    head, *lines = (ROOT / f"benchmarks/results/{machine}/{suite}.csv").read_text().splitlines()
     return [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
 
 

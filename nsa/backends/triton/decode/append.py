@@ -51,15 +51,15 @@ def put(
         b_first, b_second = rotated_halves(p_k, m_k, cos, sin, HALF)
     else:
         b_first, b_second = tl.load(p_k, mask=m_k, other=0.0), tl.load(p_k + HALF, mask=m_k, other=0.0)
-    o_k = place_of(table, i_b, place, keep, columns, stride_ksb, stride_ksn, PAGE) + o_g * DK
+    o_b, o_n = place_of(table, i_b, place, keep, columns, stride_ksb, stride_ksn, PAGE)
     dtype = k.dtype.element_ty
-    store_row(k_store, k_scale, o_k, m_g, b_first.to(dtype), b_second.to(dtype), DK, BLOCK_HALF)
+    store_row(k_store, k_scale, o_b + o_n + o_g * DK, m_g, b_first.to(dtype), b_second.to(dtype), DK, BLOCK_HALF)
     o_d = tl.arange(0, BLOCK_HALF_V)
     m_v = m_g[:, None] & (o_d < HALF_V)[None, :]
     p_v = v + i_b * stride_vb + i_t * stride_vt + (o_g * stride_vg)[:, None] + o_d[None, :]
     b_first, b_second = tl.load(p_v, mask=m_v, other=0.0), tl.load(p_v + HALF_V, mask=m_v, other=0.0)
-    o_v = place_of(table, i_b, place, keep, columns, stride_vsb, stride_vsn, PAGE) + o_g * DV
-    store_row(v_store, v_scale, o_v, m_g, b_first, b_second, DV, BLOCK_HALF_V)
+    o_b, o_n = place_of(table, i_b, place, keep, columns, stride_vsb, stride_vsn, PAGE)
+    store_row(v_store, v_scale, o_b + o_n + o_g * DV, m_g, b_first, b_second, DV, BLOCK_HALF_V)
 
 
 @triton.jit(do_not_specialize=["position_offset"])

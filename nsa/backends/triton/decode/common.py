@@ -104,13 +104,16 @@ def load_step_rows(
 
 @triton.jit
 def place_of(table, i_b, o_n, m_n, columns, stride_b, stride_n, PAGE: tl.constexpr):
-    """Offsets (int64) of places `o_n` of rows `i_b` in a store; with a table, `stride_b` is that of a page."""
+    """Offsets (int64) of rows `i_b` in a store, and of places `o_n` from there; with a table, `stride_b` is that of a
+    page."""
     if table is None:
-        o_x = i_b.to(tl.int64) * stride_b + o_n.to(tl.int64) * stride_n
+        o_b = i_b.to(tl.int64) * stride_b
+        o_x = o_n.to(tl.int64) * stride_n
     else:
+        o_b = 0
         b_page = tl.load(table + i_b.to(tl.int64) * columns + o_n // PAGE, mask=m_n, other=0)
         o_x = b_page.to(tl.int64) * stride_b + (o_n % PAGE) * stride_n
-    return o_x
+    return o_b, o_x
 
 
 @triton.jit
@@ -120,14 +123,15 @@ def load_tokens(
 ):  # fmt: skip
     """`[len(o_n), BLOCK_D]` keys or values at places `o_n` of one row and group, zeros where `m_n` is false."""
     o_d = tl.arange(0, BLOCK_D)
-    o_row = place_of(table, i_b, o_n, m_n, columns, stride_b, stride_n, PAGE) + i_g * stride_g
-    p_x = x + o_row[:, None] + o_d[None, :]
+    o_b, o_x = place_of(table, i_b, o_n, m_n, columns, stride_b, stride_n, PAGE)
+    o_b += i_g * stride_g
+    p_x = x + o_b + o_x[:, None] + o_d[None, :]
     if D < BLOCK_D:
         b_x = tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
     else:
         b_x = tl.load(p_x, mask=m_n[:, None], other=0.0)
     if scale is not None:
-        b_x = from_fp8(b_x, tl.load(scale + o_row // D, mask=m_n, other=0.0)[:, None], DTYPE)
+        b_x = from_fp8(b_x, tl.load(scale + o_b // D + o_x // D, mask=m_n, other=0.0)[:, None], DTYPE)
     return b_x
 
 

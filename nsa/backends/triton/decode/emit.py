@@ -44,8 +44,8 @@ def store_block(
         b_turned = b_first * b_cos - b_second * b_sin
         b_second = b_second * b_cos + b_first * b_sin
         b_first = b_turned
-    o_row = place_of(table, o_b, o_index, m_c, columns, stride_b, stride_n, PAGE) + o_g * D
-    store_row(store, scale, o_row, m_c, b_first.to(b_x.dtype), b_second.to(b_x.dtype), D, BLOCK_HALF)
+    o_row, o_n = place_of(table, o_b, o_index, m_c, columns, stride_b, stride_n, PAGE)
+    store_row(store, scale, o_row + o_n + o_g * D, m_c, b_first.to(b_x.dtype), b_second.to(b_x.dtype), D, BLOCK_HALF)
 
 
 @triton.jit
