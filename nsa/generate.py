@@ -138,9 +138,9 @@ def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require_int("--seed", args.seed, at_least=0)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph", "quantize", "page_size")
-    more += ("save_cache", "load_cache")
-    options = Options(**{name: getattr(args, name) for name in names + more})
+    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph")
+    caches = ("quantize", "page_size", "save_cache", "load_cache")
+    options = Options(**{name: getattr(args, name) for name in names + more + caches})
     folder = args.run or newest_run()
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
     if args.dtype is not None:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -173,7 +173,7 @@ class Generation:
     def kv_bytes_read(self) -> tuple[int, int]:
         """Bytes of keys and values that the last decode step read, and what dense attention would have read."""
         lengths = [row.n_prompt + max(0, len(row.tokens) - 1) for row in self.rows]
-        form = {} if self.options.quantize is None else {"quantize": self.options.quantize}
+        form: dict[str, Any] = {} if self.options.quantize is None else {"quantize": self.options.quantize}
         own = sum(self.model.kv_bytes_read(length, **form) for length in lengths)
         return own, sum(lengths) * dense_kv_bytes_per_token(self.model.config, self.model.head_weight.element_size())
 

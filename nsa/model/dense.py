@@ -24,14 +24,16 @@ from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
 
+# Most new tokens of a step; more are a chunk of prefill, whose mask would be large.
+MAX_STEP = 8
 WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DenseAttention(nn.Module):
     """Dense causal attention, `[B, S, dim]` to `[B, S, dim]`.
 
-    Fixed-length sequences go to torch's SDPA. Varlen batches and cached keys use the sliding branch with a window as
-    long as the keys: one op, bounded memory, any backend.
+    Fixed-length sequences and steps of a few tokens go to torch's SDPA. Varlen batches and chunks over cached keys use
+    the sliding branch with a window as long as the keys: one op, bounded memory, any backend.
 
     Args:
         config: `dim`, the heads, the head_dims, RoPE and the backend are used.
@@ -141,6 +143,8 @@ class DenseAttention(nn.Module):
         """`q [B,S,Hq,Dk]` over `k, v [B,N,G,D]`; with `q_start [B]` the queries start in the middle of the keys."""
         if cu_seqlens is None and q_start is None:
             return self.attend_causally(q, k, v)
+        if q_start is not None and q.shape[1] <= MAX_STEP and self.config.backend == "auto":
+            return self.attend_step(q, k, v, q_start)
         return self.attend_window(q, k, v, window=k.shape[1], cu_seqlens=cu_seqlens, q_start=q_start)[0]
 
     def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
@@ -154,10 +158,25 @@ class DenseAttention(nn.Module):
         grouped = q.device.type == "cuda" and q.dtype in HALF_DTYPES and not self.no_flash
         if not grouped:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        kernels: AbstractContextManager[None] = sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()
-        with kernels:
+        with self.sdpa_kernels():
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return o.transpose(1, 2)
+
+    def attend_step(self, q: Tensor, k: Tensor, v: Tensor, q_start: Tensor) -> Tensor:
+        """A few queries over a cache, by SDPA with a mask: reads the keys where they lie, where the sliding op copies
+        them. The heads of a group are rows of queries, because few of torch's kernels take both a mask and GQA."""
+        groups = k.shape[2]
+        rows = q.unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, T, h, Dk]
+        position = q_start[:, None] + torch.arange(q.shape[1], device=q.device)
+        seen = torch.arange(k.shape[1], device=q.device) <= position.repeat_interleave(rows.shape[3], dim=1)[..., None]
+        with self.sdpa_kernels():
+            o = F.scaled_dot_product_attention(
+                rows.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None]
+            )
+        return o.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)
+
+    def sdpa_kernels(self) -> AbstractContextManager[None]:
+        return sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()
 
     def attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -177,8 +177,7 @@ class DecodePlan:
         absent = {} if commits else {"lengths": None, "high_water": None}
         absent |= {} if counted else {"counts": None}
         absent |= {} if form.page and commits else {"limits": None}
-        paged = {} if form.page else {"table": None}
-        paged |= {"columns": form.columns}
+        paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
         self.attend_compressed = Launch(
             compressed_split_kernel,
             (pairs, n_splits, row_tiles),

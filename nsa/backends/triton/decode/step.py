@@ -256,6 +256,6 @@ def decode_step(
     attention = plan_decode(
         layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
     )
-    committed = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
+    committed: dict[str, Any] = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
     read = stores.compressed, stores.selected, stores.window
     return attention.run(rotated, *read, gates, stores.lengths, stores.pages, stores.scales, **committed)
