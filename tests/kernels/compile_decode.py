@@ -12,9 +12,12 @@ from pathlib import Path
 
 from compiling import TARGETS, Compiled, Recorder, stand_in, table
 
-# heads/groups/head_dim x new tokens, and how long the cache is
+PAGE = 64
+# heads/groups/head_dim x new tokens, how long the cache is, and its form
 STEPS = {
     "64/4/128x1": (64, 4, 128, 1, 65536, "bfloat16"),
+    "64/4/128x1 paged": (64, 4, 128, 1, 65536, "bfloat16"),
+    "64/4/128x1 paged fp8": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x4": (64, 4, 128, 4, 65536, "bfloat16"),
     "12/2/64x1": (12, 2, 64, 1, 131072, "bfloat16"),
     "16/2/256x1 fp32": (16, 2, 256, 1, 8192, "float32"),
@@ -34,7 +37,7 @@ def compile_step(step: str) -> None:
     """One step of a layer, by the launchers that it would call."""
     import torch
 
-    from nsa.backends.triton.decode import Hyperparameters, Mlp, Projected, Stores, decode_step
+    from nsa.backends.triton.decode import Hyperparameters, Mlp, Pages, Projected, Stores, decode_step
     from nsa.geometry import n_compressed
 
     heads, groups, width, tokens, max_len, name = STEPS[step]
@@ -50,7 +53,14 @@ def compile_step(step: str) -> None:
     new = Projected(tensor(2, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
     pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
     lengths = torch.zeros(2, dtype=torch.int32)
-    stores = Stores(*pairs, lengths, lengths, torch.empty(width // 2, dtype=torch.float64))
+    pages = scales = None
+    if "paged" in step:
+        pages = Pages(torch.zeros(2, max_len // PAGE, dtype=torch.int32), lengths, PAGE)
+        pairs = (pairs[0], pair(PAGE // stride), pair(PAGE), pairs[3])
+    if "fp8" in step:
+        scales = tuple((k[..., 0].float(), v[..., 0].float()) for k, v in pairs[1:])
+        pairs = (pairs[0], *((k.to(torch.uint8), v.to(torch.uint8)) for k, v in pairs[1:]))
+    stores = Stores(*pairs, lengths, lengths, torch.empty(width // 2, dtype=torch.float64), pages, scales)
     mlp = Mlp(
         tensor(block, width),
         tensor(2 * width, block * width),
