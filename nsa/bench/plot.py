@@ -35,7 +35,9 @@ COLOURS = {
     "sdpa-math": "#dcb98f",
 }
 OTHER_COLOUR = "#b0722f"
+# In the order of their panels.
 MODE_LABELS = {"fwd": "forward", "bwd": "backward", "train": "training"}
+MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" for n in range(1, 9)}
 
 
 def draw_figure(rows: list[Row], out: Path) -> None:
@@ -49,7 +51,7 @@ def draw_figure(rows: list[Row], out: Path) -> None:
     for row in rows:
         panels[row.mode, f"{row.op}, heads {row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
     # One row of panels per mode, one column per shape.
-    modes = sorted({mode for mode, _ in panels}, key=["fwd", "bwd", "train"].index)
+    modes = sorted({mode for mode, _ in panels}, key=list(MODE_LABELS).index)
     shapes = list(dict.fromkeys(shape for _, shape in panels))
     size = (5.2 * len(shapes), 3.8 * len(modes))
     figure, axes = pyplot.subplots(len(modes), len(shapes), figsize=size, squeeze=False)

@@ -175,7 +175,7 @@ class SavedCaches:
             else:
                 index = torch.arange(n_saved).expand(len(kept), -1)
                 keep = index < cache.slots_of(name, kept)[:, None]
-            store.store(*(moved(x, cache.device) for x in (index, values, keep)))
+            store.store(*(on_device(x, cache.device) for x in (index, values, keep)))
         cache.lengths.copy_(kept)
         cache.high_water.copy_(overwritten)
         cache.longest = int(kept.max())
@@ -190,7 +190,7 @@ class SavedCaches:
         return found
 
 
-def moved(x: Any, device: torch.device) -> Any:
+def on_device(x: Any, device: torch.device) -> Any:
     """A tensor or a tuple of them on `device`."""
     return x.to(device) if isinstance(x, Tensor) else tuple(y.to(device) for y in x)
 

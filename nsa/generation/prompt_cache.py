@@ -20,7 +20,7 @@ from nsa.model.transformer import Cache
 SAMPLE = 1024
 
 
-def fingerprint(model: LM) -> str:
+def model_fingerprint(model: LM) -> str:
     """A hash of some values of every parameter: training changes nearly all of them."""
     digest = hashlib.sha256()
     for name, x in model.state_dict().items():
@@ -39,7 +39,7 @@ def save_prompt_cache(path: Path, model: LM, caches: Sequence[Cache], prompts: S
         caches: One per layer, with all tokens of the prompts.
         prompts: Token ids of each row.
     """
-    save_caches(path, caches, tokens=prompts, model=fingerprint(model))
+    save_caches(path, caches, tokens=prompts, model=model_fingerprint(model))
 
 
 def load_prompt_cache(
@@ -65,7 +65,9 @@ def load_prompt_cache(
         ValueError: The file is damaged, or of another model or form, or a prompt starts with no row that was saved.
     """
     saved = read_saved(path)
-    require(saved.model == fingerprint(model), f"the model of {path}", saved.model, "this one, with the same weights")
+    require(
+        saved.model == model_fingerprint(model), f"the model of {path}", saved.model, "this one, with the same weights"
+    )
     dtype = model.head_weight.dtype
     require(saved.dtype == dtype, f"the dtype of {path}", saved.dtype, f"the model's, {dtype}")
     quantize = options.get("quantize")
