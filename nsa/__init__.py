@@ -11,6 +11,7 @@ __all__ = [
     "NSACache",
     "NSAConfig",
     "NSAStats",
+    "PagedNSACache",
     "Problem",
     "RopeScaling",
     "explain",
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention, NSAStats
     from nsa.backends.problem import Problem
     from nsa.backends.routing import explain
-    from nsa.cache import NSACache
+    from nsa.cache import NSACache, PagedNSACache
     from nsa.config import NSAConfig, RopeScaling
     from nsa.functional import nsa_attention
 else:
@@ -34,7 +35,7 @@ else:
             "nsa.attention": ("NSAAttention", "NSAStats"),
             "nsa.backends.problem": ("Problem",),
             "nsa.backends.routing": ("explain",),
-            "nsa.cache": ("NSACache",),
+            "nsa.cache": ("NSACache", "PagedNSACache"),
             "nsa.config": ("NSAConfig", "RopeScaling"),
             "nsa.functional": ("nsa_attention",),
         },

@@ -74,7 +74,10 @@ def load_prompt_cache(
     found = saved.forms[0].get("quantize")
     require(found == quantize, f"quantize of {path}", found, f"the option's, {quantize}")
     rows = saved.tokens() or []
-    sources, counts = zip(*(longest_match(path, i, prompt, rows) for i, prompt in enumerate(prompts)), strict=True)
+    max_rollback = saved.forms[0]["max_rollback"]
+    sources, counts = zip(
+        *(longest_match(path, i, prompt, rows, max_rollback) for i, prompt in enumerate(prompts)), strict=True
+    )
     caches = model.new_cache(len(prompts), max_len, **options)
     for layer, (block, cache) in enumerate(zip(model.blocks, caches, strict=True)):
         kind = "nsa" if isinstance(block.attention, NSAAttention) else "dense"
@@ -83,10 +86,16 @@ def load_prompt_cache(
     return caches, list(counts)
 
 
-def longest_match(path: Path, index: int, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The saved row that holds most of the beginning of a prompt, and how many tokens that is, without the last."""
+def longest_match(
+    path: Path, index: int, prompt: Sequence[int], rows: Sequence[Sequence[int]], max_rollback: int
+) -> tuple[int, int]:
+    """The saved row that holds most of the beginning of a prompt, and how many tokens that is, without the last.
+
+    Rows that can always be cropped to what they share with the prompt come first.
+    """
     matches = [common_prefix(prompt, row) for row in rows]
-    best = max(range(len(rows)), key=lambda row: matches[row], default=None)
+    removed = [len(row) - min(match, len(prompt) - 1) for row, match in zip(rows, matches, strict=True)]
+    best = max(range(len(rows)), key=lambda row: (removed[row] <= max_rollback, matches[row]), default=None)
     require(best is not None, f"tokens in {path}", None, "the tokens of each row")
     assert best is not None
     accepted = f"a prompt that starts with the {len(rows[best])} tokens of row {best} of {path}, its nearest"

@@ -154,6 +154,14 @@ def test_another_dtype_or_batch_is_refused_by_name(kind: str, options: dict[str,
     assert cache.lengths.tolist() == [0, 0]
 
 
+@every_form
+def test_a_cache_on_another_device_is_refused_by_name(kind: str, options: dict[str, Any]) -> None:
+    attn = attention_of(kind)
+    cache = new_cache(attn, 2, 20, **options).to("meta")
+    with pytest.raises(ValueError, match=r"cache\.device is .*meta"):
+        attn(tokens(3, batch=2), cache=cache)
+
+
 WRONG: dict[str, tuple[str, Callable[[RowCache], Any]]] = {
     "grow-shorter": ("max_len is 7", lambda cache: cache.grow(7)),
     "grow-text": ("max_len", lambda cache: cache.grow("9")),  # type: ignore[arg-type]

@@ -94,6 +94,14 @@ def test_only_what_was_not_saved_is_computed(tmp_path: Path) -> None:
     assert "50 more from the saved cache" in generating.summary(generation)
 
 
+def test_a_row_that_can_be_cropped_goes_before_a_longer_match(tmp_path: Path) -> None:
+    """The first saved row shares more with the prompt, but has too much after it to be rolled back."""
+    model, (prompt, rest) = small_model("nsa"), prompts(60, 50)
+    path = tmp_path / "prompts"
+    greedy(model, [prompt[:58] + rest, prompt[:50]], 1, save_cache=path)
+    assert greedy(model, [prompt], load_cache=path) == greedy(model, [prompt])
+
+
 def test_the_penalty_counts_the_saved_tokens_too(tmp_path: Path) -> None:
     model, rows = small_model("nsa"), prompts(30, 12)
     path = tmp_path / "prompts"
