@@ -170,7 +170,7 @@ class SavedCaches:
                 require(not bool(lost.any()), f"lengths of rows in {self.path}", kept.tolist(), accepted)
                 row = torch.arange(len(kept))[:, None]
                 values = tuple(bits(x)[row, position.clamp_min(0) % n_saved].view(x.dtype) for x in values)
-                index, keep = position.clamp_min(0) % store.slots, position >= held_from[:, None]
+                index, keep = position.clamp_min(0) % store.slots, position >= 0
                 overwritten = torch.maximum(overwritten, torch.where(held_from > 0, held_from + store.slots, 0))
             else:
                 index = torch.arange(n_saved).expand(len(kept), -1)
