@@ -22,7 +22,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import TrainConfig, Trainer, components, launch, loop
+from nsa.train import TrainConfig, Trainer, components, launch, run_info
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.run_folder import RunLog
 from nsa.train.step import StepResult
@@ -377,13 +377,13 @@ def test_every_checkpoint_has_a_loss_to_be_compared_by(tmp_path: Path) -> None:
 
 def test_noise_does_not_stand_in_for_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
-    real = loop.open_loader
+    real = run_info.open_loader
 
     def note(data: DataConfig, **kwargs: Any) -> Any:
         asked[kwargs["split"]] = data.on_stall
         return real(data, **kwargs)
 
-    monkeypatch.setattr(loop, "open_loader", note)
+    monkeypatch.setattr(run_info, "open_loader", note)
     config = small_run(tmp_path)
     Trainer(replace(config, data=replace(config.data, on_stall="synthetic"))).loader.close()
     assert asked == {"train": "synthetic", "valid": "retry"}
