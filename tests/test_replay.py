@@ -308,3 +308,12 @@ def test_second_derivatives_of_attention_raise() -> None:
     (dq,) = torch.autograd.grad(o.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(dq.sum(), inputs[1:2])
+
+
+def test_a_compiler_meets_no_replays() -> None:
+    layer, inputs = new_layer(torch.float32), attention_inputs()
+    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
+    torch._dynamo.reset()
+    for compiled in (layer, lambda *given: ops.attention(*given, **sizes)[0]):
+        given = [torch.randn(1, 37, 24)] if compiled is layer else inputs
+        torch.compile(compiled, fullgraph=True, backend="aot_eager")(*given).sum().backward()

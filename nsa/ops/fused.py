@@ -139,7 +139,8 @@ def replay_attention(inputs: tuple[Tensor, ...], rest: tuple[Any, ...]) -> tuple
     `rest`: the arguments of `nsa::attention` after `inputs` and the places of queries.
     """
     q, differentiable = inputs[0], torch.is_grad_enabled()
-    if not can_replay(q, *rest[-2:]) or ATTENTION.entry(q) is ATTENTION.overload or forward_ad._current_level >= 0:
+    # A compiler cannot look into what follows.
+    if ATTENTION.entry(q) is ATTENTION.overload or forward_ad._current_level >= 0 or not can_replay(q, *rest[-2:]):
         return None
 
     def make() -> AttentionReplay | None:
