@@ -23,7 +23,7 @@ from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
-from nsa.replay import ReplayedFunction, Results, addresses, can_replay, cast_dtype, situation
+from nsa.replay import BothPasses, Results, addresses, can_replay, cast_dtype, situation
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -332,47 +332,52 @@ class Kept:
         pass
 
 
-class LayerReplay:
-    """The passes of one layer for `x` of one shape, as graphs. They read the parameters where they lie."""
+class LayerReplay(BothPasses):
+    """The passes of one layer for `x` of one shape, as graphs. They read the parameters where they lie.
 
-    def __init__(
-        self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype, differentiable: bool
-    ) -> None:
-        self.layer, self.dtype = layer, dtype
-        self.angles = angles_of(layer, x, None, 0)
+    It does not hold the layer, which holds it: memory on a device should not wait for the garbage collector.
+    """
+
+    def __init__(self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], differentiable: bool) -> None:
+        angles, self.dtype = angles_of(layer, x, None, 0), x.dtype
+        # What `replay_layer` knows it by, and has to stay.
+        self.made_from = layer.config, layer.rope
+        self.angles = angles
         self.addresses = addresses(without_biases(Parameters.split(parameters)))
         self.n_parameters, self.parameter_dtype = len(parameters), parameters[0].dtype
 
         def run(x: Tensor) -> Results:
-            kept, cast = Kept(), [p.detach().to(dtype) for p in parameters]
-            y, *_ = LayerNode.forward(kept, layer, None, self.angles, x.to(dtype), *cast)
+            kept, cast = Kept(), [p.detach().to(x.dtype) for p in parameters]
+            y, *_ = LayerNode.forward(kept, layer, None, angles, x, *cast)
             return (y, kept.tensors[len(cast) + N_KEPT :]) if differentiable else (y,)
 
-        self.forward = ReplayedFunction(run, [x])
-        self.backward: ReplayedFunction | None = None
+        super().__init__(run, [x])
 
-    def run_backward(self, weights: Sequence[Tensor | None], dy: Tensor, x: Tensor, saved: Tensor) -> Results:
+    def run_backward(
+        self, layer: NSAAttention, weights: Sequence[Tensor | None], dy: Tensor, x: Tensor, saved: Tensor
+    ) -> Results:
         """`dx`, and the gradients of the parameters."""
         pack = self.forward.packs[1]
         assert pack is not None
         p = Parameters.split([w if w is None else w.detach().to(self.dtype) for w in weights])
         needed = [True] * (1 + self.n_parameters)
-        dx, *grads = layer_backward(self.layer, dy, x.to(self.dtype), p, self.angles, None, pack.views(saved), needed)
+        dx, *grads = layer_backward(layer, dy, x, p, self.angles, None, pack.views(saved), needed)
         assert dx is not None
-        return dx.to(x.dtype), [g.to(self.parameter_dtype) for g in grads if g is not None]
+        return dx, [g.to(self.parameter_dtype) for g in grads if g is not None]
 
     def replay_backward(
-        self, dy: Tensor, x: Tensor, saved: Tensor, weights: Sequence[Tensor | None]
+        self, layer: NSAAttention, dy: Tensor, x: Tensor, saved: Tensor, weights: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
         """The gradients of `x` and of the parameters."""
-        if addresses(weights) != self.addresses:
-            # Somebody has moved them since the forward pass.
-            dx, grads = self.run_backward(weights, dy, x, saved)
+        run, backward = partial(self.run_backward, layer, weights), None
+        # Somebody may have moved them since the forward pass.
+        if addresses(weights) == self.addresses:
+            backward = self.find_backward(run, [dy, x, saved])
+        if backward is None:
+            dx, grads = run(dy, x, saved)
             return dx, *grads
-        if self.backward is None:
-            self.backward = ReplayedFunction(partial(self.run_backward, weights), [dy, x, saved])
-        dx, block = self.backward(dy, x, saved)
-        pack = self.backward.packs[1]
+        dx, block = backward(dy, x, saved)
+        pack = backward.packs[1]
         assert pack is not None
         return dx, *pack.views(block)
 
@@ -381,34 +386,35 @@ class ReplayNode(torch.autograd.Function):
     """The layer of `x [B, S, dim]`: its output `[B, S, dim]`."""
 
     @staticmethod
-    def forward(ctx: Any, replay: LayerReplay, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: NSAAttention, replay: LayerReplay, x: Tensor, *parameters: Tensor) -> Tensor:
         y, saved = replay.forward(x)
-        ctx.replay = replay
+        ctx.layer, ctx.replay = layer, replay
         ctx.save_for_backward(x, saved, *without_biases(Parameters.split(parameters)))
+        ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * (3 + ctx.replay.n_parameters)
         x, saved, *weights = ctx.saved_tensors
         with torch.no_grad():
-            grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(dy, x, saved, weights)
+            grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(ctx.layer, dy, x, saved, weights)
         if torch.is_grad_enabled():
             grads = differentiable_once(LAYER_ONCE, grads, (x, *weights, dy))
-        return (None, *grads)
+        return (None, None, *grads)
 
 
 def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
     """The layer's output `[B, S, dim]` for fixed-length sequences; None where this call is not to be replayed."""
-    c, differentiable = layer.config, torch.is_grad_enabled()
-    if not can_replay(x, c.backend, c.strict) or any(p.dtype != parameters[0].dtype for p in parameters):
+    c, dtype, differentiable = layer.config, parameters[0].dtype, torch.is_grad_enabled()
+    if not can_replay(x, c.backend, c.strict) or any(p.dtype != dtype or not p.is_contiguous() for p in parameters):
         return None
-
-    def make() -> LayerReplay | None:
-        made = LayerReplay(layer, x, parameters, cast_dtype(x), differentiable)
-        return made if made.forward.usable else None
-
-    found = layer.recordings.find((x.shape, *situation(x), *addresses(parameters)), make)
+    key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), *addresses(parameters))
+    found = layer.recordings.find(key, lambda: LayerReplay(layer, x.to(cast_dtype(x)), parameters, differentiable))
     if found is None:
         return None
-    y: Tensor = ReplayNode.apply(found, x, *parameters) if differentiable else found.forward(x)[0]
+    # Cast here, not in the graph: the caller may modify `x` before the backward pass.
+    x = x.to(found.dtype)
+    y: Tensor = ReplayNode.apply(layer, found, x, *parameters) if differentiable else found.forward(x)[0]
     return y

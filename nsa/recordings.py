@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+import torch
 
 # Calls of a shape before it is recorded: a shape that comes once is not worth it.
 CALLS_BEFORE = 2
@@ -15,6 +18,18 @@ NEVER = -(1 << 62)
 T = TypeVar("T")
 
 
+class NotRecordableError(RuntimeError):
+    """A call that has to be launched kernel by kernel."""
+
+
+def try_to_record(make: Callable[[], T]) -> T | None:
+    """What `make` makes; None where that cannot be recorded, or not in the memory that is left."""
+    try:
+        return make()
+    except (NotRecordableError, torch.OutOfMemoryError):
+        return None
+
+
 class Recordings(Generic[T]):
     """What was recorded, by shape. A cache: copies and pickles leave it out."""
 
@@ -22,20 +37,22 @@ class Recordings(Generic[T]):
         # Of a shape that is not recorded yet: how often it came.
         self.shapes: dict[tuple[Any, ...], T | int] = {}
         self.n_recorded = 0
+        self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recordings, ()
 
-    def find(self, key: tuple[Any, ...], make: Callable[[], T | None]) -> T | None:
+    def find(self, key: tuple[Any, ...], make: Callable[[], T]) -> T | None:
         """The recording for `key`, which `make` makes when it has come often enough; None: run without."""
-        found: T | int | None = self.shapes.pop(key, 0)
-        if isinstance(found, int):
-            found += 1
-            if found > CALLS_BEFORE and self.n_recorded < MAX_RECORDED:
-                self.n_recorded += 1
-                found = make()
-        # The last one is the one that was used last.
-        self.shapes[key] = NEVER if found is None else found
-        if len(self.shapes) > MAX_SHAPES:
-            del self.shapes[next(iter(self.shapes))]
-        return None if isinstance(found, int) else found
+        with self.lock:
+            found: T | int | None = self.shapes.pop(key, 0)
+            if isinstance(found, int):
+                found += 1
+                if found > CALLS_BEFORE and self.n_recorded < MAX_RECORDED:
+                    self.n_recorded += 1
+                    found = try_to_record(make)
+            # The last one is the one that was used last.
+            self.shapes[key] = NEVER if found is None else found
+            if len(self.shapes) > MAX_SHAPES:
+                del self.shapes[next(iter(self.shapes))]
+            return None if isinstance(found, int) else found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.backends.routing import router
+from nsa.recordings import NotRecordableError, try_to_record
 
 DEVICE = "cuda"
 # Elements of the input up to which launching takes the host longer than computing takes a GPU.
@@ -87,6 +88,12 @@ def memory(device: torch.device, stream: int) -> SharedMemory:
         return SharedMemory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
 
 
+@cache
+def one_capture() -> threading.Lock:
+    """Capturing waits for the device, which would break a capture that another thread has begun."""
+    return threading.Lock()
+
+
 Results = Sequence[Tensor | Sequence[Tensor]]
 
 
@@ -94,6 +101,9 @@ class ReplayedFunction:
     """`function(*inputs)` as a graph, recorded for tensors laid out as `inputs` are.
 
     Of its results, those in a sequence come as one block; `packs` has their layout.
+
+    Raises:
+        NotRecordableError: A backend runs it that may not be replayed.
     """
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
@@ -107,17 +117,20 @@ class ReplayedFunction:
         self.copied = [[i for i, x in enumerate(inputs) if x.dtype == dtype] for dtype in dtypes]
         with self.memory.lock, torch.inference_mode(False), torch.no_grad(), torch.autocast(DEVICE, enabled=False):
             self.copy_in([x.detach() for x in inputs])
+            before = router().counts.copy_calls()
             # Kernels must be compiled, and tables made.
             for i, result in enumerate(function(*self.inputs)):
                 pack = None if isinstance(result, Tensor) else Pack(result)
                 like = result if isinstance(result, Tensor) else cast(Pack, pack).new_block(device)
                 self.packs.append(pack)
                 self.outputs.append(self.memory.buffer(("out", i), like))
-            before = router().counts.copy_calls()
-            self.graph = record(partial(self.run, function), self.memory)
             self.calls = router().counts.copy_calls() - before
-        self.usable = all(backend in REPLAYABLE for _, backend in self.calls)
-        self.calls[("graph", "replay")] = 1
+            if any(backend not in REPLAYABLE for _, backend in self.calls):
+                # It may wait for the device, which a capture does not survive.
+                raise NotRecordableError
+            self.calls[("graph", "replay")] = 1
+            with one_capture():
+                self.graph = record(partial(self.run, function), self.memory)
 
     def run(self, function: Callable[..., Results]) -> None:
         for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):
@@ -138,6 +151,24 @@ class ReplayedFunction:
             return [x.clone() for x in self.outputs]
 
 
+class BothPasses:
+    """A forward pass as a graph, and its backward pass, which is recorded when it first comes."""
+
+    def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
+        self.forward = ReplayedFunction(function, inputs)
+        self.backward: ReplayedFunction | None = None
+        self.records_backward = True
+
+    def find_backward(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> ReplayedFunction | None:
+        """`function` as a graph; None where it is to be called."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self.backward is None and self.records_backward:
+            self.backward = try_to_record(partial(ReplayedFunction, function, inputs))
+            self.records_backward = self.backward is not None
+        return self.backward
+
+
 def record(function: Callable[[], None], shared: SharedMemory) -> Any:
     """`function` as a graph, in the memory that graphs for one stream share."""
     graph = torch.cuda.CUDAGraph()
@@ -155,13 +186,23 @@ def can_replay(x: Tensor, backend: str, strict: bool) -> bool:
         return False
     # Activation checkpointing compares what is saved with what it saved in the first pass.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return not hooked and x.dtype != torch.float64
+    return not hooked and x.dtype != torch.float64 and has_pools()
+
+
+@cache
+def has_pools() -> bool:
+    """Whether the allocator has pools of memory: cudaMallocAsync has none."""
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 def situation(x: Tensor) -> tuple[Any, ...]:
-    """What a recording depends on besides shapes: where it runs, in which dtype, and whether for a backward pass."""
+    """What a recording depends on besides shapes: where it runs, in which dtype and precision, and whether for a
+    backward pass."""
+    matmul = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    half_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
     stream = current_stream(x.device)
-    return x.device, stream, x.dtype, cast_dtype(x), torch.is_grad_enabled()
+    return x.device, stream, x.dtype, cast_dtype(x), torch.is_grad_enabled(), matmul, sums, half_sums
 
 
 def cast_dtype(x: Tensor) -> torch.dtype:

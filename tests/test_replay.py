@@ -7,11 +7,14 @@ themselves are tested in `tests/gpu/test_replay_gpu.py`.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import pytest
 import torch
@@ -19,12 +22,13 @@ from test_eager import VARIANTS, new_layer, results
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa import NSAAttention, ops, replay
+from nsa import NSAAttention, ops, replay, settings
 from nsa.backends.routing import router
 from nsa.eager import LayerReplay
 from nsa.ops.fused import AttentionReplay
 from nsa.recordings import CALLS_BEFORE, MAX_RECORDED, MAX_SHAPES, Recordings
-from nsa.replay import SharedMemory
+from nsa.replay import ReplayedFunction, SharedMemory
+from nsa.rope import Rope
 
 
 class RunAgain:
@@ -49,6 +53,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "memory", lambda device, stream: shared)
+    monkeypatch.setattr(replay, "has_pools", lambda: True)
     monkeypatch.setattr(replay, "REPLAYABLE", ("sdpa",))
 
 
@@ -275,9 +280,19 @@ def attention_inputs() -> list[Tensor]:
     return [torch.rand(2, *shape).requires_grad_() for shape in shapes]
 
 
+ATTENTION_SIZES: dict[str, Any] = {
+    "block": 8,
+    "stride": 4,
+    "select_block": 8,
+    "n_select": 3,
+    "n_init": 1,
+    "n_local": 1,
+    "window": 9,
+}
+
+
 def attend(inputs: list[Tensor]) -> list[Tensor]:
-    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
-    o, indices = ops.attention(*inputs, **sizes)
+    o, indices = ops.attention(*inputs, **ATTENTION_SIZES)
     if not o.requires_grad:
         return [o, indices]
     return [o.detach(), indices, *torch.autograd.grad(o, inputs, o.detach().cos())]
@@ -303,17 +318,198 @@ def test_second_derivatives_of_attention_raise() -> None:
     inputs = attention_inputs()
     for _ in range(CALLS_BEFORE + 2):
         attend(inputs)
-    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
-    o, _ = ops.attention(*inputs, **sizes)
+    o, _ = ops.attention(*inputs, **ATTENTION_SIZES)
     (dq,) = torch.autograd.grad(o.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(dq.sum(), inputs[1:2])
 
 
+def differentiated(layer: NSAAttention, x: Tensor) -> Tensor:
+    return layer(x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("change", ["config", "rope"])
+def test_a_layer_that_is_changed_is_recorded_anew(change: str) -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    before = replayed(layer, x)
+    if change == "config":
+        layer.config = replace(layer.config, w=3)
+    else:
+        layer.rope = Rope(8, 123.0)
+    found = results(layer, x)
+    layer.recordings = Recordings()
+    assert_same_bits(found, results(layer, x))
+    assert not torch.equal(found["y"], before["y"])
+
+
+def test_transposed_weights_are_not_replayed() -> None:
+    """They lie where they lay; a graph would read them as they were."""
+    layer, x = new_layer(torch.float32, dim=32), torch.randn(1, 37, 32)
+    replayed(layer, x)
+    layer.q_proj.weight.data = layer.q_proj.weight.data.t()
+    before = router().counts.copy_calls()["graph", "replay"]
+    results(layer, x)
+    assert router().counts.copy_calls()["graph", "replay"] == before
+
+
+def test_another_precision_is_recorded_anew() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    kept = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if kept == "tf32" else "tf32"
+    try:
+        replayed(layer, x)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = kept
+    assert len(recordings(layer)) == 2
+
+
+def test_x_may_change_before_backward_under_autocast() -> None:
+    """The passes read it in autocast's dtype, which is a copy."""
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    found = []
+    for _ in range(CALLS_BEFORE + 2):
+        leaf = x.clone().requires_grad_()
+        hidden = leaf * 1
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(hidden)
+        hidden += y
+        found.append(torch.autograd.grad(hidden.sum(), [leaf])[0])
+    assert recordings(layer)
+    assert all(torch.equal(dx, found[0]) for dx in found)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        return None
+
+
+def test_a_gradient_that_does_not_come_stays_none() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    inputs = attention_inputs()
+    router().recordings = Recordings()
+    for _ in range(CALLS_BEFORE + 2):
+        o, _ = ops.attention(*inputs, **ATTENTION_SIZES)
+        (NoGradient.apply(differentiated(layer, x)).sum() + NoGradient.apply(o).sum()).backward()
+    assert all(p.grad is None for p in [*layer.parameters(), *inputs])
+
+
 def test_a_compiler_meets_no_replays() -> None:
     layer, inputs = new_layer(torch.float32), attention_inputs()
-    sizes = {"block": 8, "stride": 4, "select_block": 8, "n_select": 3, "n_init": 1, "n_local": 1, "window": 9}
     torch._dynamo.reset()
-    for compiled in (layer, lambda *given: ops.attention(*given, **sizes)[0]):
+    for compiled in (layer, lambda *given: ops.attention(*given, **ATTENTION_SIZES)[0]):
         given = [torch.randn(1, 37, 24)] if compiled is layer else inputs
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(*given).sum().backward()
+
+
+def test_a_layer_is_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    # As a CUDA graph, it does not hold the function.
+    monkeypatch.setattr(replay, "record", lambda function, shared: Graph())
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    gc.disable()
+    try:
+        for _ in range(CALLS_BEFORE + 2):
+            differentiated(layer, x).sum().backward()
+        assert recordings(layer)[0].backward is not None
+        last, layer_ref = differentiated(layer, x), ref(layer)
+        del layer
+        last.sum().backward()
+        del last
+        assert layer_ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("problem", ["memory", "backend"])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_what_cannot_be_recorded_is_launched(way: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not captured: a backend that waits for the device would end the capture, and the run with it."""
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = results(layer, x)
+    inputs = attention_inputs()
+    router().recordings = Recordings()
+    wanted = attend(inputs)
+    if way == "backward":
+        for _ in range(CALLS_BEFORE + 1):
+            differentiated(layer, x)
+            ops.attention(*inputs, **ATTENTION_SIZES)
+        assert recordings(layer)
+
+    def fail(function: Callable[[], None], shared: SharedMemory) -> None:
+        raise torch.OutOfMemoryError if problem == "memory" else AssertionError("captured")
+
+    monkeypatch.setattr(replay, "record", fail)
+    if problem == "backend":
+        monkeypatch.setattr(replay, "REPLAYABLE", ())
+    for _ in range(CALLS_BEFORE + 2):
+        assert_same_bits(results(layer, x), expected)
+        assert all(torch.equal(a, b) for a, b in zip(attend(inputs), wanted, strict=True))
+    assert [one.backward for one in recordings(layer)] == ([None] if way == "backward" else [])
+
+
+def test_recordings_are_looked_up_by_many_threads() -> None:
+    shared: Recordings[object] = Recordings()
+    done: list[int] = []
+
+    def work(first: int) -> None:
+        for i in range(5000):
+            shared.find(((i * 7 + first) % 13,), object)
+        done.append(first)
+
+    kept = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(kept)
+    assert sorted(done) == [0, 1, 2, 3]
+    assert len(shared.shapes) == MAX_SHAPES
+
+
+def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams have locks of their own, and a second capture would wait for a device that captures."""
+    fresh = lambda *_: SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]  # noqa: E731
+    monkeypatch.setattr(replay, "memory", fresh)
+    captures, overlaps = threading.Semaphore(), []
+
+    def capture(function: Callable[[], None], shared: SharedMemory) -> None:
+        if not captures.acquire(blocking=False):
+            overlaps.append(shared)
+            return
+        threading.Event().wait(0.05)
+        captures.release()
+
+    monkeypatch.setattr(replay, "record", capture)
+    one = [torch.ones(3)]
+    threads = [threading.Thread(target=ReplayedFunction, args=(lambda x: [x + 1], one)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not overlaps
+
+
+@pytest.mark.parametrize("off", ["setting", "allocator"])
+def test_replays_are_off(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if off == "setting":
+        monkeypatch.setattr(settings, "current", lambda: settings.Settings.load(environ={"NSA_REPLAY": "0"}))
+    else:
+        monkeypatch.setattr(replay, "has_pools", lambda: False)
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    with torch.no_grad():
+        for _ in range(CALLS_BEFORE + 2):
+            layer(x)
+    assert not layer.recordings.shapes

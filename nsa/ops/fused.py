@@ -6,6 +6,7 @@ Together, because their gradients share `do` and `dq`: autograd would hold three
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nsa.backends.routing import router
 from nsa.backends.stages import plan_of
 from nsa.once import differentiable_once
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
-from nsa.replay import ReplayedFunction, Results, can_replay, situation
+from nsa.replay import BothPasses, Results, can_replay, situation
 from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
@@ -84,7 +85,7 @@ ATTENTION.differentiate(
 )
 
 
-class AttentionReplay:
+class AttentionReplay(BothPasses):
     """Both passes for inputs of one layout, as graphs."""
 
     def __init__(self, inputs: Sequence[Tensor], rest: tuple[Any, ...], differentiable: bool) -> None:
@@ -94,20 +95,21 @@ class AttentionReplay:
             o, indices, *saved = run_forward(*inputs, *[None] * N_PLACES, *rest)
             return (o, indices, saved) if differentiable else (o, indices)
 
-        self.forward = ReplayedFunction(run, inputs)
-        self.backward: ReplayedFunction | None = None
+        super().__init__(run, inputs)
 
-    def run_backward(self, do: Tensor, *kept: Tensor) -> Results:
+    def run_backward(self, do: Tensor, *kept: Tensor) -> tuple[Sequence[Tensor]]:
         pack = self.forward.packs[2]
         assert pack is not None
-        return [run_backward(do, *kept[:-1], *pack.views(kept[-1]), *[None] * N_PLACES, *self.rest)]
+        return (run_backward(do, *kept[:-1], *pack.views(kept[-1]), *[None] * N_PLACES, *self.rest),)
 
-    def replay_backward(self, do: Tensor, *kept: Tensor) -> list[Tensor]:
+    def replay_backward(self, do: Tensor, *kept: Tensor) -> Sequence[Tensor]:
         """`kept`: the inputs, the selected blocks, and the block of the other outputs."""
-        if self.backward is None:
-            self.backward = ReplayedFunction(self.run_backward, [do, *kept])
-        (block,) = self.backward(do, *kept)
-        pack = self.backward.packs[0]
+        backward = self.find_backward(self.run_backward, [do, *kept])
+        if backward is None:
+            (grads,) = self.run_backward(do.contiguous(), *kept)
+            return grads
+        (block,) = backward(do, *kept)
+        pack = backward.packs[0]
         assert pack is not None
         return pack.views(block)
 
@@ -121,10 +123,13 @@ class ReplayAttention(torch.autograd.Function):
         ctx.replay = replay
         ctx.save_for_backward(*inputs, indices, block)
         ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
         return o, indices
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * (1 + N_INPUTS)
         kept = ctx.saved_tensors
         with torch.no_grad():
             grads = ctx.replay.replay_backward(do, *kept)
@@ -142,12 +147,8 @@ def replay_attention(inputs: tuple[Tensor, ...], rest: tuple[Any, ...]) -> tuple
     # A compiler cannot look into what follows.
     if ATTENTION.entry(q) is ATTENTION.overload or forward_ad._current_level >= 0 or not can_replay(q, *rest[-2:]):
         return None
-
-    def make() -> AttentionReplay | None:
-        made = AttentionReplay(inputs, rest, differentiable)
-        return made if made.forward.usable else None
-
     layouts = [(x.shape, x.dtype) for x in inputs]
+    make = partial(AttentionReplay, inputs, rest, differentiable)
     found: AttentionReplay | None = router().recordings.find((*situation(q), *rest, *layouts), make)
     if found is None:
         return None
