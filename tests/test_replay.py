@@ -45,9 +45,13 @@ def record(function: Callable[[], None], shared: SharedMemory) -> RunAgain:
     return RunAgain(function)
 
 
+def new_memory() -> SharedMemory:
+    return SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
+
+
 @pytest.fixture(autouse=True)
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
+    shared = new_memory()
     monkeypatch.setattr(replay, "record", record)
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
@@ -481,8 +485,7 @@ def test_recordings_are_looked_up_by_many_threads() -> None:
 
 def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams have locks of their own, and a second capture would wait for a device that captures."""
-    fresh = lambda *_: SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]  # noqa: E731
-    monkeypatch.setattr(replay, "memory", fresh)
+    monkeypatch.setattr(replay, "memory", lambda device, stream: new_memory())
     captures, overlaps = threading.Semaphore(), []
 
     def capture(function: Callable[[], None], shared: SharedMemory) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa import NSAAttention, NSAConfig, ops, replay
 from nsa.backends.routing import router
 from nsa.eager import LayerReplay
-from nsa.recordings import CALLS_BEFORE
+from nsa.recordings import CALLS_BEFORE, Recordings
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"phi": "mlp"},
@@ -203,6 +204,32 @@ def test_an_optimizer_steps_between_replays(launched: Any) -> None:
     with launched():
         expected = train()
     assert train() == expected
+
+
+@pytest.mark.parametrize("change", ["transposed", "tf32"])
+def test_changes_that_move_no_parameter_count(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = new_layer(torch.float32), draw(1, 300, torch.float32)
+    replayed(layer, x)
+    if change == "transposed":
+        layer.q_proj.weight.data = layer.q_proj.weight.data.t()
+    else:
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    found = run(layer, x)
+    # Counts anew, so this call launches its kernels.
+    layer.recordings = Recordings()
+    assert_same_bits(found, run(layer, x))
+
+
+def test_a_layer_is_freed_without_the_garbage_collector() -> None:
+    layer, x = new_layer(), draw(1, 300)
+    replayed(layer, x)
+    layer_ref = ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert layer_ref() is None
+    finally:
+        gc.enable()
 
 
 def attend(inputs: list[Tensor]) -> list[Tensor]:
