@@ -340,7 +340,9 @@ def test_a_layer_that_is_changed_is_recorded_anew(change: str) -> None:
         layer.config = replace(layer.config, w=3)
     else:
         layer.rope = Rope(8, 123.0)
+    n_replays = router().counts.copy_calls()["graph", "replay"]
     found = results(layer, x)
+    assert router().counts.copy_calls()["graph", "replay"] == n_replays
     layer.recordings = Recordings()
     assert_same_bits(found, results(layer, x))
     assert not torch.equal(found["y"], before["y"])
