@@ -45,6 +45,11 @@ COMMANDS = {
         "continue a prompt with a trained model",
         "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
     ),
+    "eval": Command(
+        "nsa.evaluation.command",
+        "loss by position, needle maps and recall of trained models",
+        "a smaller --chunk or shorter --lengths need less",
+    ),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",

@@ -1,0 +1,66 @@
+"""The flags of `nsa eval`."""
+
+from __future__ import annotations
+
+import argparse
+
+from nsa.commands.types import path
+
+EXAMPLES = """examples:
+  nsa eval loss runs/demo --seq-len 2048
+  nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536 --depths 11 --samples 10 --chunk 16384
+  nsa eval recall runs/nsa runs/dense --keys 1 8 32 --hops 1 2 4 --out results/recall
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Evaluate trained models, several side by side. `nsa eval COMMAND --help` explains one command."
+    )
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="eval_command", required=True, metavar="COMMAND")
+
+    loss = new_command(commands, "loss", "the validation loss, and the loss by position")
+    loss.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: the model's)")
+    loss.add_argument("--windows", type=int, default=16, metavar="N", help="of validation text (default: %(default)s)")
+    loss.add_argument("--dataset", help="stdlib, text, jsonl, parquet or shards (default: the run's own data)")
+    loss.add_argument("--data-path", help="a file, a folder or a pattern, for the sources that read files")
+
+    needle = new_command(commands, "needle", "find one note in a haystack: accuracy by depth and length")
+    needle.add_argument("--depths", type=int, default=11, metavar="N", help="from start to end (default: %(default)s)")
+    recall = new_command(commands, "recall", "find one of many keys, and follow links from key to key")
+    recall.add_argument("--keys", type=int, nargs="*", default=[1, 4, 16], metavar="N", help="(default: 1 4 16)")
+    recall.add_argument("--hops", type=int, nargs="*", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
+    for command in (needle, recall):
+        command.add_argument(
+            "--lengths", type=int, nargs="+", metavar="N", help="tokens in a prompt (default: up to the model's)"
+        )
+        command.add_argument("--samples", type=int, default=8, metavar="N", help="per cell (default: %(default)s)")
+        command.add_argument(
+            "--haystack", type=path, metavar="FILE", help="a text file (default: Python's standard library)"
+        )
+
+
+def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
+    """A sub-command with the flags that all share."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=f"Measure {summary}.", epilog=EXAMPLES
+    )
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("runs", type=path, nargs="+", metavar="RUN", help="the folder of a run")
+    command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
+    command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of matmuls (default: bfloat16 on a GPU, else float32)",
+    )
+    command.add_argument(
+        "--chunk",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens per forward pass; longer prompts go in chunks (default: %(default)s)",
+    )
+    return command

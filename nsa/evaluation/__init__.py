@@ -1,0 +1,1 @@
+"""How good a trained model is: loss by position, needle maps, recall. `nsa eval` is the command."""

@@ -1,0 +1,208 @@
+"""`nsa eval`: evaluates runs and writes a table, JSON, CSV and a picture.
+
+nsa eval loss runs/demo
+nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nsa
+from nsa.config import require, require_positive_int
+from nsa.data import DataConfig
+from nsa.evaluation.forward import Subject, open_subjects
+from nsa.evaluation.loss import evaluate_loss
+from nsa.evaluation.plots import draw_evaluation
+from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
+from nsa.files import make_folder, replace_text
+from nsa.machine import usable_device
+from nsa.origin import commit
+from nsa.progress import progress, say
+from nsa.train.config import load_config
+from nsa.train.run_folder import CONFIG
+
+# Seconds between two lines of progress.
+LINE_EVERY_S = 10.0
+
+Rows = list[dict[str, Any]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """`nsa eval`: returns the exit status."""
+    device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    require_positive_int("--chunk", args.chunk)
+    subjects = open_subjects(args.runs, device=device, dtype=args.dtype, chunk=args.chunk)
+    rows = loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
+    out = args.out or args.runs[0] / "eval"
+    written = write_results(out, args.eval_command, rows, subjects, args)
+    say(table(args.eval_command, rows))
+    say(json.dumps({"out": [str(path) for path in written], "mean": means(rows)}))
+    return 0
+
+
+def loss_rows(subjects: Sequence[Subject], args: argparse.Namespace) -> Rows:
+    rows: Rows = []
+    shown = progress(len(subjects) * args.windows, unit="window", every_s=LINE_EVERY_S)
+    try:
+        for index, subject in enumerate(subjects):
+            seq_len = args.seq_len or subject.model.config.seq_len
+            show = partial(show_windows, shown.show, index * args.windows, subject.name)
+            data = data_of(subject.run, args)
+            loss, bins = evaluate_loss(subject, data, seq_len=seq_len, windows=args.windows, progress=show)
+            shared = {"run": subject.name, "length": seq_len}
+            rows.append({**shared, "begin": 0, "end": seq_len, "loss": loss, "tokens": sum(b.tokens for b in bins)})
+            rows += [{**shared, **vars(b)} for b in bins]
+    finally:
+        shown.close()
+    return rows
+
+
+def show_windows(show: Callable[[int, str], None], before: int, text: str, done: int) -> None:
+    show(before + done, text)
+
+
+def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
+    """As given, else the run's own; the standard library for an export without a config. Always the run's tokenizer."""
+    if args.dataset is not None or not (run / CONFIG).is_file():
+        data = DataConfig(source=args.dataset or "stdlib", path=args.data_path)
+    else:
+        require(args.data_path is None, "--data-path", args.data_path, "none without --dataset")
+        data = load_config(run, {"device": "cpu", "compile": False, "cuda_graphs": False, "dtype": "float32"}).data
+    return data if data.source == "shards" else replace(data, tokenizer=data.tokenizer or run_tokenizer(run))
+
+
+def run_tokenizer(run: Path) -> str | None:
+    return str(run) if (run / "tokenizer.json").is_file() else None
+
+
+def cell_rows(subjects: Sequence[Subject], args: argparse.Namespace) -> Rows:
+    lengths = args.lengths or default_lengths(max(subject.model.config.seq_len for subject in subjects))
+    cells = needle_cells(lengths, args.depths) if args.eval_command == "needle" else recall_cells(lengths, args)
+    texts: Callable[[], Iterator[str]] = library_texts
+    if args.haystack is not None:
+        text = args.haystack.read_text(encoding="utf-8")
+        texts = lambda: iter([text])  # noqa: E731
+    rows: Rows = []
+    shown = progress(len(subjects) * len(cells), unit="cell", every_s=LINE_EVERY_S)
+
+    def show(name: str, score: Score) -> None:
+        rows.append({"run": name, **score.cell._asdict(), **vars(score)})
+        del rows[-1]["cell"]
+        shown.show(len(rows), f"{name}: {score.cell.task} {score.cell.value:g}, {score.cell.length:,} tokens")
+
+    try:
+        for subject in subjects:
+            evaluate_cells(subject, cells, samples=args.samples, texts=texts, progress=partial(show, subject.name))
+    finally:
+        shown.close()
+    return rows
+
+
+def default_lengths(seq_len: int) -> list[int]:
+    """An eighth of the model's length to all of it, by doubling."""
+    return [seq_len // factor for factor in (8, 4, 2, 1) if seq_len // factor >= 64] or [seq_len]
+
+
+def needle_cells(lengths: Sequence[int], depths: int) -> list[Cell]:
+    require_positive_int("--depths", depths)
+    at = [index / max(1, depths - 1) for index in range(depths)]
+    return [Cell("needle", length, depth) for length in lengths for depth in at]
+
+
+def recall_cells(lengths: Sequence[int], args: argparse.Namespace) -> list[Cell]:
+    require(bool(args.keys or args.hops), "--keys and --hops", [], "at least one number")
+    asked = [("keys", n) for n in args.keys] + [("hops", n) for n in args.hops]
+    return [Cell(task, length, n) for task, n in asked for length in lengths]
+
+
+# Results.
+
+
+def means(rows: Rows) -> dict[str, float]:
+    """The loss of each run, or the mean accuracy over its cells."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "accuracy" in row or row["end"] - row["begin"] == row["length"]:
+            found.setdefault(row["run"], []).append(row["accuracy" if "accuracy" in row else "loss"])
+    return {name: round(sum(values) / len(values), 4) for name, values in found.items()}
+
+
+def write_results(
+    out: Path, name: str, rows: Rows, subjects: Sequence[Subject], args: argparse.Namespace
+) -> list[Path]:
+    """Write `NAME.json`, `NAME.csv` and, where matplotlib is installed, `NAME.png`; returns the paths."""
+    make_folder(out)
+    paths = [out / f"{name}.json", out / f"{name}.csv"]
+    flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    flags |= {"runs": [str(subject.run) for subject in subjects]}
+    origin = {"nsa": nsa.__version__, "commit": commit(), "torch": str(torch.__version__)}
+    origin |= {"device": device_name(subjects[0].device), "date": f"{datetime.now():%Y-%m-%d}"}
+    values = {**origin, "flags": flags, "mean": means(rows), "rows": rows}
+    replace_text(paths[0], json.dumps(values, indent=1) + "\n")
+    replace_text(paths[1], csv_text(rows))
+    if find_spec("matplotlib") is None:
+        say("no picture: matplotlib is not installed (pip install 'nsa[plots]')")
+    else:
+        paths.append(out / f"{name}.png")
+        draw_evaluation(name, rows, paths[-1])
+    return paths
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def csv_text(rows: Rows) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def table(name: str, rows: Rows) -> str:
+    """What is printed: runs side by side for the loss, one block per run and task for the others."""
+    return loss_table(rows) if name == "loss" else accuracy_tables(rows)
+
+
+def loss_table(rows: Rows) -> str:
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    spans = list(dict.fromkeys((row["begin"], row["end"]) for row in rows))
+    found = {(row["run"], row["begin"], row["end"]): f"{row['loss']:.4f}" for row in rows}
+    cells = [[f"{a}-{b - 1}", *(found.get((run, a, b), "") for run in runs)] for a, b in spans]
+    return aligned([["position", *runs], *cells])
+
+
+def accuracy_tables(rows: Rows) -> str:
+    blocks = []
+    for run, task in dict.fromkeys((row["run"], row["task"]) for row in rows):
+        own = [row for row in rows if (row["run"], row["task"]) == (run, task)]
+        lengths = list(dict.fromkeys(row["length"] for row in own))
+        found = {(row["value"], row["length"]): f"{row['accuracy']:.0%}" for row in own}
+        values = list(dict.fromkeys(row["value"] for row in own))
+        head = ["depth" if task == "needle" else task, *(f"{length:,}" for length in lengths)]
+        lines = [
+            [f"{value:.0%}" if task == "needle" else f"{value:g}", *(found[value, length] for length in lengths)]
+            for value in values
+        ]
+        blocks.append(f"{run}: accuracy\n{aligned([head, *lines])}")
+    return "\n\n".join(blocks)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""A run's model as evaluations use it: its tokenizer, its dtype, and a forward pass in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.data.tokenizer import Tokenizer, check_vocabulary
+from nsa.generate import tokenizer_of
+from nsa.model import LM, load_model
+from nsa.train.step import DTYPES, autocast
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under evaluation."""
+
+    name: str
+    run: Path
+    model: LM
+    tokenizer: Tokenizer
+    # Of matmuls, by autocast as in training.
+    dtype: torch.dtype
+    # Most tokens of a forward pass; longer rows go through caches in chunks of this length.
+    chunk: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.head_weight.device
+
+
+def open_subjects(
+    runs: Sequence[Path], *, device: torch.device, dtype: str | None = None, chunk: int = 8192
+) -> list[Subject]:
+    """The models of several runs.
+
+    Args:
+        runs: Folders that `nsa train` wrote.
+        device: Where to put the parameters.
+        dtype: Of matmuls; None: bfloat16 on a GPU, else float32.
+        chunk: See `Subject`.
+
+    Raises:
+        ValueError: A folder has no model, or the model no row for some token of its tokenizer.
+    """
+    chosen = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    names = [run.resolve().name for run in runs]
+    subjects = []
+    for run, name in zip(runs, names, strict=True):
+        model, tokenizer = load_model(run, device), tokenizer_of(run)
+        check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {run}")
+        unique = name if names.count(name) == 1 else str(run)
+        subjects.append(Subject(unique, run, model, tokenizer, chosen, chunk))
+    return subjects
+
+
+def hidden_chunks(subject: Subject, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The input of the head for `tokens [B, S]`, in order: `(start, x [B, T, D])`, each at most `chunk` columns."""
+    length = tokens.shape[1]
+    if length <= subject.chunk:
+        with autocast(subject.device, subject.dtype):
+            yield 0, subject.model.hidden(tokens)
+        return
+    # Without autocast, keys have the dtype of the parameters.
+    dtype = None if subject.dtype == torch.float32 else subject.dtype
+    caches = subject.model.new_cache(tokens.shape[0], length, dtype=dtype)
+    for start in range(0, length, subject.chunk):
+        with autocast(subject.device, subject.dtype):
+            yield start, subject.model.hidden(tokens[:, start : start + subject.chunk], caches=caches)

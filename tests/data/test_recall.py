@@ -1,0 +1,102 @@
+"""Recall documents can be answered from what stands before each question, and mix with other text as asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa.data import DataConfig
+from nsa.data.prepare import prepare
+from nsa.data.recall import make_chains, mixed_documents, python_files, recall_document, write_corpus
+
+NOTE, RECALL = re.compile(r"# note (\w+) = (\w+)"), re.compile(r"# recall (\w+) = (.+)")
+
+
+def check_questions(text: str) -> int:
+    """Every question follows from the notes before it; returns how many there are."""
+    known: dict[str, str] = {}
+    asked = 0
+    for line in text.splitlines():
+        if note := NOTE.fullmatch(line):
+            assert note[1] not in known
+            known[note[1]] = note[2]
+        elif question := RECALL.fullmatch(line):
+            asked += 1
+            key, answer = question[1], question[2].split(" = ")
+            for step in answer:
+                assert known[key] == step
+                key = step
+            assert answer[-1].isdigit()
+    return asked
+
+
+@given(seed=st.integers(0, 10_000), n_lines=st.integers(0, 200))
+def test_every_question_is_answered_by_notes_before_it(seed: int, n_lines: int) -> None:
+    filler = [f"x = {index}" for index in range(n_lines)]
+    text = recall_document(Random(seed), filler)
+    assert check_questions(text) >= 2
+    assert [line for line in text.splitlines() if not line.startswith("#")] == filler
+    assert text == recall_document(Random(seed), filler)
+
+
+def test_a_chain_states_and_asks_for_every_link() -> None:
+    (chain,) = make_chains(Random(0), [3])
+    a, b, c = chain.keys
+    assert chain.notes == [f"# note {c} = {chain.value}", f"# note {b} = {c}", f"# note {a} = {b}"]
+    assert chain.question + chain.answer == f"# recall {a} = {b} = {c} = {chain.value}"
+
+
+def sources(folder: Path, count: int = 60) -> list[Path]:
+    for index in range(count):
+        (folder / f"f{index}.py").write_text("\n".join(f"name_{index}_{line} = {line}" for line in range(40)))
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_x.py").write_text("x = 1")
+    (folder / "empty.py").touch()
+    return python_files([folder])
+
+
+def test_tests_and_empty_files_are_left_out(tmp_path: Path) -> None:
+    assert len(sources(tmp_path)) == 60
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_corpus_has_the_share_of_recall_that_is_asked(share: float, tmp_path: Path) -> None:
+    files = sources(tmp_path)
+    texts = list(mixed_documents(files, n_chars=20_000, recall_share=share, recall_chars=(100, 800), seed=1))
+    total = sum(map(len, texts))
+    recalled = sum(len(text) for text in texts if "# recall" in text)
+    assert recalled / total == pytest.approx(share, abs=0.1)
+    assert 20_000 <= total < 25_000
+    for text in texts:
+        check_questions(text)
+
+
+def test_recall_goes_on_when_the_files_are_used_up(tmp_path: Path) -> None:
+    files = sources(tmp_path, 2)
+    texts = list(mixed_documents(files, n_chars=50_000, recall_share=0.1, recall_chars=(100, 200), seed=1))
+    assert sum(map(len, texts)) >= 50_000
+    assert len(list(mixed_documents(files, n_chars=50_000, recall_share=0.0, recall_chars=(100, 200), seed=1))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("recall_share", 1.5), ("recall_share", -0.1), ("recall_chars", (5, 2)), ("files", [])]
+)
+def test_a_wrong_argument_of_a_corpus_is_named(name: str, wrong: object, tmp_path: Path) -> None:
+    given = {"files": sources(tmp_path), "recall_share": 0.5, "recall_chars": (10, 20), name: wrong}
+    with pytest.raises(ValueError, match=name):
+        next(mixed_documents(n_chars=10, seed=0, **given))  # type: ignore[arg-type]
+
+
+def test_a_corpus_can_be_prepared_for_training(tmp_path: Path) -> None:
+    texts = list(mixed_documents(sources(tmp_path), n_chars=20_000, recall_share=0.5, recall_chars=(50, 90), seed=1))
+    corpus = tmp_path / "corpus.jsonl"
+    assert write_corpus(corpus, iter(texts)) == len(texts)
+    assert [json.loads(line)["text"] for line in corpus.read_text().splitlines()] == texts
+    writers = prepare(DataConfig(source="jsonl", path=str(corpus)), tmp_path / "shards")
+    assert sum(writer.documents for writer in writers.values()) == len(texts)

@@ -1,0 +1,183 @@
+"""Losses are those of the model, an answer is right exactly if greedy decoding gives it, and results reach files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from generating import small_model
+
+from nsa.cli import main
+from nsa.data import DataConfig
+from nsa.data.recall import make_chains
+from nsa.data.tokenizer import ByteTokenizer
+from nsa.evaluation import command
+from nsa.evaluation.forward import Subject
+from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
+from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
+from nsa.generate import generate
+from nsa.model import save_model
+
+KINDS = ["nsa", "dense"]
+
+
+def subject(kind: str = "nsa", chunk: int = 1000) -> Subject:
+    return Subject(kind, Path("runs/x"), small_model(kind, 256), ByteTokenizer(), torch.float32, chunk)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+def test_token_losses_are_those_of_the_logits(kind: str, chunk: int) -> None:
+    given = subject(kind, chunk)
+    tokens = torch.randint(256, (2, 65))
+    targets = tokens[:, 1:].clone()
+    targets[0, 3] = -100
+    with torch.no_grad():
+        logits = given.model(tokens[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 64)
+    found = token_losses(given, tokens[:, :-1], targets)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
+    assert found[0, 3] == 0
+
+
+def test_the_loss_is_the_mean_over_its_bins() -> None:
+    seen: list[int] = []
+    loss, bins = evaluate_loss(subject(), DataConfig(source="synthetic"), seq_len=48, windows=3, progress=seen.append)
+    assert seen == [1, 2, 3]
+    assert [(b.begin, b.end) for b in bins][:2] == [(0, 1), (1, 2)]
+    assert bins[-1].end == 48
+    assert sum(b.tokens for b in bins) == 3 * 48
+    assert loss == pytest.approx(sum(b.loss * b.tokens for b in bins) / (3 * 48), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 100, 65536])
+def test_bins_cover_every_position_once(length: int) -> None:
+    edges = bin_edges(length)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert edges == sorted(set(edges))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [16, 1000])
+def test_an_answer_is_right_iff_greedy_decoding_gives_it(kind: str, chunk: int) -> None:
+    given = subject(kind, chunk)
+    prompts = torch.randint(256, (3, 40))
+    continued = generate(given.model, prompts, 6, temperature=0.0)
+    tokens = torch.cat([prompts, continued], dim=1)
+    # The second row's last token is wrong; of the third, what is wrong is not part of its answer.
+    tokens[1, -1] = (tokens[1, -1] + 1) % 256
+    third = generate(given.model, tokens[2:, :42], 4, temperature=0.0)
+    tokens[2, 42:] = third[0]
+    right, losses = score_answers(given, tokens, [6, 6, 4])
+    assert right.tolist() == [True, False, True]
+    assert bool((losses > 0).all())
+
+
+def haystack(n_tokens: int = 1000) -> Haystack:
+    return Haystack(ByteTokenizer(), iter(["abcdefgh\n" * 10]), n_tokens)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
+def test_a_needle_lies_at_its_depth(depth: float) -> None:
+    tokens, n_answer = cell_prompt(haystack(), Cell("needle", 300, depth), 0)
+    assert len(tokens) == 300
+    text = bytes(tokens).decode()
+    note = text.index("# note")
+    key, value = text[note + 7 : note + 11], text[note + 14 : note + 19]
+    assert text.endswith(f"\n# recall {key} = {value}")
+    assert n_answer == len(f" {value}")
+    filler = 300 - len(f"\n# note {key} = {value}\n") - len(f"\n# recall {key} = {value}")
+    assert note == round(depth * filler) + 1
+
+
+def test_keys_and_hops_are_as_many_as_asked() -> None:
+    text = bytes(cell_prompt(haystack(), Cell("keys", 400, 5), 0)[0]).decode()
+    assert text.count("# note") == 5
+    text = bytes(cell_prompt(haystack(), Cell("hops", 600, 3), 1)[0]).decode()
+    assert text.count("# note") == 3 + 4
+    assert text.rsplit("# recall ", 1)[1].count("=") == 3
+
+
+def test_samples_differ_and_are_the_same_for_every_model() -> None:
+    cell = Cell("keys", 300, 2)
+    first, again, other = (cell_prompt(haystack(), cell, sample)[0] for sample in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_a_prompt_that_does_not_fit_names_the_length() -> None:
+    (chain,) = make_chains(Random(0), [1])
+    with pytest.raises(ValueError, match="length is 20"):
+        haystack().prompt(Random(0), [(0.5, chain.notes[0])], chain, 20)
+
+
+@pytest.mark.parametrize("cell", [Cell("needle", 100, 1.5), Cell("keys", 100, 0), Cell("other", 100, 1)])
+def test_an_impossible_cell_is_an_error(cell: Cell) -> None:
+    with pytest.raises(ValueError, match="accepted"):
+        evaluate_cells(subject(), [cell], samples=1)
+
+
+def test_cells_are_scored_in_batches_that_change_nothing() -> None:
+    cells = [Cell("needle", 90, 0.5), Cell("keys", 200, 3)]
+
+    def texts() -> Iterator[str]:
+        return iter(["some text\n" * 5])
+
+    whole = evaluate_cells(subject(chunk=1000), cells, samples=3, texts=texts)
+    single = evaluate_cells(subject(chunk=90), cells, samples=3, texts=texts)
+    assert [score.accuracy for score in whole] == [score.accuracy for score in single]
+    assert [score.loss for score in whole] == pytest.approx([score.loss for score in single], rel=1e-4)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    for kind in KINDS:
+        save_model(small_model(kind, 256).float(), tmp_path / kind)
+    return [str(tmp_path / kind) for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("loss --windows 2 --dataset synthetic --seq-len 32", 2 * (1 + len(bin_edges(32)) - 1)),
+        ("needle --lengths 64 100 --depths 3 --samples 2 --chunk 64", 2 * 6),
+        ("recall --lengths 300 --keys 1 2 --hops 2 --samples 1", 2 * 3),
+    ],
+)
+def test_the_command_writes_json_csv_and_a_picture(
+    words: str, rows: int, runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = words.split()
+    assert main(["eval", name, *runs, *flags, "--out", str(tmp_path / "out")]) == 0
+    found = list(csv.DictReader((tmp_path / "out" / f"{name}.csv").open()))
+    assert len(found) == rows
+    assert {row["run"] for row in found} == set(KINDS)
+    values = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+    assert len(values["rows"]) == rows
+    assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(last["mean"]) == set(KINDS)
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_named(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["eval", "needle", *runs, "--lengths", "64", "--depths", "1", "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"needle.json", "needle.csv"}
+    assert "matplotlib" in capsys.readouterr().out
+
+
+def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "hay.txt"
+    text.write_text("hay " * 50)
+    flags = ["--lengths", "64", "--depths", "1", "--samples", "1", "--haystack", str(text)]
+    assert main(["eval", "needle", runs[0], *flags]) == 0
+    assert (Path(runs[0]) / "eval" / "needle.csv").is_file()
