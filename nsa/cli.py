@@ -50,6 +50,9 @@ COMMANDS = {
         "loss by position, needle maps and recall of trained models",
         "a smaller --chunk or shorter --lengths need less",
     ),
+    "inspect": Command(
+        "nsa.inspection.command", "show what a trained model attends to in a text", "a smaller --max-tokens needs less"
+    ),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",

@@ -41,7 +41,7 @@ def loss_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def needle_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    """One map per run: depth down, length to the right, accuracy from red to green."""
+    """One map per run: depth down, length to the right, the darker the more accurate."""
     runs = by_run(rows)
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["value"] for row in rows})
@@ -51,7 +51,7 @@ def needle_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
     for axis, (run, own) in zip(axes, runs.items(), strict=True):
         found = {(row["value"], row["length"]): row["accuracy"] for row in own}
         grid = [[found[depth, length] for length in lengths] for depth in depths]
-        axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.imshow(grid, vmin=0, vmax=1, cmap="YlGn", aspect="auto")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
                 axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color="#222222")

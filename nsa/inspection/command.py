@@ -1,0 +1,40 @@
+"""`nsa inspect`: a text through a model, as a page or as JSON.
+
+nsa inspect runs/demo --prompt "def main():" -o page.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from nsa.config import require
+from nsa.generate import read_source, tokenizer_of, write
+from nsa.inspection.page import write_page
+from nsa.inspection.record import inspect_model
+from nsa.machine import usable_device
+from nsa.model import load_model
+from nsa.train.step import DTYPES
+
+
+def run(args: argparse.Namespace) -> int:
+    """`nsa inspect`: returns the exit status."""
+    require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
+    device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    text = args.prompt if args.text is None else read_source(args.text, "--text")
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    model, tokenizer = load_model(args.run, device), tokenizer_of(args.run)
+    found = inspect_model(model, tokenizer, text, top=args.top, max_tokens=args.max_tokens, dtype=dtype)
+    if args.out is not None:
+        write_page(found, args.out, f"{args.run.resolve().name}: {len(found.tokens):,} tokens")
+        print(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", file=sys.stderr)
+    if args.json is not None:
+        values = json.dumps(found.to_dict()) + "\n"
+        if str(args.json) == "-":
+            write(values)
+        else:
+            args.json.write_text(values)
+    return 0

@@ -1,0 +1,161 @@
+"""`nsa inspect`'s page: one self-contained file.
+
+The text, the layer map and the charts are plain HTML, so that they show at once. What each token did is packed per
+layer (arrays, deflated, in base64) and unpacked by the page's script after the first paint.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import BRANCHES
+from nsa.files import make_folder, replace_text
+from nsa.inspection.record import Inspection, LayerRecord
+from nsa.tensor_file import raw
+from nsa.train.report import POINTS, Chart, cell, distances
+
+# No block, in 16 bits.
+NONE = 0xFFFF
+
+HINT = (
+    "Point at a token, or click to keep it. <kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> block, "
+    "<kbd>[</kbd> <kbd>]</kbd> layer, <kbd>g</kbd> group, <kbd>Esc</kbd> let go"
+)
+PANEL = f"""<aside id="panel" aria-live="polite">
+<h2 id="what">Token</h2><p class="hint">{HINT}</p>
+<p><label>Layer <select id="layer"></select></label> <label>Group <select id="group"></select></label></p>
+<table id="gates"></table>
+<h3><span class="mark sel"></span>Selected blocks</h3><ol id="selected"></ol>
+<h3><span class="mark cmp"></span>Most compressed attention</h3><ol id="compressed"></ol>
+<h3><span class="mark win"></span>Window</h3><p id="window"></p>
+<h3>All layers</h3><table id="all"></table>
+</aside>"""
+
+
+def write_page(inspection: Inspection, path: Path, title: str) -> None:
+    """Write the page.
+
+    Args:
+        inspection: What to show.
+        path: The file, usually `.html`.
+        title: Its heading.
+    """
+    make_folder(path.parent)
+    replace_text(path, page_html(inspection, title))
+
+
+def page_html(inspection: Inspection, title: str) -> str:
+    report, own = files("nsa.train.report"), files(__package__)
+    page = report.joinpath("page.html").read_text()
+    style = report.joinpath("style.css").read_text() + own.joinpath("inspect.css").read_text()
+    script = report.joinpath("hover.js").read_text() + own.joinpath("inspect.js").read_text()
+    layers = "\n".join(
+        f'<script type="application/octet-stream" class="layer">{packed(record)}</script>'
+        for record in inspection.layers.values()
+    )
+    body = "\n".join(
+        [
+            f'<header><h1>{escape(title)}</h1><div class="tiles">{tiles(inspection)}</div></header>',
+            f'<div class="cards">{gate_map(inspection)}{histogram(inspection)}{reads_chart(inspection)}</div>',
+            f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
+            f"</div>{PANEL}</main>",
+            f'<script type="application/json" id="meta">{meta(inspection)}</script>',
+            layers,
+        ]
+    )
+    return Template(page).substitute(title=escape(title), style=style, script=script, body=body)
+
+
+def tiles(inspection: Inspection) -> str:
+    length, reads = len(inspection.tokens), inspection.reads
+    mean, dense = reads.mean().item(), (length + 1) / 2
+    shown = {
+        "tokens": f"{length:,}",
+        "NSA layers, groups": f"{len(inspection.layers)} <small>x</small> {inspection.config.n_kv_groups}",
+        "keys read by the last token": f"{reads[-1].item():,.0f} <small>of {length:,}</small>",
+        "keys read per token, mean": f"{mean:,.0f} <small>dense {dense:,.0f}</small>",
+    }
+    return "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())
+
+
+def gate_map(inspection: Inspection) -> str:
+    head = "".join(f"<th>{branch}</th>" for branch in BRANCHES)
+    rows = "".join(
+        f"<tr><th>{layer}</th>" + "".join(cell(record.gate_mean[branch]) for branch in BRANCHES) + "</tr>"
+        for layer, record in inspection.layers.items()
+    )
+    return (
+        '<figure class="card"><figcaption>Mean gate by layer</figcaption>'
+        f'<div class="scroll"><table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table></div></figure>'
+    )
+
+
+def histogram(inspection: Inspection) -> str:
+    return "".join(distances([{"kind": "distances", "counts": inspection.distances}]))
+
+
+def reads_chart(inspection: Inspection) -> str:
+    length = len(inspection.tokens)
+    at = range(0, length, -(-length // POINTS))
+    own = [(float(t), inspection.reads[t].item()) for t in at]
+    return Chart("Keys read per token", [("NSA", own), ("dense", [(float(t), t + 1.0) for t in at])]).html()
+
+
+def text(inspection: Inspection) -> str:
+    """A row per selection block, an element per token."""
+    size, pieces = inspection.config.l_sel, inspection.pieces
+    return "".join(
+        f"<p><b>{begin // size}</b>{''.join(f'<i>{escape(piece)}</i>' for piece in pieces[begin : begin + size])}</p>"
+        for begin in range(0, len(pieces), size)
+    )
+
+
+def meta(inspection: Inspection) -> str:
+    c, record = inspection.config, next(iter(inspection.layers.values()))
+    values: dict[str, Any] = {
+        "n": len(inspection.tokens),
+        "layers": list(inspection.layers),
+        "groups": c.n_kv_groups,
+        "nSel": c.n_sel,
+        "top": record.blocks.shape[2],
+        "block": c.l_sel,
+        "cmpBlock": c.l,
+        "cmpStride": c.d,
+        "window": c.w,
+        "nInit": c.n_init,
+        "nLocal": c.n_local,
+    }
+    return json.dumps(values)
+
+
+def packed(record: LayerRecord) -> str:
+    """The arrays of a layer in the order that the script reads them, tokens innermost: neighbors are alike."""
+    parts = [
+        as_uint16(record.selected),
+        as_uint16(record.blocks),
+        as_bytes(record.group_gates),
+        as_bytes(record.weights),
+    ]
+    return base64.b64encode(zlib.compress(b"".join(parts), 6)).decode()
+
+
+def as_uint16(x: Tensor) -> bytes:
+    """int32 `[S, G, k]` as `[G, k, S]` of little-endian 16 bits, -1 as NONE."""
+    values = x.permute(1, 2, 0).where(x.permute(1, 2, 0) >= 0, NONE).to(torch.uint16).contiguous()
+    return bytes(raw(values))
+
+
+def as_bytes(x: Tensor) -> bytes:
+    """Fractions `[S, G, k]` as `[G, k, S]` of 8 bits."""
+    values = (x.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8).contiguous()
+    return bytes(raw(values))

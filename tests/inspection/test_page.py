@@ -1,0 +1,199 @@
+"""The page holds the text and packed arrays, needs no network, and in a real browser shows what the API reports.
+
+The browser is Debian's Chromium through Playwright's client; without both these tests are skipped:
+apt-get install chromium && pip install '.[browser]'
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generating import small_model
+
+from nsa import NSAConfig
+from nsa.cli import main
+from nsa.data.tokenizer import ByteTokenizer
+from nsa.inspection import Inspection, inspect_model, write_page
+from nsa.model import LM, LMConfig, save_model
+
+TEXT = "".join(f"line {index} <b>of</b> a text & näïve ✓\n" for index in range(40))
+
+
+def make_page(path: Path, text: str = TEXT) -> Inspection:
+    inspection = inspect_model(small_model("nsa", 256), ByteTokenizer(), text)
+    write_page(inspection, path, "a <title>")
+    return inspection
+
+
+def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    make_page(tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert not re.search(r"https?:|url\(|@import|<link|<img|\bsrc=", html)
+    assert "default-src 'none'" in html
+    assert "<b>of</b>" not in html
+    assert "a &lt;title&gt;" in html
+
+
+def test_the_packed_arrays_are_those_of_the_layers(tmp_path: Path) -> None:
+    inspection = make_page(tmp_path / "page.html")
+    blobs = re.findall(r'class="layer">([^<]+)<', (tmp_path / "page.html").read_text())
+    assert len(blobs) == 2
+    data = zlib.decompress(base64.b64decode(blobs[1]))
+    n, record = len(inspection.tokens), inspection.layers[1]
+    size = 2 * n * record.selected.shape[2]
+    selected = torch.frombuffer(bytearray(data[:size]), dtype=torch.uint16).int().view(-1, n).T
+    assert (selected.where(selected != 0xFFFF, -1) == record.selected[:, 0]).all()
+    gates = torch.frombuffer(bytearray(data[size + 2 * n * 4 :]), dtype=torch.uint8)[: 3 * n].view(3, n).T / 255
+    torch.testing.assert_close(gates, record.group_gates[:, 0], atol=0.003, rtol=0)
+
+
+def test_the_command_writes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(small_model("nsa", 256).float(), tmp_path / "run")
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    run, page = str(tmp_path / "run"), tmp_path / "page.html"
+    assert main(["inspect", run, "--text", str(file), "-o", str(page), "--max-tokens", "100"]) == 0
+    assert "run: 100 tokens" in page.read_text()
+    capsys.readouterr()
+    assert main(["inspect", run, "--prompt", "some text", "--json", "-"]) == 0
+    assert "".join(json.loads(capsys.readouterr().out)["pieces"]) == "some text"
+
+
+def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path), "--prompt", "x"]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+# In a browser.
+
+HIGHLIGHTED = """() => [...document.querySelectorAll('#text p.sel')].map(
+  row => [...row.querySelectorAll('i:not(.later)')].map(token => token.textContent).join(''))"""
+MARKED = "name => [...document.querySelectorAll('#text i.' + name)].map(token => token.textContent).join('')"
+
+
+class Browser:
+    """Opens pages, and fails on any console error or request."""
+
+    def __init__(self, chromium: Any) -> None:
+        self.chromium = chromium
+
+    def open(self, path: Path, scheme: str = "light") -> Any:
+        page = self.chromium.new_page(color_scheme=scheme, viewport={"width": 1300, "height": 900})
+        self.problems: list[str] = []
+        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", lambda request: self.problems.append(request.url) if "file:" not in request.url else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector("#text[data-ready]", timeout=60_000)
+        return page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install '.[browser]'")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield Browser(chromium)
+        chromium.close()
+
+
+def shown(page: Any, token: int, layer: int) -> None:
+    page.wait_for_selector(f"#panel[data-token='{token}'][data-layer='{layer}']", state="attached")
+
+
+def check_marks(page: Any, inspection: Inspection, token: int, layer: int) -> None:
+    shown(page, token, layer)
+    assert page.evaluate(HIGHLIGHTED) == inspection.selected_words(token, layer, 0)
+    window = inspection.window(token)
+    assert page.evaluate(MARKED, "win") == inspection.text(window.start, window.stop)
+    covered = sorted({t for tokens, _ in inspection.compressed(token, layer, 0) for t in tokens})
+    assert page.evaluate(MARKED, "cmp") == "".join(inspection.pieces[t] for t in covered)
+    gates = [float(cell) for cell in page.locator("#gates td:last-child").all_text_contents()]
+    assert gates == pytest.approx(list(inspection.gates(token, layer, 0).values()), abs=0.01)
+
+
+def visible(inspection: Inspection, token: int) -> int:
+    """The first token from `token` on that can be clicked: not part of a character, no space."""
+    return next(t for t in range(token, len(inspection.tokens)) if inspection.pieces[t].strip())
+
+
+def click(page: Any, inspection: Inspection, token: int) -> None:
+    block, place = divmod(token, inspection.config.l_sel)
+    page.locator("#text p").nth(block).locator("i").nth(place).click()
+
+
+def test_the_highlighted_words_are_those_of_the_api(browser: Browser, tmp_path: Path) -> None:
+    inspection = make_page(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html")
+    check_marks(page, inspection, len(inspection.tokens) - 1, 0)
+    for wanted in (700, 5, 333):
+        token = visible(inspection, wanted)
+        click(page, inspection, token)
+        check_marks(page, inspection, token, 0)
+    page.select_option("#layer", "1")
+    check_marks(page, inspection, token, 1)
+    assert not browser.problems
+
+
+def test_the_keyboard_moves_through_tokens_and_layers(browser: Browser, tmp_path: Path) -> None:
+    inspection = make_page(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html", "dark")
+    page.locator("#text").focus()
+    page.keyboard.press("Home")
+    shown(page, 0, 0)
+    for key, token, layer in (
+        ("ArrowRight", 1, 0),
+        ("ArrowDown", 1 + inspection.config.l_sel, 0),
+        ("ArrowLeft", inspection.config.l_sel, 0),
+        ("]", inspection.config.l_sel, 1),
+        ("End", len(inspection.tokens) - 1, 1),
+    ):
+        page.keyboard.press(key)
+        check_marks(page, inspection, token, layer)
+    assert not browser.problems
+
+
+def test_pointing_shows_a_token_until_one_is_kept(browser: Browser, tmp_path: Path) -> None:
+    inspection = make_page(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html")
+    rows = page.locator("#text p")
+    first, kept = visible(inspection, 2 * inspection.config.l_sel), visible(inspection, 40)
+    under = rows.nth(2).locator("i").nth(first % inspection.config.l_sel)
+    under.hover()
+    shown(page, first, 0)
+    click(page, inspection, kept)
+    under.hover()
+    shown(page, kept, 0)
+    page.keyboard.press("Escape")
+    page.mouse.move(0, 0)
+    under.hover()
+    shown(page, first, 0)
+    assert not browser.problems
+
+
+@pytest.mark.slow
+def test_32k_tokens_paint_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
+    attn = NSAConfig(dim=32, n_heads=2, n_kv_groups=2, d_k=16, d_v=16)
+    model = LM(LMConfig(vocab_size=256, n_layers=2, hidden=32, seq_len=64, attn=attn)).eval()
+    inspection = inspect_model(model, ByteTokenizer(), "def f(x): return x\n" * 2000, max_tokens=32768)
+    write_page(inspection, tmp_path / "page.html", "long")
+    page = browser.open(tmp_path / "page.html")
+    paints = page.evaluate("performance.getEntriesByType('paint').map(entry => entry.startTime)")
+    assert paints
+    assert max(paints) < 2000
+    token = visible(inspection, 20_000)
+    click(page, inspection, token)
+    check_marks(page, inspection, token, 0)
+    assert not browser.problems
