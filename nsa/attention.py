@@ -374,7 +374,7 @@ class Gate(nn.Module):
         self.inner.reset_parameters()
         # Never zeros: a gate that starts constant has no gradient into its first layer.
         nn.init.xavier_uniform_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        nn.init.constant_(self.outer.bias, self.config.gate_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.force_branch is not None:
@@ -384,6 +384,10 @@ class Gate(nn.Module):
         return self.activate(self.outer(F.silu(self.inner(x))).unflatten(-1, (-1, len(BRANCHES))))
 
     def activate(self, logits: Tensor) -> Tensor:
+        if self.config.drop_branch is not None:
+            # Exactly 0 by either activation, and so is its gradient.
+            logits = logits.clone()
+            logits[..., BRANCHES.index(self.config.drop_branch)] = float("-inf")
         return logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(dim=-1)
 
     def activate_backward(self, d_gates: Tensor, gates: Tensor) -> Tensor:

@@ -80,8 +80,10 @@ class NSAConfig:
     share_kv: bool = False
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     gate_hidden: int | None = None  # None: a quarter of dim
-    # Fix the gate to one branch, for ablations.
+    gate_bias: float = 0.0  # initial bias of the gate's logits
+    # For ablations: fix the gate to one branch, or close one branch's gate.
     force_branch: BranchName | None = None
+    drop_branch: BranchName | None = None
 
     backend: str = "auto"
     # Make every fallback an error, and check values on the GPU too, which synchronizes.
@@ -106,7 +108,12 @@ class NSAConfig:
         options = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
         for name, accepted in options.items():
             require(getattr(self, name) in accepted, name, getattr(self, name), f"one of {accepted}")
-        require(self.force_branch in (None, *BRANCHES), "force_branch", self.force_branch, f"None or one of {BRANCHES}")
+        for name in ("force_branch", "drop_branch"):
+            require(getattr(self, name) in (None, *BRANCHES), name, getattr(self, name), f"None or one of {BRANCHES}")
+        both = self.force_branch is not None and self.drop_branch is not None
+        require(not both, "drop_branch", self.drop_branch, f"None with force_branch = {self.force_branch!r}")
+        finite = isinstance(self.gate_bias, int | float) and abs(self.gate_bias) <= sys.float_info.max
+        require(finite and not isinstance(self.gate_bias, bool), "gate_bias", self.gate_bias, "a finite number")
         require_positive_number("rope_theta", self.rope_theta)
         valid = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
         require(valid, "rope_scaling", self.rope_scaling, "None or a RopeScaling")

@@ -73,6 +73,7 @@ def configs(draw: st.DrawFn) -> NSAConfig:
     stride = draw(st.integers(1, 4))
     groups = draw(st.integers(1, 2))
     n_init, n_local = draw(st.integers(0, 1)), draw(st.integers(0, 2))
+    force_branch = draw(st.sampled_from([None, *BRANCHES]))
     return NSAConfig(
         dim=draw(st.integers(1, 12)),
         n_heads=groups * draw(st.integers(1, 3)),
@@ -90,7 +91,9 @@ def configs(draw: st.DrawFn) -> NSAConfig:
         compress_rope=draw(st.sampled_from(["after", "before"])),
         share_kv=draw(st.booleans()),
         gate=draw(st.sampled_from(["sigmoid", "softmax"])),
-        force_branch=draw(st.sampled_from([None, *BRANCHES])),
+        gate_bias=draw(st.sampled_from([0.0, 1.0])),
+        force_branch=force_branch,
+        drop_branch=None if force_branch else draw(st.sampled_from([None, *BRANCHES])),
         rope_scaling=draw(st.sampled_from([None, SCALING])),
     )
 
@@ -138,9 +141,10 @@ def gates_by_hand(attn: NSAAttention, x: Tensor) -> Tensor:
         return torch.eye(3, dtype=x.dtype)[["cmp", "sel", "win"].index(c.force_branch)].expand(shape)
     inner = x @ attn.gate.inner.weight.T + attn.gate.inner.bias
     logits = ((inner * inner.sigmoid()) @ attn.gate.outer.weight.T + attn.gate.outer.bias).view(shape)
+    kept = torch.tensor([branch != c.drop_branch for branch in BRANCHES]).to(x.dtype)
     if c.gate == "sigmoid":
-        return 1 / (1 + (-logits).exp())
-    return logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
+        return kept / (1 + (-logits).exp())
+    return kept * logits.exp() / (kept * logits.exp()).sum(dim=-1, keepdim=True)
 
 
 def keys_by_hand(attn: NSAAttention, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -919,3 +923,24 @@ def test_strict_layers_compile_too() -> None:
     attn = NSAAttention(config)
     x = torch.randn(1, 70, 32)
     torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend="eager")(x), attn(x))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_dropped_branch_changes_nothing(branch: str, gate: str) -> None:
+    """Its values get no gradient, and its gate is 0."""
+    attn = layer(drop_branch=branch, gate=gate)
+    y, stats = attn(tokens(40), return_stats=True)
+    y.square().sum().backward()
+    index = BRANCHES.index(branch)
+    assert (stats.gates[..., index] == 0).all()
+    assert (stats.gates[..., [i for i in range(3) if i != index]] > 0).all()
+    per_branch = attn.v_proj.weight.grad.unflatten(0, (3, -1))
+    assert [bool((part != 0).any()) for part in per_branch] == [i != index for i in range(3)]
+    assert all(p.grad.isfinite().all() for p in attn.parameters())
+
+
+def test_a_gate_bias_opens_the_gates_at_the_start() -> None:
+    open_, closed = (layer(gate_bias=bias)(tokens(40), return_stats=True)[1].gate_mean for bias in (3.0, -3.0))
+    assert min(open_.values()) > 0.8
+    assert max(closed.values()) < 0.2

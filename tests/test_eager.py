@@ -24,6 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"share_kv": True},
     "shared-before-mean": {"share_kv": True, "compress_rope": "before", "phi": "mean"},
     "softmax": {"gate": "softmax"},
+    "no-sel": {"drop_branch": "sel"},
+    "no-cmp-softmax": {"drop_branch": "cmp", "gate": "softmax"},
 }
 
 

@@ -22,7 +22,7 @@ from nsa.train.run_stats import watching
 from nsa.train.step import autocast
 
 # Scores that are in memory at once.
-MAX_SCORES = 2**24
+SCORES_AT_ONCE = 2**24
 # A page numbers compression blocks with 16 bits.
 MAX_TOKENS = 2**19
 
@@ -221,7 +221,7 @@ def most_attended(attention: NSAAttention, x: Tensor, top: int) -> tuple[Tensor,
     q = q[0].unflatten(1, (c.n_kv_groups, -1)).float() * c.d_k**-0.5
     keys = k_cmp.float()
     ends = torch.arange(n_blocks, device=x.device) * c.d + c.l - 1
-    step = max(1, MAX_SCORES // (c.n_heads * n_blocks))
+    step = max(1, SCORES_AT_ONCE // (c.n_heads * n_blocks))
     # Before token l - 1 no block is complete.
     for begin in range(c.l - 1, length, step):
         rows = slice(begin, min(begin + step, length))

@@ -76,6 +76,23 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
     return model.to(device).eval()
 
 
+def load_parameters(model: LM, folder: Path) -> None:
+    """Copy the parameters that `save_model` wrote into a model.
+
+    Args:
+        model: Has the same parameters; its config may differ otherwise, for example in the sequence length.
+        folder: Holds the parameters.
+
+    Raises:
+        ValueError: The file is missing, damaged, or does not fit the model; the message names it.
+    """
+    path = parameters_file(folder)
+    try:
+        model.load_state_dict(read_parameters(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model: {shorten(str(error), 300)}") from error
+
+
 def parameters_file(folder: Path) -> Path:
     if (folder / SAFE).is_file():
         return folder / SAFE

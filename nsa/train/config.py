@@ -69,6 +69,9 @@ class TrainConfig:
     data: DataConfig
     out: Path
 
+    # The folder of a run or an export whose parameters a new run starts from.
+    init_from: str | None = None
+
     steps: int
     # Sequences in a batch of one rank, and batches per step.
     batch_size: int
@@ -83,6 +86,8 @@ class TrainConfig:
     # The learning rate at the end, as a fraction of `lr`.
     lr_floor: float = 0.1
     weight_decay: float = 0.1
+    # Whether the weights of NSA's gates decay too.
+    gate_decay: bool = True
     grad_clip: float = 1.0
     seed: int = 0
 
@@ -134,7 +139,7 @@ class TrainConfig:
             # False equals 0, but is no number.
             if not unset and (value is False or value != 0):
                 require_positive_number(name, value)
-        for name in ("compile", "cuda_graphs", "gc"):
+        for name in ("compile", "cuda_graphs", "gc", "gate_decay"):
             require_bool(name, getattr(self, name))
         hints = get_type_hints(type(self))
         for name in ("schedule", "dtype", "parallel", "grad_compression"):
@@ -247,6 +252,8 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
     # The shell does not expand `~` in a file or in --set.
     data = values.get("data", {})
     expanded = {name: os.path.expanduser(data[name]) for name in ("path", "tokenizer") if data.get(name)}
+    if values.get("init_from"):
+        values["init_from"] = os.path.expanduser(values["init_from"])
     return {**values, "model": lm, "data": DataConfig(**{**data, **expanded})}
 
 

@@ -10,6 +10,7 @@ import math
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nsa.backends.routing import counts_so_far
 from nsa.data import Batch, Loader
 from nsa.data.config import Split
 from nsa.model import LM, load_model
+from nsa.model.checkpoint import load_parameters
 from nsa.progress import open_closed_descriptors
 from nsa.train.checkpoint import export
 from nsa.train.components import Checkpointer, Component, Sampler, SpeedCheck, StatsWriter, Validator
@@ -26,7 +28,7 @@ from nsa.train.distributed import Ranks, Vote, parallelize
 from nsa.train.guards import RunStopped, Signals, Skips, StopRequested, Watchdog
 from nsa.train.logger import Logger, every
 from nsa.train.report import write_report
-from nsa.train.run_folder import WATCHDOG
+from nsa.train.run_folder import CHECKPOINTS, WATCHDOG, saved_steps
 from nsa.train.run_info import Summary, backends, boot_line, check_folder, check_ranks, open_data
 from nsa.train.run_stats import Clock, fallbacks
 from nsa.train.step import DTYPES, PendingSteps, StepResult, TrainStep, learning_rate, to_device
@@ -59,6 +61,8 @@ class Trainer:
         check_ranks(c, self.loader.state_dict())
         torch.manual_seed(c.seed)
         self.model = LM(c.model).to(self.device)
+        if c.init_from is not None and not saved_steps(c.out / CHECKPOINTS):
+            load_parameters(self.model, Path(c.init_from))
         self.model.recompute = c.gc
         # Before the model is sharded: each rank would count its own part.
         self.boot = boot_line(c, self.model, self.loader.source, self.ranks)
@@ -70,7 +74,8 @@ class Trainer:
             self.validator = Validator(self, list(islice(loader, c.eval_batches)))
         options: dict[str, Any] = {"parallel": c.parallel, "grad_compression": c.grad_compression}
         module = parallelize(self.model, device=self.device, dtype=self.dtype, compile=c.compile, **options)
-        options = {"cuda_graphs": c.cuda_graphs, "weight_decay": c.weight_decay, "grad_clip": c.grad_clip}
+        options = {"cuda_graphs": c.cuda_graphs, "grad_clip": c.grad_clip}
+        options |= {"weight_decay": c.weight_decay, "gate_decay": c.gate_decay}
         compiled = c.compile and c.parallel != "fsdp"
         self.update = TrainStep(self.model, module=module, dtype=self.dtype, compile=compiled, **options)
         self.sampler = Sampler(self)

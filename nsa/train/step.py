@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nsa.attention import NSAAttention
 from nsa.data import Batch
 from nsa.data.config import IGNORED
 from nsa.model import LM
@@ -41,6 +42,7 @@ class TrainStep:
         compile: compile `module` with `torch.compile`.
         cuda_graphs: compile each layer and replay it as a CUDA graph; implies `compile`.
         weight_decay: of matrices; norms and biases are not decayed.
+        gate_decay: of the matrices of NSA's gates too.
         grad_clip: largest norm of all gradients together.
         module: called in place of `model`; what `distributed.parallelize` returned for it.
     """
@@ -53,6 +55,7 @@ class TrainStep:
         compile: bool,
         cuda_graphs: bool = False,
         weight_decay: float = 0.1,
+        gate_decay: bool = True,
         grad_clip: float = 1.0,
         module: nn.Module | None = None,
     ) -> None:
@@ -72,9 +75,11 @@ class TrainStep:
         elif compile or cuda_graphs:
             self.forward = torch.compile(self.module, dynamic=False, mode=mode)
         # Norms and biases are not decayed: they set scales, they do not multiply.
+        exempt = set() if gate_decay else gate_parameters(model)
+        decayed = {p for p in self.parameters if p.dim() >= 2} - exempt
         groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters if p in decayed], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p not in decayed], "weight_decay": 0.0},
         ]
         fused = self.device.type in ("cuda", "cpu")
         # Any: `found_inf`, which a fused optimizer reads, is no declared attribute.
@@ -122,6 +127,12 @@ class TrainStep:
         self.optimizer.step()
         self.scaler.update()
         return StepResult(loss, grad_norm, skipped)
+
+
+def gate_parameters(model: LM) -> set[Tensor]:
+    """The parameters of the gates of all NSA layers."""
+    gates = [block.attention.gate for block in model.blocks if isinstance(block.attention, NSAAttention)]
+    return {p for gate in gates for p in gate.parameters()}
 
 
 def shares(batches: Sequence[Batch]) -> Tensor:

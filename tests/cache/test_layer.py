@@ -32,6 +32,7 @@ VARIANTS = {
     "only_selected": {"force_branch": "sel"},
     "only_compressed": {"force_branch": "cmp"},
     "only_window": {"force_branch": "win"},
+    "no_window": {"drop_branch": "win"},
 }
 variants = st.sampled_from(list(VARIANTS.values()))
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())

@@ -15,7 +15,7 @@ from training import lines_of, small_run
 from nsa import cli
 from nsa.data import Batch, synthetic
 from nsa.data.config import IGNORED, DataConfig
-from nsa.model import LM, load_model
+from nsa.model import LM, PRESETS, load_model
 from nsa.train import Trainer, TrainStep, learning_rate, run_info
 from nsa.train.distributed import Ranks
 from nsa.train.run_stats import attention_stats, watching
@@ -285,3 +285,37 @@ def test_changes_on_resume_are_reported_and_each_start_recorded(
     with pytest.raises(ValueError, match=r"run.json is damaged"):
         Trainer(small_run(tmp_path, steps=9, batch_size=4)).train()
     assert max(record["step"] for record in lines_of(tmp_path, "step")) == 8
+
+
+def test_gates_are_exempt_from_weight_decay_if_asked() -> None:
+    model = LM(PRESETS["tiny"])
+    gates = {p for block in model.blocks for p in block.attention.gate.parameters()}
+    for exempt in (False, True):
+        update = TrainStep(model, dtype=torch.float32, compile=False, gate_decay=not exempt)
+        decayed, kept = (set(group["params"]) for group in update.optimizer.param_groups)
+        matrices = {p for p in model.parameters() if p.dim() >= 2}
+        assert decayed == (matrices - gates if exempt else matrices)
+        assert decayed | kept == set(model.parameters())
+
+
+def test_a_run_starts_from_the_parameters_of_another(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first", "nsa", steps=2)
+    Trainer(first).train()
+    longer = replace(first.model, seq_len=64)
+    second = replace(first, out=tmp_path / "second", model=longer, init_from=str(first.out), lr=1e-9)
+    Trainer(second).train()
+    before, after = load_model(first.out), load_model(second.out)
+    for (name, x), y in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=0, msg=name)
+    # What is resumed does not need them any more.
+    Trainer(replace(second, init_from=str(tmp_path / "gone"))).train()
+
+
+def test_parameters_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first", "nsa", steps=1)
+    Trainer(first).train()
+    other = replace(first, out=tmp_path / "other", init_from=str(first.out), model=replace(first.model, hidden=32))
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+        Trainer(other)
+    with pytest.raises(ValueError, match="folder is"):
+        Trainer(replace(other, init_from=str(tmp_path / "nowhere")))
