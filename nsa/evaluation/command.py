@@ -148,6 +148,7 @@ def write_results(
     paths = [out / f"{name}.json", out / f"{name}.csv"]
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     flags |= {"runs": [str(subject.run) for subject in subjects]}
+    del flags["out"]
     origin = {"nsa": nsa.__version__, "commit": commit(), "torch": str(torch.__version__)}
     origin |= {"device": device_name(subjects[0].device), "date": f"{datetime.now():%Y-%m-%d}"}
     values = {**origin, "flags": flags, "mean": means(rows), "rows": rows}
