@@ -95,6 +95,17 @@ def test_the_readme_example_runs() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["evaluation", "inspect"])
+def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python$(.*?)^```$", (ROOT / f"docs/{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    for shown in ("nsa", "README.md"):
+        (tmp_path / shown).symlink_to(ROOT / shown)
+    done = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path, env=settings_free()
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def settings_free() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("NSA_")} | {
         "PYTHONPATH": str(ROOT)

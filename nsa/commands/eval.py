@@ -8,7 +8,7 @@ from nsa.commands.types import path
 
 EXAMPLES = """examples:
   nsa eval loss runs/demo --seq-len 2048
-  nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536 --depths 11 --samples 10 --chunk 16384
+  nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536 --depths 11 --samples 10
   nsa eval recall runs/nsa runs/dense --keys 1 8 32 --hops 1 2 4 --out results/recall
 """
 
@@ -59,8 +59,7 @@ def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -
     command.add_argument(
         "--chunk",
         type=int,
-        default=8192,
         metavar="N",
-        help="tokens per forward pass; longer prompts go in chunks (default: %(default)s)",
+        help="tokens per forward pass; longer prompts go in chunks (default: 65536 on a GPU, else 8192)",
     )
     return command

@@ -1,18 +1,19 @@
 """Synthetic recall: text that states the values of keys, and asks for them later.
 
-    # note kxqt = 83921             a value
-    # note bwzp = kxqt              a link: bwzp has the value of kxqt
-    # recall bwzp = kxqt = 83921    a question with its answer, every link down to the value
+    # note kato 83921             a value
+    # note bemi kato              a link: bemi has the value of kato
+    # recall bemi kato 83921      a question with its answer, every link down to the value
 
-Each step of an answer is a lookup of one earlier line: a small model can learn it, and what it needs is attention to
-that line, however far back. Keys and values are preceded by a space wherever they occur: a BPE splits them alike.
+Each step of an answer copies what followed the same key in an earlier line (induction), which is the least that a model
+with two layers learns of attention; what it needs is to attend to that line, however far back. Keys are two syllables,
+which a BPE learns as tokens, and have a space before them wherever they occur, so that they are always split alike.
 """
 
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from nsa.config import require
 from nsa.data.documents import SKIPPED
 from nsa.files import replacing
 
+SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
 # Characters of text per chain in a training document, at least.
 CHARS_PER_CHAIN = 60
 # Links of a chain in a training document, at most.
@@ -39,31 +41,24 @@ class Chain(NamedTuple):
     def notes(self) -> list[str]:
         """The lines that state it, the value's first."""
         ends = (*self.keys[1:], self.value)
-        return [f"# note {key} = {end}" for key, end in zip(self.keys, ends, strict=True)][::-1]
+        return [f"# note {key} {end}" for key, end in zip(self.keys, ends, strict=True)][::-1]
 
     @property
     def question(self) -> str:
-        return f"# recall {self.keys[0]} ="
+        return f"# recall {self.keys[0]}"
 
     @property
     def answer(self) -> str:
-        return f" {' = '.join((*self.keys[1:], self.value))}"
+        return f" {' '.join((*self.keys[1:], self.value))}"
 
 
 def make_chains(rng: Random, hops: Sequence[int]) -> list[Chain]:
     """Chains of so many notes each; no two have a key or a value in common."""
-    keys: set[str] = set()
-    while len(keys) < sum(hops):
-        keys.add("".join(rng.choices(string.ascii_lowercase, k=4)))
-    values = [str(value) for value in rng.sample(range(10_000, 100_000), len(hops))]
-    # In an order that does not depend on the hashes of this process.
-    ordered = sorted(keys)
-    rng.shuffle(ordered)
-    chains = []
-    for count, value in zip(hops, values, strict=True):
-        chains.append(Chain(tuple(ordered[:count]), value))
-        ordered = ordered[count:]
-    return chains
+    n = len(SYLLABLES)
+    require(sum(hops) <= n**2, "the sum of hops", sum(hops), f"at most {n**2}, the keys that there are")
+    keys = iter([SYLLABLES[index // n] + SYLLABLES[index % n] for index in rng.sample(range(n**2), sum(hops))])
+    values = rng.sample(range(10_000, 100_000), len(hops))
+    return [Chain(tuple(islice(keys, count)), str(value)) for count, value in zip(hops, values, strict=True)]
 
 
 def recall_document(rng: Random, filler: Sequence[str]) -> str:
@@ -103,11 +98,12 @@ def python_files(folders: Sequence[Path]) -> list[Path]:
 def mixed_documents(
     files: Sequence[Path], *, n_chars: int, recall_share: float, recall_chars: tuple[int, int], seed: int
 ) -> Iterator[str]:
-    """Source files mixed with recall documents whose filler is other source files.
+    """Source files mixed with recall documents whose filler is from other source files, which are no documents: else
+    text for validation would be in the filler of training documents.
 
     Args:
-        files: Text files, each used once as a document.
-        n_chars: Stop after about so many characters.
+        files: Text files, each used once: as a document, or as filler, which starts over at its end.
+        n_chars: Stop after about so many characters, or where no file is left.
         recall_share: Of recall documents, in characters, 0 to 1.
         recall_chars: Fewest and most characters of filler of a recall document; their lengths are log-uniform.
         seed: Decides the order of the files and all else.
@@ -121,13 +117,11 @@ def mixed_documents(
     require(0 < low <= high, "recall_chars", recall_chars, "two positive numbers in ascending order")
     rng = Random(seed)
     order = rng.sample(files, len(files))
-    filler = cycled_lines(rng.sample(files, len(files)))
+    cut = min(len(files), max(1, round(recall_share * len(files)))) if recall_share else 0
+    filler, documents = cycled_lines(order[:cut]), iter(order[cut:])
     done = recalled = 0
-    at = 0
     while done < n_chars:
-        if recalled < recall_share * (done + 1) or at == len(order):
-            if recall_share == 0:
-                return
+        if recalled < recall_share * (done + 1):
             wanted, lines = low * (high / low) ** rng.random(), []
             while wanted > 0:
                 lines.append(next(filler))
@@ -135,8 +129,10 @@ def mixed_documents(
             text = recall_document(rng, lines)
             recalled += len(text)
         else:
-            text = order[at].read_text(encoding="utf-8", errors="replace")
-            at += 1
+            path = next(documents, None)
+            if path is None:
+                return
+            text = path.read_text(encoding="utf-8", errors="replace")
         done += len(text)
         yield text
 

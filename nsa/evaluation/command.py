@@ -43,8 +43,9 @@ Rows = list[dict[str, Any]]
 def run(args: argparse.Namespace) -> int:
     """`nsa eval`: returns the exit status."""
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    require_positive_int("--chunk", args.chunk)
-    subjects = open_subjects(args.runs, device=device, dtype=args.dtype, chunk=args.chunk)
+    chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
+    require_positive_int("--chunk", chunk)
+    subjects = open_subjects(args.runs, device=device, dtype=args.dtype, chunk=chunk)
     rows = loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
     out = args.out or args.runs[0] / "eval"
     written = write_results(out, args.eval_command, rows, subjects, args)

@@ -15,7 +15,7 @@ from nsa.data import DataConfig
 from nsa.data.prepare import prepare
 from nsa.data.recall import make_chains, mixed_documents, python_files, recall_document, write_corpus
 
-NOTE, RECALL = re.compile(r"# note (\w+) = (\w+)"), re.compile(r"# recall (\w+) = (.+)")
+NOTE, RECALL = re.compile(r"# note (\w+) (\w+)"), re.compile(r"# recall (\w+) (.+)")
 
 
 def check_questions(text: str) -> int:
@@ -28,7 +28,7 @@ def check_questions(text: str) -> int:
             known[note[1]] = note[2]
         elif question := RECALL.fullmatch(line):
             asked += 1
-            key, answer = question[1], question[2].split(" = ")
+            key, answer = question[1], question[2].split()
             for step in answer:
                 assert known[key] == step
                 key = step
@@ -48,8 +48,8 @@ def test_every_question_is_answered_by_notes_before_it(seed: int, n_lines: int) 
 def test_a_chain_states_and_asks_for_every_link() -> None:
     (chain,) = make_chains(Random(0), [3])
     a, b, c = chain.keys
-    assert chain.notes == [f"# note {c} = {chain.value}", f"# note {b} = {c}", f"# note {a} = {b}"]
-    assert chain.question + chain.answer == f"# recall {a} = {b} = {c} = {chain.value}"
+    assert chain.notes == [f"# note {c} {chain.value}", f"# note {b} {c}", f"# note {a} {b}"]
+    assert chain.question + chain.answer == f"# recall {a} {b} {c} {chain.value}"
 
 
 def sources(folder: Path, count: int = 60) -> list[Path]:
@@ -68,20 +68,25 @@ def test_tests_and_empty_files_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_corpus_has_the_share_of_recall_that_is_asked(share: float, tmp_path: Path) -> None:
     files = sources(tmp_path)
-    texts = list(mixed_documents(files, n_chars=20_000, recall_share=share, recall_chars=(100, 800), seed=1))
+    texts = list(mixed_documents(files, n_chars=15_000, recall_share=share, recall_chars=(100, 800), seed=1))
     total = sum(map(len, texts))
     recalled = sum(len(text) for text in texts if "# recall" in text)
     assert recalled / total == pytest.approx(share, abs=0.1)
-    assert 20_000 <= total < 25_000
+    assert 15_000 <= total < 20_000
     for text in texts:
         check_questions(text)
 
 
-def test_recall_goes_on_when_the_files_are_used_up(tmp_path: Path) -> None:
-    files = sources(tmp_path, 2)
-    texts = list(mixed_documents(files, n_chars=50_000, recall_share=0.1, recall_chars=(100, 200), seed=1))
-    assert sum(map(len, texts)) >= 50_000
-    assert len(list(mixed_documents(files, n_chars=50_000, recall_share=0.0, recall_chars=(100, 200), seed=1))) == 2
+def test_no_file_is_both_a_document_and_filler(tmp_path: Path) -> None:
+    files = sources(tmp_path)
+    texts = list(mixed_documents(files, n_chars=10**9, recall_share=0.3, recall_chars=(100, 800), seed=1))
+    own = {name for text in texts if "# recall" not in text for name in re.findall(r"name_\d+_", text)}
+    filler = {name for text in texts if "# recall" in text for name in re.findall(r"name_\d+_", text)}
+    assert len(own) == 42
+    assert filler
+    assert not own & filler
+    recalled = sum(len(text) for text in texts if "# recall" in text)
+    assert recalled / sum(map(len, texts)) == pytest.approx(0.3, abs=0.05), "the share holds to the last file"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ def check_marks(page: Any, inspection: Inspection, token: int, layer: int) -> No
     assert page.evaluate(MARKED, "win") == inspection.text(window.start, window.stop)
     covered = sorted({t for tokens, _ in inspection.compressed(token, layer, 0) for t in tokens})
     assert page.evaluate(MARKED, "cmp") == "".join(inspection.pieces[t] for t in covered)
+    # The token itself stands out from its block, which is selected too.
+    color = "node => getComputedStyle(node).backgroundColor"
+    assert page.locator("#text i.at").evaluate(color) == page.locator("body").evaluate(
+        "node => getComputedStyle(node).color"
+    )
     gates = [float(cell) for cell in page.locator("#gates td:last-child").all_text_contents()]
     assert gates == pytest.approx(list(inspection.gates(token, layer, 0).values()), abs=0.01)
 
