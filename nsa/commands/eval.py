@@ -6,7 +6,7 @@ import argparse
 
 from nsa.commands.types import path
 
-EXAMPLES = """examples:
+EVAL_EXAMPLES = """examples:
   nsa eval loss runs/demo --seq-len 2048
   nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536 --depths 11 --samples 10
   nsa eval recall runs/nsa runs/dense --keys 1 8 32 --hops 1 2 4 --out results/recall
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Evaluate trained models, several side by side. `nsa eval COMMAND --help` explains one command."
     )
-    parser.epilog = EXAMPLES
+    parser.epilog = EVAL_EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="eval_command", required=True, metavar="COMMAND")
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
     """A sub-command with the flags that all share."""
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"Measure {summary}.", epilog=EXAMPLES
+        name, help=summary, description=f"Measure {summary}.", epilog=EVAL_EXAMPLES
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("runs", type=path, nargs="+", metavar="RUN", help="the folder of a run")

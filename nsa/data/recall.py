@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from nsa.config import require
-from nsa.data.documents import SKIPPED
+from nsa.data.documents import SKIPPED_FOLDERS
 from nsa.files import replacing
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
@@ -89,7 +89,7 @@ def python_files(folders: Sequence[Path]) -> list[Path]:
         for path in folder.rglob("*.py")
         if path.is_file()
         and not path.is_symlink()
-        and not (SKIPPED - {"site-packages", "dist-packages"}) & set(path.relative_to(folder).parts)
+        and not (SKIPPED_FOLDERS - {"site-packages", "dist-packages"}) & set(path.relative_to(folder).parts)
         and 0 < path.stat().st_size <= MAX_FILE_BYTES
     }
     return sorted(found)

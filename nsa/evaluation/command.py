@@ -23,7 +23,8 @@ import torch
 import nsa
 from nsa.config import require, require_positive_int
 from nsa.data import DataConfig
-from nsa.evaluation.forward import Subject, open_subjects
+from nsa.data.prepare import LINE_EVERY_S
+from nsa.evaluation.forward import EvalModel, open_models
 from nsa.evaluation.loss import evaluate_loss
 from nsa.evaluation.plots import draw_evaluation
 from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
@@ -34,9 +35,6 @@ from nsa.progress import progress, say
 from nsa.train.config import load_config
 from nsa.train.run_folder import CONFIG
 
-# Seconds between two lines of progress.
-LINE_EVERY_S = 10.0
-
 Rows = list[dict[str, Any]]
 
 
@@ -45,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
     require_positive_int("--chunk", chunk)
-    subjects = open_subjects(args.runs, device=device, dtype=args.dtype, chunk=chunk)
+    subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
     rows = loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
     out = args.out or args.runs[0] / "eval"
     written = write_results(out, args.eval_command, rows, subjects, args)
-    say(table(args.eval_command, rows))
+    say(results_table(args.eval_command, rows))
     say(json.dumps({"out": [str(path) for path in written], "mean": means(rows)}))
     return 0
 
 
-def loss_rows(subjects: Sequence[Subject], args: argparse.Namespace) -> Rows:
+def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
     rows: Rows = []
     shown = progress(len(subjects) * args.windows, unit="window", every_s=LINE_EVERY_S)
     try:
@@ -89,7 +87,7 @@ def run_tokenizer(run: Path) -> str | None:
     return str(run) if (run / "tokenizer.json").is_file() else None
 
 
-def cell_rows(subjects: Sequence[Subject], args: argparse.Namespace) -> Rows:
+def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
     lengths = args.lengths or default_lengths(max(subject.model.config.seq_len for subject in subjects))
     cells = needle_cells(lengths, args.depths) if args.eval_command == "needle" else recall_cells(lengths, args)
     texts: Callable[[], Iterator[str]] = library_texts
@@ -142,7 +140,7 @@ def means(rows: Rows) -> dict[str, float]:
 
 
 def write_results(
-    out: Path, name: str, rows: Rows, subjects: Sequence[Subject], args: argparse.Namespace
+    out: Path, name: str, rows: Rows, subjects: Sequence[EvalModel], args: argparse.Namespace
 ) -> list[Path]:
     """Write `NAME.json`, `NAME.csv` and, where matplotlib is installed, `NAME.png`; returns the paths."""
     make_folder(out)
@@ -175,7 +173,7 @@ def csv_text(rows: Rows) -> str:
     return text.getvalue()
 
 
-def table(name: str, rows: Rows) -> str:
+def results_table(name: str, rows: Rows) -> str:
     """What is printed: runs side by side for the loss, one block per run and task for the others."""
     return loss_table(rows) if name == "loss" else accuracy_tables(rows)
 
@@ -185,7 +183,7 @@ def loss_table(rows: Rows) -> str:
     spans = list(dict.fromkeys((row["begin"], row["end"]) for row in rows))
     found = {(row["run"], row["begin"], row["end"]): f"{row['loss']:.4f}" for row in rows}
     cells = [[f"{a}-{b - 1}", *(found.get((run, a, b), "") for run in runs)] for a, b in spans]
-    return aligned([["position", *runs], *cells])
+    return aligned_columns([["position", *runs], *cells])
 
 
 def accuracy_tables(rows: Rows) -> str:
@@ -200,11 +198,11 @@ def accuracy_tables(rows: Rows) -> str:
             [f"{value:.0%}" if task == "needle" else f"{value:g}", *(found[value, length] for length in lengths)]
             for value in values
         ]
-        blocks.append(f"{run}: accuracy\n{aligned([head, *lines])}")
+        blocks.append(f"{run}: accuracy\n{aligned_columns([head, *lines])}")
     return "\n\n".join(blocks)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned_columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(lines)

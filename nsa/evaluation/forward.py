@@ -16,7 +16,7 @@ from nsa.train.step import DTYPES, autocast
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalModel:
     """A model under evaluation."""
 
     name: str
@@ -33,16 +33,16 @@ class Subject:
         return self.model.head_weight.device
 
 
-def open_subjects(
+def open_models(
     runs: Sequence[Path], *, device: torch.device, dtype: str | None = None, chunk: int = 8192
-) -> list[Subject]:
+) -> list[EvalModel]:
     """The models of several runs.
 
     Args:
         runs: Folders that `nsa train` wrote.
         device: Where to put the parameters.
         dtype: Of matmuls; None: bfloat16 on a GPU, else float32.
-        chunk: See `Subject`.
+        chunk: See `EvalModel`.
 
     Raises:
         ValueError: A folder has no model, or the model no row for some token of its tokenizer.
@@ -54,11 +54,11 @@ def open_subjects(
         model, tokenizer = load_model(run, device), tokenizer_of(run)
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {run}")
         unique = name if names.count(name) == 1 else str(run)
-        subjects.append(Subject(unique, run, model, tokenizer, chosen, chunk))
+        subjects.append(EvalModel(unique, run, model, tokenizer, chosen, chunk))
     return subjects
 
 
-def hidden_chunks(subject: Subject, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+def hidden_chunks(subject: EvalModel, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The input of the head for `tokens [B, S]`, in order: `(start, x [B, T, D])`, each at most `chunk` columns."""
     length = tokens.shape[1]
     if length <= subject.chunk:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.config import require_positive_int
 from nsa.data import DataConfig, open_loader
-from nsa.evaluation.forward import Subject, hidden_chunks
+from nsa.evaluation.forward import EvalModel, hidden_chunks
 from nsa.model.loss import CHUNK_ROWS, log_softmax_chunks, padded_table, row_losses
 
 # Bins of positions for each doubling of the position.
@@ -29,7 +29,7 @@ class PositionLoss:
 
 
 @torch.inference_mode()
-def token_losses(subject: Subject, tokens: Tensor, targets: Tensor) -> Tensor:
+def token_losses(subject: EvalModel, tokens: Tensor, targets: Tensor) -> Tensor:
     """The loss of each token.
 
     Args:
@@ -50,7 +50,7 @@ def token_losses(subject: Subject, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate_loss(
-    subject: Subject,
+    subject: EvalModel,
     data: DataConfig,
     *,
     seq_len: int,

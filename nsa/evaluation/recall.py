@@ -18,7 +18,7 @@ from nsa.config import require, require_positive_int
 from nsa.data.documents import standard_library
 from nsa.data.recall import Chain, make_chains
 from nsa.data.tokenizer import Tokenizer
-from nsa.evaluation.forward import Subject, hidden_chunks
+from nsa.evaluation.forward import EvalModel, hidden_chunks
 
 # Notes that nobody asks for, in a multi-hop prompt.
 DISTRACTORS = 4
@@ -119,7 +119,7 @@ def cell_prompt(haystack: Haystack, cell: Cell, sample: int) -> tuple[list[int],
 
 
 @torch.inference_mode()
-def score_answers(subject: Subject, tokens: Tensor, n_answer: Sequence[int]) -> tuple[Tensor, Tensor]:
+def score_answers(subject: EvalModel, tokens: Tensor, n_answer: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Whether greedy decoding gives each row's answer, and the answer's mean loss.
 
     Args:
@@ -145,7 +145,7 @@ def score_answers(subject: Subject, tokens: Tensor, n_answer: Sequence[int]) -> 
 
 
 def evaluate_cells(
-    subject: Subject,
+    subject: EvalModel,
     cells: Sequence[Cell],
     *,
     samples: int,

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from nsa.config import require
-from nsa.generate import read_source, tokenizer_of, write
+from nsa.generate import read_source, tokenizer_of, write_out
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         values = json.dumps(found.to_dict()) + "\n"
         if str(args.json) == "-":
-            write(values)
+            write_out(values)
         else:
             args.json.write_text(values)
     return 0

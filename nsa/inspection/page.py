@@ -65,7 +65,7 @@ def page_html(inspection: Inspection, title: str) -> str:
     )
     body = "\n".join(
         [
-            f'<header><h1>{escape(title)}</h1><div class="tiles">{tiles(inspection)}</div></header>',
+            f'<header><h1>{escape(title)}</h1><div class="tiles">{tiles_html(inspection)}</div></header>',
             f'<div class="cards">{gate_map(inspection)}{histogram(inspection)}{reads_chart(inspection)}</div>',
             f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
             f"</div>{PANEL}</main>",
@@ -76,7 +76,7 @@ def page_html(inspection: Inspection, title: str) -> str:
     return Template(page).substitute(title=escape(title), style=style, script=script, body=body)
 
 
-def tiles(inspection: Inspection) -> str:
+def tiles_html(inspection: Inspection) -> str:
     length, reads = len(inspection.tokens), inspection.reads
     mean, dense = reads.mean().item(), (length + 1) / 2
     shown = {

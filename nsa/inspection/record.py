@@ -24,7 +24,7 @@ from nsa.train.step import autocast
 # Scores that are in memory at once.
 SCORES_AT_ONCE = 2**24
 # A page numbers compression blocks with 16 bits.
-MAX_TOKENS = 2**19
+MAX_PAGE_TOKENS = 2**19
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def inspect_model(
     check_vocabulary(tokenizer, model.config.vocab_size, name="vocab_size of the model")
     require(top >= 1, "top", top, "at least 1")
     tokens = tokenizer.encode(text)[:max_tokens]
-    require(1 <= len(tokens) <= MAX_TOKENS, "the tokens of the text", len(tokens), f"1 to {MAX_TOKENS:,}")
+    require(1 <= len(tokens) <= MAX_PAGE_TOKENS, "the tokens of the text", len(tokens), f"1 to {MAX_PAGE_TOKENS:,}")
     require("nsa" in model.config.kinds, "attention", model.config.attention, "a model with at least one NSA layer")
     row = torch.tensor([tokens], device=model.head_weight.device)
     tops: dict[int, tuple[Tensor, Tensor]] = {}

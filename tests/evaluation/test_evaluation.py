@@ -18,7 +18,7 @@ from nsa.data import DataConfig
 from nsa.data.recall import make_chains
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.evaluation import command
-from nsa.evaluation.forward import Subject
+from nsa.evaluation.forward import EvalModel
 from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
 from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
 from nsa.generate import generate
@@ -27,8 +27,8 @@ from nsa.model import save_model
 KINDS = ["nsa", "dense"]
 
 
-def subject(kind: str = "nsa", chunk: int = 1000) -> Subject:
-    return Subject(kind, Path("runs/x"), small_model(kind, 256), ByteTokenizer(), torch.float32, chunk)
+def subject(kind: str = "nsa", chunk: int = 1000) -> EvalModel:
+    return EvalModel(kind, Path("runs/x"), small_model(kind, 256), ByteTokenizer(), torch.float32, chunk)
 
 
 @pytest.mark.parametrize("kind", KINDS)
