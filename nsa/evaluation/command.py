@@ -24,6 +24,7 @@ import nsa
 from nsa.config import require, require_positive_int
 from nsa.data import DataConfig
 from nsa.data.prepare import LINE_EVERY_S
+from nsa.data.tokenizer import TOKENIZER_FILE
 from nsa.evaluation.forward import EvalModel, open_models
 from nsa.evaluation.loss import evaluate_loss
 from nsa.evaluation.plots import draw_evaluation
@@ -32,8 +33,8 @@ from nsa.files import make_folder, replace_text
 from nsa.machine import usable_device
 from nsa.origin import commit
 from nsa.progress import progress, say
-from nsa.train.config import load_config
 from nsa.train.run_folder import CONFIG
+from nsa.train.yaml_file import read_yaml
 
 Rows = list[dict[str, Any]]
 
@@ -79,12 +80,9 @@ def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
         data = DataConfig(source=args.dataset or "stdlib", path=args.data_path)
     else:
         require(args.data_path is None, "--data-path", args.data_path, "none without --dataset")
-        data = load_config(run, {"device": "cpu", "compile": False, "cuda_graphs": False, "dtype": "float32"}).data
-    return data if data.source == "shards" else replace(data, tokenizer=data.tokenizer or run_tokenizer(run))
-
-
-def run_tokenizer(run: Path) -> str | None:
-    return str(run) if (run / "tokenizer.json").is_file() else None
+        data = DataConfig(**read_yaml(run / CONFIG)["data"])
+    own = (run / TOKENIZER_FILE).is_file() and data.source != "shards"
+    return replace(data, tokenizer=str(run)) if own else data
 
 
 def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generating import small_model
+from training import small_run
 
 from nsa.cli import main
 from nsa.data import DataConfig
@@ -23,6 +24,7 @@ from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
 from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
 from nsa.generate import generate
 from nsa.model import save_model
+from nsa.train import Trainer
 
 KINDS = ["nsa", "dense"]
 
@@ -181,3 +183,14 @@ def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None
     flags = ["--lengths", "64", "--depths", "1", "--samples", "1", "--haystack", str(text)]
     assert main(["eval", "needle", runs[0], *flags]) == 0
     assert (Path(runs[0]) / "eval" / "needle.csv").is_file()
+
+
+def test_the_loss_is_of_the_run_s_own_validation_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many windows as the trainer validates on, in the same order: its last validation loss."""
+    run = small_run(tmp_path / "run", "nsa", data=DataConfig(source="stdlib", prefetch=False), eval_batches=2)
+    summary = Trainer(run).train()
+    assert summary is not None
+    capsys.readouterr()
+    assert main(["eval", "loss", str(run.out), "--windows", "4"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["run"]
+    assert found == pytest.approx(summary.loss_end, abs=1e-3)
