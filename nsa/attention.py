@@ -238,7 +238,8 @@ class NSAAttention(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             for name, dtype in (("x.dtype", x.dtype), ("the layer's dtype", weight.dtype)):
                 require(dtype != torch.float64, name, dtype, "fp32 or half precision: autocast leaves fp64 alone")
-        else:
+        elif weight.dtype in FLOATS:
+            # A quantized weight has a dtype of its own.
             check_same("x", "dtype", x.dtype, "the layer", weight.dtype)
         # A traced call has no values to look at; the ops look when they run.
         traced = torch.compiler.is_compiling()
@@ -273,12 +274,22 @@ class NSAAttention(nn.Module):
 
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
         """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
-        c = self.config
-        q = self.rope.rotate(self.q_proj(x).unflatten(-1, (-1, c.d_k)), angles)
-        keys = self.split_keys(self.k_proj(x).unflatten(-1, (-1, c.d_k)), angles)
-        values = self.split_values(self.v_proj(x).unflatten(-1, (-1, c.d_v)))
+        q = self.rope.rotate(self.query_heads(x), angles)
+        keys, values = self.split_keys(self.key_heads(x), angles), self.split_values(self.value_heads(x))
         raw, selected, window = zip(keys, values, strict=True)
         return q, raw, selected, window
+
+    def query_heads(self, x: Tensor) -> Tensor:
+        """`[B, S, Hq, Dk]`, not rotated."""
+        return self.q_proj(x).unflatten(-1, (-1, self.config.d_k))
+
+    def key_heads(self, x: Tensor) -> Tensor:
+        """`[B, S, 3 * G, Dk]` of the compressed, selected and sliding branch, or `[B, S, G, Dk]`; not rotated."""
+        return self.k_proj(x).unflatten(-1, (-1, self.config.d_k))
+
+    def value_heads(self, x: Tensor) -> Tensor:
+        """As `key_heads`, with `Dv`."""
+        return self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
 
     def split_keys(self, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """The branches' keys `[B, S, G, Dk]`, of `k [B, S, 3 * G, Dk]`, or `[B, S, G, Dk]` that they share."""
