@@ -1,0 +1,45 @@
+"""Two ranks compute what one does: logits, every gradient, and what is generated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import SELECT, logits_of, prompt, tiny_model
+from transformers import __version__ as installed
+
+ROOT = Path(__file__).parent.parent.parent
+FIRST = (5, 20)  # whose tensor parallelism runs on CPUs as below
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(tuple(map(int, installed.split(".")[:2])) < FIRST, reason="an earlier interface of transformers")
+@pytest.mark.parametrize(("kind", "nsa"), [("tp", {}), ("tp", SELECT), ("fsdp", {})], ids=["tp", "tp-select", "fsdp"])
+def test_two_ranks_compute_what_one_does(tmp_path: Path, kind: str, nsa: dict[str, Any]) -> None:
+    model, tokens = tiny_model(nsa, tie_word_embeddings=False), prompt(40)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens.tolist()))
+    script, out = str(ROOT / "tests" / "hf" / "two_ranks.py"), tmp_path / "out.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(
+        [*command, str(tmp_path), str(out), kind],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {name: torch.tensor(x) for name, x in json.loads(out.read_text()).items()}
+    torch.testing.assert_close(found["logits"], logits_of(model, tokens), atol=1e-4, rtol=1e-4)
+    if kind == "tp":
+        expected = model.generate(tokens, max_new_tokens=8, do_sample=False).tolist()
+        assert [found[cache].tolist() for cache in ("dynamic", "static")] == [expected] * 2
+    model.train()(tokens, labels=tokens).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, atol=1e-4, rtol=1e-3, msg=name)
