@@ -49,13 +49,15 @@ class NSAAttention(nn.Module):
         self.config = c = config
         # One K/V for each branch, side by side in one product; a single one when they share it.
         n_kv = 1 if c.share_kv else len(BRANCHES)
-        self.q_proj = nn.Linear(c.dim, c.n_heads * c.d_k, bias=False)
-        self.k_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_k, bias=False)
-        self.v_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_v, bias=False)
+        self.q_proj = nn.Linear(c.dim, c.n_heads * c.d_k, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_k, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_v, bias=c.qkv_bias)
         self.phi_k = Compression(c.d_k, c.l, kind=c.phi, hidden=c.phi_hidden)
         self.phi_v = Compression(c.d_v, c.l, kind=c.phi, hidden=c.phi_hidden)
         self.gate = Gate(config)
         self.o_proj = nn.Linear(c.n_heads * c.d_v, c.dim, bias=False)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(c.d_k, eps=c.qk_norm_eps) for _ in range(2))
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
         self.recordings: Recordings[eager.LayerReplay] = Recordings()
         # What a pinned gate leaves unused: an optimizer or DDP would wait for gradients that do not come.
@@ -281,11 +283,13 @@ class NSAAttention(nn.Module):
 
     def query_heads(self, x: Tensor) -> Tensor:
         """`[B, S, Hq, Dk]`, not rotated."""
-        return self.q_proj(x).unflatten(-1, (-1, self.config.d_k))
+        q = self.q_proj(x).unflatten(-1, (-1, self.config.d_k))
+        return self.q_norm(q).to(q.dtype) if self.config.qk_norm else q
 
     def key_heads(self, x: Tensor) -> Tensor:
         """`[B, S, 3 * G, Dk]` of the compressed, selected and sliding branch, or `[B, S, G, Dk]`; not rotated."""
-        return self.k_proj(x).unflatten(-1, (-1, self.config.d_k))
+        k = self.k_proj(x).unflatten(-1, (-1, self.config.d_k))
+        return self.k_norm(k).to(k.dtype) if self.config.qk_norm else k
 
     def value_heads(self, x: Tensor) -> Tensor:
         """As `key_heads`, with `Dv`."""

@@ -78,6 +78,10 @@ class NSAConfig:
 
     # One K/V for the three branches, as in a converted dense checkpoint.
     share_kv: bool = False
+    # As in Qwen: biases of queries, keys and values; an RMSNorm of each head of queries and keys before RoPE.
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     gate_hidden: int | None = None  # None: a quarter of dim
     gate_bias: float = 0.0  # initial bias of the gate's logits
@@ -102,7 +106,7 @@ class NSAConfig:
         check_compression(self.l, self.d, block_name="l", stride_name="d")
         names = {"stride": "d", "select_block": "l_sel", "n_select": "n_sel"}
         check_selection(self.d, self.l_sel, self.n_sel, self.n_init, self.n_local, names=names)
-        for name in ("share_kv", "strict"):
+        for name in ("share_kv", "qkv_bias", "qk_norm", "strict"):
             require_bool(name, getattr(self, name))
         check_backend(self.backend)
         options = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
@@ -114,7 +118,8 @@ class NSAConfig:
         require(not both, "drop_branch", self.drop_branch, f"None with force_branch = {self.force_branch!r}")
         finite = isinstance(self.gate_bias, int | float) and abs(self.gate_bias) <= sys.float_info.max
         require(finite and not isinstance(self.gate_bias, bool), "gate_bias", self.gate_bias, "a finite number")
-        require_positive_number("rope_theta", self.rope_theta)
+        for name in ("rope_theta", "qk_norm_eps"):
+            require_positive_number(name, getattr(self, name))
         valid = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
         require(valid, "rope_scaling", self.rope_scaling, "None or a RopeScaling")
 

@@ -51,6 +51,7 @@ VARIANTS = {
     "rope_before_shared": {"compress_rope": "before", "share_kv": True},
     "rope_scaled": {"rope_scaling": SCALING},
     "gate_softmax": {"gate": "softmax"},
+    "biases_and_norms": {"qkv_bias": True, "qk_norm": True},
     "odd_widths": {"d_k": 2, "d_v": 3, "gate_hidden": 3, "phi_hidden": 5},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
@@ -147,19 +148,26 @@ def gates_by_hand(attn: NSAAttention, x: Tensor) -> Tensor:
     return kept * logits.exp() / (kept * logits.exp()).sum(dim=-1, keepdim=True)
 
 
+def heads_by_hand(attn: NSAAttention, x: Tensor, name: str) -> Tensor:
+    c, linear, norm = attn.config, getattr(attn, f"{name}_proj"), getattr(attn, f"{name}_norm", None)
+    y = x @ linear.weight.T + (linear.bias if c.qkv_bias else 0)
+    y = y.view(*x.shape[:2], -1, c.d_v if name == "v" else c.d_k)
+    return y if norm is None else y / (y.square().mean(dim=-1, keepdim=True) + c.qk_norm_eps).sqrt() * norm.weight
+
+
 def keys_by_hand(attn: NSAAttention, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Unrotated keys and values of the three branches."""
     c = attn.config
     shape = (*x.shape[:2], -1, c.n_kv_groups)
-    ks = (x @ attn.k_proj.weight.T).view(*shape, c.d_k).unbind(dim=2)
-    vs = (x @ attn.v_proj.weight.T).view(*shape, c.d_v).unbind(dim=2)
+    ks = heads_by_hand(attn, x, "k").view(*shape, c.d_k).unbind(dim=2)
+    vs = heads_by_hand(attn, x, "v").view(*shape, c.d_v).unbind(dim=2)
     return (list(ks) * 3, list(vs) * 3) if c.share_kv else (list(ks), list(vs))
 
 
 def layer_by_hand(attn: NSAAttention, x: Tensor) -> Tensor:
     c = attn.config
     position = torch.arange(x.shape[1])
-    q = turned((x @ attn.q_proj.weight.T).view(*x.shape[:2], c.n_heads, c.d_k), position, c)
+    q = turned(heads_by_hand(attn, x, "q"), position, c)
     ks, vs = keys_by_hand(attn, x)
     if c.compress_rope == "before":
         k_cmp = compressed_by_loops(turned(ks[0], position, c), attn.phi_k, c)

@@ -231,3 +231,8 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
     layer(x).sum().backward()
     if change in ("hooked", "backward-hooked", "patched", "method"):
         assert calls
+
+
+@pytest.mark.parametrize("variant", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
+def test_what_the_node_does_not_compute_is_left_to_the_modules(variant: dict[str, Any]) -> None:
+    assert eager.parameters_of(new_layer(**variant), torch.randn(1, 9, 24, dtype=torch.float64)) is None

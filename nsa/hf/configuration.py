@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from nsa.config import NSAConfig, RopeScaling, require
+from nsa.config import NSAConfig, require
+from nsa.model.llama import MODEL_TYPE, attention_config
 
 LAYER_TYPE = "nsa_attention"
 
@@ -22,7 +23,7 @@ class NSALlamaConfig(PreTrainedConfig):
         ValueError: A field, or a key of `nsa`, has a wrong name, type or value.
     """
 
-    model_type = "nsa_llama"
+    model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
     # `phi` and the norms of queries and keys see only the heads of a rank.
     base_model_tp_plan: ClassVar = {
@@ -33,6 +34,8 @@ class NSALlamaConfig(PreTrainedConfig):
         "layers.*.self_attn.v_cmp_proj": "colwise",
         "layers.*.self_attn.k_win_proj": "colwise",
         "layers.*.self_attn.v_win_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.phi_k": "replicated_with_grad_allreduce",
         "layers.*.self_attn.phi_v": "replicated_with_grad_allreduce",
         "layers.*.self_attn.phi_k.inner": "replicated_with_grad_allreduce",
@@ -98,34 +101,4 @@ class NSALlamaConfig(PreTrainedConfig):
         Raises:
             ValueError: A key of `nsa` is unknown, or a value wrong.
         """
-        own = {
-            "dim": self.hidden_size,
-            "n_heads": self.num_attention_heads,
-            "n_kv_groups": self.num_key_value_heads,
-            "d_k": self.head_dim,
-            "d_v": self.head_dim,
-            **rope_fields(self.rope_parameters),
-        }
-        taken = sorted(own.keys() & (self.nsa or {}).keys() - {"d_v"})
-        require(not taken, "the keys of nsa", taken, "only hyperparameters that are not fields of Llama's config")
-        return NSAConfig.from_dict(own | (self.nsa or {}))
-
-
-def rope_fields(rope: dict[str, Any] | None) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of an `NSAConfig`, from Transformers' `rope_parameters`.
-
-    Raises:
-        ValueError: The kind of RoPE is neither the default nor Llama-3's, or rotates a part of each head.
-    """
-    rope = rope or {}
-    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-    require(kind in ("default", "llama3"), "rope_type", kind, "'default' or 'llama3'")
-    require(part == 1.0, "partial_rotary_factor", part, "1.0: all of each head is rotated")
-    scaling = None
-    if kind == "llama3":
-        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [name for name in needed if name not in rope]
-        require(not missing, "rope_parameters", rope, f"{missing} too, for 'llama3'")
-        factor, low, high, length = (rope[name] for name in needed)
-        scaling = RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_len=length)
-    return {"rope_theta": rope.get("rope_theta", 10_000.0), "rope_scaling": scaling}
+        return attention_config(vars(self))

@@ -36,13 +36,14 @@ class NSALlamaAttention(NSAAttention):
         if not c.share_kv:
             for name, head_dim in (("k", c.d_k), ("v", c.d_v)):
                 for branch in ("", "_cmp", "_win"):
-                    projection = nn.Linear(c.dim, c.n_kv_groups * head_dim, bias=False)
+                    projection = nn.Linear(c.dim, c.n_kv_groups * head_dim, bias=c.qkv_bias)
                     setattr(self, f"{name}{branch}_proj", projection)
         if c.force_branch is not None:
             self.gate = PinnedGate(config)
 
     def key_heads(self, x: Tensor) -> Tensor:
-        return self.of_branches(x, "k").unflatten(-1, (-1, self.config.d_k))
+        k = self.of_branches(x, "k").unflatten(-1, (-1, self.config.d_k))
+        return self.k_norm(k).to(k.dtype) if self.config.qk_norm else k
 
     def value_heads(self, x: Tensor) -> Tensor:
         return self.of_branches(x, "v").unflatten(-1, (-1, self.config.d_v))

@@ -78,6 +78,8 @@ class LM(nn.Module):
             attn, mlp = layer.attention, layer.mlp
             for linear in (attn.q_proj, attn.k_proj, attn.v_proj, mlp.inner):
                 nn.init.normal_(linear.weight, std=std)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
             for linear in (attn.o_proj, mlp.outer):
                 nn.init.normal_(linear.weight, std=std / math.sqrt(2 * len(self.layers)))
 

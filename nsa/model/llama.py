@@ -1,0 +1,254 @@
+"""Models as Transformers has them on disk: Llama's names and config, read and written without that package.
+
+A folder has `config.json` and `model.safetensors` (or shards and `model.safetensors.index.json`). Nothing else is
+opened: neither pickles nor code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig, RopeScaling, require
+from nsa.files import make_folder, parse_json, read_text, replace_text
+from nsa.model.config import LMConfig
+from nsa.model.transformer import LM
+from nsa.tensor_file import read_tensors, write_tensors
+
+MODEL_TYPE, DENSE_TYPE = "nsa_llama", "llama"
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_JSON_BYTES = 2**26
+
+# Fields of an NSAConfig that Llama's config has under names of its own.
+LLAMA_FIELDS = ("dim", "n_heads", "n_kv_groups", "d_k", "rope_theta", "rope_scaling", "qk_norm_eps")
+# Which branch a projection belongs to, in the order of `NSAAttention.k_proj`.
+BRANCH_NAMES = ("_cmp", "", "_win")
+
+
+def attention_config(fields: Mapping[str, Any]) -> NSAConfig:
+    """The hyperparameters of every layer, from the fields of a `config.json`.
+
+    Raises:
+        ValueError: A field is missing, a key of `nsa` unknown, or a value wrong.
+    """
+    nsa = fields.get("nsa") or {}
+    require(isinstance(nsa, Mapping), "nsa", nsa, "hyperparameters by name")
+    taken = sorted(set(LLAMA_FIELDS) & nsa.keys())
+    require(not taken, "the keys of nsa", taken, "only hyperparameters that are not fields of Llama's config")
+    needed = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    missing = [name for name in needed if fields.get(name) is None]
+    require(not missing, "the config", sorted(fields), f"a value for {missing}")
+    dim, n_heads, n_groups, head_dim = (fields[name] for name in needed)
+    own = {"dim": dim, "n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
+    own |= {"qk_norm_eps": fields.get("rms_norm_eps", 1e-6), **rope_fields(fields.get("rope_parameters"))}
+    return NSAConfig.from_dict({**own, **nsa})
+
+
+def rope_fields(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of an `NSAConfig`, from Transformers' `rope_parameters`.
+
+    Raises:
+        ValueError: The kind of RoPE is neither the default nor Llama-3's, or rotates a part of each head.
+    """
+    rope = rope or {}
+    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    require(kind in ("default", "llama3"), "rope_type", kind, "'default' or 'llama3'")
+    require(part == 1.0, "partial_rotary_factor", part, "1.0: all of each head is rotated")
+    scaling = None
+    if kind == "llama3":
+        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        missing = [name for name in needed if name not in rope]
+        require(not missing, "rope_parameters", dict(rope), f"{missing} too, for 'llama3'")
+        factor, low, high, length = (rope[name] for name in needed)
+        scaling = RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_len=length)
+    return {"rope_theta": rope.get("rope_theta", 10_000.0), "rope_scaling": scaling}
+
+
+def rope_parameters(c: NSAConfig) -> dict[str, Any]:
+    """The inverse of `rope_fields`."""
+    if c.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": c.rope_theta}
+    values = asdict(c.rope_scaling)
+    length = values.pop("original_max_len")
+    return {"rope_type": "llama3", "rope_theta": c.rope_theta, **values, "original_max_position_embeddings": length}
+
+
+def llama_config(config: LMConfig) -> dict[str, Any]:
+    """The `config.json` of a model with NSA, or dense attention, in every layer.
+
+    Raises:
+        ValueError: The layers have another attention, or a dense head has values of another size than its keys.
+    """
+    c, kinds = config.attn, set(config.kinds)
+    require(kinds in ({"nsa"}, {"dense"}), "attention", config.attention, "'nsa' or 'dense' in every layer")
+    dense = kinds == {"dense"}
+    require(not dense or c.d_k == c.d_v, "attn.d_v", c.d_v, f"attn.d_k = {c.d_k} for dense attention, as Llama's")
+    fields: dict[str, Any] = {
+        "model_type": DENSE_TYPE if dense else MODEL_TYPE,
+        "architectures": ["LlamaForCausalLM" if dense else "NSALlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": c.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_groups,
+        "head_dim": c.d_k,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope_parameters(c),
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+    }
+    if not dense:
+        require(not c.qk_norm or c.qk_norm_eps == config.norm_eps, "attn.qk_norm_eps", c.qk_norm_eps, "norm_eps")
+        # What runs the model is the machine's matter.
+        left_out = {*LLAMA_FIELDS, "backend", "strict"} | ({"d_v"} if c.d_v == c.d_k else set())
+        fields["nsa"] = {name: value for name, value in c.to_dict().items() if name not in left_out}
+    return fields
+
+
+def lm_config(fields: Mapping[str, Any], seq_len: int) -> LMConfig:
+    """The inverse of `llama_config`; `seq_len` is that of the training.
+
+    Raises:
+        ValueError: It is no config of such a model; the message names the field.
+    """
+    kind, act = fields.get("model_type"), fields.get("hidden_act", "silu")
+    require(
+        kind in (MODEL_TYPE, DENSE_TYPE), "model_type", kind, f"{MODEL_TYPE!r}, or {DENSE_TYPE!r} for dense attention"
+    )
+    require(act == "silu", "hidden_act", act, "'silu'")
+    for name in ("mlp_bias", "attention_bias"):
+        require(not fields.get(name), name, fields.get(name), "False")
+    needed = ("vocab_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")
+    missing = [name for name in needed if fields.get(name) is None]
+    require(not missing, "the config", sorted(fields), f"a value for {missing}")
+    vocab_size, n_layers, hidden, eps = (fields[name] for name in needed)
+    return LMConfig(
+        vocab_size=vocab_size,
+        n_layers=n_layers,
+        hidden=hidden,
+        seq_len=seq_len,
+        attn=attention_config(fields),
+        attention="nsa" if kind == MODEL_TYPE else "dense",
+        tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        norm_eps=eps,
+    )
+
+
+def llama_tensors(model: LM) -> dict[str, Tensor]:
+    """The parameters of `model` by the names that Transformers gives them."""
+    c, pinned = model.config, model.config.attn.force_branch is not None
+    found = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight}
+    if model.head is not None:
+        found["lm_head.weight"] = model.head.weight
+    for index, layer in enumerate(model.blocks):
+        own = {
+            "input_layernorm.weight": layer.attention_norm.weight,
+            "post_attention_layernorm.weight": layer.mlp_norm.weight,
+            "mlp.down_proj.weight": layer.mlp.outer.weight,
+        }
+        own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"] = layer.mlp.inner.weight.chunk(2)
+        for name, x in layer.attention.named_parameters():
+            per_branch = c.kinds[index] == "nsa" and not c.attn.share_kv and name.startswith(("k_proj", "v_proj"))
+            if per_branch:
+                letter, kind = name[0], name.partition(".")[2]
+                for branch, part in zip(BRANCH_NAMES, x.chunk(3), strict=True):
+                    own[f"self_attn.{letter}{branch}_proj.{kind}"] = part
+            elif not (pinned and name.startswith("gate.")):
+                own[f"self_attn.{name}"] = x
+        found |= {f"model.layers.{index}.{name}": x for name, x in own.items()}
+    return {name: x.detach() for name, x in found.items()}
+
+
+def load_llama_tensors(model: LM, tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """Copy `tensors` into the parameters of `model`.
+
+    Raises:
+        ValueError: A tensor is missing, left over, or has another shape; the message names it and `origin`.
+    """
+    targets = llama_tensors(model)
+    given = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if model.head is None:
+        # Tied: written by some.
+        given.pop("lm_head.weight", None)
+    problems = [f"{name} is missing" for name in targets.keys() - given.keys()]
+    problems += [f"{name} is left over" for name in given.keys() - targets.keys()]
+    problems += [
+        f"{name} has shape {list(given[name].shape)}, not {list(targets[name].shape)}"
+        for name in targets.keys() & given.keys()
+        if given[name].shape != targets[name].shape
+    ]
+    if problems:
+        raise ValueError(f"{origin} does not fit the model: {shorten('; '.join(sorted(problems)), 300)}")
+    with torch.no_grad():
+        # Views of the parameters, so that this writes to the model.
+        for name, target in targets.items():
+            target.copy_(given[name])
+
+
+def write_folder(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a model as Transformers reads it."""
+    make_folder(folder)
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors.values()}
+    write_tensors(folder / WEIGHTS_FILE, {name: x.cpu().contiguous() for name, x in tensors.items()})
+    values = {**fields, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})}
+    replace_text(folder / CONFIG_FILE, json.dumps(values, indent=2) + "\n")
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder.
+
+    Raises:
+        ValueError: It is missing or damaged, or says that the folder holds quantized weights or code.
+    """
+    path = folder / CONFIG_FILE
+    require(path.is_file(), "folder", str(folder), f"a folder with {CONFIG_FILE}, as Transformers writes it")
+    fields = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged")
+    quantized = fields.get("quantization_config")
+    require(not quantized, f"quantization_config in {path}", quantized, "none: weights in fp32, bf16 or fp16")
+    code = fields.get("auto_map")
+    require(not code, f"auto_map in {path}", code, "none: code in a folder is never run")
+    return fields
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Which file of a folder holds each tensor.
+
+    Raises:
+        ValueError: There are no safetensors files, or the index is damaged.
+    """
+    if (folder / WEIGHTS_FILE).is_file():
+        return dict.fromkeys(read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
+    index = folder / INDEX_FILE
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    accepted = f"a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
+    require(not pickles or index.is_file(), "folder", str(folder), f"{accepted}; {pickles} may hold code")
+    require(index.is_file(), "folder", str(folder), accepted)
+    names = parse_json(read_text(index, MAX_JSON_BYTES), f"{index} is damaged").get("weight_map")
+    require(isinstance(names, dict) and bool(names), f"weight_map in {index}", names, "files by the names of tensors")
+    assert isinstance(names, dict)
+    for name in set(map(str, names.values())):
+        inside = name.endswith(".safetensors") and Path(name).name == name and (folder / name).is_file()
+        require(inside, f"a file in {index}", name, f"a .safetensors file in {folder}")
+    found = {name: folder / str(file) for name, file in names.items()}
+    for path in set(found.values()):
+        there = read_tensors(path).keys()
+        missing = sorted(name for name, file in found.items() if file == path and name not in there)
+        require(not missing, f"tensors that {path} should hold", missing, "none missing")
+    return found
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder, as views of its mapped files; raises as `weight_files`."""
+    files = weight_files(folder)
+    opened = {path: read_tensors(path) for path in set(files.values())}
+    return {name: opened[path][name] for name, path in files.items()}
