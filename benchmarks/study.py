@@ -319,7 +319,7 @@ class Study:
             **arm.sets,
         }
         if arm.start is not None:
-            values["init_from"] = f"runs/{arm.start}"
+            values["init"] = f"runs/{arm.start}"
         sets = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
         data = ["--dataset", "shards", "--data-path", arm.data]
         sizes = ["--steps", str(arm.steps), "--batch-size", str(arm.batch_size)]

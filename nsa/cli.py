@@ -53,6 +53,7 @@ COMMANDS = {
     "inspect": Command(
         "nsa.inspection.command", "show what a trained model attends to in a text", "a smaller --max-tokens needs less"
     ),
+    "export": Command("nsa.export", "write a run as a Transformers folder", "a smaller --dtype needs less"),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from nsa.commands.types import add_config_arguments, path
+from nsa.commands.types import add_config_arguments, folder, path
 from nsa.model.config import ATTENTION_KINDS
 from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of
@@ -25,7 +25,7 @@ CONFIG_KEYS = {
 }
 
 # Flags that are not keys of the config.
-OTHERS = ("config", "set", "resume", "diff", "ddp")
+OTHERS = ("config", "set", "resume", "init", "diff", "ddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  nsa train --attention dense     the same with dense attention\n"
         "  nsa train --config 125m --steps 2000 --batch-size 8 --set model.attn.w=256 --set schedule=wsd\n"
         "  nsa train --resume runs/NAME    resume that run\n"
+        "  nsa train --init models/NAME    start from a model of `nsa export` or `nsa convert`\n"
         "  torchrun --nproc-per-node 8 -m nsa train --config 1b --parallel fsdp"
     )
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--resume", type=path, metavar="RUN", help="resume the run in this folder, with its own config")
     start.add_argument(
         "--out", type=path, help="the run's folder; resumes a run in it (default: a new one under runs/)"
+    )
+    start.add_argument(
+        "--init",
+        type=folder,
+        metavar="DIR",
+        help="start from the parameters of a Transformers folder, with its model and tokenizer",
     )
     start.add_argument("--diff", type=path, metavar="RUN", help="show how this start differs from that run's, and stop")
     model = parser.add_argument_group("model")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling, require
 from nsa.files import make_folder, parse_json, read_text, replace_text
+from nsa.model.checkpoint import load_parameters
 from nsa.model.config import LMConfig
 from nsa.model.transformer import LM
 from nsa.tensor_file import read_tensors, write_tensors
@@ -252,3 +253,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     files = weight_files(folder)
     opened = {path: read_tensors(path) for path in set(files.values())}
     return {name: opened[path][name] for name, path in files.items()}
+
+
+def load_initial(model: LM, folder: Path) -> None:
+    """Copy the parameters of a Transformers folder, or of a run or its export, into a model that has the same ones.
+
+    Raises:
+        ValueError: A file is missing, damaged, or does not fit the model; the message names it.
+    """
+    if (folder / CONFIG_FILE).is_file():
+        load_llama_tensors(model, read_weights(folder), folder)
+    else:
+        load_parameters(model, folder)

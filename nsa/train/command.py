@@ -4,6 +4,7 @@ nsa train                                              # a minute or two on two 
 nsa train --attention dense                            # the same with dense attention: the A/B is one flag
 nsa train --config 125m --batch-size 8 --steps 2000    # on a GPU: bf16, compiled, CUDA graphs
 nsa train --resume runs/tiny-nsa-20261115-120000       # resume; so does the same --out a second time
+nsa train --init models/converted --config 125m-32k    # start from a Transformers folder
 torchrun --nproc-per-node 8 -m nsa train --config 125m
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 from nsa import settings
 from nsa.commands.train import CONFIG_KEYS, OTHERS
@@ -42,10 +45,24 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
     given = {name: value for name, value in vars(args).items() if name not in OTHERS and value is not None}
     given = {CONFIG_KEYS.get(name, name): value for name, value in given.items()} | parse_set(args.set)
     if args.resume is None:
+        given = (init_keys(args.init) if args.init is not None else {}) | given
         return load_config("tiny" if args.config is None else args.config, given, env=env)
+    require(args.init is None, "--init", str(args.init), "none with --resume, which starts from a checkpoint")
     require(args.config is None, "--config", args.config, "none with --resume, which uses the run's own config")
     require(args.resume.is_dir(), "--resume", str(args.resume), "the folder of a run")
     require("out" not in given, "--out", str(given.get("out")), "none with --resume, which writes to the run's folder")
     require_checkpoint(args.resume, "--resume")
     # As the run was configured, whatever the environment says now.
     return load_config(args.resume, moved(args.resume) | given | {"out": str(args.resume)}, env=settings.Settings())
+
+
+def init_keys(folder: Path) -> dict[str, Any]:
+    """The keys of a config that come from a Transformers folder: the model, but for its length, and the tokenizer."""
+    # Imports torch.
+    from nsa.model.llama import lm_config, read_fields
+
+    model = lm_config(read_fields(folder), seq_len=1).to_dict()
+    names = ("vocab_size", "n_layers", "hidden", "attention", "tie_embeddings", "norm_eps")
+    attn = {f"model.attn.{name}": value for name, value in model["attn"].items() if name not in ("backend", "strict")}
+    found = {"init": str(folder), "data.tokenizer": str(folder), **{f"model.{name}": model[name] for name in names}}
+    return found | attn

@@ -69,8 +69,8 @@ class TrainConfig:
     data: DataConfig
     out: Path
 
-    # The folder of a run or an export whose parameters a new run starts from.
-    init_from: str | None = None
+    # A run, its export or a Transformers folder whose parameters a new run starts from (default: random ones).
+    init: str | None = None
 
     steps: int
     # Sequences in a batch of one rank, and batches per step.
@@ -157,6 +157,7 @@ class TrainConfig:
             (self.lr_floor <= 1, "lr_floor", "a fraction of lr, 0 to 1"),
             (left > 0, "warmup", f"less than steps = {self.steps}"),
             (decay, "decay", f"1 to {left} for wsd: the steps after the warm-up" if wsd else "0 for a cosine"),
+            (self.init is None or isinstance(self.init, str), "init", "the folder of a run or of Transformers, or none"),
             (prompt, "sample_prompt", "a text of at least one character"),
             (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
             (not graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
@@ -252,8 +253,8 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
     # The shell does not expand `~` in a file or in --set.
     data = values.get("data", {})
     expanded = {name: os.path.expanduser(data[name]) for name in ("path", "tokenizer") if data.get(name)}
-    if values.get("init_from"):
-        values["init_from"] = os.path.expanduser(values["init_from"])
+    if values.get("init"):
+        values["init"] = os.path.expanduser(values["init"])
     return {**values, "model": lm, "data": DataConfig(**{**data, **expanded})}
 
 

@@ -19,7 +19,7 @@ from nsa.backends.routing import counts_so_far
 from nsa.data import Batch, Loader
 from nsa.data.config import Split
 from nsa.model import LM, load_model
-from nsa.model.checkpoint import load_parameters
+from nsa.model.llama import load_initial
 from nsa.progress import open_closed_descriptors
 from nsa.train.checkpoint import export
 from nsa.train.components import Checkpointer, Component, Sampler, SpeedCheck, StatsWriter, Validator
@@ -60,9 +60,11 @@ class Trainer:
         self.loader = self.open_data("train")
         check_ranks(c, self.loader.state_dict())
         torch.manual_seed(c.seed)
-        self.model = LM(c.model).to(self.device)
-        if c.init_from is not None and not saved_steps(c.out / CHECKPOINTS):
-            load_parameters(self.model, Path(c.init_from))
+        self.model = LM(c.model)
+        if c.init is not None and not saved_steps(c.out / CHECKPOINTS):
+            # Every rank reads them; a run that is resumed has its own.
+            load_initial(self.model, Path(c.init))
+        self.model.to(self.device)
         self.model.recompute = c.gc
         # Before the model is sharded: each rank would count its own part.
         self.boot = boot_line(c, self.model, self.loader.source, self.ranks)

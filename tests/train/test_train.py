@@ -302,20 +302,20 @@ def test_a_run_starts_from_the_parameters_of_another(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", "nsa", steps=2)
     Trainer(first).train()
     longer = replace(first.model, seq_len=64)
-    second = replace(first, out=tmp_path / "second", model=longer, init_from=str(first.out), lr=1e-9)
+    second = replace(first, out=tmp_path / "second", model=longer, init=str(first.out), lr=1e-9)
     Trainer(second).train()
     before, after = load_model(first.out), load_model(second.out)
     for (name, x), y in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=0, msg=name)
     # What is resumed does not need them any more.
-    Trainer(replace(second, init_from=str(tmp_path / "gone"))).train()
+    Trainer(replace(second, init=str(tmp_path / "gone"))).train()
 
 
 def test_parameters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", "nsa", steps=1)
     Trainer(first).train()
-    other = replace(first, out=tmp_path / "other", init_from=str(first.out), model=replace(first.model, hidden=32))
+    other = replace(first, out=tmp_path / "other", init=str(first.out), model=replace(first.model, hidden=32))
     with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
         Trainer(other)
     with pytest.raises(ValueError, match="folder is"):
-        Trainer(replace(other, init_from=str(tmp_path / "nowhere")))
+        Trainer(replace(other, init=str(tmp_path / "nowhere")))
