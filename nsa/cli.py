@@ -54,6 +54,9 @@ COMMANDS = {
         "nsa.inspection.command", "show what a trained model attends to in a text", "a smaller --max-tokens needs less"
     ),
     "export": Command("nsa.export", "write a run as a Transformers folder", "a smaller --dtype needs less"),
+    "convert": Command(
+        "nsa.convert", "turn a dense Transformers model into one with NSA", "fewer or shorter --lengths need less"
+    ),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",

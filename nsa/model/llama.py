@@ -177,23 +177,36 @@ def load_llama_tensors(model: LM, tensors: Mapping[str, Tensor], origin: Path) -
         ValueError: A tensor is missing, left over, or has another shape; the message names it and `origin`.
     """
     targets = llama_tensors(model)
-    given = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if model.head is None:
-        # Tied: written by some.
-        given.pop("lm_head.weight", None)
-    problems = [f"{name} is missing" for name in targets.keys() - given.keys()]
-    problems += [f"{name} is left over" for name in given.keys() - targets.keys()]
-    problems += [
-        f"{name} has shape {list(given[name].shape)}, not {list(targets[name].shape)}"
-        for name in targets.keys() & given.keys()
-        if given[name].shape != targets[name].shape
-    ]
-    if problems:
-        raise ValueError(f"{origin} does not fit the model: {shorten('; '.join(sorted(problems)), 300)}")
+    check_tensors({name: x.shape for name, x in targets.items()}, tensors, origin, tied=model.head is None)
     with torch.no_grad():
         # Views of the parameters, so that this writes to the model.
         for name, target in targets.items():
-            target.copy_(given[name])
+            target.copy_(tensors[name])
+
+
+def check_tensors(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], origin: Path, *, tied: bool) -> None:
+    """Check names and shapes.
+
+    Args:
+        shapes: Of the parameters of a model.
+        tensors: By the same names. A tied head may be there or not, and so may buffers of early Llamas.
+        origin: What the error names.
+        tied: Whether the head is the embedding.
+
+    Raises:
+        ValueError: A tensor is missing, left over, or has another shape.
+    """
+    head = {"lm_head.weight"} if tied else set()
+    ignored = head | {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys() - head]
+    problems += [f"{name} is left over" for name in tensors.keys() - shapes.keys() - ignored]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, not {list(shapes[name])}"
+        for name in shapes.keys() & tensors.keys()
+        if tensors[name].shape != shapes[name]
+    ]
+    if problems:
+        raise ValueError(f"{origin} does not fit the model: {shorten('; '.join(sorted(problems)), 300)}")
 
 
 def write_folder(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -157,7 +157,7 @@ class TrainConfig:
             (self.lr_floor <= 1, "lr_floor", "a fraction of lr, 0 to 1"),
             (left > 0, "warmup", f"less than steps = {self.steps}"),
             (decay, "decay", f"1 to {left} for wsd: the steps after the warm-up" if wsd else "0 for a cosine"),
-            (self.init is None or isinstance(self.init, str), "init", "the folder of a run or of Transformers, or none"),
+            (self.init is None or isinstance(self.init, str), "init", "a folder of a run or of Transformers, or none"),
             (prompt, "sample_prompt", "a text of at least one character"),
             (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
             (not graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
