@@ -7,7 +7,11 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 MARKS ?= not slow
 
-.PHONY: setup demo test test-all lint types unit kernels clean
+# `make unit` tests the newest transformers that we claim, of constraints.txt; `make hf-oldest` this one.
+OLDEST_TRANSFORMERS := 5.14.0
+OLDEST := build/transformers-$(OLDEST_TRANSFORMERS)
+
+.PHONY: setup demo test test-all lint types unit kernels hf-oldest clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +28,7 @@ test: lint types unit kernels
 
 test-all:
 	$(MAKE) test MARKS=
+	$(MAKE) hf-oldest
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -38,6 +43,18 @@ unit: setup
 # Triton's interpreter runs the kernels without a GPU; it is chosen when Triton is imported, hence a process of its own.
 kernels: setup
 	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -m "$(MARKS)" -n $(WORKERS) --dist worksteal
+
+# Beside the packages of .venv, which a line of a .pth file makes visible.
+$(OLDEST)/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv $(OLDEST)
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$site')" > \
+	    $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check transformers==$(OLDEST_TRANSFORMERS)
+	touch $@
+
+hf-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest tests/hf -m "not slow" -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

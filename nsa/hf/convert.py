@@ -129,6 +129,7 @@ def convert_back(source: Path, to: Path) -> None:
     selected = kind == MODEL_TYPE and all(nsa.get(name) == value for name, value in RECIPES["select"].items())
     accepted = "a folder of the recipe select: others have parameters that a dense model does not"
     require(selected and isinstance(dense, dict), "folder", str(source), accepted)
+    assert isinstance(dense, dict)
     copy_model(source, to, read_weights(source), {})
     write_json(to / CONFIG_FILE, dense)
 
@@ -186,7 +187,7 @@ def new_fields(fields: Mapping[str, Any], dense: Any, recipe: str, changes: Mapp
 def new_tensors(c: NSAConfig, weights: Mapping[str, Tensor], n_layers: int, own_kv: bool) -> dict[str, Tensor]:
     """What a dense model does not have: phi, gates, and with `own_kv` the K/V of the other two branches."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    found: dict[str, Tensor] = {}
     for index in range(n_layers):
         prefix = f"model.layers.{index}.self_attn."
         own = {**phi_as_mean("phi_k", c.d_k, c.l), **phi_as_mean("phi_v", c.d_v, c.l), **new_gate(c, generator)}

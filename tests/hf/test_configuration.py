@@ -58,19 +58,21 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, object], named: str)
 def test_a_missing_or_old_transformers_is_named_with_a_remedy() -> None:
     code = """
 import sys, types
-if sys.argv[1] == "old":
-    sys.modules["transformers"] = types.ModuleType("transformers")
-    sys.modules["transformers"].__spec__ = types.SimpleNamespace()
-    sys.modules["transformers"].__version__ = "5.13.1"
-else:
-    sys.modules["transformers"] = None
-import nsa, nsa.model.transformer, nsa.cli
-try:
-    import nsa.hf
-except ImportError as error:
-    print(error)
+import nsa, nsa.cli, nsa.model.transformer
+old = types.ModuleType("transformers")
+old.__spec__, old.__version__ = types.SimpleNamespace(), "5.13.1"
+for found in (old, None):
+    sys.modules["transformers"] = found
+    try:
+        import nsa.hf
+    except ImportError as error:
+        print(error)
+print(nsa.cli.main(["convert", "--from", ".", "--to", "nowhere"]))
 """
-    for state, word in (("old", "5.13.1"), ("missing", "needs the package")):
-        done = subprocess.run([sys.executable, "-c", code, state], capture_output=True, text=True, check=True)
-        assert word in done.stdout
-        assert "pip install 'nsa[hf]'" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    old, missing, status = done.stdout.splitlines()
+    assert "5.13.1" in old
+    assert "needs the package" in missing
+    assert status == "2"
+    for message in (old, missing, done.stderr):
+        assert "pip install 'nsa[hf]'" in message

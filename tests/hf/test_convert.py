@@ -99,7 +99,7 @@ def test_select_equals_dense_as_far_as_it_selects_all(tmp_path: Path, family: st
     assert differ[-1] > 1e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_select_generates_what_dense_generates(tmp_path: Path, family: str) -> None:
     """Up to the last token that it sees everything for."""
     dense = dense_folder(tmp_path / "dense", family)

@@ -86,7 +86,7 @@ def test_every_greedy_mode_generates_the_same(nsa: dict[str, Any]) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_beams_and_samples_do_not_depend_on_the_cache(cache: str) -> None:
     model, tokens = tiny_model(), prompt(50)
-    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"num_beams": 2, "num_return_sequences": 2}):
+    for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         found = []
         for how in ({"use_cache": False}, {"cache_implementation": cache}):
             torch.manual_seed(7)
@@ -94,6 +94,7 @@ def test_beams_and_samples_do_not_depend_on_the_cache(cache: str) -> None:
         assert found[0] == found[1], options
 
 
+@pytest.mark.slow
 def test_a_static_step_compiles_once_without_a_break() -> None:
     """Also with padding, whose mask grows with every step."""
     graphs = []

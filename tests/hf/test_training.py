@@ -125,7 +125,7 @@ def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_every_plan_names_modules_that_exist() -> None:
-    model = tiny_model()
+    model = tiny_model({"qk_norm": True})
     names = {name for name, _ in model.model.named_modules()}
     for plan in (NSALlamaConfig.base_model_tp_plan, NSALlamaConfig.base_model_pp_plan):
         for pattern in plan:
