@@ -10,13 +10,21 @@ from typing import Any
 import torch
 
 from nsa.config import require
-from nsa.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from nsa.data.tokenizer import (
+    END_TOKENS,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+)
 from nsa.files import make_folder, replace_text
 from nsa.model import LM, load_model
 from nsa.model.llama import llama_config, llama_tensors, write_folder
 
-# Tokens of the exported byte tokenizer: the end of a document, and every other byte.
-END_OF_DOCUMENT = "<|endoftext|>"
+# What the exported byte tokenizer calls the end of a document, byte 0.
+END_OF_DOCUMENT = END_TOKENS[0]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +74,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
     """`tokenizer.json` and `tokenizer_config.json`."""
     make_folder(folder)
     if isinstance(tokenizer, ByteTokenizer):
-        write_json(folder / FILE, byte_level_json())
+        write_json(folder / TOKENIZER_FILE, byte_level_json())
         end = END_OF_DOCUMENT
     else:
         assert isinstance(tokenizer, FileTokenizer)

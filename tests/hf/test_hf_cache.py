@@ -72,25 +72,23 @@ def test_crop_removes_the_last_columns(kind: str, absolute: bool) -> None:
 
 
 def test_a_long_draft_can_be_removed_once_it_is_announced() -> None:
-    model, tokens, draft = tiny_model(), prompt(300), prompt(200, seed=6)
-    cache = filled(model, "dynamic", tokens)
+    model, tokens, other = tiny_model(), prompt(300), prompt(3, seed=6)
+    cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
-    logits_of(model, draft, past_key_values=cache)
-    cache.crop(-200)
-    expected = logits_of(model, torch.cat([tokens, draft[:, :3]], dim=1))[:, 300:]
-    found = logits_of(model, draft[:, :3], past_key_values=cache)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
-    # What the smaller rings had overwritten is not claimed to be there.
+    logits_of(model, tokens, past_key_values=cache)
+    assert cache.layers[0].inner.max_rollback == MAX_DRAFT
+    cache.crop(-250)
+    expected = logits_of(model, torch.cat([tokens[:, :50], other], dim=1))[:, 50:]
+    torch.testing.assert_close(logits_of(model, other, past_key_values=cache), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_cache_in_use_refuses_to_remove_what_it_lost() -> None:
+    model = tiny_model()
+    cache = filled(model, "dynamic", prompt(300))
+    cache.activate_past_recording()
     with pytest.raises(ValueError, match="max_rollback"):
-        cache.crop(-203)
-    fresh = DynamicCache(config=model.config)
-    fresh.activate_past_recording()
-    logits_of(model, tokens, past_key_values=fresh)
-    assert fresh.layers[0].inner.max_rollback == MAX_DRAFT
-    fresh.crop(-250)
-    expected = logits_of(model, torch.cat([tokens[:, :50], draft[:, :3]], dim=1))[:, 50:]
-    found = logits_of(model, draft[:, :3], past_key_values=fresh)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        cache.crop(-200)
+    assert cache.get_seq_length() == 300
 
 
 @both
