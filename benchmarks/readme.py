@@ -90,6 +90,19 @@ def training_table() -> str:
     return table(["tokens x sequences", "NSA", "dense", "speedup", "NSA, GiB", "dense, GiB"], lines)
 
 
+def decode_table() -> str:
+    rows = read("decode")
+    lines = []
+    for (impl, mode, shape, batch, length), row in rows.items():
+        if (impl, mode) == (NSA, "decode-1"):
+            dense, limit = (float(rows[x, mode, shape, batch, length]["p50_ms"]) for x in (CUDNN, "bytes-limit"))
+            ours = float(row["p50_ms"])
+            times = [f"{x:.3f}" for x in (ours, dense, limit)]
+            lines.append([shape, f"{length:,} x {batch}", *times, f"{dense / ours:.1f}x"])
+    head = ["heads/groups/head_dim", "tokens x rows", "NSA", "dense, cuDNN", "reading NSA's bytes", "speedup"]
+    return table(head, lines)
+
+
 def digits(x: float) -> str:
     """Three of them."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
@@ -135,6 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("--plot", type=Path, help="write the picture here instead")
     args = parser.parse_args()
     if args.plot is None:
-        print(crossover_table(), attention_table(), training_table(), sep="\n\n")
+        print(crossover_table(), attention_table(), training_table(), decode_table(), sep="\n\n")
     else:
         draw(args.plot)

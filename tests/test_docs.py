@@ -117,7 +117,7 @@ def settings_free() -> dict[str, str]:
 
 def test_the_readme_tables_are_those_of_the_recorded_rows() -> None:
     tables = run_script().strip().split("\n\n")
-    assert len(tables) == 3
+    assert len(tables) == 4
     for table in tables:
         assert table in README.read_text()
 

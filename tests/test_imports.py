@@ -220,8 +220,20 @@ LAYERS = (
     ("ops",),
     ("attention", "cache", "compression", "decoding", "functional", "rope"),
     ("model",),
-    ("bench", "commands", "convert", "data", "evaluation", "export", "generate", "generation", "hf", "inspection")
-    + ("machine", "train"),
+    (
+        "bench",
+        "commands",
+        "convert",
+        "data",
+        "evaluation",
+        "export",
+        "generate",
+        "generation",
+        "hf",
+        "inspection",
+        "machine",
+        "train",
+    ),
     ("cli", "doctor", "selftest"),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -73,6 +73,9 @@ def save_figure(figure: Any, title: str, out: Path, dpi: int) -> None:
 
 def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]]) -> None:
     rate = mode == "train"
+    if not lines:
+        axis.axis("off")
+        return
     for impl, points in sorted(lines.items()):
         points = sorted(points, key=lambda row: row.S)
         values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
