@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, ops, replay, settings
+from nsa.attention_replay import AttentionReplay
 from nsa.backends.routing import router
 from nsa.eager import LayerReplay
-from nsa.ops.fused import AttentionReplay
 from nsa.recordings import CALLS_BEFORE, MAX_RECORDED, MAX_SHAPES, Recordings
 from nsa.replay import ReplayedFunction, SharedMemory
 from nsa.rope import Rope

@@ -19,9 +19,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa import checks
+from nsa.attention_replay import replay_attention
 from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
-from nsa.ops.fused import ATTENTION, replay_attention
+from nsa.ops.fused import ATTENTION, run_backward, run_forward
 
 __all__ = [
     "attention",
@@ -72,12 +73,13 @@ def attention(
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start)
     integers = (block, stride, select_block, n_select, n_init, n_local, window)
     checks.check_attention(*tensors, *integers, scale, backend, strict)
-    rest = (*integers, scale or q.shape[-1] ** -0.5, backend, strict)
-    if cu_seqlens is None and q_start is None and window_start is None:
-        replayed = replay_attention(tensors[:8], rest)
+    run, rest = ATTENTION.entry(q), (*integers, scale or q.shape[-1] ** -0.5, backend, strict)
+    # A compiler cannot look into a replay.
+    if run is not ATTENTION.overload and cu_seqlens is q_start is window_start is None:
+        replayed = replay_attention((run_forward, run_backward), tensors[:8], rest)
         if replayed is not None:
             return replayed
-    o, indices, *_ = ATTENTION.entry(q)(*tensors, *rest)
+    o, indices, *_ = run(*tensors, *rest)
     return o, indices
 
 
