@@ -57,6 +57,9 @@ COMMANDS = {
     "convert": Command(
         "nsa.convert", "turn a dense Transformers model into one with NSA", "fewer or shorter --lengths need less"
     ),
+    "serve": Command(
+        "nsa.serving", "serve a model with OpenAI's HTTP API", "fewer --slots or a smaller --max-len need less"
+    ),
     "bench": Command(
         "nsa.bench",
         "measure training and attention on this machine, and plot it",

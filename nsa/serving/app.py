@@ -1,0 +1,225 @@
+"""The HTTP side: routes, limits, and requests whose clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from nsa.generation.options import Options
+from nsa.serving.errors import ServingError, bad_request
+from nsa.serving.loading import PromptEncoder
+from nsa.serving.protocol import Answer, ChatRequest, CompletionRequest, SamplingRequest, event, parse_body
+from nsa.serving.scheduler import Job, Scheduler, Update
+
+MAX_BODY_BYTES = 2**24
+# How often a request looks whether its client is still there, in seconds.
+DISCONNECT_POLL_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one request may take.
+
+    Args:
+        max_tokens: Most new tokens, and how many there are where a request names no number.
+        timeout_s: Seconds from its arrival to its last token.
+    """
+
+    max_tokens: int
+    timeout_s: float
+
+
+def make_app(
+    name: str, encoder: PromptEncoder, scheduler: Scheduler, limits: Limits, *, api_key: str | None = None
+) -> FastAPI:
+    """An application for an ASGI server; its shutdown closes the scheduler.
+
+    Args:
+        name: Of the model, for clients.
+        encoder: Of the model.
+        scheduler: Runs the requests.
+        limits: Of each request.
+        api_key: What `Authorization: Bearer` must say, but for /health. None: nothing.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(scheduler.close)
+
+    app = FastAPI(title="nsa serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    started = int(time.time())
+    card = {"id": name, "object": "model", "created": started, "owned_by": "nsa", "max_model_len": scheduler.max_len}
+
+    async def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise ServingError(401, "invalid_api_key", "the API key is missing or wrong: Authorization: Bearer KEY")
+
+    @app.exception_handler(ServingError)
+    async def refuse(request: Request, error: ServingError) -> JSONResponse:
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        return JSONResponse(error.body(), error.status, headers)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        healthy = scheduler.healthy
+        counts = {"running": scheduler.n_running, "waiting": len(scheduler.waiting), "slots": scheduler.batch.n_slots}
+        return JSONResponse({"status": "ok" if healthy else "unavailable", **counts}, 200 if healthy else 503)
+
+    @app.get("/v1/models", dependencies=[Depends(authorize)])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}", dependencies=[Depends(authorize)])
+    async def model_card(model: str) -> dict[str, Any]:
+        check_model(model)
+        return card
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
+    async def chat_completions(request: Request) -> Response:
+        asked = parse_body(ChatRequest, await read_body(request, limits.timeout_s))
+        messages = [message.plain() for message in asked.messages]
+        return await answer(request, asked, lambda: encoder.encode_chat(messages), chat=True)
+
+    @app.post("/v1/completions", dependencies=[Depends(authorize)])
+    async def completions(request: Request) -> Response:
+        asked = parse_body(CompletionRequest, await read_body(request, limits.timeout_s))
+        prompt = asked.single()
+        return await answer(request, asked, lambda: encoder.encode_text(prompt), chat=False)
+
+    def check_model(asked: str | None) -> None:
+        if asked not in (None, name):
+            raise ServingError(404, "model_not_found", f"the model {asked!r} is not served; accepted: {name!r}")
+
+    async def answer(
+        request: Request, asked: SamplingRequest, encode: Callable[[], list[int]], *, chat: bool
+    ) -> Response:
+        deadline = time.monotonic() + limits.timeout_s
+        check_model(asked.model)
+        # In a thread: a long prompt must not hold up the streams of others.
+        prompt = await asyncio.to_thread(encode)
+        options = options_of(asked, len(prompt), scheduler.max_len, limits)
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+
+        def deliver(update: Update) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        job = Job(prompt, options, encoder.text_stream(prompt, asked.stop_strings()), deadline, deliver)
+        scheduler.submit(job)
+        found = follow(request, job, updates)
+        form = Answer(secrets.token_hex(12), name, chat=chat, n_prompt=len(prompt))
+        if not asked.stream:
+            return await whole_answer(found, job, form)
+        # Its failure still has a status of its own.
+        first = await anext(found, None)
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return StreamingResponse(events(first, found, job, form, usage=usage), media_type="text/event-stream")
+
+    return app
+
+
+def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
+    """How a request is sampled.
+
+    Raises:
+        ServingError: 400 where a value is impossible, or the prompt or the answer is too long.
+    """
+    space = max_len - n_prompt
+    if space < 1:
+        message = f"the prompt has {n_prompt} tokens; accepted: less than {max_len}, the context length"
+        raise bad_request(message, "context_length_exceeded")
+    wanted = asked.wanted_tokens()
+    if wanted is not None and wanted > limits.max_tokens:
+        raise bad_request(f"max_tokens is {wanted}; accepted: at most {limits.max_tokens} per request")
+    if wanted is not None and wanted > space:
+        message = f"{n_prompt} prompt tokens and max_tokens = {wanted} exceed {max_len}, the context length"
+        raise bad_request(message, "context_length_exceeded")
+    try:
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        return Options(max_new_tokens=wanted or min(limits.max_tokens, space), seed=seed, **asked.sampling())
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+
+
+async def read_body(request: Request, timeout_s: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ServingError: 413 where it is too large, 408 where it takes too long.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise ServingError(413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    except TimeoutError:
+        raise ServingError(408, "timeout", f"the body did not arrive within {timeout_s:g} s") from None
+    return bytes(body)
+
+
+async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> AsyncIterator[Update]:
+    """The updates of a job until it ends or its client leaves; then the job is cancelled.
+
+    Raises:
+        ServingError: The job failed.
+    """
+    next_look = time.monotonic() + DISCONNECT_POLL_S
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(DISCONNECT_POLL_S):
+                    update = await updates.get()
+            except TimeoutError:
+                update = Update()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + DISCONNECT_POLL_S
+                if await request.is_disconnected():
+                    return
+            if update.error is not None:
+                raise update.error
+            if update.text or update.finish is not None:
+                yield update
+            if update.finish is not None:
+                return
+    finally:
+        job.cancel()
+
+
+async def whole_answer(updates: AsyncIterator[Update], job: Job, form: Answer) -> Response:
+    texts = []
+    async for update in updates:
+        texts.append(update.text)
+        if update.finish is not None:
+            return JSONResponse(form.whole("".join(texts), update.finish, job.n_tokens))
+    # Nobody reads it: the client has left.
+    return Response(status_code=499)
+
+
+async def events(
+    first: Update | None, rest: AsyncIterator[Update], job: Job, form: Answer, *, usage: bool
+) -> AsyncIterator[str]:
+    """Server-sent events; a failure in the middle is one more event, because the status is out already."""
+    try:
+        if first is not None:
+            yield event(form.chunk(first.text, first.finish, first=True))
+        async for update in rest:
+            yield event(form.chunk(update.text, update.finish, first=False))
+        if usage:
+            yield event(form.usage_chunk(job.n_tokens))
+        yield event("[DONE]")
+    except ServingError as error:
+        yield event(error.body())
+    finally:
+        job.cancel()

@@ -1,0 +1,121 @@
+"""The model of a Transformers folder in our own form, and its tokenizer and chat template from Transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from nsa.config import require
+from nsa.data.tokenizer import check_vocabulary, load_tokenizer
+from nsa.files import parse_json, read_text
+from nsa.generation.text import TextStream
+from nsa.model import LM
+from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, lm_config, load_llama_tensors, read_fields, read_weights
+from nsa.serving.errors import bad_request
+
+GENERATION_FILE = "generation_config.json"
+
+
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LM:
+    """The model of `nsa export` or `nsa convert`.
+
+    Args:
+        folder: With `config.json` and safetensors.
+        device: Where it will run.
+        dtype: Of its parameters (default: as saved).
+
+    Raises:
+        ValueError: It is no such folder, is damaged, or has other layers than NSA.
+    """
+    accepted = f"a folder with {CONFIG_FILE}; `nsa export {folder} --to DIR` makes one of a run"
+    require((folder / CONFIG_FILE).is_file(), "DIR", str(folder), accepted)
+    fields = read_fields(folder)
+    config = lm_config(fields, fields.get("max_position_embeddings") or 2048)
+    require(set(config.kinds) == {"nsa"}, "model_type", fields.get("model_type"), "'nsa_llama'; see `nsa convert`")
+    tensors = read_weights(folder)
+    saved = next(iter(tensors.values())).dtype
+    with torch.device("meta"):
+        model = LM(config)
+    model = model.to(saved if dtype is None else dtype).to_empty(device=device)
+    load_llama_tensors(model, tensors, folder)
+    return model.requires_grad_(False).eval()
+
+
+class PromptEncoder:
+    """Text and chats to tokens as Transformers does, and tokens to text as they arrive.
+
+    Args:
+        folder: With the tokenizer's files; no code in it is run.
+        vocab_size: Of the model.
+
+    Raises:
+        ValueError: The tokenizer is missing or damaged, or has more tokens than the model.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.decoder = load_tokenizer(folder)
+        check_vocabulary(self.decoder, vocab_size)
+        self.vocab_size = vocab_size
+        self.inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # A tokenizer of Transformers must not be called by two threads at once.
+        self.lock = threading.Lock()
+        self.ends = self.end_tokens(folder)
+        self.hidden = set(self.inner.all_special_ids)
+
+    def end_tokens(self, folder: Path) -> set[int]:
+        """What ends an answer: those of the generation config, else the tokenizer's."""
+        path = folder / GENERATION_FILE
+        found = None
+        if path.is_file():
+            found = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged").get("eos_token_id")
+        found = self.inner.eos_token_id if found is None else found
+        return set(found) if isinstance(found, list) else {self.decoder.end if found is None else found}
+
+    def encode_text(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a prompt; token ids stay as they are.
+
+        Raises:
+            ServingError: 400 where there are none, or a token is unknown.
+        """
+        if isinstance(prompt, str):
+            with self.lock:
+                return self.checked(self.inner(prompt)["input_ids"])
+        return self.checked(list(prompt))
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The tokens of a chat up to where the answer starts.
+
+        Raises:
+            ServingError: 400 where the model has no chat template, or the template refuses the messages.
+        """
+        if not self.inner.chat_template:
+            raise bad_request("the model has no chat template; accepted: /v1/completions", "no_chat_template")
+        try:
+            with self.lock:
+                text = self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                return self.checked(self.inner(text, add_special_tokens=False)["input_ids"])
+        except TemplateError as error:
+            raise bad_request(f"messages: {error}") from None
+
+    def checked(self, tokens: list[int]) -> list[int]:
+        if not tokens or min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            raise bad_request(
+                f"the prompt has {len(tokens)} tokens; accepted: 1 or more, from 0 to {self.vocab_size - 1}"
+            )
+        return tokens
+
+    def text_stream(self, prompt: Sequence[int], stop_strings: Sequence[str]) -> TextStream:
+        """The text that follows a prompt.
+
+        Raises:
+            ServingError: 400 where a stop string is empty.
+        """
+        if not all(stop_strings):
+            raise bad_request("stop has an empty string; accepted: strings of at least one character")
+        return TextStream(self.decoder, prompt, stop_strings)
