@@ -46,5 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600, metavar="S", help="seconds per request, waiting included (default: 600)"
     )
     limits.add_argument(
-        "--prefill-chunk", type=int, default=2048, metavar="N", help="prompt tokens between two decode steps"
+        "--prefill-chunk",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="most prompt tokens between two decode steps (default: 2048)",
     )

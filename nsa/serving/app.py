@@ -41,7 +41,7 @@ class Limits:
 def make_app(
     name: str, encoder: PromptEncoder, scheduler: Scheduler, limits: Limits, *, api_key: str | None = None
 ) -> FastAPI:
-    """An application for an ASGI server; its shutdown closes the scheduler.
+    """An application for an ASGI server; its shutdown closes the scheduler, which is its `state.scheduler`.
 
     Args:
         name: Of the model, for clients.
@@ -57,6 +57,7 @@ def make_app(
         await asyncio.to_thread(scheduler.close)
 
     app = FastAPI(title="nsa serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.scheduler = scheduler
     started = int(time.time())
     card = {"id": name, "object": "model", "created": started, "owned_by": "nsa", "max_model_len": scheduler.max_len}
 

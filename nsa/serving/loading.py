@@ -11,6 +11,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+import nsa.hf  # noqa: F401  registers the model type, by which a tokenizer is looked up
 from nsa.config import require
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 from nsa.files import parse_json, read_text

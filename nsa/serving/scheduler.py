@@ -99,7 +99,7 @@ class Scheduler:
         ends: Tokens that end an answer.
         hidden: Tokens that are not part of a text, such as those of a chat's markup.
         max_waiting: Most requests that wait for a slot.
-        prefill_chunk: Prompt tokens processed between two decode steps of the others.
+        prefill_chunk: Most prompt tokens processed between two decode steps.
 
     Raises:
         ValueError: A number is out of range.
@@ -200,22 +200,29 @@ class Scheduler:
                 self.fail(job, ServingError(504, "timeout", "the request ran out of time"))
 
     def prefill(self) -> None:
-        """Process a chunk of the oldest prompt, and at its end pick the first token."""
+        """Process up to `prefill_chunk` tokens of waiting prompts, the oldest first."""
+        left = self.prefill_chunk
+        while left > 0 and (job := self.next_prompt()) is not None:
+            chunk = job.prompt[job.n_prefilled : job.n_prefilled + left]
+            left -= len(chunk)
+            with self.isolated([job]):
+                self.extend(job, chunk)
+
+    def next_prompt(self) -> Job | None:
+        """The prompt that is being processed, else the oldest one if there is a slot for it."""
         with self.changed:
             if self.prefilling is None and self.free and self.waiting:
-                self.prefilling = job = self.waiting.popleft()
-                job.slot = self.free.pop()
-        job = self.prefilling
-        if job is None:
-            return
-        with self.isolated([job]):
-            if job.n_prefilled == 0:
-                self.batch.begin_prompt()
-            chunk = job.prompt[job.n_prefilled : job.n_prefilled + self.prefill_chunk]
-            logits = self.batch.extend_prompt(chunk)
-            job.n_prefilled += len(chunk)
-            if job.n_prefilled < len(job.prompt):
-                return
+                self.prefilling = self.waiting.popleft()
+                self.prefilling.slot = self.free.pop()
+            return self.prefilling
+
+    def extend(self, job: Job, chunk: Sequence[int]) -> None:
+        """Process the next tokens of a prompt; after the last, pick the first of the answer."""
+        if job.n_prefilled == 0:
+            self.batch.begin_prompt()
+        logits = self.batch.extend_prompt(chunk)
+        job.n_prefilled += len(chunk)
+        if job.n_prefilled == len(job.prompt):
             assert job.slot is not None
             self.batch.occupy(job.slot)
             self.prefilling = None
