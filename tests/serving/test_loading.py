@@ -1,0 +1,73 @@
+"""Models and tokenizers of Transformers folders, for serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from live_server import TEMPLATE, tiny_folder
+from transformers import AutoModelForCausalLM
+
+from nsa.serving.errors import ServingError
+from nsa.serving.loading import PromptEncoder, load_folder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_folder(tmp_path / "tiny")
+
+
+@torch.no_grad()
+def test_a_folder_is_the_model_that_transformers_loads(folder: Path) -> None:
+    tokens = torch.randint(1, 256, (1, 50))
+    expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    torch.testing.assert_close(load_folder(folder, CPU)(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_parameters_can_have_another_dtype(folder: Path) -> None:
+    assert load_folder(folder, CPU).head_weight.dtype == torch.float32
+    assert {p.dtype for p in load_folder(folder, CPU, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_dense_models_are_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "llama"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="nsa_llama"):
+        load_folder(folder, CPU)
+
+
+def test_text_and_chats_become_tokens(folder: Path) -> None:
+    encoder = PromptEncoder(folder, 256)
+    assert encoder.encode_text("def é") == list("def é".encode())
+    assert encoder.encode_text([1, 2]) == [1, 2]
+    assert encoder.encode_chat([{"role": "user", "content": "hi"}]) == list(b"user: hi\nassistant:")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [256], [-1]])
+def test_prompts_without_known_tokens_are_refused(folder: Path, prompt: str | list[int]) -> None:
+    with pytest.raises(ServingError, match="255"):
+        PromptEncoder(folder, 256).encode_text(prompt)
+
+
+@pytest.mark.parametrize(("given", "ends"), [(7, {7}), ([7, 9], {7, 9}), (None, {0})])
+def test_ends_come_from_the_generation_config(folder: Path, given: object, ends: set[int]) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert PromptEncoder(folder, 256).ends == ends
+    (folder / "generation_config.json").unlink()
+    assert PromptEncoder(folder, 256).ends == {0}
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="256"):
+        PromptEncoder(folder, 255)
+
+
+def test_templates_cannot_run_code(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}" + TEMPLATE)
+    with pytest.raises(ServingError, match="unsafe"):
+        PromptEncoder(folder, 256).encode_chat([{"role": "user", "content": "hi"}])
