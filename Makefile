@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 MARKS ?= not slow
 
-# `make unit` tests the newest transformers that we claim, of constraints.txt; `make hf-oldest` this one.
+# `make unit` tests the newest versions that we claim, of constraints.txt; `make hf-oldest` these.
 OLDEST_TRANSFORMERS := 5.14.0
+OLDEST_SERVER := fastapi==0.115.0 uvicorn==0.30.0
 OLDEST := build/transformers-$(OLDEST_TRANSFORMERS)
 
 .PHONY: setup demo test test-all lint types unit kernels hf-oldest clean
@@ -50,11 +51,11 @@ $(OLDEST)/.ready: $(VENV)/.ready
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$site')" > \
 	    $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check transformers==$(OLDEST_TRANSFORMERS)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check transformers==$(OLDEST_TRANSFORMERS) $(OLDEST_SERVER)
 	touch $@
 
 hf-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest tests/hf -m "not slow" -n $(WORKERS) --dist worksteal
+	$(OLDEST)/bin/python -m pytest tests/hf tests/serving -m "not slow" -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

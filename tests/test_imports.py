@@ -19,6 +19,8 @@ PACKAGE = Path(nsa.__file__).parent
 OPTIONAL = (
     "triton",
     "transformers",
+    "fastapi",
+    "uvicorn",
     "tokenizers",
     "datasets",
     "flash_attn",
@@ -232,6 +234,7 @@ LAYERS = (
         "hf",
         "inspection",
         "machine",
+        "serving",
         "train",
     ),
     ("cli", "doctor", "selftest"),

@@ -31,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"nsa serve: warning: {args.host} can be reached by others, and there is no --api-key-file", file=sys.stderr
         )
-    uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=GRACE_S)
-    return 0
+    server = uvicorn.Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=GRACE_S))
+    # A signal is raised again once the server has stopped.
+    server.run()
+    return 0 if server.started else 1
 
 
 def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
