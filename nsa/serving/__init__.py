@@ -15,7 +15,6 @@ PACKAGES = ("transformers", "fastapi", "uvicorn")
 DEFAULT_MAX_LEN = 8192
 # What running requests have left to end once the server is asked to stop, in seconds.
 GRACE_S = 30
-MIB = 2**20
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +44,7 @@ def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
     """
     import torch
 
+    from nsa.generate import MIB
     from nsa.machine import usable_device
     from nsa.serving.app import Limits, make_app
     from nsa.serving.batch import SlotBatch

@@ -11,25 +11,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nsa.attention import NSAAttention
-from nsa.config import require, require_positive_int
+from nsa.config import require_positive_int
 from nsa.generation.decoder import Replay, can_capture
 from nsa.generation.options import Options
 from nsa.model import LM
-from nsa.model.transformer import Cache
 
 
 class SlotBatch:
     """Caches for `n_slots` requests, allocated once.
 
     Args:
-        model: With NSA in every layer, on its device.
+        model: On its device.
         n_slots: Requests that decode together.
         max_len: Most tokens of a request, prompt included.
         cuda_graph: On a GPU, replay the step as a CUDA graph.
 
     Raises:
-        ValueError: A layer is not NSA, or a size is not positive.
+        ValueError: A size is not positive.
     """
 
     @torch.inference_mode()
@@ -39,22 +37,13 @@ class SlotBatch:
         self.model, self.n_slots, self.max_len = model, n_slots, max_len
         self.device = device = model.head_weight.device
         captured = can_capture(model, Options(max_new_tokens=1, cuda_graph=cuda_graph))
-        self.caches = self.new_caches(n_slots, static=captured)
-        self.prompt_caches = self.new_caches(1, static=False)
+        self.caches = model.new_cache(n_slots, max_len, static=captured, max_rollback=1)
+        self.prompt_caches = model.new_cache(1, max_len, max_rollback=1)
         # What the step feeds: each slot's last token, and which slots are in use.
         self.tokens = torch.zeros(n_slots, 1, dtype=torch.long, device=device)
         self.used = torch.zeros(n_slots, 1, dtype=torch.bool, device=device)
         self.logits = torch.zeros(n_slots, model.config.vocab_size, dtype=model.head_weight.dtype, device=device)
         self.replay = Replay(self.run, capture=captured)
-
-    def new_caches(self, n_rows: int, *, static: bool) -> list[Cache]:
-        caches: list[Cache] = []
-        for layer in self.model.blocks:
-            attention = layer.attention
-            require(isinstance(attention, NSAAttention), "attention", type(attention).__name__, "NSA in every layer")
-            assert isinstance(attention, NSAAttention)
-            caches.append(attention.new_cache(n_rows, self.max_len, static=static, max_rollback=1))
-        return caches
 
     def bytes_used(self) -> int:
         """Memory of all caches, in bytes."""

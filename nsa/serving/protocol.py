@@ -30,7 +30,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 
-Parsed = TypeVar("Parsed", bound="SamplingRequest")
+AnyRequest = TypeVar("AnyRequest", bound="SamplingRequest")
 
 
 class StreamOptions(BaseModel):
@@ -115,7 +115,7 @@ class CompletionRequest(SamplingRequest):
         return found  # type: ignore[return-value]
 
 
-def parse_body(kind: type[Parsed], body: bytes) -> Parsed:
+def parse_body(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """A request from JSON.
 
     Raises:

@@ -35,20 +35,21 @@ TEMPLATE = (
 )
 
 
-def tiny_lm() -> LM:
-    """Bytes; its next token depends on the whole past."""
+def tiny_lm(kind: str = "nsa") -> LM:
+    """Of bytes; its next token depends on the whole past."""
     torch.manual_seed(0)
     attn = NSAConfig(dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=8)
-    model = LM(LMConfig(vocab_size=256, n_layers=2, hidden=64, seq_len=512, attn=attn, tie_embeddings=False))
+    sizes = {"vocab_size": 256, "n_layers": 2, "hidden": 64, "seq_len": 512}
+    model = LM(LMConfig(**sizes, attn=attn, attention=kind, tie_embeddings=False))
     # Fresh layers add little to the residual stream.
     for parameter in model.parameters():
         parameter.data.mul_(8)
     return model.eval()
 
 
-def tiny_folder(folder: Path) -> Path:
+def tiny_folder(folder: Path, kind: str = "nsa") -> Path:
     """A Transformers folder with a chat template."""
-    export_run(tiny_lm(), load_tokenizer("bytes"), folder)
+    export_run(tiny_lm(kind), load_tokenizer("bytes"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -51,9 +50,10 @@ class Greedy:
         return self.rows.pop(slot)
 
 
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_come_and_go_equal_single_ones(device: str) -> None:
-    model = tiny_lm().to(device)
+def test_rows_that_come_and_go_equal_single_ones(device: str, kind: str) -> None:
+    model = tiny_lm(kind).to(device)
     greedy = Greedy(SlotBatch(model, 3, 96))
     greedy.start(1, prompt(40))
     for _ in range(5):
@@ -103,12 +103,6 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     for _ in range(6):
         greedy.step()
     assert greedy.stop(1) == alone(model, prompt(14), 7)
-
-
-def test_only_models_of_nsa_have_slots() -> None:
-    config = replace(tiny_lm().config, attention="dense")
-    with pytest.raises(ValueError, match="attention"):
-        SlotBatch(LM(config), 2, 16)
 
 
 @pytest.mark.parametrize("sizes", [(0, 16), (2, 0)])
