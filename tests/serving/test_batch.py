@@ -72,7 +72,11 @@ def test_rows_that_come_and_go_equal_single_ones(device: str, kind: str) -> None
     assert greedy.stop(2) == alone(model, prompt(64), 21)
 
 
-def test_a_row_can_fill_its_slot() -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_a_row_can_fill_its_slot(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`static`: the caches of a step in a CUDA graph, without the graph."""
+    monkeypatch.setattr("nsa.serving.batch.can_capture", lambda model, options: static)
+    monkeypatch.setattr("nsa.serving.batch.Replay", lambda run, capture: run)
     model = tiny_lm()
     greedy = Greedy(SlotBatch(model, 2, 24))
     greedy.start(0, prompt(20))

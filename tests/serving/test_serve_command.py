@@ -41,7 +41,8 @@ def test_a_process_serves_this_machine_until_a_signal(folder: Path, tmp_path: Pa
         assert found.json()["usage"]["completion_tokens"] <= 4
         process.send_signal(signal.SIGINT)
         process.stderr.read()
-        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        # 0 where this process was started with SIGINT ignored.
+        assert process.wait(timeout=30) in (0, 128 + signal.SIGINT)
 
 
 @pytest.mark.parametrize(
