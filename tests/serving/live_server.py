@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-for package in ("transformers", "fastapi", "uvicorn", "openai"):
+for package in ("transformers", "fastapi", "uvicorn", "openai", "httpx"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'nsa[serve]' openai")
 
+import httpx
 import openai
 import uvicorn
 
@@ -28,6 +29,8 @@ from nsa.export import export_run
 from nsa.model import LM, LMConfig
 from nsa.serving import application
 from nsa.serving.scheduler import Scheduler
+
+__all__ = ["TEMPLATE", "Live", "httpx", "openai", "serve", "tiny_folder", "tiny_lm", "wait_until"]
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('unknown role') }}{% endif %}"

@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
-from live_server import Live, serve, tiny_folder, tiny_lm, wait_until
+from live_server import Live, httpx, openai, serve, tiny_folder, tiny_lm, wait_until
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate_text

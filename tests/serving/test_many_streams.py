@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 import torch
-from live_server import Live, serve, tiny_folder, tiny_lm, wait_until
+from live_server import Live, openai, serve, tiny_folder, tiny_lm, wait_until
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
-from live_server import tiny_folder, tiny_lm
+from live_server import httpx, tiny_folder, tiny_lm
 
 from nsa.cli import main
 from nsa.data.tokenizer import load_tokenizer
