@@ -111,11 +111,5 @@ class PromptEncoder:
         return tokens
 
     def text_stream(self, prompt: Sequence[int], stop_strings: Sequence[str]) -> TextStream:
-        """The text that follows a prompt.
-
-        Raises:
-            ServingError: 400 where a stop string is empty.
-        """
-        if not all(stop_strings):
-            raise bad_request("stop has an empty string; accepted: strings of at least one character")
+        """The text that follows a prompt."""
         return TextStream(self.decoder, prompt, stop_strings)

@@ -30,6 +30,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+
 AnyRequest = TypeVar("AnyRequest", bound="SamplingRequest")
 
 
@@ -51,13 +53,18 @@ class SamplingRequest(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = None
+    # Of torch's generator.
+    seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """Few and short ones: all are looked for after each token, while the other requests wait."""
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(found) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in found):
+            raise bad_request(f"stop: accepted: up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        return found
 
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens

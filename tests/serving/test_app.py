@@ -113,6 +113,9 @@ def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
         ({"stop": ["", "a"]}, "stop"),
         ({"n": 2}, "n is"),
         ({"logprobs": 3}, "logprobs"),
@@ -139,7 +142,9 @@ def test_wrong_models_bodies_and_paths_are_refused(live: Live, client: openai.Op
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt", prompt="x")
     url = f"{live.url}/v1/completions"
-    assert httpx.post(url, content=b"{not json").status_code == 400
+    nan, surrogate = b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\\ud800"}'
+    for body in (b"{not json", b"[]", nan, surrogate, b'{"prompt": "\xff"}', b"[" * 10**5):
+        assert httpx.post(url, content=body).status_code == 400, body
     assert httpx.post(url, content=b"x" * (2**24 + 1)).status_code == 413
     assert httpx.get(f"{live.url}/docs").status_code == 404
 
