@@ -20,6 +20,7 @@ for package in ("transformers", "fastapi", "uvicorn", "openai", "httpx"):
 
 import httpx
 import openai
+import transformers
 import uvicorn
 
 from nsa import NSAConfig
@@ -30,7 +31,7 @@ from nsa.model import LM, LMConfig
 from nsa.serving import application
 from nsa.serving.scheduler import Scheduler
 
-__all__ = ["TEMPLATE", "Live", "httpx", "openai", "serve", "tiny_folder", "tiny_lm", "wait_until"]
+__all__ = ["TEMPLATE", "Live", "httpx", "openai", "serve", "tiny_folder", "tiny_lm", "transformers", "wait_until"]
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('unknown role') }}{% endif %}"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import TEMPLATE, tiny_folder
-from transformers import AutoModelForCausalLM
+from live_server import TEMPLATE, tiny_folder, transformers
 
+from nsa.data.tokenizer import load_tokenizer
+from nsa.export import write_tokenizer
+from nsa.hf.convert import convert_folder
 from nsa.serving.errors import ServingError
 from nsa.serving.loading import PromptEncoder, load_folder
 
@@ -27,9 +29,25 @@ def test_a_folder_is_the_model_that_transformers_loads(tmp_path: Path, kind: str
     folder = tiny_folder(tmp_path / kind, kind)
     tokens = torch.randint(1, 256, (1, 50))
     exact = load_folder(folder, CPU, torch.float64)(tokens)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     ours = load_folder(folder, CPU)(tokens)
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["select", "gated", "full"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@torch.no_grad()
+def test_converted_models_are_what_transformers_loads(tmp_path: Path, family: str, recipe: str) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.1}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, sliding_window=None, eos_token_id=0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "dense")
+    write_tokenizer(load_tokenizer("bytes"), tmp_path / "dense", 2048)
+    convert_folder(tmp_path / "dense", tmp_path / "nsa", recipe)
+    tokens = torch.randint(1, 256, (1, 300))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nsa")(tokens).logits
+    found = load_folder(tmp_path / "nsa", CPU)(tokens)
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_parameters_can_have_another_dtype(folder: Path) -> None:
