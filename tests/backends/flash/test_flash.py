@@ -243,7 +243,7 @@ def test_a_cache_that_would_be_copied_is_unsupported(
 def test_a_cache_whose_rows_cannot_be_viewed_is_unsupported(branch: str) -> None:
     library = StandIn()
     k, v = torch.randn(2, 60, 1, 8)[:, :40], torch.randn(2, 40, 1, 8)
-    with pytest.raises(BackendFailure, match="60 key slots and 40 value slots"):
+    with pytest.raises(BackendFailure, match=r"\b60\b.*\b40\b"):
         decode(branch, library, torch.randn(2, 1, 2, 8), k, v)
     with pytest.raises(BackendFailure, match="strides"):
         decode(branch, library, torch.randn(2, 1, 2, 8), v[:1].expand(2, -1, -1, -1), v)
