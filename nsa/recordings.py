@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,8 @@ NEVER = -(1 << 62)
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 class NotRecordableError(RuntimeError):
     """A call that has to be launched kernel by kernel."""
@@ -26,7 +29,10 @@ def try_to_record(make: Callable[[], T]) -> T | None:
     """What `make` makes; None where that cannot be recorded, or not in the memory that is left."""
     try:
         return make()
-    except (NotRecordableError, torch.OutOfMemoryError):
+    except NotRecordableError:
+        return None
+    except torch.OutOfMemoryError as error:
+        log.warning("nsa: no memory for a CUDA graph, kernels are launched one by one: %s", error)
         return None
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from test_decode import LAYER
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig
@@ -19,18 +20,6 @@ from nsa.cache import NSACache, PagedNSACache
 from nsa.cache.store import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYER = {
-    "dim": 24,
-    "n_heads": 4,
-    "n_kv_groups": 2,
-    "d_k": 16,
-    "d_v": 16,
-    "l": 8,
-    "d": 4,
-    "l_sel": 8,
-    "n_sel": 4,
-    "w": 12,
-}
 FORMS: dict[str, dict[str, Any]] = {
     "paged": {"page_size": 8},
     "fp8": {"quantize": "fp8"},
