@@ -1,6 +1,7 @@
 """The tables and the picture of README.md, from the rows in `benchmarks/results/h200`.
 
 python benchmarks/readme.py                              # print the tables; tests/test_docs.py compares them
+python benchmarks/readme.py --write README.md            # put them in place of the old ones
 python benchmarks/readme.py --plot docs/speedup.svg      # draw the picture
 """
 
@@ -143,11 +144,22 @@ def draw(out: Path) -> None:
     pyplot.close(figure)
 
 
+def write(page: Path, tables: Sequence[str]) -> None:
+    """Replace each table of `page` that has the head of one of `tables`."""
+    blocks = {new.split("\n")[0]: new for new in tables}
+    parts = page.read_text().split("\n\n")
+    page.write_text("\n\n".join(blocks.get(part.split("\n")[0], part) for part in parts))
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the tables of README.md, or draw its picture.")
+    parser = argparse.ArgumentParser(description="Print the tables of README.md, or update it.")
+    parser.add_argument("--write", type=Path, help="replace the tables of this page instead")
     parser.add_argument("--plot", type=Path, help="write the picture here instead")
     args = parser.parse_args()
-    if args.plot is None:
-        print(crossover_table(), attention_table(), training_table(), decode_table(), sep="\n\n")
-    else:
+    tables = [crossover_table(), attention_table(), training_table(), decode_table()]
+    if args.write is not None:
+        write(args.write, tables)
+    if args.plot is not None:
         draw(args.plot)
+    if args.write is None and args.plot is None:
+        print(*tables, sep="\n\n")
