@@ -276,24 +276,23 @@ class NSAAttention(nn.Module):
 
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
         """Queries, and keys and values of the compressed, selected and sliding branch; all but raw keys are rotated."""
-        q = self.rope.rotate(self.query_heads(x), angles)
-        keys, values = self.split_keys(self.key_heads(x), angles), self.split_values(self.value_heads(x))
-        raw, selected, window = zip(keys, values, strict=True)
-        return q, raw, selected, window
+        q, k, v = self.heads(x)
+        raw, selected, window = zip(self.split_keys(k, angles), self.split_values(v), strict=True)
+        return self.rope.rotate(q, angles), raw, selected, window
 
-    def query_heads(self, x: Tensor) -> Tensor:
-        """`[B, S, Hq, Dk]`, not rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.config.d_k))
-        return self.q_norm(q).to(q.dtype) if self.config.qk_norm else q
-
-    def key_heads(self, x: Tensor) -> Tensor:
-        """`[B, S, 3 * G, Dk]` of the compressed, selected and sliding branch, or `[B, S, G, Dk]`; not rotated."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.config.d_k))
-        return self.k_norm(k).to(k.dtype) if self.config.qk_norm else k
-
-    def value_heads(self, x: Tensor) -> Tensor:
-        """As `key_heads`, with `Dv`."""
-        return self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, S, Hq, Dk]`, keys `[B, S, 3 * G, Dk]` of the compressed, selected and sliding branch (or
+        `[B, S, G, Dk]` that they share), and values `[B, S, 3 * G, Dv]`; not rotated."""
+        c, linears = self.config, (self.q_proj, self.k_proj, self.v_proj)
+        if torch.compiler.is_compiling() and all(eager.is_plain_linear(linear) for linear in linears):
+            # One product: compiled code casts each weight, and adds up each gradient of x, in a kernel of its own.
+            weight, sizes = torch.cat([linear.weight for linear in linears]), [y.out_features for y in linears]
+            bias = torch.cat([linear.bias for linear in linears]) if c.qkv_bias else None
+            products = F.linear(x, weight, bias).split(sizes, dim=-1)
+        else:
+            products = tuple(linear(x) for linear in linears)
+        q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(products, (c.d_k, c.d_k, c.d_v), strict=True))
+        return (self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype), v) if c.qk_norm else (q, k, v)
 
     def split_keys(self, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """The branches' keys `[B, S, G, Dk]`, of `k [B, S, 3 * G, Dk]`, or `[B, S, G, Dk]` that they share."""

@@ -54,9 +54,9 @@ def fused_step(
     longest = cache.longest_after(x.shape[1], counts)
     decode, _ = triton.load("decode")
     gates = layer.gate(x)
-    keys = layer.key_heads(x)
+    q, keys, values = layer.heads(x)
     ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
-    new = decode.Projected(layer.query_heads(x), *zip(ks, layer.split_values(layer.value_heads(x)), strict=True))
+    new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
     phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
     how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
     o, indices = triton.decode_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -236,3 +236,22 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
 @pytest.mark.parametrize("variant", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
 def test_what_the_node_does_not_compute_is_left_to_the_modules(variant: dict[str, Any]) -> None:
     assert eager.parameters_of(new_layer(**variant), torch.randn(1, 9, 24, dtype=torch.float64)) is None
+
+
+def doubled(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda _, __, output: 2 * output)
+    return module
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("replace", [lambda module: module, doubled, nn.Sequential], ids=["plain", "hook", "wrapped"])
+def test_compiled_products_are_those_of_the_modules(replace: Callable[[nn.Module], nn.Module], biased: bool) -> None:
+    layer = new_layer(qkv_bias=biased)
+    layer.v_proj = replace(layer.v_proj)  # type: ignore[assignment]
+    x = torch.randn(2, 70, 24, dtype=torch.float64, requires_grad=True)
+    # By default torch takes the hooks of one layer for those of the next.
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    expected, found = (torch.autograd.grad(f(x).square().sum(), [x, *layer.parameters()]) for f in (layer, compiled))
+    for name, a, b in zip(["x", *dict(layer.named_parameters())], expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9, msg=name)
