@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -283,16 +284,22 @@ class NSAAttention(nn.Module):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, S, Hq, Dk]`, keys `[B, S, 3 * G, Dk]` of the compressed, selected and sliding branch (or
         `[B, S, G, Dk]` that they share), and values `[B, S, 3 * G, Dv]`; not rotated."""
-        c, linears = self.config, (self.q_proj, self.k_proj, self.v_proj)
+        c, parts = self.config, self.projections()
+        linears = [linear for part in parts for linear in part]
         if torch.compiler.is_compiling() and all(eager.is_plain_linear(linear) for linear in linears):
             # One product: compiled code casts each weight, and adds up each gradient of x, in a kernel of its own.
-            weight, sizes = torch.cat([linear.weight for linear in linears]), [y.out_features for y in linears]
             bias = torch.cat([linear.bias for linear in linears]) if c.qkv_bias else None
-            products = F.linear(x, weight, bias).split(sizes, dim=-1)
+            product = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
+            products = product.split([sum(linear.out_features for linear in part) for part in parts], dim=-1)
         else:
-            products = tuple(linear(x) for linear in linears)
+            found = [[linear(x) for linear in part] for part in parts]
+            products = tuple(part[0] if len(part) == 1 else torch.cat(part, dim=-1) for part in found)
         q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(products, (c.d_k, c.d_k, c.d_v), strict=True))
         return (self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype), v) if c.qk_norm else (q, k, v)
+
+    def projections(self) -> tuple[Sequence[nn.Linear], ...]:
+        """Those of queries, of keys and of values; several are side by side."""
+        return [self.q_proj], [self.k_proj], [self.v_proj]
 
     def split_keys(self, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """The branches' keys `[B, S, G, Dk]`, of `k [B, S, 3 * G, Dk]`, or `[B, S, G, Dk]` that they share."""

@@ -33,7 +33,7 @@ CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
 # Which of the Linears have a bias.
 BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
 # What the node computes itself; a layer or a gate that has one of its own is not to be ignored.
-METHODS = {"project", "heads", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
+METHODS = {"project", "heads", "projections", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
 # Up to this many tokens, products with the same input are one product of joined weights: that costs the GPU a copy of
 # the weights and saves the host nine launches. Beyond, the GPU is what takes the time.
 FEW_TOKENS = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,17 +42,10 @@ class NSALlamaAttention(NSAAttention):
         if c.force_branch is not None:
             self.gate = PinnedGate(config)
 
-    def key_heads(self, x: Tensor) -> Tensor:
-        k = self.of_branches(x, "k").unflatten(-1, (-1, self.config.d_k))
-        return self.k_norm(k).to(k.dtype) if self.config.qk_norm else k
-
-    def value_heads(self, x: Tensor) -> Tensor:
-        return self.of_branches(x, "v").unflatten(-1, (-1, self.config.d_v))
-
-    def of_branches(self, x: Tensor, name: str) -> Tensor:
-        """Keys or values `[B, S, n * D]`: compressed, selected, sliding, or those that the branches share."""
+    def projections(self) -> tuple[Sequence[nn.Linear], ...]:
         branches = ("",) if self.config.share_kv else ("_cmp", "", "_win")
-        return torch.cat([getattr(self, f"{name}{branch}_proj")(x) for branch in branches], dim=-1)
+        keys, values = ([getattr(self, f"{name}{branch}_proj") for branch in branches] for name in "kv")
+        return [self.q_proj], keys, values
 
     def forward(self, x: Tensor, **kwargs: Any) -> Any:
         self.adopt_shard()
