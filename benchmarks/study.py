@@ -243,8 +243,6 @@ class Study:
 
     def data(self) -> None:
         """Two corpora with one tokenizer: Python source with recall, and longer documents for the extension."""
-        roots = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
-        folders = sorted(path for path in roots if path.name.startswith(("python", "site-", "dist-")) and path.is_dir())
         # Characters per token of a BPE; bytes have one.
         width = 3 if self.scale.vocab else 1
         lengths = {"base": self.scale.seq_len, "long": max(self.scale.extend)}
@@ -255,7 +253,7 @@ class Study:
             shards = self.work / name
             if (shards / "manifest.json").is_file() or not self.enough(f"data {name}", LEAST_S):
                 continue
-            files = files or python_files(folders)
+            files = files or python_files(python_folders())
             corpus = self.work / f"{name}.jsonl"
             longest = width * lengths[name] * 3 // 4
             recall_chars = (min(200, longest), longest)
@@ -406,6 +404,12 @@ class Study:
         for r in sorted(records, key=lambda r: (r["start"] is not None, r["loss"])):
             rate = r["tokens_per_s"] or 0
             print(f"{r['arm']:<20}{r['parameters']:>14,}{r['tokens']:>14,}{r['loss']:>9.4f}{rate:>12,.0f}")
+
+
+def python_folders() -> list[Path]:
+    """Where this machine has Python source: the standard library and the installed packages."""
+    roots = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    return sorted(path for path in roots if path.name.startswith(("python", "site-", "dist-")) and path.is_dir())
 
 
 def extended_name(arm: str, seq_len: int) -> str:

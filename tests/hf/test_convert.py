@@ -9,75 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import logits_of
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from hf_models import FAMILIES, LENGTHS, dense_folder, logits_of, text
+from transformers import AutoModelForCausalLM
 
 from nsa.cli import main
-from nsa.data.tokenizer import ByteTokenizer
-from nsa.export import write_tokenizer
 from nsa.hf.convert import convert_back, convert_folder, phi_as_mean
 from nsa.model.llama import read_weights
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "rms_norm_eps": 1e-4,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
-# GQA and MHA, head_dim of its own, tied and not.
-FAMILIES: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3)),
-    "llama-mha": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-}
-LENGTHS = (1, 63, 64, 65, 511, 512, 513, 1023, 1024)
-
-
-def dense_folder(folder: Path, family: str = "llama", **options: Any) -> Any:
-    """Writes a random model with a tokenizer, and returns it."""
-    torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                # Biases are made as zeros and norms as ones.
-                p.add_(0.2 * torch.randn_like(p))
-    model.save_pretrained(folder, **options)
-    write_tokenizer(ByteTokenizer(), folder, 4096)
-    return model
-
-
-def text(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 256, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

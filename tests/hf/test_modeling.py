@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SELECT, logits_of, prompt, tiny_model
+from hf_models import SELECT, logits_of, padded, prompt, tiny_model
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -124,14 +124,6 @@ def test_generation_goes_on_from_a_returned_cache() -> None:
     first = model.generate(tokens, return_dict_in_generate=True, **{**GREEDY, "max_new_tokens": 15})
     found = model.generate(first.sequences, past_key_values=first.past_key_values, **{**GREEDY, "max_new_tokens": 25})
     assert found.tolist() == expected.tolist()
-
-
-def padded(tokens: Tensor, lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
-    """Rows of `tokens [B, T]` cut to `lengths`, with zeros on one side; and the mask."""
-    place = torch.arange(tokens.shape[1])
-    count = torch.tensor(lengths)[:, None]
-    mask = place < count if side == "right" else place >= tokens.shape[1] - count
-    return tokens.masked_fill(~mask, 0), mask.long()
 
 
 @shapes
