@@ -220,8 +220,8 @@ class Recovery:
         s = self.scale
         length = next(iter(s.batch_size))
         steps = self.planned("pretrain", [length], s.dense_share * 60 * self.minutes / s.step_s["dense"][0])
-        sets = {"model.attention": "dense", **({"model.vocab_size": s.vocab} if s.vocab else {})}
-        sets |= {key: value for key, value in s.sets.items() if key.startswith("model.")}
+        own = {key: value for key, value in s.sets.items() if key.startswith("model.")}
+        sets = {"model.attention": "dense", **own}
         return self.run_together({PRETRAINED: self.train_words(PRETRAINED, length, steps[length], s.lr, sets)})
 
     def convert(self) -> bool:
