@@ -11,8 +11,10 @@ MARKS ?= not slow
 OLDEST_TRANSFORMERS := 5.14.0
 OLDEST_SERVER := fastapi==0.115.0 uvicorn==0.30.0
 OLDEST := build/transformers-$(OLDEST_TRANSFORMERS)
+LM_EVAL := build/lm-eval
+LM_EVAL_PACKAGES := 'lm_eval[hf,ruler]' scipy
 
-.PHONY: setup demo test test-all lint types unit kernels hf-oldest clean
+.PHONY: setup demo test test-all lint types unit kernels hf-oldest lm-eval clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +32,7 @@ test: lint types unit kernels
 test-all:
 	$(MAKE) test MARKS=
 	$(MAKE) hf-oldest
+	$(MAKE) lm-eval
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -45,17 +48,28 @@ unit: setup
 kernels: setup
 	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -m "$(MARKS)" -n $(WORKERS) --dist worksteal
 
-# Beside the packages of .venv, which a line of a .pth file makes visible.
-$(OLDEST)/.ready: $(VENV)/.ready
-	$(PYTHON) -m venv $(OLDEST)
+# An environment in the target's folder, beside the packages of .venv, which a line of a .pth file makes visible.
+define venv_beside
+	$(PYTHON) -m venv $(@D)
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$site')" > \
-	    $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check transformers==$(OLDEST_TRANSFORMERS) $(OLDEST_SERVER)
+	    $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(1)
 	touch $@
+endef
+
+$(OLDEST)/.ready: $(VENV)/.ready
+	$(call venv_beside,transformers==$(OLDEST_TRANSFORMERS) $(OLDEST_SERVER))
 
 hf-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest tests/hf tests/serving -m "not slow" -n $(WORKERS) --dist worksteal
+
+# lm-eval-harness brings 400 MB of packages that nothing else needs.
+$(LM_EVAL)/.ready: $(VENV)/.ready
+	$(call venv_beside,--constraint constraints.txt $(LM_EVAL_PACKAGES))
+
+lm-eval: $(LM_EVAL)/.ready
+	$(LM_EVAL)/bin/python -m pytest tests/evaluation/test_harness.py
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "nsa.evaluation.command",
-        "loss by position, needle maps and recall of trained models",
+        "loss by position, needle maps, recall and lm-eval-harness of trained models",
         "a smaller --chunk or shorter --lengths need less",
     ),
     "inspect": Command(

@@ -10,6 +10,7 @@ EVAL_EXAMPLES = """examples:
   nsa eval loss runs/demo --seq-len 2048
   nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536 --depths 11 --samples 10
   nsa eval recall runs/nsa runs/dense --keys 1 8 32 --hops 1 2 4 --out results/recall
+  nsa eval lm-eval models/nsa models/dense --tasks niah_single_1 vt --lengths 4096 8192
 """
 
 
@@ -40,6 +41,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--haystack", type=path, metavar="FILE", help="a text file (default: Python's standard library)"
         )
+    for command in (loss, needle, recall):
+        command.add_argument(
+            "--chunk",
+            type=int,
+            metavar="N",
+            help="tokens per forward pass; longer prompts go in chunks (default: 65536 on a GPU, else 8192)",
+        )
+
+    harness = new_command(commands, "lm-eval", "RULER's synthetic tasks by lm-eval-harness, of Transformers folders")
+    harness.add_argument(
+        "--tasks",
+        nargs="+",
+        default=["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"],
+        metavar="TASK",
+        help="(default: niah_single_1 niah_multikey_2 niah_multikey_3 vt cwe fwe, all that need no network)",
+    )
+    harness.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="tokens of prompt and answer (default: 4096)",
+    )
+    harness.add_argument(
+        "--samples", type=int, default=50, metavar="N", help="per task and length, at most 500 (default: %(default)s)"
+    )
+    harness.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="prompts at once (default: %(default)s)"
+    )
 
 
 def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
@@ -48,18 +79,14 @@ def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -
         name, help=summary, description=f"Measure {summary}.", epilog=EVAL_EXAMPLES
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument("runs", type=path, nargs="+", metavar="RUN", help="the folder of a run")
+    command.add_argument(
+        "runs", type=path, nargs="+", metavar="RUN", help="the folder of a run, or of Transformers for lm-eval"
+    )
     command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
     command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     command.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of matmuls (default: bfloat16 on a GPU, else float32)",
-    )
-    command.add_argument(
-        "--chunk",
-        type=int,
-        metavar="N",
-        help="tokens per forward pass; longer prompts go in chunks (default: 65536 on a GPU, else 8192)",
     )
     return command

@@ -2,6 +2,7 @@
 
 nsa eval loss runs/demo
 nsa eval needle runs/nsa runs/dense --lengths 4096 16384 65536
+nsa eval lm-eval models/nsa models/dense --tasks niah_single_1 vt --lengths 4096
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nsa.data import DataConfig
 from nsa.data.prepare import LINE_EVERY_S
 from nsa.data.tokenizer import TOKENIZER_FILE
 from nsa.evaluation.forward import EvalModel, open_models
+from nsa.evaluation.harness import harness_rows
 from nsa.evaluation.loss import evaluate_loss
 from nsa.evaluation.plots import draw_evaluation
 from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
@@ -42,15 +44,19 @@ Rows = list[dict[str, Any]]
 def run(args: argparse.Namespace) -> int:
     """`nsa eval`: returns the exit status."""
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
-    require_positive_int("--chunk", chunk)
-    subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
-    rows = loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
+    rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
     out = args.out or args.runs[0] / "eval"
-    written = write_results(out, args.eval_command, rows, subjects, args)
+    written = write_results(out, args.eval_command, rows, device, args)
     say(results_table(args.eval_command, rows))
     say(json.dumps({"out": [str(path) for path in written], "mean": means(rows)}))
     return 0
+
+
+def own_rows(args: argparse.Namespace, device: torch.device) -> Rows:
+    chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
+    require_positive_int("--chunk", chunk)
+    subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
+    return loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
 
 
 def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
@@ -137,17 +143,15 @@ def means(rows: Rows) -> dict[str, float]:
     return {name: round(sum(values) / len(values), 4) for name, values in found.items()}
 
 
-def write_results(
-    out: Path, name: str, rows: Rows, subjects: Sequence[EvalModel], args: argparse.Namespace
-) -> list[Path]:
+def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: argparse.Namespace) -> list[Path]:
     """Write `NAME.json`, `NAME.csv` and, where matplotlib is installed, `NAME.png`; returns the paths."""
     make_folder(out)
     paths = [out / f"{name}.json", out / f"{name}.csv"]
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    flags |= {"runs": [str(subject.run) for subject in subjects]}
+    flags |= {"runs": [str(run) for run in args.runs]}
     del flags["out"]
     origin = {"nsa": nsa.__version__, "commit": commit(), "torch": str(torch.__version__)}
-    origin |= {"device": device_name(subjects[0].device), "date": f"{datetime.now():%Y-%m-%d}"}
+    origin |= {"device": device_name(device), "date": f"{datetime.now():%Y-%m-%d}"}
     values = {**origin, "flags": flags, "mean": means(rows), "rows": rows}
     replace_text(paths[0], json.dumps(values, indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
@@ -173,7 +177,8 @@ def csv_text(rows: Rows) -> str:
 
 def results_table(name: str, rows: Rows) -> str:
     """What is printed: runs side by side for the loss, one block per run and task for the others."""
-    return loss_table(rows) if name == "loss" else accuracy_tables(rows)
+    tables = {"loss": loss_table, "lm-eval": harness_table}
+    return tables.get(name, accuracy_tables)(rows)
 
 
 def loss_table(rows: Rows) -> str:
@@ -198,6 +203,11 @@ def accuracy_tables(rows: Rows) -> str:
         ]
         blocks.append(f"{run}: accuracy\n{aligned_columns([head, *lines])}")
     return "\n\n".join(blocks)
+
+
+def harness_table(rows: Rows) -> str:
+    cells = [[r["run"], r["task"], f"{r['length']:,}", f"{r['accuracy']:.0%}", str(r["samples"])] for r in rows]
+    return aligned_columns([["model", "task", "tokens", "accuracy", "samples"], *cells])
 
 
 def aligned_columns(rows: Sequence[Sequence[str]]) -> str:

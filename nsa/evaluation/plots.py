@@ -14,7 +14,8 @@ def draw_evaluation(name: str, rows: Sequence[dict[str, Any]], out: Path) -> Non
     """Draw the rows of `nsa eval NAME` to a file whose suffix is the format."""
     from matplotlib.figure import Figure
 
-    figure = {"loss": loss_figure, "needle": needle_figure, "recall": recall_figure}[name](Figure, rows)
+    figures = {"loss": loss_figure, "needle": needle_figure, "recall": recall_figure, "lm-eval": harness_figure}
+    figure = figures[name](Figure, rows)
     figure.tight_layout()
     figure.savefig(out, dpi=130)
 
@@ -79,6 +80,21 @@ def recall_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
             axis.set_title(f"{task}, {short(length)} tokens", fontsize=8)
             axis.grid(alpha=0.25)
     axes[0][0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def harness_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    """A panel per task: accuracy over the length, a line per model."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = new(figsize=(2.6 * len(tasks) + 1, 3.1))
+    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        for index, (run, own) in enumerate(by_run(rows).items()):
+            points = sorted((row["length"], row["accuracy"]) for row in own if row["task"] == task)
+            axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=run, color=COLORS[index % len(COLORS)])
+        axis.set_title(task, fontsize=8)
+        axis.set(xlabel="tokens", ylim=(-0.03, 1.03))
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=7)
     return figure
 
 
