@@ -5,7 +5,7 @@ Rows. A step has `T` new tokens per batch row; the `h` heads of a group and the 
 
 Partials. Each CTA covers one split of the keys of one (batch row, group) and leaves, per row, an unnormalized output,
 a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
-row has not reached has sum 0, and nothing else of it is written.
+row has not reached has sum 0 and a maximum below all others; its output is not written.
 
 Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE, G, D]`: row `b` then has its places
 `i * PAGE` to `(i + 1) * PAGE` in page `table[b, i]`. In fp8 it holds the bytes of e4m3, and `scale [B, places, G]`

@@ -62,7 +62,9 @@ def compressed_split_kernel(
     first = i_s * SPLIT_TILES
     last = tl.minimum(first + SPLIT_TILES, tl.cdiv(n_seen, BLOCK_J * R))
     if first >= last:
-        tl.store(part_l + i_slot.to(tl.int64) * ROWS + o_r, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
+        o_part = i_slot.to(tl.int64) * ROWS + o_r
+        tl.store(part_l + o_part, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
+        tl.store(part_m + o_part, tl.full([BLOCK_M], NONE_SEEN, tl.float32), mask=o_r < ROWS)
     else:
         b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
         o_row = i_bg.to(tl.int64) * ROWS + o_r

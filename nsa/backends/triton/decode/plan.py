@@ -96,6 +96,7 @@ class DecodeTile:
     select_warps: int = 8
     near_warps: int = 4
     near_buffers: int = 2
+    merge_slots: int = 16
     kept: str = ""
 
 
@@ -248,12 +249,10 @@ class DecodePlan:
             DV=d_v,
             BLOCK_DV=block_width(d_v),
             SLOTS=slots,
+            SLOTS_PAD=triton.next_power_of_2(slots),
+            CHUNK=min(tile.merge_slots, triton.next_power_of_2(slots)),
             N_CMP=n_splits,
-            N_CMP_PAD=triton.next_power_of_2(n_splits),
             N_WIN=window_splits,
-            N_WIN_PAD=triton.next_power_of_2(window_splits),
-            N_SEL=slots - n_splits - window_splits,
-            N_SEL_PAD=triton.next_power_of_2(slots - n_splits - window_splits),
             num_warps=1,
             **overlapping,
         )
