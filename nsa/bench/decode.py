@@ -31,6 +31,9 @@ from nsa.results import Row, append, make_row, quantiles
 BYTES_PER_NUMBER = 4
 COPY_BYTES = 1 << 30
 REPLAYS, ROUNDS = 10, 20
+# Once in `captured`, three times to warm up, then in rounds.
+MAX_REPLAYS = 4 + REPLAYS * ROUNDS
+MEASURE_MS = 1000
 # A block whose importance differs from another's by less than bf16 inputs resolve may be selected in its place.
 IMPORTANCE_TOLERANCE = 1e-3
 
@@ -140,19 +143,23 @@ class CachedStep:
 
 
 def replay_times(call: Callable[[], object]) -> list[float]:
-    """Milliseconds per replay of `call` captured in a CUDA graph, one figure per round of replays back to back."""
+    """Milliseconds per replay of `call` captured in a CUDA graph, one figure per round of replays back to back; `call`
+    runs at most `MAX_REPLAYS` times."""
+
+    def replays(count: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / count
+
     with torch.cuda.stream(torch.cuda.Stream()):
         replay = captured(call)
-        for _ in range(3):
-            replay()
-        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(ROUNDS)]
-        for begin, end in events:
-            begin.record()
-            for _ in range(REPLAYS):
-                replay()
-            end.record()
-        torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / REPLAYS for begin, end in events]
+        rough = replays(3)
+        count = max(1, min(REPLAYS, round(MEASURE_MS / ROUNDS / rough)))
+        return [replays(count) for _ in range(ROUNDS)]
 
 
 def copy_rate() -> float:

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_train(suites.add_parser("train", help="throughput of the training step"))
     add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
     add_decode(suites.add_parser("decode", help="a decode step over a cache, next to dense and the bytes limit"))
+    add_generate(suites.add_parser("generate", help="decode steps and prefill of a whole model, next to dense"))
     add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
     add_trained(suites.add_parser("trained", help="attention on the tensors of a trained model, next to noise"))
     add_flash(suites.add_parser("flash", help="where FlashAttention is faster, and the routes file from that"))
@@ -85,6 +86,17 @@ def add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], help="new tokens per row")
     parser.add_argument("--gib", type=float, default=4.0, help="K/V of one branch, all rows: decides the batch size")
     parser.add_argument("--smooth", type=float, default=0.0, help="likeness of a step's queries, in [0, 1)")
+    add_output(parser)
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time decode steps of a model as CUDA graphs, beside its dense twin, and prefill, on this GPU."
+    parser.epilog = "example: nsa bench generate --batch-size 32 --lengths 2048 32768 --prefill 65536"
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="125m")
+    parser.add_argument("--batch-size", nargs="+", type=int, default=[32])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[2048, 32768, 131072], help="tokens in the cache")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="LENGTH", help="prompts, one row each")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens per chunk of a prompt")
     add_output(parser)
 
 
