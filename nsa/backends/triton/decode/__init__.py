@@ -13,6 +13,7 @@ length. Results are bitwise deterministic and do not depend on the other rows of
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
@@ -63,4 +64,6 @@ def decode_attention(
     pairs = compressed, selected, window
     layouts = tuple((layout(k), layout(v)) for k, v in pairs)
     plan = plan_decode(layout(q), *layouts, layout(gates), how, tile or DecodeTile(), Form())
-    return plan.run(q, *pairs, gates, start, None, None)
+    shape, dtype, device = plan.arrivals
+    arrivals = torch.zeros(shape, dtype=dtype, device=device)
+    return plan.run(q, *pairs, gates, start, arrivals, None, None)

@@ -4,7 +4,8 @@
 
 Grid (B*T, tiles of query heads + 3). The last three CTAs of a token write its selected, sliding and raw key and value;
 raw ones are what blocks are compressed from. A token that is padding or does not fit writes nothing. Angles are
-computed in fp64 from the position: no table, whose length would be the cache's.
+computed in fp64 from the position: no table, whose length would be the cache's. The first CTA of a batch row also
+zeroes the counters of its groups, by which later launches wait for each other (`common.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def put(
 def append_kernel(
     q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, q_out, tail_k, tail_v, selected_k, selected_v, window_k, window_v,
     selected_k_scale, selected_v_scale, window_k_scale, window_v_scale, table, start, counts, limits, frequencies,
-    columns, max_len, tail_places, window_places, position_offset,
+    arrivals, columns, max_len, tail_places, window_places, position_offset,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_tkb, stride_tkn, stride_tvb, stride_tvn, stride_skb, stride_skn, stride_svb, stride_svn,
     stride_wkb, stride_wkn, stride_wvb, stride_wvn,
@@ -90,6 +91,9 @@ def append_kernel(
         p_out = q_out + ((i_b * T + i_t) * HEADS + o_h)[:, None] * DK + o_d[None, :]
         tl.store(p_out, b_first.to(q_out.dtype.element_ty), mask=m_q)
         tl.store(p_out + HALF, b_second.to(q_out.dtype.element_ty), mask=m_q)
+        o_g = tl.arange(0, 4 * G_PAD)
+        m_g = (o_g < 3 * G) & (i_t == 0) & (i_task == 0)
+        tl.store(arrivals + i_b * (3 * G) + o_g, tl.zeros([4 * G_PAD], tl.int32), mask=m_g)
     else:
         keep = position < end_of(start, counts, limits, i_b, max_len, T)
         i_store = i_task - N_HEAD_TILES

@@ -13,6 +13,10 @@ beside it what they are multiplied by. `place_of`, `load_tokens` and `store_row`
 
 Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it drains. It waits
 for that one's results in `follow`, and only then lets its own successor start; so all earlier launches are complete.
+
+Counters. `arrivals [B*G, 3]`, zero before the step, count the CTAs of the first three launches of the attention that
+are done with a batch row and group. A launch waits for its own batch row and group alone; when it starts, all CTAs of
+the one before it have started, because each of them has let it.
 """
 
 from __future__ import annotations
@@ -30,6 +34,21 @@ def follow(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def arrive(counter):
+    """Tell those who wait at `counter` that all which this CTA stored can be read."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@triton.jit
+def wait_for(counter, count):
+    """Until `count` CTAs have arrived. All of them must be running by then, or they may never get the room to."""
+    while tl.atomic_add(counter, 0, sem="acquire") < count:
+        pass
+    tl.debug_barrier()
 
 
 # Maximum of a row that has seen no key: above FLOOR by more than a power of two can tell.

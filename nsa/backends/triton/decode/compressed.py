@@ -7,7 +7,8 @@ block `j + c` (`R = l_sel/d`, `L = l/d`). Each tile pools its probabilities rela
 two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums. What a tile has for
 the first blocks of the next one goes to `carry [r, c - 1, tile, :c]`.
 
-Grid (B*G, splits, tiles of rows). Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
+Grid (B * splits * tiles of rows * G): the CTAs of a batch row are neighbours and end at about the same time, for the
+selection waits for no others. Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from nsa.backends.triton.decode.common import (
     NONE_SEEN,
+    arrive,
     exact_softmax,
     follow,
     load_step_rows,
@@ -37,23 +39,25 @@ def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def compressed_split_kernel(
-    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, part_o, part_m, part_l,
+    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, part_o, part_m, part_l, arrivals,
     columns, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
     REACH: tl.constexpr, CARRY: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    N_SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     follow(PDL)
-    i_bg = tl.program_id(0)
-    i_s = tl.program_id(1)
-    i_b = i_bg // G
-    i_g = i_bg % G
-    o_r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_g = tl.program_id(0) % G
+    i_m = tl.program_id(0) // G % ROW_TILES
+    i_s = tl.program_id(0) // (G * ROW_TILES) % N_SPLITS
+    i_b = tl.program_id(0) // (G * ROW_TILES * N_SPLITS)
+    i_bg = i_b * G + i_g
+    o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # [BLOCK_M] compressed blocks that each row sees, and the most of them
     o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, max_len), BLOCK, STRIDE)
     n_seen = tl.max(o_seen, 0)
@@ -102,6 +106,8 @@ def compressed_split_kernel(
                 o_from = tl.broadcast_to(((o_j + BLOCK_J - c) % BLOCK_J)[None, :], [BLOCK_M, BLOCK_J])
                 b_pool += tl.where((o_j >= c)[None, :], tl.gather(b_c, o_from, 1), 0.0)
             p_pool = pool + (o_row * N_TILES + i) * BLOCK_J
-            tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy=KEPT)
-            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy=KEPT)
+            # What the selection reads back stays in the L2 cache.
+            tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy="evict_last")
+            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy="evict_last")
         store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
+    arrive(arrivals + i_bg * 3)

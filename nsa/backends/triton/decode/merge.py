@@ -2,16 +2,17 @@
 
     o[row] = sum_slot gate[branch] / sum[branch] * 2^(max[slot] - max[branch]) * part_o[slot, row]
 
-Grid (B*G, rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
-other CTA of this launch reads them.
+Grid (B*G * rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
+CTA that is still running reads them.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import end_of, follow
+from nsa.backends.triton.decode.common import end_of, wait_for
 from nsa.backends.triton.primitives import FLOOR
 
 
@@ -32,14 +33,15 @@ def of_branch(o_s, cmp, win, sel, N_CMP: tl.constexpr, N_WIN: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, max_len,
+    part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
     stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, PDL: tl.constexpr,
+    SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, NEAR_CTAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = T * H
-    i_bg = tl.program_id(0)
-    i_r = tl.program_id(1)
+    i_bg = tl.program_id(0) // ROWS
+    i_r = tl.program_id(0) % ROWS
     i_b = (i_bg // G).to(tl.int64)
     i_t = i_r // H
     i_head = i_bg % G * H + i_r % H
@@ -48,7 +50,9 @@ def merge_kernel(
     gate_cmp = tl.load(p_g).to(tl.float32)
     gate_sel = tl.load(p_g + stride_gc).to(tl.float32)
     gate_win = tl.load(p_g + 2 * stride_gc).to(tl.float32)
-    follow(PDL)
+    wait_for(arrivals + i_bg * 3 + 2, NEAR_CTAS)
+    if PDL:
+        gdc_launch_dependents()
     o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r
     o_s = tl.arange(0, SLOTS_PAD)
     b_l = tl.load(part_l + o_part + o_s * ROWS, mask=o_s < SLOTS, other=0.0)
@@ -71,6 +75,9 @@ def merge_kernel(
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_d < DV)
     if lengths is not None:  # noqa: SIM102  the first is known to the compiler
         if (i_bg % G == 0) & (i_r == 0):
+            # Other groups of the row may still read its length.
+            for i_g in range(1, G):
+                wait_for(arrivals + (i_bg + i_g) * 3 + 2, NEAR_CTAS)
             end = end_of(lengths, counts, limits, i_b, max_len, T)
             tl.store(lengths + i_b, end)
             tl.store(high_water + i_b, tl.maximum(tl.load(high_water + i_b), end))

@@ -1,7 +1,8 @@
 """Attention of a step to tokens in full: the sliding window, forced blocks, and the blocks that were selected freely.
 
 All are split over CTAs, which leave partials. Those of the window and of the forced blocks come first in the grid and
-need nothing of the selection: they keep the memory busy while it runs, which is bound by latency.
+need nothing of the selection: they keep the memory busy while it runs, which is bound by latency. The others wait for
+the selection of their own batch row and group.
 
 A block that several tokens of a step selected is read once, for all of them: the splits go through the distinct blocks
 of the tokens' lists, in the order of their first occurrence, and rows of the other tokens are masked.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import follow, load_step_rows, load_tokens, position_of, store_partials
+from nsa.backends.triton.decode.common import arrive, load_step_rows, load_tokens, position_of, store_partials, wait_for
 from nsa.backends.triton.primitives import FLOOR, online_softmax
 
 
@@ -66,12 +67,12 @@ def window_split(
 @triton.jit
 def selected_split(
     q, k, v, k_scale, v_scale, table, start, indices, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, forced, columns,
-    max_len, scale_log2,
+    arrivals, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAGE: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr, N_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The `forced` blocks, or split `i_s` of those that the tokens of this tile of rows selected freely."""
     ROWS: tl.constexpr = T * H
@@ -93,7 +94,7 @@ def selected_split(
     if forced:
         e_j = tl.where(e_n < N_INIT, e_n, e_own + 1 - n_taken + e_n)
     else:
-        follow(PDL)
+        wait_for(arrivals + i_bg * 3 + 1, T)
         p_index = indices + ((i_b * T + e_t) * G + i_g).to(tl.int64) * N_SELECT + e_n
         e_j = tl.load(p_index, mask=m_e, other=0)
     m_first = m_e
@@ -135,7 +136,7 @@ def selected_split(
 @triton.jit
 def near_kernel(
     q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o,
-    part_m, part_l, pairs, columns, max_len, places, scale_log2,
+    part_m, part_l, arrivals, pairs, columns, max_len, places, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
     stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -147,16 +148,22 @@ def near_kernel(
 ):  # fmt: skip
     """One split of one tile of rows. Grid (pairs of batch row and group * tiles of rows * splits), where the splits are
     `WINDOW_SPLITS` of the window, one of the forced blocks if there are any, and `FREE_SPLITS`."""
-    i_bg = tl.program_id(0) % pairs
-    i_m = tl.program_id(0) // pairs % ROW_TILES
-    i_s = tl.program_id(0) // pairs // ROW_TILES
+    if PDL:
+        gdc_launch_dependents()
+    units = pairs * ROW_TILES
+    i_s = tl.program_id(0) // units
+    i_unit = tl.program_id(0) % units
+    if FREE_SPLITS == 0:
+        # The merge waits for this launch alone, so no CTA of it may end before the others.
+        wait_for(arrivals + i_unit // ROW_TILES * 3 + 1, T)
+    elif i_s >= N_EARLY:
+        # The splits of a row are neighbours: it may be selected before others are.
+        i_free = tl.program_id(0) - units * N_EARLY
+        i_s = N_EARLY + i_free % FREE_SPLITS
+        i_unit = i_free // FREE_SPLITS
+    i_bg = i_unit // ROW_TILES
+    i_m = i_unit % ROW_TILES
     i_slot = i_bg * SLOTS + FIRST_SLOT + i_s
-    if i_s < N_EARLY:
-        # What comes next waits for this launch, whose other CTAs wait for the ones before it.
-        if FREE_SPLITS == 0:
-            follow(PDL)
-        elif PDL:
-            gdc_launch_dependents()
     if i_s < WINDOW_SPLITS:
         window_split(
             q, k_win, v_win, k_win_scale, v_win_scale, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len,
@@ -168,9 +175,10 @@ def near_kernel(
     if i_s >= WINDOW_SPLITS:
         selected_split(
             q, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o, part_m, part_l, i_bg,
-            i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, max_len, scale_log2,
+            i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, arrivals, max_len, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
             G=G, H=H, T=T, T_PAD=T_PAD, DK=DK, DV=DV, PAGE=PAGE, SELECT_BLOCK=SELECT_BLOCK, N_SELECT=N_SELECT,
             N_PAD=N_PAD, N_INIT=N_INIT, N_LOCAL=N_LOCAL, N_SPLITS=FREE_SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_SEL,
-            BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES, PDL=PDL,
+            BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
         )  # fmt: skip
+    arrive(arrivals + i_bg * 3 + 2)

@@ -31,8 +31,9 @@ from nsa.geometry import n_compressed
 MAX_ROWS = 64
 # Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
 MAX_TILE_SCORES = 4096
-# Floats of pooled probabilities that a warp of the selection loads at once.
+# Of the selection: floats of pooled probabilities that a warp loads at once, and blocks that are worth another warp.
 POOL_ELEMENTS = 2048
+BLOCKS_PER_WARP = 128
 
 
 NEAR_SCALES = ("k_win_scale", "v_win_scale", "k_sel_scale", "v_sel_scale")
@@ -83,8 +84,7 @@ Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tenso
 class DecodeTile:
     """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
     reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks. The number of
-    warps of each kernel, and of tiles in shared memory (`buffers`). `kept`: how the L2 cache treats what the compressed
-    branch leaves for the selection."""
+    warps of each kernel, and of tiles in shared memory (`buffers`)."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
@@ -97,7 +97,6 @@ class DecodeTile:
     near_warps: int = 4
     near_buffers: int = 2
     merge_slots: int = 16
-    kept: str = ""
 
 
 class DecodePlan:
@@ -125,14 +124,14 @@ class DecodePlan:
         r_pad = triton.next_power_of_2(ratio)
         block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
         row_tiles = triton.cdiv(rows, block_m)
+        # The more rows, the more a split leaves to be merged, and the fewer keys fit into a tile.
+        longer = max(1, block_m // 32)
         widest = max(block_width(d_k), block_width(d_v))
         near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
-        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_TILE_SCORES // block_m)
+        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_TILE_SCORES // (block_m * longer))
         cmp_n = max(16, cmp_n, r_pad * triton.next_power_of_2(max(1, reach)))
         block_j = cmp_n // r_pad
         n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
-        # The more rows, the more a split leaves to be merged.
-        longer = max(1, block_m // 32)
         split_tiles = max(1, tile.split * longer // (block_j * ratio))
         n_splits = triton.cdiv(n_tiles, split_tiles)
         n_columns = max(16, triton.next_power_of_2(triton.cdiv(how.max_len, how.select_block)))
@@ -142,14 +141,13 @@ class DecodePlan:
             raise CallUnsupported(
                 f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
             )
+        select_warps = min(tile.select_warps, max(4, n_columns // BLOCKS_PER_WARP))
         span = min(how.window, how.max_len)
         window_splits = max(1, span // (tile.window_split * longer))
         n_forced = how.n_init + how.n_local
         early = window_splits + (n_forced > 0)
         free_splits = min(tile.selected_splits, how.n_select - n_forced)
         slots = n_splits + early + free_splits
-        # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one.
-        extra_stages = int(block_m < 64 or tiles.capability(q.device)[0] != 9)
 
         device, pairs = q.device, batch * groups
         # Aligned as the pooled probabilities are: Triton then loads both in one layout.
@@ -163,13 +161,15 @@ class DecodePlan:
             ((pairs, slots, rows), torch.float32, device),
             ((pairs, slots, rows), torch.float32, device),
         )
+        # Zeros before the step, see `common.py`.
+        self.arrivals = ((pairs, 3), torch.int32, device)
         self.indices = ((batch, n_tokens, groups, how.n_select), torch.int32, device)
         self.output = ((batch, n_tokens, n_heads, d_v), q.dtype, device)
         step = {"max_len": how.max_len, "G": groups, "H": heads, "SLOTS": slots}
         attend = {"scale_log2": how.scale * LOG2_E, "DK": d_k, "DV": d_v, "BLOCK_M": block_m}
         attend |= {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
-        pooling |= {"SPLIT_TILES": split_tiles, "CARRY": carry}
+        pooling |= {"SPLIT_TILES": split_tiles, "N_SPLITS": n_splits, "ROW_TILES": row_tiles, "CARRY": carry}
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
         selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
@@ -180,7 +180,7 @@ class DecodePlan:
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
         self.attend_compressed = Launch(
             compressed_split_kernel,
-            (pairs, n_splits, row_tiles),
+            (pairs * n_splits * row_tiles,),
             **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
             **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
             PAGE=max(1, form.page // how.stride),
@@ -191,25 +191,23 @@ class DecodePlan:
             R_PAD=r_pad,
             OVERLAP=overlap,
             BLOCK_N=cmp_n,
-            STAGES=tile.buffers + extra_stages,
-            KEPT=tile.kept,
+            STAGES=tile.buffers + 1,
             num_warps=tile.warps,
             **overlapping,
         )
         self.select = Launch(
             select_step_kernel,
-            (pairs, n_tokens),
+            (pairs * n_tokens,),
             **step,
             **pooling,
             **selection,
             H_PAD=triton.next_power_of_2(heads),
-            N_SPLITS=n_splits,
             N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
             BLOCK_J=block_j,
-            UNROLL=max(1, min(heads, POOL_ELEMENTS * tile.select_warps // n_columns)),
-            SEGMENTS=min(32 * tile.select_warps, n_columns // 4),
-            num_warps=tile.select_warps,
+            UNROLL=max(1, min(heads, POOL_ELEMENTS * select_warps // n_columns)),
+            SEGMENTS=min(32 * select_warps, n_columns // 4),
+            num_warps=select_warps,
             **overlapping,
         )
         self.attend_near = Launch(
@@ -233,13 +231,13 @@ class DecodePlan:
             T_PAD=triton.next_power_of_2(n_tokens),
             BLOCK_N=near_n,
             BLOCK_SEL=min(near_n, max(16, triton.next_power_of_2(how.select_block))),
-            STAGES=tile.near_buffers + extra_stages,
+            STAGES=tile.near_buffers + 1,
             num_warps=tile.near_warps,
             **overlapping,
         )
         self.merge = Launch(
             merge_kernel,
-            (pairs, rows),
+            (pairs * rows,),
             **strides(g_bthc=gates),
             **absent,
             max_len=how.max_len,
@@ -253,6 +251,7 @@ class DecodePlan:
             CHUNK=min(tile.merge_slots, triton.next_power_of_2(slots)),
             N_CMP=n_splits,
             N_WIN=window_splits,
+            NEAR_CTAS=row_tiles * (early + free_splits),
             num_warps=1,
             **overlapping,
         )
@@ -265,6 +264,7 @@ class DecodePlan:
         window: tuple[Tensor, Tensor],
         gates: Tensor,
         start: Tensor,
+        arrivals: Tensor,
         pages: Pages | None,
         scales: Scales | None,
         **committed: Tensor,
@@ -278,7 +278,7 @@ class DecodePlan:
         shape, dtype, device = self.output
         o = torch.empty(shape, dtype=dtype, device=device)
         parts = {"part_m": part_m, "part_l": part_l}
-        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, **parts}
+        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, "arrivals": arrivals, **parts}
         table = {} if pages is None else {"table": pages.table}
         cmp_scales, sel_scales, win_scales = scales or ((), (), ())
         scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
@@ -286,8 +286,8 @@ class DecodePlan:
         self.select(factors=factors, indices=indices, **pooled)
         near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
         near |= dict(zip(NEAR_SCALES, (*win_scales, *sel_scales), strict=False))
-        self.attend_near(q=q, start=start, indices=indices, part_o=part_o, **near, **parts, **table)
-        self.merge(gates=gates, o=o, part_o=part_o, **parts, **committed)
+        self.attend_near(q=q, start=start, indices=indices, arrivals=arrivals, part_o=part_o, **near, **parts, **table)
+        self.merge(gates=gates, o=o, arrivals=arrivals, part_o=part_o, **parts, **committed)
         return o, indices
 
 

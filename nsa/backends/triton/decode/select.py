@@ -5,7 +5,7 @@
 All scaling but the last is by powers of two, and sums have one order, so that blocks with equal keys tie exactly, in
 whichever tiles they lie; of equal blocks the lower is taken. Selection goes by bisection, as in `selection.py`.
 
-Grid (B*G, T). A CTA owns one token of one group. It is bound by latency, so loads of several heads are in flight, and
+Grid (B*G * T). A CTA owns one token of one group. It is bound by latency, so loads of several heads are in flight, and
 the next launch, most of which does not depend on this one, starts at once.
 """
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import position_of, power_of_2
+from nsa.backends.triton.decode.common import arrive, position_of, power_of_2, wait_for
 from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks, last_taken
 
@@ -77,13 +77,13 @@ def pooled_importance(
 
 @triton.jit
 def select_step_kernel(
-    start, pool, carry, tile_max, factors, indices, part_m, part_l, max_len,
+    start, pool, carry, tile_max, factors, indices, part_m, part_l, arrivals, max_len,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
     N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, SPLIT_TILES: tl.constexpr, CARRY: tl.constexpr,
     N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
-    SEGMENTS: tl.constexpr, PDL: tl.constexpr,
+    SEGMENTS: tl.constexpr, ROW_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The blocks that one token of one group reads: `N_SELECT` indices, ascending, -1 where there are fewer."""
     ROWS: tl.constexpr = T * H
@@ -91,9 +91,9 @@ def select_step_kernel(
     N_COLUMNS: tl.constexpr = N_TILES_PAD * BLOCK_J
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    i_bg = tl.program_id(0)
-    i_t = tl.program_id(1)
+    i_bg = tl.program_id(0) // T
+    i_t = tl.program_id(0) % T
+    wait_for(arrivals + i_bg * 3, N_SPLITS * ROW_TILES)
     i_b = i_bg // G
     i_row = i_bg.to(tl.int64) * ROWS + i_t * H
     p_index = indices + ((i_b * T + i_t) * G + i_bg % G).to(tl.int64) * N_SELECT
@@ -130,3 +130,4 @@ def select_step_kernel(
             m_taken = m_forced | m_free
         o_out = tl.cumsum(m_taken.to(tl.int32), 0) - 1
         tl.store(p_index + o_out, o_j, mask=m_taken)
+    arrive(arrivals + i_bg * 3 + 1)

@@ -206,6 +206,11 @@ def decode_step(
     tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
     turned = {"frequencies": stores.frequencies, "position_offset": position_offset}
     rotated = torch.empty(plan.q_shape, dtype=q.dtype, device=q.device)
+    attention = plan_decode(
+        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
+    )
+    shape, dtype, device = attention.arrivals
+    arrivals = torch.empty(shape, dtype=dtype, device=device)
     plan.append(
         q=q,
         k_raw=new.raw[0],
@@ -215,6 +220,7 @@ def decode_step(
         k_win=new.window[0],
         v_win=new.window[1],
         q_out=rotated,
+        arrivals=arrivals,
         selected_k=stores.selected[0],
         selected_v=stores.selected[1],
         window_k=stores.window[0],
@@ -253,9 +259,6 @@ def decode_step(
                 **between,
                 **into,
             )
-    attention = plan_decode(
-        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
-    )
     committed: dict[str, Any] = {"lengths": stores.lengths, "high_water": stores.high_water, **given}
     read = stores.compressed, stores.selected, stores.window
-    return attention.run(rotated, *read, gates, stores.lengths, stores.pages, stores.scales, **committed)
+    return attention.run(rotated, *read, gates, stores.lengths, arrivals, stores.pages, stores.scales, **committed)
