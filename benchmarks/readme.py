@@ -25,10 +25,12 @@ Rows = dict[tuple[str, str, str, int, int], dict[str, str]]
 
 
 def read(suite: str) -> Rows:
+    """Of the file of that name, which may have rows of other suites beside them."""
     with (RESULTS / f"{suite}.csv").open(newline="") as file:
         return {
             (row["impl"], row["mode"], f"{row['Hq']}/{row['G']}/{row['Dk']}", int(row["B"]), int(row["S"])): row
             for row in csv.DictReader(file)
+            if row["suite"] == suite
         }
 
 

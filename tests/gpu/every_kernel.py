@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,6 +17,7 @@ import torch
 from helpers import Case, branches, random_inputs
 from torch import Tensor
 
+from nsa import NSAAttention, NSAConfig
 from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
@@ -33,6 +35,12 @@ CASES = {
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **KNOBS),
 }
 METHODS = ("query", "block", "dense")
+# Tokens per step, how blocks are compressed, and the cache's form.
+STEPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one token": (1, "mlp", {}),
+    "five tokens": (5, "mean", {}),
+    "pages in fp8": (3, "mlp", {"page_size": 64, "n_pages": 10, "quantize": "fp8"}),
+}
 
 
 def run(case: Case, dtype: torch.dtype) -> None:
@@ -80,7 +88,28 @@ def run(case: Case, dtype: torch.dtype) -> None:
     torch.cuda.synchronize()
 
 
+def decode(n_tokens: int, phi: str, form: dict[str, Any]) -> None:
+    """Steps of a layer past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
+    knobs = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 100}
+    config = NSAConfig(dim=64, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, phi=phi, backend="triton", **knobs)
+    layer = NSAAttention(config).cuda().bfloat16()
+    cache = layer.new_cache(2, 320, **form)
+    if form:
+        cache.allocate([320, 320])
+    x = torch.randn(2, 300, config.dim, device="cuda", dtype=torch.bfloat16)
+    real = torch.arange(300, device="cuda") >= torch.tensor([[0], [210]], device="cuda")
+    with torch.no_grad():
+        layer(x, attention_mask=real, cache=cache)
+        for _ in range(3):
+            layer(x[:, :n_tokens], attention_mask=real[:, -n_tokens:], cache=cache)
+        layer(x[:, :n_tokens], attention_mask=real[:, :n_tokens], cache=cache)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
+    for name, step in STEPS.items():
+        decode(*step)
+        print(f"every kernel of a decode step ran: {name}", flush=True)
     for name, case in CASES.items():
         for dtype in (torch.bfloat16, torch.float16):
             run(case, dtype)
