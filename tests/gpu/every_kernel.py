@@ -17,7 +17,7 @@ import torch
 from helpers import Case, branches, random_inputs
 from torch import Tensor
 
-from nsa import NSAAttention, NSAConfig
+from nsa import NSAAttention, NSAConfig, PagedNSACache
 from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
@@ -90,11 +90,11 @@ def run(case: Case, dtype: torch.dtype) -> None:
 
 def decode(n_tokens: int, phi: str, form: dict[str, Any]) -> None:
     """Steps of a layer past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
-    knobs = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 100}
-    config = NSAConfig(dim=64, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, phi=phi, backend="triton", **knobs)
+    knobs: dict[str, Any] = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 100, "phi": phi}
+    config = NSAConfig(dim=64, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, backend="triton", **knobs)
     layer = NSAAttention(config).cuda().bfloat16()
     cache = layer.new_cache(2, 320, **form)
-    if form:
+    if isinstance(cache, PagedNSACache):
         cache.allocate([320, 320])
     x = torch.randn(2, 300, config.dim, device="cuda", dtype=torch.bfloat16)
     real = torch.arange(300, device="cuda") >= torch.tensor([[0], [210]], device="cuda")
