@@ -24,7 +24,7 @@ from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs,
 
 from nsa import doctor
 from nsa.backends import gluon
-from nsa.backends.gluon.tiles import ForwardTile, KeyTile, pick_dkv, pick_forward, unsupported
+from nsa.backends.gluon.tiles import ForwardTile, KeyTile, QueryTile, pick_dkv, pick_forward, unsupported
 from nsa.backends.problem import Problem
 from nsa.backends.triton.launch import COLLECTING, Launch, layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
@@ -39,6 +39,7 @@ __all__ = ["poison"]
 FORWARD = ForwardTile(block_n=16, num_stages=2)
 # As many rows as the heads of a group, at least.
 KEYS = KeyTile(block_m=16, num_stages=2, waves=0)
+KEPT = QueryTile(block_m=4 * KEYS.block_m, num_stages=2, streams=1)
 LONG = {
     "h1": Case(heads=1, length=300, window=70),
     "h2, batch": Case(heads=2, length=150, groups=2, batch=2, window=40),
@@ -127,6 +128,20 @@ def test_more_stages_and_wider_tiles_change_nothing_but_rounding(branch: str, em
     x = inputs(case, branch)
     wide = ForwardTile(block_n=32, num_stages=3), BackwardTile(SMALL, KeyTile(block_m=32, num_stages=3, waves=0))
     check(case, branch, by_kernel(case, branch, x, *wide), x)
+
+
+@pytest.mark.parametrize("branch", FUNCTIONS)
+@pytest.mark.parametrize("scratch", [1 << 30, 1 << 15], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("name", [*CASES, *(f"long {name}" for name in LONG)])
+def test_dq_from_kept_ds(name: str, scratch: int, branch: str, emulator: Emulator) -> None:
+    case = LONG[name.removeprefix("long ")] if name.startswith("long ") else CASES[name]
+    if case.d_k != case.d_v or case.heads & (case.heads - 1) or case.n_keys(branch) == 0:
+        pytest.skip("the kernels take one head_dim, whole queries and keys")
+    x = inputs(case, branch)
+    tile = BackwardTile(KEPT, dataclasses.replace(KEYS, waves=8, min_row_tiles=4))
+    tile = dataclasses.replace(tile, dq=dataclasses.replace(KEPT, scratch=scratch))
+    check(case, branch, by_kernel(case, branch, x, FORWARD, tile), x)
+    assert "hopper_dq_kernel" in emulator.launched
 
 
 def hazard(function: Any) -> None:

@@ -9,16 +9,29 @@ consumer, over a tile of rows:
     issue dV += P^T dO, wait for dP^T
     dS^T = P^T (dP^T - delta)   while dV is being computed
     issue dK += dS^T Q, wait for both
+
+With KEEP, dS^T also goes to memory, from which `query_gradient.py` makes dQ.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from nsa.backends.gluon.api import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from nsa.backends.gluon.descriptors import describe_keys, describe_rows, describe_statistics
+from nsa.backends.gluon.api import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from nsa.backends.gluon.descriptors import Descriptor, describe_keys, describe_rows, describe_statistics
 from nsa.backends.gluon.tiles import KeyTile
 from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E, first_position, seeing_queries
@@ -56,10 +69,12 @@ def produce_rows(
 @gluon.jit
 def attend_rows(
     k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
+    ds, ds_s, i_buffer, i_bg, i_n, i_base,
     s_layout: gl.constexpr, o_layout: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr,
+    MASKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """Adds to `b_dk`, `b_dv` what comes of the tile of rows from `i_row` on."""
+    """Adds to `b_dk`, `b_dv` what comes of the tile of rows from `i_row` on; KEEP stores its `dS^T` at
+    `ds[i_bg, i_n, i_row - i_base]`."""
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     slot = step % STAGES
@@ -79,8 +94,18 @@ def attend_rows(
     b_dv = warpgroup_mma(b_pt, do_w, b_dv, is_async=True)
     b_delta = delta_s.index(slot).reshape([BLOCK_M]).load(column)
     b_dpt = warpgroup_mma_wait(1, deps=[b_dpt])
-    b_dst = gl.convert_layout((b_e * (b_dpt - b_delta[None, :])).to(q_s.dtype), p_layout)
+    b_ds = (b_e * (b_dpt - b_delta[None, :])).to(q_s.dtype)
+    b_dst = gl.convert_layout(b_ds, p_layout)
     b_dk = warpgroup_mma(b_dst, q_w, b_dk, is_async=True)
+    if KEEP:
+        # The tile before the last has left the buffer.
+        tma.store_wait(1)
+        barrier()
+        ds_tile = ds_s.index(i_buffer + step % 2)
+        ds_tile.reshape([64, BLOCK_M]).store(b_ds)
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(ds, [i_bg, i_n, i_row - i_base], ds_tile)
     # The operands in registers too: ptxas may reuse them under a product in flight unless the wait depends on them.
     b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
     mbarrier.arrive(free.index(slot), count=1)
@@ -90,10 +115,10 @@ def attend_rows(
 @gluon.jit
 def consume_rows(
     W: gl.constexpr, p_dk, p_dv, p_first, p_end, p_start, start,
-    k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+    k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_bg, i_base,
     i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2, n_queries, n_keys, n_groups,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: keys `[64 W, 64 W + 64)` of the tile, over rows `[i_start, i_stop)`, of which `[i_full, i_edge)` see
     every key and come last. `p_dk`, `p_dv` point to the tile's first key."""
@@ -114,12 +139,13 @@ def consume_rows(
         i_row = edge_row(step, i_start, i_full, i_edge, BLOCK_M)
         b_dk, b_dv = attend_rows(
             k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
-            s_layout, o_layout, D, BLOCK_M, STAGES, True,
+            ds, ds_s, 2 * W, i_bg, i_n + W * 64, i_base, s_layout, o_layout, D, BLOCK_M, STAGES, True, KEEP,
         )  # fmt: skip
     for step in range(n_edge, (i_stop - i_start) // BLOCK_M):
+        i_row = i_full + (step - n_edge) * BLOCK_M
         b_dk, b_dv = attend_rows(
-            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, 0, b_first, b_end, scale_log2,
-            s_layout, o_layout, D, BLOCK_M, STAGES, False,
+            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
+            ds, ds_s, 2 * W, i_bg, i_n + W * 64, i_base, s_layout, o_layout, D, BLOCK_M, STAGES, False, KEEP,
         )  # fmt: skip
     o_n = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
@@ -127,23 +153,29 @@ def consume_rows(
     m_n = (i_n + o_n < n_keys)[:, None]
     gl.store(p_dk + o_out, (b_dk * scale).to(p_dk.dtype.element_ty), mask=m_n)
     gl.store(p_dv + o_out, b_dv.to(p_dv.dtype.element_ty), mask=m_n)
+    if KEEP:
+        tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
+@gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "part_0"])
 def hopper_dkv_kernel(
-    q, do, k, v, lse2, delta, p_dk, p_dv, p_first, p_end, scale, scale_log2,
-    n_queries, n_keys, n_groups, n_parts, part_rows, stride_xp, stride_yp,
+    q, do, k, v, lse2, delta, ds, p_dk, p_dv, p_first, p_end, scale, scale_log2,
+    n_queries, n_keys, n_groups, n_parts, part_rows, bg_0, part_0, row_0, stride_xp, stride_yp,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
     p_start=None,
 ):  # fmt: skip
-    """One tile of 128 keys against one part of the rows that see it, cut and ordered as in `ranged_dkv_kernel`."""
+    """One tile of 128 keys against one part of the rows that see it, cut and ordered as in `ranged_dkv_kernel`; the
+    launch has `n_parts` parts from `part_0` on, of batch entries and groups from `bg_0` on."""
+    # With KEEP the rows are those of whole tiles of `query_gradient.py`, which reads what is written here.
+    ROWS: gl.constexpr = 4 * BLOCK_M if KEEP else BLOCK_M
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_M // H, H, D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_M // H, H, D], do.layout)
     lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], k.layout)
     v_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], v.layout)
+    ds_s = gl.allocate_shared_memory(q.dtype, [4, 1, 64, BLOCK_M], ds.layout) if KEEP else k_s
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -157,8 +189,9 @@ def hopper_dkv_kernel(
     i_n = gl.program_id(0) % n_tiles * 128
     i_bg = gl.program_id(0) // n_tiles
     n_bg = gl.num_programs(0) // (n_tiles * n_parts)
-    i_part = n_parts - 1 - i_bg // n_bg
-    i_bg = i_bg % n_bg
+    i_part = part_0 + n_parts - 1 - i_bg // n_bg
+    i_local = i_bg % n_bg
+    i_bg = bg_0 + i_local
     i_b = i_bg // n_groups
     i_g = i_bg % n_groups
     mbarrier.expect(kv_full, 4 * k.block_type.nbytes)
@@ -174,29 +207,32 @@ def hopper_dkv_kernel(
     last_begin, last_end = seeing_queries(
         i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
     )
-    i_start = first_begin * H // BLOCK_M * BLOCK_M
-    i_stop = (last_end * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    i_start = first_begin * H // ROWS * ROWS
+    i_stop = (last_end * H + ROWS - 1) // ROWS * ROWS
     i_part_row = i_part * part_rows
+    i_base = row_0
     if SLIDING:
         i_part_row += i_start
+        i_base = i_start
     i_start = gl.maximum(i_start, i_part_row)
     i_stop = gl.minimum(i_stop, i_part_row + part_rows)
     i_full = gl.minimum(gl.maximum((last_begin * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M, i_start), i_stop)
-    # Once complete a compressed block is seen to the end, and rows past the end have no probability.
-    i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if SLIDING or PACKED else i_stop
+    # Once complete a compressed block is seen to the end, and rows past the end have no probability up to `ROW_PAD`.
+    EDGE: gl.constexpr = SLIDING or PACKED or KEEP
+    i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if EDGE else i_stop
     o_tile = ((gl.cast(i_b, gl.int64) * n_keys + i_n) * n_groups + i_g) * D
     p_dk += gl.cast(i_part, gl.int64) * stride_xp + o_tile
     p_dv += gl.cast(i_part, gl.int64) * stride_yp + o_tile
     gl.warp_specialize(
         [
             (consume_rows, (0, p_dk, p_dv, p_first, p_end, p_start, start,
-                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
                             i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
-                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED)),
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
             (consume_rows, (1, p_dk, p_dv, p_first, p_end, p_start, start,
-                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free,
+                            k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
                             i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
-                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED)),
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
             (produce_rows, (q, do, lse2, delta, q_s, do_s, lse2_s, delta_s, full, free, i_b, i_g, i_bg,
                             i_start, i_full, i_edge, i_stop, H, BLOCK_M, STAGES)),
         ],
@@ -205,18 +241,30 @@ def hopper_dkv_kernel(
     )  # fmt: skip
 
 
+class Part(NamedTuple):
+    """What of a problem one launch takes: batch entries and groups `[bg_0, bg_0 + n_bg)`, parts `[part_0, part_0 +
+    n_parts)` of the rows, which start at `row_0`; and the shape of the `dS^T` that it keeps, if it does."""
+
+    bg_0: int
+    n_bg: int
+    part_0: int
+    n_parts: int
+    row_0: int = 0
+    kept: tuple[int, int, int] | None = None
+
+
 class KeyLaunch:
     """Launches `hopper_dkv_kernel`, given what the launch of `ranged_dkv_kernel` is given, all of it as tensors."""
 
-    __slots__ = ("describe_do", "describe_k", "describe_q", "describe_statistics", "describe_v", "launch")
+    __slots__ = ("describe_do", "describe_ds", "describe_k", "describe_q", "describe_statistics", "describe_v", "launch")
 
     def __init__(
         self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: KeyTile,
-        n_parts: int, part_rows: int,
+        part: Part, part_rows: int,
     ) -> None:  # fmt: skip
         batch, n_queries, n_heads, d = q.shape
         _, n_keys, n_groups, _ = k.shape
-        heads, n_bg = n_heads // n_groups, batch * n_groups
+        heads = n_heads // n_groups
         n_rows_padded = triton.cdiv(n_queries * heads, ROW_PAD) * ROW_PAD
         rows = describe_rows(q, heads, tile.block_m), describe_rows(do, heads, tile.block_m)
         assert rows[0] is not None, "q is not whole queries, which `pick_dkv` declines"
@@ -224,18 +272,22 @@ class KeyLaunch:
         self.describe_q, self.describe_do = rows[0], rows[1]
         self.describe_k, self.describe_v = describe_keys(k, tile.block_n // 2), describe_keys(v, tile.block_n // 2)
         self.describe_statistics = describe_statistics(
-            new_layout((n_bg, n_rows_padded), torch.float32, q.device), tile.block_m
+            new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device), tile.block_m
         )
+        self.describe_ds = None if part.kept is None else describe_ds(part.kept, q, tile)
         self.launch = Launch(
             hopper_dkv_kernel,
-            (triton.cdiv(n_keys, tile.block_n) * n_bg * n_parts,),
+            (triton.cdiv(n_keys, tile.block_n) * part.n_bg * part.n_parts,),
             scale=scale,
             scale_log2=scale * LOG2_E,
             n_queries=n_queries,
             n_keys=n_keys,
             n_groups=n_groups,
-            n_parts=n_parts,
+            n_parts=part.n_parts,
             part_rows=part_rows,
+            bg_0=part.bg_0,
+            part_0=part.part_0,
+            row_0=part.row_0,
             stride_xp=k.shape.numel(),
             stride_yp=v.shape.numel(),
             H=heads,
@@ -244,15 +296,18 @@ class KeyLaunch:
             STAGES=tile.num_stages,
             **visibility.constants,
             **visibility.absent("p_first", "p_end"),
+            KEEP=part.kept is not None,
+            **({} if part.kept is not None else {"ds": None}),
             num_warps=tile.num_warps,
             maxnreg=tile.max_registers,
         )
 
     def __call__(
         self, q: Tensor, do: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, p_dk: Tensor, p_dv: Tensor,
-        **tables: Tensor,
+        ds: Tensor | None = None, **tables: Tensor,
     ) -> None:  # fmt: skip
-        """`tables`: those of `Visibility.key_tables`."""
+        """`tables`: those of `Visibility.key_tables`. `ds`: a buffer that holds at least what is kept."""
+        kept = {} if self.describe_ds is None or ds is None else {"ds": self.describe_ds(ds)}
         self.launch(
             q=self.describe_q(q),
             do=self.describe_do(do),
@@ -262,5 +317,11 @@ class KeyLaunch:
             delta=self.describe_statistics(delta),
             p_dk=p_dk,
             p_dv=p_dv,
+            **kept,
             **tables,
         )
+
+
+def describe_ds(shape: tuple[int, int, int], q: Layout, tile: KeyTile) -> Descriptor:
+    """Of `dS^T [B * G, keys, rows]`, in boxes of 64 keys and a tile of rows."""
+    return Descriptor(new_layout(shape, q.dtype, q.device), (1, tile.block_n // 2, tile.block_m))

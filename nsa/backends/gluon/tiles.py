@@ -42,6 +42,20 @@ class KeyTile(SplitTile):
     max_registers: int | None = 168
 
 
+@dataclass(frozen=True)
+class QueryTile(Tile):
+    """`dq` from the `dS^T` that was kept: two warpgroups of 128 rows each, four tiles of a `KeyTile`, and a warp that
+    loads. `scratch`: bytes of `dS^T` alive at once. `streams`: over which chunks of it alternate, 1 or 2."""
+
+    block_m: int = 256
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int | None = 168
+    scratch: int = 2 << 30
+    streams: int = 2
+
+
 # Tiles that are picked, or were near to it: 128 keys for long ranges, 64 for short ones.
 FORWARD = {
     64: (ForwardTile(block_n=128, num_stages=4), ForwardTile(block_n=64, num_stages=4)),

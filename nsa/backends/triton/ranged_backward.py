@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -52,6 +52,9 @@ from nsa.backends.triton.tiles import (
     sm_count,
 )
 from nsa.sequences import Compressed, Ranges, Saved, Sliding, Upstream
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.query_gradient import KeptPlan
 
 
 @triton.jit
@@ -296,7 +299,7 @@ class RangedBackwardPlan:
 
     __slots__ = (
         *("describe_dkv_rows", "describe_dq_keys", "describe_dq_rows", "describe_statistics"),
-        *("dk_shape", "dkv", "dq", "dv_shape", "n_parts", "sum_parts", "visibility"),
+        *("dk_shape", "dkv", "dq", "dv_shape", "kept", "n_parts", "sum_parts", "visibility"),
     )
 
     def __init__(
@@ -311,6 +314,17 @@ class RangedBackwardPlan:
         _, n_keys, n_groups, d_v = v.shape
         heads = n_heads // n_groups
         n_rows_padded = triton.cdiv(n_queries * heads, ROW_PAD) * ROW_PAD
+        self.kept: KeptPlan | None = None
+        if isinstance(tile.dq, gluon_tiles.QueryTile) and isinstance(tile.dkv, gluon_tiles.KeyTile):
+            from nsa.backends.gluon.query_gradient import KeptPlan, split_whole_tiles
+
+            n_ctas = triton.cdiv(n_keys, tile.dkv.block_n) * batch * n_groups
+            parts = split_keys(
+                visibility.sliding, visibility.span, split_whole_tiles(tile.dkv, tile.dq.block_m), n_ctas,
+                n_queries * heads, heads, sm_count(q.device),
+            )  # fmt: skip
+            self.kept = KeptPlan(do, q, k, v, visibility, scale, tile.dkv, tile.dq, *parts, accumulate)
+            return
 
         def shared(cut: Tile) -> dict[str, Any]:
             """What both kernels are given."""
@@ -360,11 +374,12 @@ class RangedBackwardPlan:
             self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
             self.sum_parts = sum_partials(self.n_parts, k.shape.numel(), v.shape.numel())
         if isinstance(cut, gluon_tiles.KeyTile):
-            from nsa.backends.gluon.backward import KeyLaunch
+            from nsa.backends.gluon.backward import KeyLaunch, Part
 
             # It makes its descriptors itself.
             self.describe_dkv_rows = self.describe_statistics = None
-            self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, self.n_parts, part_rows)
+            whole = Part(0, batch * n_groups, 0, self.n_parts)
+            self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, whole, part_rows)
             return
         self.describe_dkv_rows = describe_both_rows(cut)
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
@@ -430,5 +445,7 @@ def ranged_backward(
     layouts = (layout(do), layout(q), layout(k), layout(v))
     planned = plan(*layouts, Visibility.of(ranges), branch.scale, tile, into is not None)
     lse2, delta = row_statistics(upstream, saved, k.shape[2])
+    if planned.kept is not None:
+        return planned.kept(do, q, k, v, lse2, delta, ranges, into)
     dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges)
     return planned.query_gradient(do, q, k, v, lse2, delta, ranges, into), dk, dv
