@@ -17,10 +17,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from test_ranged import Case, by_kernel, check, inputs, poison
+from test_ranged import FUNCTIONS, Case, by_kernel, check, inputs, poison
 
 from nsa.backends import gluon
-from nsa.backends.gluon.tiles import FORWARD, KEYS, ForwardTile, KeyTile
+from nsa.backends.gluon.tiles import FORWARD, KEYS, ForwardTile, KeyTile, QueryTile
 from nsa.backends.triton.ranged_backward import plan as backward_plan
 from nsa.backends.triton.ranged_forward import plan as forward_plan
 from nsa.backends.triton.tiles import BackwardTile, pick_backward, pick_forward
@@ -82,6 +82,29 @@ def test_both_sets_match_the_reference(shape: str, rows: str, branch: str) -> No
             assert (ours - theirs).norm() <= 1e-2 * theirs.norm() + 1e-6, name
 
 
+# All at once, on one stream in runs, and on two.
+KEPT = {
+    "at once": QueryTile(scratch=1 << 30),
+    "in runs": QueryTile(scratch=4 << 20, streams=1),
+    "two streams": QueryTile(scratch=8 << 20, streams=2),
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", ["128-h16", "128-h4-fp16", "128-h1", "128-h64"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_dq_from_kept_ds(kept: str, shape: str, rows: str, branch: str) -> None:
+    case = case_of(shape, rows)
+    x = inputs(case, branch)
+    keys = KeyTile(waves=1) if branch == "sliding" else KeyTile(waves=32)
+    tile = BackwardTile(KEPT[kept], keys)
+    actual, again = (by_kernel(case, branch, x, None, tile) for _ in range(2))
+    check(case, branch, actual, x)
+    for name, value in actual.items():
+        assert torch.equal(value, again[name]), f"{name} is not deterministic"
+
+
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_launchers_pick_the_gluon_kernels(branch: str) -> None:
     case = Case(
@@ -94,7 +117,28 @@ def test_launchers_pick_the_gluon_kernels(branch: str) -> None:
         by_kernel(case, branch, x, None, None)
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
-    assert {"hopper_forward_kernel", "hopper_dkv_kernel"} <= names
+    assert {"hopper_forward_kernel", "hopper_dkv_kernel", "hopper_dq_kernel"} <= names
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_runs_on_two_streams_replay_in_a_graph(branch: str) -> None:
+    case = case_of("128-h16", "plain")
+    x = inputs(case, branch)
+    forward, backward, _ = FUNCTIONS[branch]
+    over, q, k, v, do = case.branch(branch), x["q"], x["k"], x["v"], x["do"]
+    o, lse = forward(q, k, v, over)
+    tile = BackwardTile(KEPT["two streams"], KeyTile(waves=32))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return backward(Upstream(do, None), Saved(q, k, v, o, lse), over, tile=tile)
+
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -103,17 +147,17 @@ def test_a_gate_folds_into_the_gradients(branch: str) -> None:
     x = inputs(case, branch)
     gate = torch.rand(x["q"].shape[:3], device="cuda", dtype=torch.bfloat16)
     gate[:, ::7] = 0.0
-    from test_ranged import FUNCTIONS
-
     forward, backward, _ = FUNCTIONS[branch]
     over, q, k, v, do = case.branch(branch), x["q"], x["k"], x["v"], x["do"]
     o, lse = forward(q, k, v, over, tile=ForwardTile())
     product = (do.float() * o.float()).sum(-1)
     found = []
     picked = pick_backward(q, v, branch == "sliding")
-    for keys in (KeyTile(), picked.dkv):
+    kept = [BackwardTile(tile, KeyTile(waves=1)) for tile in KEPT.values()]
+    for tile in (picked, BackwardTile(picked.dq, KeyTile()), *kept):
         into = torch.ones_like(q)
         upstream = Upstream(do, None, gate, product, into)
-        found.append(backward(upstream, Saved(q, k, v, o, lse), over, tile=BackwardTile(picked.dq, keys)))
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).float().norm() <= 1e-2 * theirs.float().norm()
+        found.append(backward(upstream, Saved(q, k, v, o, lse), over, tile=tile))
+    for ours in found[1:]:
+        for x, y in zip(ours, found[0], strict=True):
+            assert (x - y).float().norm() <= 1e-2 * y.float().norm()

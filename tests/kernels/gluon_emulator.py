@@ -239,8 +239,10 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     if not isinstance(pointer.offset, Tensor):
         return pointer.flat[pointer.offset].item()
     offset = pointer.offset.as_subclass(Tensor)
-    assert mask is None, "no kernel masks its loads"
-    return tile(pointer.flat[offset])
+    if mask is None:
+        return tile(pointer.flat[offset])
+    mask = mask.as_subclass(Tensor).expand(offset.shape)
+    return tile(torch.where(mask, pointer.flat[torch.where(mask, offset, 0)], other))
 
 
 def store(pointer: Pointer, x: Tensor, mask: Tensor) -> None:

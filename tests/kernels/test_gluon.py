@@ -24,9 +24,18 @@ from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs,
 
 from nsa import doctor
 from nsa.backends import gluon
-from nsa.backends.gluon.tiles import ForwardTile, KeyTile, QueryTile, pick_dkv, pick_forward, unsupported
+from nsa.backends.gluon.query_gradient import KeptPlan
+from nsa.backends.gluon.tiles import (
+    ForwardTile,
+    KeyTile,
+    QueryTile,
+    pick_dkv,
+    pick_dq,
+    pick_forward,
+    unsupported,
+)
 from nsa.backends.problem import Problem
-from nsa.backends.triton.launch import COLLECTING, Launch, layout
+from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
 
 if not INTERPRETED:
@@ -39,7 +48,7 @@ __all__ = ["poison"]
 FORWARD = ForwardTile(block_n=16, num_stages=2)
 # As many rows as the heads of a group, at least.
 KEYS = KeyTile(block_m=16, num_stages=2, waves=0)
-KEPT = QueryTile(block_m=4 * KEYS.block_m, num_stages=2, streams=1)
+KEPT = QueryTile(block_m=4 * KEYS.block_m, num_stages=2)
 LONG = {
     "h1": Case(heads=1, length=300, window=70),
     "h2, batch": Case(heads=2, length=150, groups=2, batch=2, window=40),
@@ -131,15 +140,15 @@ def test_more_stages_and_wider_tiles_change_nothing_but_rounding(branch: str, em
 
 
 @pytest.mark.parametrize("branch", FUNCTIONS)
-@pytest.mark.parametrize("scratch", [1 << 30, 1 << 15], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("scratch", [1 << 30, 1 << 16], ids=["at once", "in runs"])
 @pytest.mark.parametrize("name", [*CASES, *(f"long {name}" for name in LONG)])
 def test_dq_from_kept_ds(name: str, scratch: int, branch: str, emulator: Emulator) -> None:
     case = LONG[name.removeprefix("long ")] if name.startswith("long ") else CASES[name]
     if case.d_k != case.d_v or case.heads & (case.heads - 1) or case.n_keys(branch) == 0:
         pytest.skip("the kernels take one head_dim, whole queries and keys")
     x = inputs(case, branch)
-    tile = BackwardTile(KEPT, dataclasses.replace(KEYS, waves=8, min_row_tiles=4))
-    tile = dataclasses.replace(tile, dq=dataclasses.replace(KEPT, scratch=scratch))
+    dkv = dataclasses.replace(KEYS, waves=8, min_row_tiles=4)
+    tile = BackwardTile(dataclasses.replace(KEPT, scratch=scratch), dkv)
     check(case, branch, by_kernel(case, branch, x, FORWARD, tile), x)
     assert "hopper_dq_kernel" in emulator.launched
 
@@ -231,6 +240,31 @@ def test_head_dim_64_has_only_a_forward_kernel_of_whole_queries() -> None:
     assert isinstance(forward, ForwardTile)
     assert dkv is None
     assert picked(q[:, :, :12], k) == (None, None)
+
+
+def key_layout(n: int, heads: int = 4) -> Layout:
+    return new_layout((1, n, heads, 128), torch.bfloat16, torch.device("cpu"))
+
+
+def test_dq_comes_from_kept_ds_where_runs_are_long() -> None:
+    sliding, keys = COMPRESSED._replace(sliding=True), key_layout(4095)
+    assert isinstance(pick_dq(keys, COMPRESSED), QueryTile)
+    assert isinstance(pick_dq(keys, sliding), QueryTile)
+    assert isinstance(pick_dq(keys, sliding._replace(packed=True)), QueryTile)
+    assert pick_dq(keys, COMPRESSED._replace(packed=True)) is None
+    assert pick_dq(keys, sliding._replace(offset=True)) is None
+    assert pick_dq(key_layout(65535), COMPRESSED) is None
+
+
+@pytest.mark.parametrize("length", [8192, 65536, 131072])
+@pytest.mark.parametrize("sliding", [False, True], ids=["compressed", "sliding"])
+def test_kept_ds_stays_within_its_scratch(sliding: bool, length: int) -> None:
+    visibility = Visibility(sliding, 512, 1, False, False) if sliding else COMPRESSED
+    q, k = key_layout(length, 64), key_layout(length if sliding else length // 16 - 1)
+    tile = QueryTile()
+    plan = KeptPlan(q, q, k, k, visibility, 0.1, KeyTile(), tile, 1, length * 16 // 24 // 256 * 256, True)
+    assert plan.size * 2 * tile.streams <= tile.scratch
+    assert plan.n_slots <= 26
 
 
 @pytest.mark.usefixtures("usable")

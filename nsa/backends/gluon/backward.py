@@ -69,12 +69,12 @@ def produce_rows(
 @gluon.jit
 def attend_rows(
     k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
-    ds, ds_s, i_buffer, i_bg, i_n, i_base,
+    ds, ds_s, i_buffer, i_bg, i_n, i_column,
     s_layout: gl.constexpr, o_layout: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Adds to `b_dk`, `b_dv` what comes of the tile of rows from `i_row` on; KEEP stores its `dS^T` at
-    `ds[i_bg, i_n, i_row - i_base]`."""
+    `ds[i_bg, i_n, i_column]`."""
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     slot = step % STAGES
@@ -105,7 +105,7 @@ def attend_rows(
         ds_tile.reshape([64, BLOCK_M]).store(b_ds)
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(ds, [i_bg, i_n, i_row - i_base], ds_tile)
+        tma.async_copy_shared_to_global(ds, [i_bg, i_n, i_column], ds_tile)
     # The operands in registers too: ptxas may reuse them under a product in flight unless the wait depends on them.
     b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
     mbarrier.arrive(free.index(slot), count=1)
@@ -115,13 +115,13 @@ def attend_rows(
 @gluon.jit
 def consume_rows(
     W: gl.constexpr, p_dk, p_dv, p_first, p_end, p_start, start,
-    k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_bg, i_base,
+    k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_bg, i_base, i_kept, adds,
     i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2, n_queries, n_keys, n_groups,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: keys `[64 W, 64 W + 64)` of the tile, over rows `[i_start, i_stop)`, of which `[i_full, i_edge)` see
-    every key and come last. `p_dk`, `p_dv` point to the tile's first key."""
+    every key and come last. `p_dk`, `p_dv` point to the tile's first key, whose gradients are added to if `adds`."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     k_w = k_s.index(W).reshape([64, D])
@@ -139,34 +139,43 @@ def consume_rows(
         i_row = edge_row(step, i_start, i_full, i_edge, BLOCK_M)
         b_dk, b_dv = attend_rows(
             k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
-            ds, ds_s, 2 * W, i_bg, i_n + W * 64, i_base, s_layout, o_layout, D, BLOCK_M, STAGES, True, KEEP,
+            ds, ds_s, 2 * W, i_bg, i_kept + W * 64, i_row - i_base, s_layout, o_layout, D, BLOCK_M, STAGES, True, KEEP,
         )  # fmt: skip
+    i_column = i_full - i_base - n_edge * BLOCK_M
     for step in range(n_edge, (i_stop - i_start) // BLOCK_M):
-        i_row = i_full + (step - n_edge) * BLOCK_M
         b_dk, b_dv = attend_rows(
-            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, i_row, b_first, b_end, scale_log2,
-            ds, ds_s, 2 * W, i_bg, i_n + W * 64, i_base, s_layout, o_layout, D, BLOCK_M, STAGES, False, KEEP,
+            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, full, free, zero, step, 0, b_first, b_end, scale_log2,
+            ds, ds_s, 2 * W, i_bg, i_kept + W * 64, i_column + step * BLOCK_M,
+            s_layout, o_layout, D, BLOCK_M, STAGES, False, KEEP,
         )  # fmt: skip
     o_n = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
     o_out = (o_n * n_groups * D)[:, None] + o_d[None, :]
     m_n = (i_n + o_n < n_keys)[:, None]
-    gl.store(p_dk + o_out, (b_dk * scale).to(p_dk.dtype.element_ty), mask=m_n)
+    b_dk *= scale
+    if KEEP and not SLIDING:  # noqa: SIM102
+        if adds:
+            # Without rows there is nothing to add.
+            m_n &= i_stop > i_start
+            b_dk += gl.load(p_dk + o_out, mask=m_n, other=0.0).to(gl.float32)
+            b_dv += gl.load(p_dv + o_out, mask=m_n, other=0.0).to(gl.float32)
+    gl.store(p_dk + o_out, b_dk.to(p_dk.dtype.element_ty), mask=m_n)
     gl.store(p_dv + o_out, b_dv.to(p_dv.dtype.element_ty), mask=m_n)
     if KEEP:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "part_0"])
+@gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "key_0", "row_end", "slot_0", "n_written"])
 def hopper_dkv_kernel(
     q, do, k, v, lse2, delta, ds, p_dk, p_dv, p_first, p_end, scale, scale_log2,
-    n_queries, n_keys, n_groups, n_parts, part_rows, bg_0, part_0, row_0, stride_xp, stride_yp,
+    n_queries, n_keys, n_groups, n_tiles, n_parts, part_rows, bg_0, key_0, row_0, row_end, slot_0, n_written,
+    stride_xp, stride_yp,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
     p_start=None,
 ):  # fmt: skip
     """One tile of 128 keys against one part of the rows that see it, cut and ordered as in `ranged_dkv_kernel`; the
-    launch has `n_parts` parts from `part_0` on, of batch entries and groups from `bg_0` on."""
+    launch is a `Part` of the problem."""
     # With KEEP the rows are those of whole tiles of `query_gradient.py`, which reads what is written here.
     ROWS: gl.constexpr = 4 * BLOCK_M if KEEP else BLOCK_M
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_M // H, H, D], q.layout)
@@ -185,11 +194,10 @@ def hopper_dkv_kernel(
         mbarrier.init(free.index(i), count=2)
     fence_async_shared()
 
-    n_tiles = (n_keys + 127) // 128
-    i_n = gl.program_id(0) % n_tiles * 128
+    i_n = key_0 + gl.program_id(0) % n_tiles * 128
     i_bg = gl.program_id(0) // n_tiles
     n_bg = gl.num_programs(0) // (n_tiles * n_parts)
-    i_part = part_0 + n_parts - 1 - i_bg // n_bg
+    i_part = n_parts - 1 - i_bg // n_bg
     i_local = i_bg % n_bg
     i_bg = bg_0 + i_local
     i_b = i_bg // n_groups
@@ -209,29 +217,27 @@ def hopper_dkv_kernel(
     )
     i_start = first_begin * H // ROWS * ROWS
     i_stop = (last_end * H + ROWS - 1) // ROWS * ROWS
-    i_part_row = i_part * part_rows
-    i_base = row_0
-    if SLIDING:
-        i_part_row += i_start
-        i_base = i_start
+    i_base = i_start if SLIDING else row_0
+    i_part_row = i_base + i_part * part_rows
     i_start = gl.maximum(i_start, i_part_row)
-    i_stop = gl.minimum(i_stop, i_part_row + part_rows)
+    i_stop = gl.minimum(gl.minimum(i_stop, row_end), i_part_row + part_rows)
     i_full = gl.minimum(gl.maximum((last_begin * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M, i_start), i_stop)
     # Once complete a compressed block is seen to the end, and rows past the end have no probability up to `ROW_PAD`.
     EDGE: gl.constexpr = SLIDING or PACKED or KEEP
     i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if EDGE else i_stop
     o_tile = ((gl.cast(i_b, gl.int64) * n_keys + i_n) * n_groups + i_g) * D
-    p_dk += gl.cast(i_part, gl.int64) * stride_xp + o_tile
-    p_dv += gl.cast(i_part, gl.int64) * stride_yp + o_tile
+    p_dk += gl.cast(slot_0 + i_part, gl.int64) * stride_xp + o_tile
+    p_dv += gl.cast(slot_0 + i_part, gl.int64) * stride_yp + o_tile
+    adds = i_part < n_written
     gl.warp_specialize(
         [
             (consume_rows, (0, p_dk, p_dv, p_first, p_end, p_start, start,
                             k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
-                            i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
+                            i_n - key_0, adds, i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
                             n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
             (consume_rows, (1, p_dk, p_dv, p_first, p_end, p_start, start,
                             k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
-                            i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
+                            i_n - key_0, adds, i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
                             n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
             (produce_rows, (q, do, lse2, delta, q_s, do_s, lse2_s, delta_s, full, free, i_b, i_g, i_bg,
                             i_start, i_full, i_edge, i_stop, H, BLOCK_M, STAGES)),
@@ -242,25 +248,42 @@ def hopper_dkv_kernel(
 
 
 class Part(NamedTuple):
-    """What of a problem one launch takes: batch entries and groups `[bg_0, bg_0 + n_bg)`, parts `[part_0, part_0 +
-    n_parts)` of the rows, which start at `row_0`; and the shape of the `dS^T` that it keeps, if it does."""
+    """What of a problem one launch takes: batch entries and groups `[bg_0, bg_0 + n_bg)`, keys `[key_0, key_end)` and
+    rows `[row_0, row_end)`, in `n_parts` parts of `part_rows` each.
+
+    The parts write to slots of partial `dk` and `dv` from `slot_0` on, and add to the first `n_written` of them.
+    `kept`: the shape of the `dS^T` that is kept, if it is.
+    """
 
     bg_0: int
     n_bg: int
-    part_0: int
+    key_0: int
+    key_end: int
+    row_0: int
+    row_end: int
     n_parts: int
-    row_0: int = 0
+    part_rows: int
+    slot_0: int = 0
+    n_written: int = 0
     kept: tuple[int, int, int] | None = None
 
 
 class KeyLaunch:
     """Launches `hopper_dkv_kernel`, given what the launch of `ranged_dkv_kernel` is given, all of it as tensors."""
 
-    __slots__ = ("describe_do", "describe_ds", "describe_k", "describe_q", "describe_statistics", "describe_v", "launch")
+    __slots__ = (
+        "describe_do",
+        "describe_ds",
+        "describe_k",
+        "describe_q",
+        "describe_statistics",
+        "describe_v",
+        "launch",
+    )
 
     def __init__(
         self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float, tile: KeyTile,
-        part: Part, part_rows: int,
+        part: Part,
     ) -> None:  # fmt: skip
         batch, n_queries, n_heads, d = q.shape
         _, n_keys, n_groups, _ = k.shape
@@ -275,19 +298,24 @@ class KeyLaunch:
             new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device), tile.block_m
         )
         self.describe_ds = None if part.kept is None else describe_ds(part.kept, q, tile)
+        n_tiles = triton.cdiv(part.key_end - part.key_0, tile.block_n)
         self.launch = Launch(
             hopper_dkv_kernel,
-            (triton.cdiv(n_keys, tile.block_n) * part.n_bg * part.n_parts,),
+            (n_tiles * part.n_bg * part.n_parts,),
             scale=scale,
             scale_log2=scale * LOG2_E,
             n_queries=n_queries,
             n_keys=n_keys,
             n_groups=n_groups,
+            n_tiles=n_tiles,
             n_parts=part.n_parts,
-            part_rows=part_rows,
+            part_rows=part.part_rows,
             bg_0=part.bg_0,
-            part_0=part.part_0,
+            key_0=part.key_0,
             row_0=part.row_0,
+            row_end=part.row_end,
+            slot_0=part.slot_0,
+            n_written=part.n_written,
             stride_xp=k.shape.numel(),
             stride_yp=v.shape.numel(),
             H=heads,

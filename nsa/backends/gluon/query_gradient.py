@@ -2,9 +2,9 @@
 
     dQ[r] = scale * sum_n dS[r, n] K[n]
 
-`dS^T [B * G, keys, rows]` is larger than all inputs together, so a backward pass goes in chunks: `hopper_dkv_kernel`
-over a part of the rows, or of the groups, and then `hopper_dq_kernel` over the same, through one buffer of bounded size.
-In the sliding branch, where a tile of keys is seen by few rows, a tile's first column is the first row that sees it.
+`dS^T [B * G, keys, rows]` is larger than all inputs together, so a backward pass goes in runs of rows, or of keys in
+the sliding branch: `hopper_dkv_kernel` and then `hopper_dq_kernel`, through a buffer of bounded size. In the sliding
+branch, where a tile of keys is seen by few rows, a tile's first column is the first row that sees it.
 
 Reading `dS^T` from memory bounds `hopper_dq_kernel`. A CTA has three partitions: one warp issues the TMA loads, and two
 consumer warpgroups own half of a tile of rows each. Grid: persistent, one CTA per SM, the last rows, which see most
@@ -13,7 +13,8 @@ keys, first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -36,34 +37,33 @@ from nsa.backends.gluon.descriptors import describe_keys, describe_rows
 from nsa.backends.gluon.tiles import KeyTile, QueryTile
 from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.partials import sum_partials
-from nsa.backends.triton.primitives import COUNTS, first_position, seeing_queries, visible_keys
+from nsa.backends.triton.primitives import COUNTS, seeing_queries, visible_keys
 from nsa.backends.triton.tiles import Visibility, sm_count
 from nsa.sequences import Ranges
 
 
 @gluon.jit
 def row_tile(
-    tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0, H: gl.constexpr,
+    tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H: gl.constexpr,
     ROWS: gl.constexpr, SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Batch entry and group, in this launch and of all, and first row; first key and number of tiles of 64 keys; and
-    where the first query lies."""
+    """Batch entry and group, in this launch and of all, and first row; first key and number of tiles of 64 keys."""
     i_local = tile % n_bg
-    i_bg = bg_0 + i_local
     i_row = row_0 + (n_tiles - 1 - tile // n_bg) * ROWS
     i_last = gl.minimum(i_row + ROWS, n_queries * H) - 1
-    start = first_position(p_start, i_bg // n_groups)
-    first_lo, _ = visible_keys(i_row // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    _, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, _ = visible_keys(i_row // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    _, last_hi = visible_keys(i_last // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo = gl.maximum(first_lo, key_0)
+    last_hi = gl.minimum(last_hi, key_end)
     i_key = first_lo // 64 * 64
     n = gl.where(last_hi > first_lo, (last_hi - i_key + 63) // 64, 0)
-    return i_local, i_bg, i_row, i_key, n, start
+    return i_local, bg_0 + i_local, i_row, i_key, n
 
 
 @gluon.jit
 def produce_ds(
-    ds, k, dq, p_lo, p_hi, p_first, p_end, p_start, ds_s, k_s, dq_s, full, free, dq_full, dq_free,
-    n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
+    ds, k, dq, p_lo, p_hi, p_first, p_end, ds_s, k_s, dq_s, full, free, dq_full, dq_free,
+    n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
     H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -72,8 +72,8 @@ def produce_ds(
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
-        i_local, i_bg, i_row, i_key, n, start = row_tile(
-            tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0, H, ROWS,
+        i_local, i_bg, i_row, i_key, n = row_tile(
+            tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H, ROWS,
             SLIDING, SPAN, STRIDE, PACKED,
         )  # fmt: skip
         i_b = i_bg // n_groups
@@ -91,7 +91,7 @@ def produce_ds(
             if SLIDING:
                 # Of the tile of 128 keys that was written at once.
                 first_begin, _ = seeing_queries(
-                    i_n // 128 * 128, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+                    i_n // 128 * 128, None, 0, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
                 )
                 i_base = first_begin * H // ROWS * ROWS
             slot = step % STAGES
@@ -101,7 +101,7 @@ def produce_ds(
             for w in gl.static_range(4):
                 i_column = i_row - i_base + w * BLOCK_M
                 tma.async_copy_global_to_shared(
-                    ds, [i_local, i_n, i_column], full.index(slot), ds_s.index(4 * slot + w)
+                    ds, [i_local, i_n - key_0, i_column], full.index(slot), ds_s.index(4 * slot + w)
                 )
             step += 1
 
@@ -123,8 +123,8 @@ def store_dq(b_dq, dq, dq_w, i_b, i_t, i_head, scale, o_layout: gl.constexpr, M:
 
 @gluon.jit
 def consume_ds(
-    W: gl.constexpr, dq, p_lo, p_hi, p_start, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
-    n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
+    W: gl.constexpr, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
+    n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -133,8 +133,8 @@ def consume_ds(
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
-        _, i_bg, i_row, _, n, _ = row_tile(
-            tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0, H, 4 * BLOCK_M,
+        _, i_bg, i_row, _, n = row_tile(
+            tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H, 4 * BLOCK_M,
             SLIDING, SPAN, STRIDE, PACKED,
         )  # fmt: skip
         b_first = gl.zeros([BLOCK_M, D], gl.float32, o_layout)
@@ -169,15 +169,14 @@ def consume_ds(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "n_bg"])
+@gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "n_bg", "key_0", "key_end"])
 def hopper_dq_kernel(
-    ds, k, dq, p_lo, p_hi, p_first, p_end, scale, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
-    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    ds, k, dq, p_lo, p_hi, p_first, p_end, scale, n_queries, n_keys, n_groups, n_tiles,
+    n_bg, bg_0, key_0, key_end, row_0, H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
-    p_start=None,
 ):  # fmt: skip
-    """`dq` of `n_tiles` tiles of `4 * BLOCK_M` rows from `row_0` on, of `n_bg` batch entries and groups from `bg_0` on;
-    ACCUMULATE adds to the `dq` that is there."""
+    """`dq` of `n_tiles` tiles of `4 * BLOCK_M` rows from `row_0` on, of `n_bg` batch entries and groups from `bg_0` on,
+    of keys `[key_0, key_end)`; ACCUMULATE adds to the `dq` that is there."""
     ds_s = gl.allocate_shared_memory(ds.dtype, [4 * STAGES, 1, 64, BLOCK_M], ds.layout)
     k_s = gl.allocate_shared_memory(ds.dtype, [STAGES, 1, 64, 1, D], k.layout)
     dq_s = gl.allocate_shared_memory(ds.dtype, [4, 1, BLOCK_M // H, H, D], dq.layout)
@@ -193,14 +192,14 @@ def hopper_dq_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_ds, (0, dq, p_lo, p_hi, p_start, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
-                          n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
+            (consume_ds, (0, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
+                          n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
                           H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
-            (consume_ds, (1, dq, p_lo, p_hi, p_start, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
-                          n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
+            (consume_ds, (1, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
+                          n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
                           H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
-            (produce_ds, (ds, k, dq, p_lo, p_hi, p_first, p_end, p_start, ds_s, k_s, dq_s, full, free, dq_full, dq_free,
-                          n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, row_0,
+            (produce_ds, (ds, k, dq, p_lo, p_hi, p_first, p_end, ds_s, k_s, dq_s, full, free, dq_full,
+                          dq_free, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
                           H, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
         ],
         [4, 1],
@@ -208,9 +207,8 @@ def hopper_dq_kernel(
     )  # fmt: skip
 
 
-@cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+# Runs of fewer rows, or of fewer keys in the sliding branch, are of fewer batch entries and groups instead.
+FEW_ROWS, FEW_KEYS = 8192, 4096
 
 
 def align(n: int, step: int) -> int:
@@ -218,115 +216,170 @@ def align(n: int, step: int) -> int:
 
 
 def split_compressed(
-    n_bg: int, n_keys: int, n_rows: int, part_rows: int, visible: list[int], capacity: int
-) -> Iterator[tuple[Part, int]]:
-    """Parts of the rows, from the last on as many at once as `capacity` elements of `dS^T` allow, and their rows;
-    `visible`: the keys that the rows of each part see."""
-    end = len(visible)
-    while end > 0:
-        begin, keys = end - 1, max(1, visible[end - 1])
-        while begin > 0 and n_bg * keys * (end - begin + 1) * part_rows <= capacity:
-            begin -= 1
-        rows = min(end * part_rows, n_rows) - begin * part_rows
-        yield Part(0, n_bg, begin, end - begin, begin * part_rows, (n_bg, keys, rows)), rows
-        end = begin
+    n_bg: int, n_keys: int, n_rows: int, part_rows: int, visible: Callable[[int], int], tile: QueryTile, capacity: int
+) -> Iterator[Part]:
+    """Runs of rows, from the last on, as long as `capacity` elements of `dS^T` allow. Partial `dk` and `dv` of one
+    stream's runs are added up in the same slots; `visible(end)`: how many keys the rows before `end` see."""
+    at_once = min(n_bg, max(1, capacity // (n_keys * min(n_rows, FEW_ROWS))))
+    for bg_0 in range(0, n_bg, at_once):
+        count, end, runs = min(at_once, n_bg - bg_0), n_rows, []
+        while end > 0:
+            keys = max(1, visible(end))
+            start = max(0, end - max(1, capacity // (at_once * keys * tile.block_m)) * tile.block_m)
+            runs.append((start, end, keys, max(1, round((end - start) / part_rows))))
+            end = start
+        slots = [max((x[3] for x in runs[turn :: tile.streams]), default=0) for turn in range(tile.streams)]
+        for i, (start, end, keys, n_parts) in enumerate(runs):
+            turn = i % tile.streams
+            written = max((x[3] for x in runs[turn : i : tile.streams]), default=0)
+            rows = align(-(-(end - start) // n_parts), tile.block_m)
+            kept = count, keys, end - start
+            yield Part(bg_0, count, 0, n_keys, start, end, n_parts, rows, sum(slots[:turn]), written, kept)
 
 
 def split_sliding(
-    n_bg: int, n_keys: int, n_columns: int, n_parts: int, n_rows: int, capacity: int
-) -> Iterator[tuple[Part, int]]:
-    at_once = min(n_bg, max(1, capacity // (n_keys * n_columns)))
-    for first in range(0, n_bg, at_once):
-        count = min(at_once, n_bg - first)
-        yield Part(first, count, 0, n_parts, 0, (count, n_keys, n_columns)), n_rows
+    n_bg: int, n_keys: int, n_columns: int, n_parts: int, part_rows: int,
+    rows_seeing: Callable[[int, int], tuple[int, int]], keys: KeyTile, tile: QueryTile, capacity: int,
+) -> Iterator[Part]:  # fmt: skip
+    """Runs of keys, and the rows that may see them: at a seam they get their `dq` from both runs."""
+    at_once = min(n_bg, max(1, capacity // (min(n_keys, FEW_KEYS) * n_columns)))
+    n_runs = triton.cdiv(n_keys, max(1, capacity // (at_once * n_columns * keys.block_n)) * keys.block_n)
+    if n_runs > 1:
+        n_runs = align(n_runs, tile.streams)
+    step = align(triton.cdiv(n_keys, n_runs), keys.block_n)
+    for bg_0 in range(0, n_bg, at_once):
+        count = min(at_once, n_bg - bg_0)
+        for key_0 in range(0, n_keys, step):
+            end = min(key_0 + step, n_keys)
+            row_0, row_end = rows_seeing(key_0, end)
+            yield Part(
+                bg_0, count, key_0, end, row_0, row_end, n_parts, part_rows, kept=(count, end - key_0, n_columns)
+            )
+
+
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
+    """The current stream, and another that starts where it is and has joined it again when the block ends. What either
+    uses has to be allocated before the block and freed after it."""
+    here, other = torch.cuda.current_stream(device), second_stream(device)
+    other.wait_stream(here)
+    try:
+        yield here, other
+    finally:
+        here.wait_stream(other)
 
 
 class KeptPlan:
-    """A backward pass in which `dq` comes from the `dS^T` that was kept; called as `RangedBackwardPlan`'s passes are."""
+    """A backward pass in which `dq` comes from the `dS^T` that was kept; called as `RangedBackwardPlan`'s passes are.
+
+    Two streams take turns: work of one run fills the SMs that the end of another's leaves idle.
+    """
 
     def __init__(
         self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float,
         keys: KeyTile, tile: QueryTile, n_parts: int, part_rows: int, accumulate: bool,
     ) -> None:  # fmt: skip
-        self.visibility, self.tile = visibility, tile
+        assert not visibility.offset, "where runs begin is not known, which `pick_backward` declines"
+        self.visibility, self.streams = visibility, tile.streams
         batch, n_queries, n_heads, d = q.shape
         _, n_keys, n_groups, _ = k.shape
         heads, n_bg = n_heads // n_groups, batch * n_groups
-        n_rows = align(n_queries * heads, tile.block_m)
+        n_rows, span = align(n_queries * heads, tile.block_m), visibility.span
         capacity = tile.scratch // q.dtype.itemsize // tile.streams
+
+        def visible(end: int) -> int:
+            if visibility.packed:
+                return n_keys
+            return min(n_keys, max(0, end // heads - span + visibility.stride) // visibility.stride)
+
+        def rows_seeing(key_0: int, key_end: int) -> tuple[int, int]:
+            row_end = align((key_end - 1 + span) * heads, tile.block_m)
+            return key_0 * heads // tile.block_m * tile.block_m, min(row_end, n_rows)
+
         if visibility.sliding:
-            columns = align(min(n_rows, (keys.block_n + visibility.span) * heads + tile.block_m), tile.block_m)
-            chunks = list(split_sliding(n_bg, n_keys, columns, n_parts, n_rows, capacity))
+            columns = align(min(n_rows, (keys.block_n + span) * heads + tile.block_m), tile.block_m)
+            runs = split_sliding(n_bg, n_keys, columns, n_parts, part_rows, rows_seeing, keys, tile, capacity)
         else:
-            known = not visibility.packed and not visibility.offset
-            last = [min((i + 1) * part_rows, n_rows) // heads for i in range(n_parts)]
-            span, stride = visibility.span, visibility.stride
-            visible = [min(n_keys, max(0, t - span + stride) // stride) if known else n_keys for t in last]
-            chunks = list(split_compressed(n_bg, n_keys, n_rows, part_rows, visible, capacity))
-        self.n_parts = n_parts
-        self.size = max(torch.Size(part.kept or ()).numel() for part, _ in chunks)
+            runs = split_compressed(n_bg, n_keys, n_rows, part_rows, visible, tile, capacity)
+        parts = list(runs)
+        # Rows at a seam: their `dq` is added to.
+        self.seams = visibility.sliding and len(parts) > 1
+        self.size = max(torch.Size(part.kept or ()).numel() for part in parts)
+        self.n_slots = max(part.slot_0 + part.n_parts for part in parts)
         self.dk_shape, self.dv_shape = tuple(k.shape), tuple(v.shape)
-        if n_parts > 1:
-            self.dk_shape, self.dv_shape = (n_parts, *k.shape), (n_parts, *v.shape)
-            self.sum_parts = sum_partials(n_parts, k.shape.numel(), v.shape.numel())
+        if self.n_slots > 1:
+            self.dk_shape, self.dv_shape = (self.n_slots, *k.shape), (self.n_slots, *v.shape)
+            self.sum_slots = sum_partials(self.n_slots, k.shape.numel(), v.shape.numel())
         self.describe_k = describe_keys(k, tile.block_n)
         describe_dq = describe_rows(new_layout(q.shape, q.dtype, q.device), heads, keys.block_m)
-        assert describe_dq is not None, "q is not whole queries, which `pick_dq` declines"
+        assert describe_dq is not None, "q is not whole queries, which `pick_backward` declines"
         self.describe_dq = describe_dq
 
-        def query_launch(part: Part, rows: int) -> Launch:
-            n_tiles = triton.cdiv(rows, tile.block_m)
+        def query_launch(part: Part) -> Launch:
+            n_tiles = triton.cdiv(part.row_end - part.row_0, tile.block_m)
             return Launch(
                 hopper_dq_kernel, (min(sm_count(q.device), n_tiles * part.n_bg),), scale=scale, n_queries=n_queries,
-                n_keys=n_keys, n_groups=n_groups, n_tiles=n_tiles, n_bg=part.n_bg, bg_0=part.bg_0, row_0=part.row_0,
-                H=heads, D=d, BLOCK_M=keys.block_m, STAGES=tile.num_stages, **visibility.constants,
-                **visibility.absent("p_lo", "p_hi", "p_first", "p_end"), ACCUMULATE=accumulate,
-                num_warps=tile.num_warps, maxnreg=tile.max_registers,
+                n_keys=n_keys, n_groups=n_groups, n_tiles=n_tiles, n_bg=part.n_bg, bg_0=part.bg_0, key_0=part.key_0,
+                key_end=part.key_end, row_0=part.row_0, H=heads, D=d, BLOCK_M=keys.block_m, STAGES=tile.num_stages,
+                **visibility.constants, **visibility.absent("p_lo", "p_hi", "p_first", "p_end"),
+                ACCUMULATE=accumulate or self.seams, num_warps=tile.num_warps, maxnreg=tile.max_registers,
             )  # fmt: skip
 
-        self.chunks = []
-        for part, rows in chunks:
+        self.runs = []
+        for part in parts:
             assert part.kept is not None
-            launch = KeyLaunch(do, q, k, v, visibility, scale, keys, part, part_rows)
-            self.chunks.append((launch, describe_ds(part.kept, q, keys), query_launch(part, rows)))
+            launch = KeyLaunch(do, q, k, v, visibility, scale, keys, part)
+            self.runs.append((launch, describe_ds(part.kept, q, keys), query_launch(part)))
 
     def __call__(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges,
         into: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`dq`, which is `into` if that is given, `dk` and `dv`."""
-        dtype = k.dtype if self.n_parts <= 1 else torch.float32
+        dtype = k.dtype if self.n_slots == 1 else torch.float32
         dk = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
         dv = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
-        n_streams = min(self.tile.streams, len(self.chunks))
+        dq = into
+        if dq is None:
+            dq = (torch.zeros if self.seams else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+        n_streams = min(self.streams, len(self.runs))
         kept = [torch.empty(self.size, dtype=q.dtype, device=q.device) for _ in range(n_streams)]
         for_keys, for_queries = self.visibility.key_tables(ranges), self.visibility.query_tables(ranges)
 
-        def run(turn: int) -> None:
-            ds = kept[turn]
-            for launch_keys, describe, launch_queries in self.chunks[turn::n_streams]:
-                launch_keys(q=q, do=do, k=k, v=v, lse2=lse2, delta=delta, p_dk=dk, p_dv=dv, ds=ds, **for_keys)
-                launch_queries(
-                    ds=describe(ds), k=self.describe_k(k), dq=self.describe_dq(dq), **{**for_keys, **for_queries}
-                )
+        def keys_of(i: int) -> None:
+            self.runs[i][0](
+                q=q, do=do, k=k, v=v, lse2=lse2, delta=delta, p_dk=dk, p_dv=dv, ds=kept[i % n_streams], **for_keys
+            )
 
-        if n_streams == 2:
-            # Work of one chunk fills the SMs that the end of another's leaves idle. Everything is allocated before and
-            # freed after the other stream has joined again.
-            here, other = torch.cuda.current_stream(q.device), second_stream(q.device)
-            other.wait_stream(here)
-            with torch.cuda.stream(other):
-                run(1)
-            run(0)
-            here.wait_stream(other)
+        def queries_of(i: int) -> None:
+            _, describe, launch = self.runs[i]
+            ds = describe(kept[i % n_streams])
+            launch(ds=ds, k=self.describe_k(k), dq=self.describe_dq(dq), **{**for_keys, **for_queries})
+
+        if n_streams == 2 and q.is_cuda:
+            with forked(q.device) as streams:
+                for i in range(len(self.runs)):
+                    here, other = streams[i % 2], streams[1 - i % 2]
+                    with torch.cuda.stream(here):
+                        keys_of(i)
+                        if self.seams:
+                            # The other one's last launch is of the run before.
+                            here.wait_stream(other)
+                        queries_of(i)
         else:
-            run(0)
-        if self.n_parts == 1:
+            for i in range(len(self.runs)):
+                keys_of(i)
+                queries_of(i)
+        if self.n_slots == 1:
             return dq, dk, dv
         dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        self.sum_parts(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
+        self.sum_slots(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
         return dq, dk_sum, dv_sum
 
 

@@ -19,6 +19,9 @@ MANY_KEYS = 1024
 # partials are written and summed: so many elements of them cost as much as a step over a tile of rows.
 PARTIALS = 75_000
 
+# Beyond them the runs of rows whose `dS^T` is kept become short, in the compressed branch.
+MOST_KEPT_KEYS = 8192
+
 
 @dataclass(frozen=True)
 class ForwardTile(Tile):
@@ -45,14 +48,14 @@ class KeyTile(SplitTile):
 @dataclass(frozen=True)
 class QueryTile(Tile):
     """`dq` from the `dS^T` that was kept: two warpgroups of 128 rows each, four tiles of a `KeyTile`, and a warp that
-    loads. `scratch`: bytes of `dS^T` alive at once. `streams`: over which chunks of it alternate, 1 or 2."""
+    loads. `scratch`: bytes of `dS^T` alive at once, in buffers of as many streams."""
 
     block_m: int = 256
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = 168
-    scratch: int = 2 << 30
+    scratch: int = 3 << 29
     streams: int = 2
 
 
@@ -108,3 +111,12 @@ def pick_dkv(do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility
     n_row_tiles = q.shape[1] * q.shape[2] // n_groups // tile.block_m
     n_parts = max(1, round((PARTIALS * n_row_tiles / k.shape.numel()) ** 0.5))
     return replace(tile, min_row_tiles=max(tile.min_row_tiles, n_row_tiles // n_parts))
+
+
+def pick_dq(k: Layout, visibility: Visibility) -> QueryTile | None:
+    """The tile of the gradient of queries, where `pick_dkv` has one; None where Triton's kernel runs.
+
+    In the compressed branch a run of rows has room for the keys of all documents, most of which it does not see.
+    """
+    short_runs = not visibility.sliding and (visibility.packed or k.shape[1] > MOST_KEPT_KEYS)
+    return None if visibility.offset or short_runs else QueryTile()

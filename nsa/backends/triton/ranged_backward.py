@@ -13,7 +13,6 @@ Two kernels after the row statistics (`row_statistics.py`), no atomics, every ou
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -308,7 +307,9 @@ class RangedBackwardPlan:
     ) -> None:  # fmt: skip
         if tile is None:
             tile = pick_backward(q, v, visibility.sliding)
-            tile = replace(tile, dkv=gluon_tiles.pick_dkv(do, q, k, v, visibility) or tile.dkv)
+            keys = gluon_tiles.pick_dkv(do, q, k, v, visibility)
+            if keys is not None:
+                tile = BackwardTile(gluon_tiles.pick_dq(k, visibility) or tile.dq, keys)
         self.visibility = visibility
         batch, n_queries, n_heads, d_k = q.shape
         _, n_keys, n_groups, d_v = v.shape
@@ -378,8 +379,8 @@ class RangedBackwardPlan:
 
             # It makes its descriptors itself.
             self.describe_dkv_rows = self.describe_statistics = None
-            whole = Part(0, batch * n_groups, 0, self.n_parts)
-            self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, whole, part_rows)
+            whole = Part(0, batch * n_groups, 0, n_keys, 0, n_rows_padded, self.n_parts, part_rows)
+            self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, whole)
             return
         self.describe_dkv_rows = describe_both_rows(cut)
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
