@@ -36,7 +36,7 @@ ORDER = {
 # Masked and unmasked, in each of two warpgroups; dq has no mask.
 LOOPS = {FORWARD: 4, KEYS: 4, QUERIES: 2}
 # Words in a loop, where dS is kept: coordinates of its tile.
-KEPT_SPILLS = 8
+KEPT_SPILLS = 12
 
 
 def compiled(shape: str, folder: Path) -> list[Compiled]:
