@@ -14,7 +14,7 @@ OLDEST := build/transformers-$(OLDEST_TRANSFORMERS)
 LM_EVAL := build/lm-eval
 LM_EVAL_PACKAGES := 'lm_eval[hf,ruler]' scipy
 
-.PHONY: setup demo test test-all lint types unit kernels hf-oldest lm-eval clean
+.PHONY: setup demo test test-all lint types unit kernels hf-oldest lm-eval docs dist clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,7 @@ test-all:
 	$(MAKE) test MARKS=
 	$(MAKE) hf-oldest
 	$(MAKE) lm-eval
+	$(MAKE) docs
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -70,6 +71,20 @@ $(LM_EVAL)/.ready: $(VENV)/.ready
 
 lm-eval: $(LM_EVAL)/.ready
 	$(LM_EVAL)/bin/python -m pytest tests/evaluation/test_harness.py
+
+# The site, in build/site: open index.html. A broken link is an error, and so is anything loaded from the network.
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# An sdist, and the wheel that it gives; tests/test_release.py installs such a wheel.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
