@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import pkgutil
 import re
-import shlex
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -14,35 +14,15 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from docs_pages import PAGES, README, ROOT, Line, parse_line, shell_lines, snippets
 
 from nsa import settings
 from nsa.cli import COMMANDS, parser_of
 from nsa.train.config import TrainConfig, load_config
 from nsa.train.keys import keys_of, replacement
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```\w*$(.*?)^```$", re.MULTILINE | re.DOTALL)
 KEYS = set(keys_of(TrainConfig))
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-def snippets(text: str) -> list[str]:
-    """Code between backticks, and the lines of indented and fenced blocks."""
-    fenced = [line for block in FENCE.findall(text) for line in block.splitlines()]
-    indented = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
-    return [*re.findall(r"`([^`\n]+)`", FENCE.sub("", text)), *(line.strip() for line in (*fenced, *indented))]
-
-
-def commands(text: str) -> list[list[str]]:
-    """The words after `nsa` of every command in a page, without variables before it and comments after it."""
-    found = []
-    for snippet in snippets(text):
-        match = re.match(r"(?:[A-Z_\d]+=\S+ |torchrun .*-m |python -m )*nsa ([a-z].*)", snippet)
-        if match:
-            found.append(shlex.split(match[1], comments=True))
-    return found
 
 
 @cache
@@ -51,23 +31,34 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return nested[0].choices if nested else {}
 
 
+def shown_lines(page: Path) -> list[Line]:
+    text = page.read_text()
+    return [*shell_lines(text), *filter(None, map(parse_line, snippets(text)))]
+
+
 @by_page
 def test_every_command_shown_exists_and_has_its_flags(page: Path) -> None:
-    for words in commands(page.read_text()):
-        assert words[0] in COMMANDS, words
-        parser: argparse.ArgumentParser = parser_of(words[0])
-        rest = words[1:]
-        if subparsers(parser) and rest:
-            assert rest[0] in subparsers(parser), words
-            parser = subparsers(parser)[rest[0]]
-        flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    """Also in a sentence, where it may have words such as FILE; those of blocks run in tests/test_docs_run.py."""
+    for name, *words in filter(None, (line.command for line in shown_lines(page))):
+        assert name in COMMANDS, words
+        parser: argparse.ArgumentParser = parser_of(name)
+        if subparsers(parser) and words:
+            assert words[0] in subparsers(parser), words
+            parser = subparsers(parser)[words[0]]
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert flags <= parser._option_string_actions.keys(), words
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
+@by_page
+def test_every_make_target_and_script_shown_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    shown = {snippet.split()[1] for snippet in snippets(README.read_text()) if snippet.startswith("make ")}
-    assert {"demo", "test"} <= shown <= targets
+    for line in shown_lines(page):
+        program, *words = line.programs[-1]
+        if program == "make":
+            assert words[0] in targets, line.text
+        if program == "python" and words[0].endswith(".py"):
+            script = (ROOT / words[0]).read_text()
+            assert all(f'"{word}"' in script for word in words if word.startswith("--")), line.text
 
 
 @by_page
@@ -87,29 +78,22 @@ def test_no_commit_is_named_in_prose(page: Path) -> None:
     assert not re.findall(r"\b(?=[a-f\d]*\d)(?=[a-f\d]*[a-f])[a-f\d]{7}\b", page.read_text())
 
 
-def test_the_readme_example_runs() -> None:
-    (block,) = re.findall(r"^```python$(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    # A quarter of the lengths shown: the same calls, in seconds.
-    code = block.replace("4096", "1024").replace("8192", "2048").replace("1000", "250")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=settings_free())
-    assert done.returncode == 0, done.stderr
+def test_the_figures_are_drawn_from_the_reference() -> None:
+    figures = runpy.run_path(str(ROOT / "docs/tools/figures.py"))["figures"]()
+    for name, text in figures.items():
+        assert (ROOT / "docs/figures" / name).read_text() == text, "python docs/tools/figures.py"
 
 
-@pytest.mark.parametrize("name", ["evaluation", "inspect"])
-def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```python$(.*?)^```$", (ROOT / f"docs/{name}.md").read_text(), re.MULTILINE | re.DOTALL)
-    for shown in ("nsa", "README.md"):
-        (tmp_path / shown).symlink_to(ROOT / shown)
-    done = subprocess.run(
-        [sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path, env=settings_free()
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def settings_free() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("NSA_")} | {
-        "PYTHONPATH": str(ROOT)
-    }
+def test_the_site_finds_the_sections_and_names_it_shows() -> None:
+    """`make docs` builds it; this takes no mkdocs."""
+    site = runpy.run_path(str(ROOT / "docs/tools/hooks.py"))
+    for excerpt in site["PAGES"].values():
+        assert site["excerpt_text"](excerpt).startswith("# ")
+    assert "NSAConfig" in site["config_text"]()
+    assert "nsa-triton-graphs" in site["rows_text"]()
+    # But what needs transformers, which takes seconds to import.
+    for name in " ".join(names for page, (_, names) in site["API"].items() if page != "hf").split():
+        assert pkgutil.resolve_name(name).__doc__, name
 
 
 # Numbers.
