@@ -51,13 +51,14 @@ PAGES = {
     ),
     "contributing.md": Excerpt("CONTRIBUTING.md", (INTRODUCTION, "Test", "Commit", "Rules the code keeps", "Glossary")),
     "changelog.md": Excerpt("CHANGELOG.md"),
+    "security.md": Excerpt("SECURITY.md"),
 }
 
 # Page: its title, and what it describes.
 API = {
     "attention": ("Attention", "nsa.NSAConfig nsa.NSAAttention nsa.NSAStats nsa.nsa_attention nsa.explain nsa.Problem"),
     "ops": ("Ops", "nsa.ops"),
-    "cache": ("Caches", "nsa.NSACache nsa.PagedNSACache"),
+    "cache": ("Caches", "nsa.NSACache nsa.PagedNSACache nsa.cache.rows.RowCache"),
     "model": ("Models", "nsa.model.LMConfig nsa.model.LM nsa.model.load_model nsa.model.save_model"),
     "generate": ("Generation", "nsa.generate.generate nsa.generate.generate_text nsa.generation.options.Options"),
     "train": ("Training", "nsa.train.TrainConfig nsa.train.load_config nsa.train.Trainer nsa.train.TrainStep"),
