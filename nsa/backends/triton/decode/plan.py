@@ -124,11 +124,11 @@ class DecodePlan:
         r_pad = triton.next_power_of_2(ratio)
         block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
         row_tiles = triton.cdiv(rows, block_m)
-        # The more rows, the more a split leaves to be merged, and the fewer keys fit into a tile.
+        # The more rows, the more a split leaves to be merged.
         longer = max(1, block_m // 32)
         widest = max(block_width(d_k), block_width(d_v))
         near_n = max(16, tile.near_bytes // (widest * q.dtype.itemsize))
-        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_TILE_SCORES // (block_m * longer))
+        cmp_n = min(tile.tile_bytes // (widest * q.dtype.itemsize), MAX_TILE_SCORES // block_m)
         cmp_n = max(16, cmp_n, r_pad * triton.next_power_of_2(max(1, reach)))
         block_j = cmp_n // r_pad
         n_tiles = max(1, triton.cdiv(n_compressed(how.max_len, how.block, how.stride), block_j * ratio))
@@ -148,6 +148,9 @@ class DecodePlan:
         early = window_splits + (n_forced > 0)
         free_splits = min(tile.selected_splits, how.n_select - n_forced)
         slots = n_splits + early + free_splits
+        # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one. There the kernel of the
+        # selected blocks gains by another buffer, and the compressed one, whose tile has more scores, does not.
+        extra_stages = int(block_m < 64 or tiles.capability(q.device)[0] != 9)
 
         device, pairs = q.device, batch * groups
         # Aligned as the pooled probabilities are: Triton then loads both in one layout.
@@ -191,7 +194,7 @@ class DecodePlan:
             R_PAD=r_pad,
             OVERLAP=overlap,
             BLOCK_N=cmp_n,
-            STAGES=tile.buffers + 1,
+            STAGES=tile.buffers + extra_stages,
             num_warps=tile.warps,
             **overlapping,
         )
