@@ -27,6 +27,8 @@ from nsa.rope import Angles, Rope
 # Most new tokens of a step; more are a chunk of prefill, whose mask would be large.
 MAX_STEP = 8
 WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# With a mask: flash takes none, and cuDNN's graph (torch 2.11) fails to run for some lengths of a cache.
+MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DenseAttention(nn.Module):
@@ -169,7 +171,7 @@ class DenseAttention(nn.Module):
         rows = q.unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, T, h, Dk]
         position = q_start[:, None] + torch.arange(q.shape[1], device=q.device)
         seen = torch.arange(k.shape[1], device=q.device) <= position.repeat_interleave(rows.shape[3], dim=1)[..., None]
-        with self.sdpa_kernels():
+        with sdpa_kernel(MASKED):
             o = F.scaled_dot_product_attention(
                 rows.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None]
             )

@@ -207,6 +207,16 @@ def test_dense_attention_replays_its_step() -> None:
         assert torch.equal(replay(x), y)
 
 
+@pytest.mark.parametrize(("batch", "max_len"), [(1, 2048), (1, 2049), (3, 65537), (32, 32768)])
+def test_dense_steps_run_over_caches_of_any_length(batch: int, max_len: int) -> None:
+    attn = DenseAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)).cuda().bfloat16()
+    cache = attn.new_cache(batch, max_len, static=True)
+    x = torch.randn(batch, 3, 768, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = torch.cat([attn(x[:, i : i + 1], cache=cache) for i in range(3)], dim=1)
+        torch.testing.assert_close(found, attn(x), atol=2e-2, rtol=2e-2)
+
+
 @every_form
 @pytest.mark.parametrize("rows", [[3, 0], [1, 1, 2, 0, 0]], ids=str)
 def test_selected_rows_go_on_as_their_sources(form: dict[str, Any], rows: list[int]) -> None:
