@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nsa import eager, ops
 from nsa.cache import NSACache, PagedNSACache, Pair
+from nsa.captures import Captures
 from nsa.checks import (
     FLOAT_NAMES,
     FLOATS,
@@ -28,7 +29,6 @@ from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.decoding import fused_step
 from nsa.functional import attention_kwargs
 from nsa.geometry import compressed_starts, n_compressed, n_compressed_of, query_positions
-from nsa.recordings import Recordings
 from nsa.rope import Angles, Rope
 
 
@@ -60,7 +60,7 @@ class NSAAttention(nn.Module):
         if c.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(c.d_k, eps=c.qk_norm_eps) for _ in range(2))
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
-        self.recordings: Recordings[eager.LayerReplay] = Recordings()
+        self.captures: Captures[eager.LayerReplay] = Captures()
         # What a pinned gate leaves unused: an optimizer or DDP would wait for gradients that do not come.
         for unused in (self.phi_k, self.phi_v) if c.force_branch in ("sel", "win") else ():
             unused.requires_grad_(False)

@@ -87,7 +87,7 @@ def replay_attention(passes: Passes, inputs: tuple[Tensor, ...], rest: tuple[Any
         return None
     layouts = [(x.shape, x.dtype) for x in inputs]
     make = partial(AttentionReplay, passes, inputs, rest, differentiable)
-    found: AttentionReplay | None = router().recordings.find((*situation(q), *rest, *layouts), make)
+    found: AttentionReplay | None = router().captures.find((*situation(q), *rest, *layouts), make)
     if found is None:
         return None
     o, indices = ReplayAttention.apply(found, *inputs) if differentiable else found.forward(*inputs)

@@ -418,7 +418,7 @@ def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -
     if not can_replay(x, c.backend, c.strict) or any(p.dtype != dtype or not p.is_contiguous() for p in parameters):
         return None
     key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), *addresses(parameters))
-    found = layer.recordings.find(key, lambda: LayerReplay(layer, x.to(cast_dtype(x)), parameters, differentiable))
+    found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(cast_dtype(x)), parameters, differentiable))
     if found is None:
         return None
     # Cast here, not in the graph: the caller may modify `x` before the backward pass.

@@ -1,8 +1,8 @@
 """Small problems in eager loops: a function of tensors that comes again is one launch of a CUDA graph.
 
 A layer is about a hundred kernels, which a small one runs faster than Python can launch them. So what is called for the
-third time with the same shapes is recorded as a graph. A call copies its inputs into fixed memory, launches the graph
-and copies the results out: nothing that a caller holds is ever overwritten, and all recordings share that memory. The
+third time with the same shapes is captured as a graph. A call copies its inputs into fixed memory, launches the graph
+and copies the results out: nothing that a caller holds is ever overwritten, and all captures share that memory. The
 kernels are the same, and so is every bit of the results.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.backends.routing import router
-from nsa.recordings import NotRecordableError, try_to_record
+from nsa.captures import NotCapturableError, try_to_capture
 
 DEVICE = "cuda"
 # Elements of the input up to which launching takes the host longer than computing takes a GPU.
@@ -59,14 +59,14 @@ class Pack:
 
 
 class SharedMemory(NamedTuple):
-    """What the recordings for one stream share: functions on one stream never overlap."""
+    """What the captures for one stream share: functions on one stream never overlap."""
 
     pool: torch.cuda.MemPool
-    # To record on.
+    # To capture on.
     stream: torch.cuda.Stream
     # A call is several: copy, launch, copy.
     lock: threading.RLock
-    # Inputs and outputs, for as long as a recording uses them.
+    # Inputs and outputs, for as long as a graph uses them.
     buffers: WeakValueDictionary[tuple[Any, ...], Tensor]
 
     def buffer(self, role: object, like: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ Results = Sequence[Tensor | Sequence[Tensor]]
 
 
 class ReplayedFunction:
-    """`function(*inputs)` as a graph, recorded for tensors laid out as `inputs` are.
+    """`function(*inputs)` as a graph, captured for tensors laid out as `inputs` are.
 
     Of its results, those in a sequence come as one block; `packs` has their layout.
 
     Raises:
-        NotRecordableError: A backend runs it that may not be replayed.
+        NotCapturableError: A backend runs it that may not be replayed.
     """
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
@@ -127,10 +127,10 @@ class ReplayedFunction:
             self.calls = router().counts.copy_calls() - before
             if any(backend not in REPLAYABLE for _, backend in self.calls):
                 # It may wait for the device, which a capture does not survive.
-                raise NotRecordableError
+                raise NotCapturableError
             self.calls[("graph", "replay")] = 1
             with one_capture():
-                self.graph = record(partial(self.run, function), self.memory)
+                self.graph = capture(partial(self.run, function), self.memory)
 
     def run(self, function: Callable[..., Results]) -> None:
         for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):
@@ -152,24 +152,24 @@ class ReplayedFunction:
 
 
 class BothPasses:
-    """A forward pass as a graph, and its backward pass, which is recorded when it first comes."""
+    """A forward pass as a graph, and its backward pass, which is captured when it first comes."""
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
         self.forward = ReplayedFunction(function, inputs)
         self.backward: ReplayedFunction | None = None
-        self.records_backward = True
+        self.captures_backward = True
 
     def find_backward(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> ReplayedFunction | None:
         """`function` as a graph; None where it is to be called."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        if self.backward is None and self.records_backward:
-            self.backward = try_to_record(partial(ReplayedFunction, function, inputs))
-            self.records_backward = self.backward is not None
+        if self.backward is None and self.captures_backward:
+            self.backward = try_to_capture(partial(ReplayedFunction, function, inputs))
+            self.captures_backward = self.backward is not None
         return self.backward
 
 
-def record(function: Callable[[], None], shared: SharedMemory) -> Any:
+def capture(function: Callable[[], None], shared: SharedMemory) -> Any:
     """`function` as a graph, in the memory that graphs for one stream share."""
     graph = torch.cuda.CUDAGraph()
     pool = cast(torch.cuda._POOL_HANDLE, shared.pool.id)
@@ -196,7 +196,7 @@ def has_pools() -> bool:
 
 
 def situation(x: Tensor) -> tuple[Any, ...]:
-    """What a recording depends on besides shapes: where it runs, in which dtype and precision, and whether for a
+    """What a graph depends on besides shapes: where it runs, in which dtype and precision, and whether for a
     backward pass."""
     matmul = torch._C._get_fp32_precision_getter("cuda", "matmul")
     sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()

@@ -126,7 +126,7 @@ class Settings:
     )
     debug_timing: bool = for_routing("NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)")
     replay: bool = setting(
-        "NSA_REPLAY", True, "eager layers of few tokens are recorded as CUDA graphs and replayed", needs="nsa.replay"
+        "NSA_REPLAY", True, "eager layers of few tokens are captured as CUDA graphs and replayed", needs="nsa.replay"
     )
     tuned_tiles: str = setting(
         "NSA_TUNED_TILES",

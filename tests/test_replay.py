@@ -1,6 +1,6 @@
 """Layers that replay their passes: the same bits as without, whatever happens between calls.
 
-Here a recording runs its function again, on its fixed memory, instead of launching a CUDA graph of it; the graphs
+Here a captured graph runs its function again, on its fixed memory, instead of launching a CUDA graph of it; the graphs
 themselves are tested in `tests/gpu/test_replay_gpu.py`.
 """
 
@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from nsa import NSAAttention, ops, replay, settings
 from nsa.attention_replay import AttentionReplay
 from nsa.backends.routing import router
+from nsa.captures import CALLS_BEFORE, MAX_CAPTURED, MAX_SHAPES, Captures
 from nsa.eager import LayerReplay
-from nsa.recordings import CALLS_BEFORE, MAX_RECORDED, MAX_SHAPES, Recordings
 from nsa.replay import ReplayedFunction, SharedMemory
 from nsa.rope import Rope
 
@@ -40,7 +40,7 @@ class RunAgain:
             self.function()
 
 
-def record(function: Callable[[], None], shared: SharedMemory) -> RunAgain:
+def capture(function: Callable[[], None], shared: SharedMemory) -> RunAgain:
     del shared
     return RunAgain(function)
 
@@ -52,7 +52,7 @@ def new_memory() -> SharedMemory:
 @pytest.fixture(autouse=True)
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = new_memory()
-    monkeypatch.setattr(replay, "record", record)
+    monkeypatch.setattr(replay, "capture", capture)
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -61,8 +61,8 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "REPLAYABLE", ("sdpa",))
 
 
-def recordings(layer: NSAAttention) -> list[LayerReplay]:
-    return [kept for kept in layer.recordings.shapes.values() if isinstance(kept, LayerReplay)]
+def captures(layer: NSAAttention) -> list[LayerReplay]:
+    return [kept for kept in layer.captures.shapes.values() if isinstance(kept, LayerReplay)]
 
 
 def replayed(layer: NSAAttention, x: Tensor, **given: Any) -> dict[str, Tensor]:
@@ -70,8 +70,8 @@ def replayed(layer: NSAAttention, x: Tensor, **given: Any) -> dict[str, Tensor]:
     for _ in range(CALLS_BEFORE + 1):
         results(layer, x, **given)
     found = results(layer, x, **given)
-    assert recordings(layer)
-    assert recordings(layer)[-1].backward is not None
+    assert captures(layer)
+    assert captures(layer)[-1].backward is not None
     return found
 
 
@@ -85,7 +85,7 @@ def test_replays_to_the_bit(variant: str, length: int) -> None:
     layer = new_layer(torch.float32, **VARIANTS[variant])
     x, other = torch.randn(2, 2, length, 24).unbind()
     expected = [results(layer, x), results(layer, other)]
-    layer.recordings = Recordings()
+    layer.captures = Captures()
     assert_same_bits(replayed(layer, x), expected[0])
     assert_same_bits(results(layer, other), expected[1])
 
@@ -113,7 +113,7 @@ def test_layers_of_one_shape_share_memory_and_nothing_else() -> None:
     for _ in range(2):
         for layer, wanted in zip(layers, expected, strict=True):
             assert_same_bits(replayed(layer, x), wanted)
-    first, second = (recordings(layer)[0] for layer in layers)
+    first, second = (captures(layer)[0] for layer in layers)
     assert all(x is y for x, y in zip(first.forward.inputs, second.forward.inputs, strict=True))
     assert all(x is y for x, y in zip(first.forward.outputs, second.forward.outputs, strict=True))
 
@@ -125,19 +125,19 @@ def test_new_values_of_the_parameters_are_used() -> None:
         for p in layer.parameters():
             p.mul_(0.5)
     found = results(layer, x)
-    layer.recordings = Recordings()
+    layer.captures = Captures()
     assert_same_bits(found, results(layer, x))
     assert not torch.equal(found["y"], before["y"])
 
 
-def test_moved_parameters_are_recorded_anew() -> None:
+def test_moved_parameters_are_captured_again() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     expected = replayed(layer, x)
     for p in layer.parameters():
         p.data = p.data.clone()
     assert_same_bits(results(layer, x), expected)
     assert_same_bits(replayed(layer, x), expected)
-    assert len(recordings(layer)) == 2
+    assert len(captures(layer)) == 2
 
 
 def test_parameters_that_move_before_backward_are_read_there() -> None:
@@ -176,7 +176,7 @@ def test_without_gradients_nothing_is_saved() -> None:
     with torch.no_grad():
         outputs = [layer(x) for _ in range(CALLS_BEFORE + 2)]
     assert all(torch.equal(y, outputs[0]) for y in outputs)
-    assert len(recordings(layer)[0].forward.outputs) == 1
+    assert len(captures(layer)[0].forward.outputs) == 1
     with torch.inference_mode():
         assert torch.equal(layer(x), outputs[0])
 
@@ -192,14 +192,14 @@ def test_autocast_is_part_of_the_shape() -> None:
     assert_same_bits(found, expected)
 
 
-def test_shapes_that_never_repeat_are_not_recorded() -> None:
+def test_shapes_that_never_repeat_are_not_captured() -> None:
     layer = new_layer(torch.float32)
     with torch.no_grad():
         for _ in range(CALLS_BEFORE + 2):
             for length in range(30, 31 + MAX_SHAPES):
                 layer(torch.randn(1, length, 24))
-    assert not recordings(layer)
-    assert len(layer.recordings.shapes) == MAX_SHAPES
+    assert not captures(layer)
+    assert len(layer.captures.shapes) == MAX_SHAPES
 
 
 def test_a_layer_records_a_limited_number_of_times() -> None:
@@ -207,18 +207,18 @@ def test_a_layer_records_a_limited_number_of_times() -> None:
     with torch.no_grad():
         expected = layer(x)
         # All at once, so that no two lie in the same place.
-        for weight in [layer.q_proj.weight.data.clone() for _ in range(MAX_RECORDED + 3)]:
+        for weight in [layer.q_proj.weight.data.clone() for _ in range(MAX_CAPTURED + 3)]:
             layer.q_proj.weight.data = weight
             assert all(torch.equal(layer(x), expected) for _ in range(CALLS_BEFORE + 2))
-    assert layer.recordings.n_recorded == MAX_RECORDED
-    assert len(layer.recordings.shapes) <= MAX_SHAPES
+    assert layer.captures.n_captured == MAX_CAPTURED
+    assert len(layer.captures.shapes) <= MAX_SHAPES
 
 
-def test_copies_and_pickles_leave_recordings_out() -> None:
+def test_copies_and_pickles_leave_captures_out() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     expected = replayed(layer, x)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert not twin.recordings.shapes
+        assert not twin.captures.shapes
         assert_same_bits(replayed(twin, x), expected)
 
 
@@ -253,7 +253,7 @@ def test_calls_with_more_than_x_are_not_replayed(given: str) -> None:
     with torch.no_grad():
         for _ in range(CALLS_BEFORE + 2):
             layer(x, **options[given])
-    assert not recordings(layer)
+    assert not captures(layer)
 
 
 def test_threads_take_turns() -> None:
@@ -305,16 +305,16 @@ def attend(inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("grad", [True, False])
 def test_attention_is_replayed_to_the_bit(grad: bool) -> None:
     inputs = attention_inputs()
-    router().recordings = Recordings()
+    router().captures = Captures()
     with torch.set_grad_enabled(grad):
         found = [attend(inputs) for _ in range(CALLS_BEFORE + 3)]
-        (recording,) = router().recordings.shapes.values()
-        assert isinstance(recording, AttentionReplay)
+        (graph,) = router().captures.shapes.values()
+        assert isinstance(graph, AttentionReplay)
         for other in found[1:]:
             assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
         other = [x.detach().flip(1).requires_grad_() for x in inputs]
         replayed_now = attend(other)
-        router().recordings = Recordings()
+        router().captures = Captures()
         assert all(torch.equal(x, y) for x, y in zip(attend(other), replayed_now, strict=True))
 
 
@@ -333,7 +333,7 @@ def differentiated(layer: NSAAttention, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", ["config", "rope"])
-def test_a_layer_that_is_changed_is_recorded_anew(change: str) -> None:
+def test_a_layer_that_is_changed_is_captured_again(change: str) -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     before = replayed(layer, x)
     if change == "config":
@@ -343,7 +343,7 @@ def test_a_layer_that_is_changed_is_recorded_anew(change: str) -> None:
     n_replays = router().counts.copy_calls()["graph", "replay"]
     found = results(layer, x)
     assert router().counts.copy_calls()["graph", "replay"] == n_replays
-    layer.recordings = Recordings()
+    layer.captures = Captures()
     assert_same_bits(found, results(layer, x))
     assert not torch.equal(found["y"], before["y"])
 
@@ -358,7 +358,7 @@ def test_transposed_weights_are_not_replayed() -> None:
     assert router().counts.copy_calls()["graph", "replay"] == before
 
 
-def test_another_precision_is_recorded_anew() -> None:
+def test_another_precision_is_captured_again() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     replayed(layer, x)
     kept = torch.backends.cuda.matmul.fp32_precision
@@ -367,7 +367,7 @@ def test_another_precision_is_recorded_anew() -> None:
         replayed(layer, x)
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
-    assert len(recordings(layer)) == 2
+    assert len(captures(layer)) == 2
 
 
 def test_x_may_change_before_backward_under_autocast() -> None:
@@ -381,7 +381,7 @@ def test_x_may_change_before_backward_under_autocast() -> None:
             y = layer(hidden)
         hidden += y
         found.append(torch.autograd.grad(hidden.sum(), [leaf])[0])
-    assert recordings(layer)
+    assert captures(layer)
     assert all(torch.equal(dx, found[0]) for dx in found)
 
 
@@ -398,7 +398,7 @@ class NoGradient(torch.autograd.Function):
 def test_a_gradient_that_does_not_come_stays_none() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     inputs = attention_inputs()
-    router().recordings = Recordings()
+    router().captures = Captures()
     for _ in range(CALLS_BEFORE + 2):
         o, _ = ops.attention(*inputs, **ATTENTION_SIZES)
         (NoGradient.apply(differentiated(layer, x)).sum() + NoGradient.apply(o).sum()).backward()
@@ -419,13 +419,13 @@ def test_a_layer_is_freed_without_the_garbage_collector(monkeypatch: pytest.Monk
             pass
 
     # As a CUDA graph, it does not hold the function.
-    monkeypatch.setattr(replay, "record", lambda function, shared: Graph())
+    monkeypatch.setattr(replay, "capture", lambda function, shared: Graph())
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     gc.disable()
     try:
         for _ in range(CALLS_BEFORE + 2):
             differentiated(layer, x).sum().backward()
-        assert recordings(layer)[0].backward is not None
+        assert captures(layer)[0].backward is not None
         last, layer_ref = differentiated(layer, x), ref(layer)
         del layer
         last.sum().backward()
@@ -437,33 +437,33 @@ def test_a_layer_is_freed_without_the_garbage_collector(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("problem", ["memory", "backend"])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_what_cannot_be_recorded_is_launched(way: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_is_launched(way: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not captured: a backend that waits for the device would end the capture, and the run with it."""
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     expected = results(layer, x)
     inputs = attention_inputs()
-    router().recordings = Recordings()
+    router().captures = Captures()
     wanted = attend(inputs)
     if way == "backward":
         for _ in range(CALLS_BEFORE + 1):
             differentiated(layer, x)
             ops.attention(*inputs, **ATTENTION_SIZES)
-        assert recordings(layer)
+        assert captures(layer)
 
     def fail(function: Callable[[], None], shared: SharedMemory) -> None:
         raise torch.OutOfMemoryError if problem == "memory" else AssertionError("captured")
 
-    monkeypatch.setattr(replay, "record", fail)
+    monkeypatch.setattr(replay, "capture", fail)
     if problem == "backend":
         monkeypatch.setattr(replay, "REPLAYABLE", ())
     for _ in range(CALLS_BEFORE + 2):
         assert_same_bits(results(layer, x), expected)
         assert all(torch.equal(a, b) for a, b in zip(attend(inputs), wanted, strict=True))
-    assert [one.backward for one in recordings(layer)] == ([None] if way == "backward" else [])
+    assert [one.backward for one in captures(layer)] == ([None] if way == "backward" else [])
 
 
-def test_recordings_are_looked_up_by_many_threads() -> None:
-    shared: Recordings[object] = Recordings()
+def test_captures_are_looked_up_by_many_threads() -> None:
+    shared: Captures[object] = Captures()
     done: list[int] = []
 
     def work(first: int) -> None:
@@ -497,7 +497,7 @@ def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Event().wait(0.05)
         captures.release()
 
-    monkeypatch.setattr(replay, "record", capture)
+    monkeypatch.setattr(replay, "capture", capture)
     one = [torch.ones(3)]
     threads = [threading.Thread(target=ReplayedFunction, args=(lambda x: [x + 1], one)) for _ in range(3)]
     for thread in threads:
@@ -517,4 +517,4 @@ def test_replays_are_off(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for _ in range(CALLS_BEFORE + 2):
             layer(x)
-    assert not layer.recordings.shapes
+    assert not layer.captures.shapes

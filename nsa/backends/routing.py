@@ -26,9 +26,9 @@ from nsa import settings
 from nsa.backends.gpu import gpu_family, gpu_name
 from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.problem import OPS, Problem
+from nsa.captures import Captures
 from nsa.config import check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
-from nsa.recordings import Recordings
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -210,7 +210,7 @@ class Router:
         self.stages: dict[tuple[Any, ...], Any] = {}
         self.plans: dict[tuple[Any, ...], Any] = {}
         # Whole calls of small problems, as CUDA graphs.
-        self.recordings: Recordings[Any] = Recordings()
+        self.captures: Captures[Any] = Captures()
         # A kernel that cannot be compiled for a problem is not tried again at every step.
         self.failed: dict[tuple[Problem, str], str] = {}
         self.logged: set[object] = set()

@@ -99,7 +99,7 @@ class Trainer:
         self.loss_start: float | None = None
         # The error that ends the run, once what was done before it is saved.
         self.failure: Exception | None = None
-        # The first step compiles; CUDA graphs are recorded in the two after it.
+        # The first step compiles; CUDA graphs are captured in the two after it.
         self.warmup_steps = 3 if c.cuda_graphs else 1
 
     def open_data(self, split: Split) -> Loader:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, NSAConfig, ops, replay
 from nsa.backends.routing import router
+from nsa.captures import CALLS_BEFORE, Captures
 from nsa.eager import LayerReplay
-from nsa.recordings import CALLS_BEFORE, Recordings
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"phi": "mlp"},
@@ -166,7 +166,7 @@ def test_activation_checkpointing_agrees(reentrant: bool, launched: Any) -> None
 
 
 def test_memory_is_shared_and_goes_with_the_layer() -> None:
-    """A second layer of the same shape needs its graphs alone; without layers, recordings go."""
+    """A second layer of the same shape needs its graphs alone; without layers, captures go."""
     x = draw(2, 1001)
     layers = [new_layer(phi="mlp") for _ in range(6)]
     used = []
@@ -175,10 +175,10 @@ def test_memory_is_shared_and_goes_with_the_layer() -> None:
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_reserved())
     assert used[-1] - used[1] <= 64 << 20
-    kept = [one for layer in layers for one in layer.recordings.shapes.values()]
+    kept = [one for layer in layers for one in layer.captures.shapes.values()]
     assert all(isinstance(one, LayerReplay) for one in kept)
     twin = copy.deepcopy(layers[0])
-    assert not twin.recordings.shapes
+    assert not twin.captures.shapes
     del layers, layer, kept
     gc.collect()
     assert_same_bits(replayed(twin, x), run(twin, x))
@@ -216,7 +216,7 @@ def test_changes_that_move_no_parameter_count(change: str, monkeypatch: pytest.M
         monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     found = run(layer, x)
     # Counts anew, so this call launches its kernels.
-    layer.recordings = Recordings()
+    layer.captures = Captures()
     assert_same_bits(found, run(layer, x))
 
 

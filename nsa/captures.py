@@ -1,4 +1,4 @@
-"""What is worth recording, and for how long a recording is kept: see `replay`."""
+"""Which calls are captured as CUDA graphs, and for how long a capture is kept: see `replay`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-# Calls of a shape before it is recorded: a shape that comes once is not worth it.
+# Calls of a shape before it is captured: a shape that comes once is not worth it.
 CALLS_BEFORE = 2
-# Shapes that are kept, and those recorded at most: shapes may never repeat, and memory must not grow with them.
-MAX_SHAPES, MAX_RECORDED = 8, 32
-# Calls so far, of a shape that cannot be recorded.
+# Shapes that are kept, and those captured at most: shapes may never repeat, and memory must not grow with them.
+MAX_SHAPES, MAX_CAPTURED = 8, 32
+# Calls so far, of a shape that cannot be captured.
 NEVER = -(1 << 62)
 
 T = TypeVar("T")
@@ -21,42 +21,42 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class NotRecordableError(RuntimeError):
+class NotCapturableError(RuntimeError):
     """A call that has to be launched kernel by kernel."""
 
 
-def try_to_record(make: Callable[[], T]) -> T | None:
-    """What `make` makes; None where that cannot be recorded, or not in the memory that is left."""
+def try_to_capture(make: Callable[[], T]) -> T | None:
+    """What `make` makes; None where that cannot be captured, or not in the memory that is left."""
     try:
         return make()
-    except NotRecordableError:
+    except NotCapturableError:
         return None
     except torch.OutOfMemoryError as error:
         log.warning("nsa: no memory for a CUDA graph, kernels are launched one by one: %s", error)
         return None
 
 
-class Recordings(Generic[T]):
-    """What was recorded, by shape. A cache: copies and pickles leave it out."""
+class Captures(Generic[T]):
+    """What was captured, by shape. A cache: copies and pickles leave it out."""
 
     def __init__(self) -> None:
-        # Of a shape that is not recorded yet: how often it came.
+        # Of a shape that is not captured yet: how often it came.
         self.shapes: dict[tuple[Any, ...], T | int] = {}
-        self.n_recorded = 0
+        self.n_captured = 0
         self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recordings, ()
+        return Captures, ()
 
     def find(self, key: tuple[Any, ...], make: Callable[[], T]) -> T | None:
-        """The recording for `key`, which `make` makes when it has come often enough; None: run without."""
+        """The graph for `key`, which `make` makes when it has come often enough; None: run without."""
         with self.lock:
             found: T | int | None = self.shapes.pop(key, 0)
             if isinstance(found, int):
                 found += 1
-                if found > CALLS_BEFORE and self.n_recorded < MAX_RECORDED:
-                    self.n_recorded += 1
-                    found = try_to_record(make)
+                if found > CALLS_BEFORE and self.n_captured < MAX_CAPTURED:
+                    self.n_captured += 1
+                    found = try_to_capture(make)
             # The last one is the one that was used last.
             self.shapes[key] = NEVER if found is None else found
             if len(self.shapes) > MAX_SHAPES:
