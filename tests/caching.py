@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nsa import NSAAttention, NSAConfig
+from nsa import NSAAttention, NSAConfig, RopeScaling
 from nsa.cache import PagedNSACache, RowCache
 from nsa.model import BigBirdAttention, DenseAttention, LongformerAttention, SlidingAttention
 
@@ -40,6 +41,28 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "longformer_static": ("longformer", {"static": True}),
     "bigbird": ("bigbird", {}),
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "share_kv": {"share_kv": True},
+    "phi_mean": {"phi": "mean"},
+    "rope_before": {"compress_rope": "before"},
+    "rope_scaled": {"rope_scaling": RopeScaling(factor=4.0, original_max_len=32)},
+    "gate_softmax": {"gate": "softmax"},
+    "biases_and_norms": {"qkv_bias": True, "qk_norm": True},
+    "window_of_one": {"w": 1},
+    "wide_window": {"w": 64},
+    "longer_than_the_cache": {"w": 1000, "l": 128},
+    "blocks_do_not_overlap": {"l": 4},
+    "stride_of_one": {"l": 3, "d": 1, "l_sel": 5},
+    "long_blocks": {"l": 12, "d": 4, "l_sel": 4},
+    "only_selected": {"force_branch": "sel"},
+    "only_compressed": {"force_branch": "cmp"},
+    "only_window": {"force_branch": "win"},
+    "no_window": {"drop_branch": "win"},
+}
+variants = st.sampled_from(list(VARIANTS.values()))
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+both_kinds = pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 NSA_FORMS = {name: options for name, (kind, options) in FORMS.items() if kind == "nsa"}
 
 

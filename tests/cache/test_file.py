@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ from nsa.tensor_file import read_tensors_and_metadata, write_tensors
 every_form = pytest.mark.parametrize("options", NSA_FORMS.values(), ids=NSA_FORMS.keys())
 every_quantization = pytest.mark.parametrize("quantize", [None, "fp8"])
 LENGTHS = [40, 0, 23]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

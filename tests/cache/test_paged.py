@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from hypothesis import strategies as st
 
 from nsa import NSACache
 from nsa.cache import PagedNSACache
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def paged(batch_size: int = 2, max_len: int = 40, **options: Any) -> PagedNSACache:

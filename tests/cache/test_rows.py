@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ from nsa.cache import PagedNSACache, RowCache
 
 every_form = pytest.mark.parametrize(("kind", "options"), FORMS.values(), ids=FORMS.keys())
 LENGTHS = [23, 5, 31]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def filled(attn: Any, options: dict[str, Any], max_len: int = 48) -> tuple[Any, list[Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from nsa import NSACache, NSAConfig
 from nsa.cache.store import Store
 
 both_forms = pytest.mark.parametrize("options", [{}, {"page_size": 8}], ids=["contiguous", "paged"])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def fp8_store(slots: int = 4) -> Store:
