@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -349,13 +349,9 @@ def moved(run: Path) -> dict[str, Any]:
     return moves
 
 
-def config_names() -> list[str]:
-    return sorted(file.stem for file in configs_folder().glob("*.yaml"))
-
-
 def find_config(source: str | Path) -> Path:
     """A `str` that is the name of a config means that config, even where a folder has the same name."""
-    names = config_names()
+    names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
     if isinstance(source, str) and source in names:
         return configs_folder() / f"{source}.yaml"
     accepted = f"a .yaml file, a run's folder, or one of {names}"
@@ -436,9 +432,8 @@ def merge(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
 
 
 def check_config_key(name: str) -> None:
-    keys = list(keys_of(TrainConfig))
-    if name not in keys:
-        raise ValueError(f"{name!r} is not a key of a config; {replacement(name, keys)}")
+    if name not in keys_of(TrainConfig):
+        raise ValueError(f"{name!r} is not a key of a config; {replacement(name, keys_of(TrainConfig))}")
 
 
 def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
@@ -461,20 +456,14 @@ def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") 
             require(isinstance(value, dict), name, value, "keys and values")
             values[key] = checked(inner, value, where=where, prefix=f"{name}.")
         elif float in kinds and isinstance(value, str):
-            # YAML 1.1 takes 1e-3 for text.
-            values[key] = as_number(value)
+            # YAML 1.1 takes 1e-3 for text. Other text is "auto", or an error that the config's own checks report.
+            values[key] = value
+            with suppress(ValueError):
+                values[key] = float(value)
         else:
             require(str not in kinds or isinstance(value, str), name, value, "text")
             values[key] = value
     return values
-
-
-def as_number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        # "auto", or an error that the config's own checks report.
-        return text
 
 
 def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 # By the name that other trainers use, our key.
@@ -82,13 +83,14 @@ ABSENT = {
 }
 
 
-def keys_of(cls: Any, prefix: str = "") -> Iterator[str]:
+@cache
+def keys_of(cls: Any, prefix: str = "") -> tuple[str, ...]:
     """Every dotted key of a config."""
+    keys = []
     for key, hint in get_type_hints(cls).items():
-        yield f"{prefix}{key}"
-        for kind in get_args(hint) or (hint,):
-            if is_dataclass(kind):
-                yield from keys_of(kind, f"{prefix}{key}.")
+        kinds: list[Any] = [kind for kind in get_args(hint) or (hint,) if is_dataclass(kind)]
+        keys += [f"{prefix}{key}", *(name for kind in kinds for name in keys_of(kind, f"{prefix}{key}."))]
+    return tuple(keys)
 
 
 def replacement(name: str, keys: Iterable[str]) -> str:

@@ -149,18 +149,16 @@ def plan_run(
         require_positive_number("price", price)
     name = known_gpu(gpu)
     require(config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16', whose peaks are known")
-    # Before the model is built: it may have a billion layers.
+    # Before the whole model is built for its FLOPs: it may have a billion layers.
     memory = estimate_memory(config, gpus)
     gib, limit = memory.total / GIB, ABSURD * MEMORY_GIB[name]
     require(gib <= limit, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
-    with torch.device("meta"):
-        model = LM(config.model)
     # Several ranks turn graphs off.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
     rate = rate_of(name, config, list(rows), mode, parity=parity)
     # A recomputed forward is no part of the model's FLOPs.
     recomputed = config.gc and not rate.gc
-    work = model.flops_per_token(config.model.seq_len) * (4 / 3 if recomputed else 1)
+    work = flops_of(config.model, config.model.seq_len) * (4 / 3 if recomputed else 1)
     batch = config.tokens_per_batch * work / rate.flops
     source = f"{rate.basis}: {rate.source}"
     if rate.basis != "measured":
@@ -286,8 +284,8 @@ class Measured:
         peak = next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
         if row.op != "train" or row.tokens_per_s is None or peak is None or row.dtype == "float32":
             return None
-        heads = (row.Hq, row.G, row.Dk, row.Dv)
-        preset = next((p for p in PRESETS.values() if head_shape(p) == heads), None)
+        heads = {"n_heads": row.Hq, "n_kv_groups": row.G, "d_k": row.Dk, "d_v": row.Dv}
+        preset = next((p for p in PRESETS.values() if heads.items() <= vars(p.attn).items()), None)
         if preset is None or not row.impl.startswith(f"{kind}-"):
             return None
         mode = max(index for index, name in enumerate(MODES) if row.impl.endswith(name))
@@ -305,10 +303,6 @@ class Measured:
         peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
         rate = f"{self.tokens_per_s:,.0f} tokens/s on {row.gpu}, commit {row.commit}"
         return f"{row.impl}, B {row.B}, S {row.S}, {rate}{peak}"
-
-
-def head_shape(config: LMConfig) -> tuple[int, int, int, int]:
-    return config.attn.n_heads, config.attn.n_kv_groups, config.attn.d_k, config.attn.d_v
 
 
 def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity: bool = False) -> Rate:
