@@ -37,12 +37,11 @@ def test_any_split_equals_the_whole_forward(
     assert cache.lengths.tolist() == [sum(sizes)] * batch
 
 
-@both_kinds
 @every_variant
-def test_token_by_token_equals_the_whole_forward(variant: dict[str, Any], static: bool) -> None:
+def test_token_by_token_equals_the_whole_forward(variant: dict[str, Any]) -> None:
     attn = layer(**variant)
     x = tokens(41, batch=2)
-    cache = attn.new_cache(2, 41, static=static, max_rollback=0)
+    cache = attn.new_cache(2, 41, max_rollback=0)
     assert_equal(feed(attn, cache, x, [1] * 41), attn(x))
 
 
@@ -101,15 +100,14 @@ def test_a_padded_prefill_then_steps_continues_each_row(static: bool) -> None:
 
 
 @every_variant
-@both_kinds
-def test_reference_backend_agrees_through_the_cache(variant: dict[str, Any], static: bool) -> None:
+def test_reference_backend_agrees_through_the_cache(variant: dict[str, Any]) -> None:
     attn = layer(**variant)
     slow = NSAAttention(dataclasses.replace(attn.config, backend="reference")).double()
     slow.load_state_dict(attn.state_dict())
     x = tokens(37, batch=2)
     sizes = [13, 1, 1, 9, *[1] * 13]
-    got = feed(attn, attn.new_cache(2, 40, static=static), x, sizes)
-    assert_equal(got, feed(slow, slow.new_cache(2, 40, static=static), x, sizes))
+    got = feed(attn, attn.new_cache(2, 40, static=True), x, sizes)
+    assert_equal(got, feed(slow, slow.new_cache(2, 40, static=True), x, sizes))
 
 
 @pytest.mark.parametrize("compress_rope", ["after", "before"])

@@ -207,7 +207,15 @@ def left_in(out: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("children_find_the_stand_ins")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
 def test_one_process_prepares_a_folder_and_a_signal_cleans_up(number: int, tmp_path: Path) -> None:
     jsonl_file(tmp_path / "corpus.jsonl")
     out = tmp_path / "out"

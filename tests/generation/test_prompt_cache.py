@@ -47,8 +47,19 @@ def test_prompt_lookup_changes_no_token_of_other_attentions(kind: str) -> None:
     assert greedy(model, rows, 40, prompt_lookup=4, lookup_ngram=2) == greedy(model, rows, 40)
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense", "sliding", "longformer", "bigbird"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 5}, {"prompt_lookup": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nsa", {}),
+        ("nsa", {"prefill_chunk": 5}),
+        ("nsa", {"prompt_lookup": 3}),
+        ("dense", {}),
+        ("sliding", {"prompt_lookup": 3}),
+        ("longformer", {"prefill_chunk": 5}),
+        ("bigbird", {}),
+    ],
+    ids=str,
+)
 def test_a_saved_prompt_is_continued_as_if_computed_anew(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model, (a, b) = small_model(kind), prompts(45, 22)
     path = tmp_path / "prompts"

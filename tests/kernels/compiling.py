@@ -259,6 +259,9 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     indices = torch.zeros(1, length, shape.groups, n_select, dtype=torch.int32)
 
     def gradients(backward: Callable[..., Any], branch: Any, i_gate: int, saved: Saved) -> None:
+        if shape.offset:
+            # Where queries start is added to their positions: the products are those of the same shape without.
+            return
         gated = Upstream(do, None, gates[..., i_gate], product[..., i_gate], torch.empty_like(q))
         for upstream in (Upstream(do), gated) if thorough else (gated,):
             backward(upstream, saved, branch)
@@ -302,9 +305,12 @@ def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
     for i, name in enumerate(shapes):
         recorder.shape = name
         # The width of a head hardly matters to kernels without a product: one shape of each kind of row is enough.
-        # The compressed branch has the sliding one's kernels, less a loop, and on most GPUs the same tiles.
-        first = i == 0 or SHAPES[name].packed
-        compile_shape(SHAPES[name], recorder, thorough=first, compressed_too=first or target == "sm_90")
+        # The compressed branch has the sliding one's kernels, less a loop, and the same tiles, but for those that were
+        # measured: on Hopper up to a head_dim of 128.
+        shape = SHAPES[name]
+        first = i == 0 or shape.packed
+        measured = target == "sm_90" and shape.d_k <= 128 and not shape.offset
+        compile_shape(shape, recorder, thorough=first, compressed_too=first or measured)
     return recorder.found
 
 

@@ -38,7 +38,7 @@ def assert_close(got: list[Tensor], args: list[Tensor], do: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "dim"), [(1, 5, 3, 64), (2, 7, 6, 80), (1, 1, 1, 16), (2, 3, 16, 128), (1, 4, 2, 192)]
+    ("batch", "length", "heads", "dim"), [(2, 7, 6, 80), (1, 1, 1, 16), (1, 3, 16, 128), (1, 4, 2, 192)]
 )
 def test_output_and_gradients(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     args = inputs(batch, length, heads, dim, dtype)
@@ -50,7 +50,7 @@ def test_output_and_gradients(batch: int, length: int, heads: int, dim: int, dty
 
 @pytest.mark.parametrize("tile", worth_trying(combine.candidates()), ids=str)
 def test_every_candidate(tile: combine.CombineTile) -> None:
-    args = inputs(2, 37, 6, 80, torch.float16)
+    args = inputs(1, 37, 3, 80, torch.float16)
     do = torch.randn_like(args[0])
     got = [combine.combine_forward(*args, tile=tile), *combine.combine_backward(do, *args, tile=tile)]
     assert_close(got, args, do)

@@ -65,9 +65,11 @@ def test_kernels_compile_and_fit(target: str, tmp_path: Path) -> None:
     limit = TARGETS[target].shared
     wrong = [f"{x.kernel}: {x.error}" for x in found if x.error]
     for shape in PICKED[target]:
-        names = {x.kernel for x in found if x.shape == shape}
-        assert {"ranged_forward_kernel", "query_kernel", "block_kernel", "block_backward_kernel"} <= names
-        assert SHAPES[shape].selected_only or {"score_kernel", "ranged_dq_kernel", "ranged_dkv_kernel"} <= names
+        names, sizes = {x.kernel for x in found if x.shape == shape}, SHAPES[shape]
+        assert {"ranged_forward_kernel", "query_kernel", "block_kernel"} <= names
+        assert sizes.selected_only or "score_kernel" in names
+        assert sizes.offset or "block_backward_kernel" in names
+        assert sizes.offset or sizes.selected_only or {"ranged_dq_kernel", "ranged_dkv_kernel"} <= names
     for x in found:
         where = f"{target} {x.shape} {x.branch} {x.kernel}"
         if x.shared > limit:

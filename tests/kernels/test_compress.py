@@ -16,6 +16,9 @@ from nsa.testing import max_error, tolerance
 
 SMALL = compress.CompressTile(elements=128, num_warps=4)
 PACKS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
+LAYOUTS = [(*sizes, lengths, torch.float32) for sizes in ((4, 2), (4, 4), (6, 2)) for lengths in PACKS]
+LAYOUTS += [(6, 2, lengths, torch.float16) for lengths in PACKS[:2]]
+every_layout = pytest.mark.parametrize(("block", "stride", "lengths", "dtype"), LAYOUTS, ids=str)
 
 
 def blocks_of(x: Tensor, block: int, stride: int, lengths: list[int] | None) -> tuple[Tensor, Tensor]:
@@ -64,9 +67,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("lengths", PACKS, ids=str)
-@pytest.mark.parametrize(("block", "stride"), [(4, 2), (4, 4), (6, 2)])
+@every_layout
 def test_mean(block: int, stride: int, lengths: list[int] | None, dtype: torch.dtype) -> None:
     length = 33 if lengths is None else sum(lengths)
     x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)
@@ -83,9 +84,7 @@ def test_mean(block: int, stride: int, lengths: list[int] | None, dtype: torch.d
         close(value, exact, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("lengths", PACKS, ids=str)
-@pytest.mark.parametrize(("block", "stride"), [(4, 2), (4, 4), (6, 2)])
+@every_layout
 def test_gather(block: int, stride: int, lengths: list[int] | None, dtype: torch.dtype) -> None:
     length = 33 if lengths is None else sum(lengths)
     x = torch.randn(1 if lengths else 2, length, 3, 20, device=DEVICE).to(dtype)

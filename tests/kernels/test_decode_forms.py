@@ -66,7 +66,9 @@ def assert_alike(mine: NSACache, other: NSACache) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-@pytest.mark.parametrize("changed", [{}, {"phi": "mean", "d_v": 32}], ids=["mlp", "mean"])
+@pytest.mark.parametrize(
+    "changed", [pytest.param({}, id="mlp", marks=pytest.mark.slow), pytest.param({"phi": "mean", "d_v": 32}, id="mean")]
+)
 def test_steps_over_a_form_equal_the_general_code(form: dict[str, Any], changed: dict[str, Any]) -> None:
     """Over borders of pages and blocks, with padding, rows of different lengths."""
     (fused, plain), (mine, other) = filled([30, 6], 48, changed, **form)

@@ -22,7 +22,7 @@ from nsa.backends.triton.row_statistics import row_statistics
 from nsa.sequences import Saved, Upstream
 
 CASES = {
-    "h3": Case(length=45, heads=3, groups=2, d_k=32, d_v=16),
+    "h3": Case(length=33, heads=3, groups=2, d_k=32, d_v=16),
     "packed": Case(length=50, heads=2, groups=1, d_k=16, d_v=16, documents=(1, 20, 0, 29)),
     "shorter than a block": Case(length=5, heads=2, groups=2, d_k=16, d_v=16),
 }
@@ -71,7 +71,7 @@ def test_a_gate_and_a_sum(branch: str, name: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("gate", [1e-3, 1e-5])
 @pytest.mark.parametrize("branch", ["compressed", "selected", "sliding"])
 def test_a_small_gate_costs_no_digits_in_fp16(branch: str, gate: float) -> None:
     """With a loss scale, as fp16 is trained with: the gradients are well within fp16's range, `gate * p` is not."""

@@ -196,7 +196,7 @@ def test_parts_of_a_sequence_add_up_to_the_whole(branch: str, packed: bool, cuts
         torch.testing.assert_close(x, whole[name], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("start", [-7, 45, 10**9])
+@pytest.mark.parametrize("start", [-7, 10**9])
 @pytest.mark.parametrize("documents", [None, (12, 29)], ids=["fixed-length", "varlen"])
 def test_a_wrong_start_reads_no_key_that_is_not_there(documents: tuple[int, ...] | None, start: int) -> None:
     """On a GPU no value is looked at before: what comes out means nothing, but nothing else may be touched."""

@@ -551,6 +551,7 @@ def test_nsa_learns_through_each_branch(branch: str) -> None:
     assert learns_to_recall(recall_config("nsa", ONLY_BRANCH[branch]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branch", ONLY_BRANCH)
 def test_a_branch_without_its_gradient_does_not_learn(
     branch: str, monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]

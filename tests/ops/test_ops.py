@@ -52,12 +52,11 @@ from nsa.backends import routing
 # What torch itself checks of an op.
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> None:
+def test_a_branch_op_passes_opcheck(branch: str, kind: str) -> None:
     op = op_of(NAMES[branch])
-    torch.library.opcheck(op, branch_arguments(branch, CASES[kind], backend))
+    torch.library.opcheck(op, branch_arguments(branch, CASES[kind], "sdpa"))
 
 
 # Backward ops are checked with sdpa: the reference differentiates itself by `torch.func` inside the op, where opcheck's
@@ -66,7 +65,7 @@ def test_a_branch_op_passes_opcheck(branch: str, kind: str, backend: str) -> Non
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
     op = op_of(f"{NAMES[branch]}_backward")
-    for with_lse in (True, False):
+    for with_lse in (True, False) if kind == next(iter(CASES)) else (True,):
         torch.library.opcheck(op, branch_backward_arguments(branch, CASES[kind], "sdpa", with_lse=with_lse))
 
 

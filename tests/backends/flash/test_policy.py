@@ -270,7 +270,7 @@ def run_beside(trap: Path, code: str, **variables: str) -> subprocess.CompletedP
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("switched", ["0", "1"])
+@pytest.mark.parametrize("switched", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_library_that_is_off_is_not_imported(trap: Path, switched: str) -> None:
     done = run_beside(trap, USE, NSA_USE_FA2=switched)
     assert done.returncode == 0, done.stderr

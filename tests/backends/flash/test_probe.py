@@ -287,7 +287,11 @@ def test_a_library_that_dies_while_loading_has_failed(
 
 
 @pytest.mark.parametrize(
-    ("library", "word"), [(Full(), "out of memory"), (CannotBeLoaded, NOT_STARTED)], ids=["full", "cannot be loaded"]
+    ("library", "word"),
+    [
+        pytest.param(Full(), "out of memory", id="full"),
+        pytest.param(CannotBeLoaded, NOT_STARTED, id="cannot be loaded", marks=pytest.mark.slow),
+    ],
 )
 def test_a_transient_failure_is_not_kept(
     library: Any, word: str, tmp_path: Path, children_find_the_stand_ins: None

@@ -184,12 +184,12 @@ for name in ("three", "two", "one"):
     assert (two.problem, two.call) == ("ended with status 0 in forward", "call of two")
 
 
-@pytest.mark.parametrize("stray", ["nsa/__init__.py", "random.py"])
 def test_a_child_imports_nothing_from_the_working_directory(
-    stray: str, tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, children_find_the_stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / stray).parent.mkdir(exist_ok=True)
-    (tmp_path / stray).write_text("raise SystemExit('a stray module was imported')")
+    for stray in ("nsa/__init__.py", "random.py"):
+        (tmp_path / stray).parent.mkdir(exist_ok=True)
+        (tmp_path / stray).write_text("raise SystemExit('a stray module was imported')")
     monkeypatch.chdir(tmp_path)
     assert FlashBackend(FORCED_ON, (StandIn(),), folder=None).supports(PROBLEM) is None
 

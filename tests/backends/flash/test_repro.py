@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from flash_standin import FloatingPointException, StandIn, VarlenBackwardFault, WrongKeys
 from probing import PROBLEM, SUBJECT, probe_quickly
@@ -43,6 +44,7 @@ def test_a_report_has_the_direction_the_call_and_the_machine(children_find_the_s
     assert "RuntimeWarning" not in text
 
 
+@pytest.mark.slow
 def test_a_cached_case_is_laid_out_as_a_slice_of_a_cache(children_find_the_stand_ins: None) -> None:
     (outcome,) = probe_quickly(StandIn(), replace(PROBLEM, cached=True), 8, torch.float32)
     # The longest row bounds the keys, and the last row has no free slots after it.
@@ -67,6 +69,7 @@ def test_the_script_of_wrong_results_fails(tmp_path: Path, children_find_the_sta
     assert "wrong: o is off by" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_script_succeeds_on_a_right_library_and_odd_texts(
     tmp_path: Path, children_find_the_stand_ins: None
 ) -> None:
@@ -78,6 +81,7 @@ def test_the_script_succeeds_on_a_right_library_and_odd_texts(
     assert "survived, and right" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_of_torch_s_kernels_needs_torch_alone(tmp_path: Path) -> None:
     """On a CPU it gets as far as the call: torch has no such kernel there."""
     path = tmp_path / "repro.py"
