@@ -24,11 +24,6 @@ FLOAT_NAMES = "float16, bfloat16, float32 or float64"
 MAX_LAYOUTS = 4096
 
 
-def layout_key(x: Any) -> Any:
-    """All of an argument that a check of shapes, dtypes and devices may depend on."""
-    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
-
-
 def once_per_layout(check: Callable[..., None]) -> Callable[..., None]:
     """Skip a check that has passed for arguments of the same layout: in an eager loop it costs more than the op."""
     passed: set[Any] = set()
@@ -37,7 +32,8 @@ def once_per_layout(check: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any) -> None:
         if torch.compiler.is_compiling():
             return check(*args)
-        key = tuple(map(layout_key, args))
+        # All that a check of shapes, dtypes and devices may depend on.
+        key = tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in args)
         try:
             known = key in passed
         except TypeError:
@@ -127,13 +123,6 @@ def check_compressible(x: Tensor, block: int, stride: int, cu_seqlens: Tensor | 
     check_sequences(x, cu_seqlens, None, name="x")
 
 
-def check_position(position: Tensor, x: Tensor, block: int) -> None:
-    check_float("position", position, "block D")
-    check_same("position", "dtype", position.dtype, "x", x.dtype)
-    check_same("position", "device", position.device, "x", x.device)
-    check_same("position", "shape", tuple(position.shape), "block and x", (block, x.shape[3]))
-
-
 def check_sequences(
     q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, *, name: str = "q", start: str = "q_start"
 ) -> None:
@@ -158,21 +147,6 @@ def check_routing(backend: str, strict: bool) -> None:
     require_bool("strict", strict)
 
 
-def check_lse(q: Tensor, lse: Tensor, name: str = "lse") -> None:
-    expected = torch.float64 if q.dtype == torch.float64 else torch.float32
-    check_tensor(name, lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
-    check_same(name, "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
-    check_same(name, "device", lse.device, "q", q.device)
-
-
-def check_indices(q: Tensor, k: Tensor, indices: Tensor) -> None:
-    check_tensor("indices", indices, "B S G n", (torch.int32,), "int32")
-    expected = (q.shape[0], q.shape[1], k.shape[2])
-    check_same("indices", "shape[:3]", tuple(indices.shape[:3]), "q and k", expected)
-    require(indices.shape[3] >= 1, "indices.shape", tuple(indices.shape), "at least one slot")
-    check_same("indices", "device", indices.device, "q", q.device)
-
-
 # The arguments of each op, positional, in the order of its schema (`nsa.ops`).
 
 
@@ -187,7 +161,10 @@ def check_compress_mean(x: Tensor, *args: Any) -> None:
 def check_gather_blocks(x: Tensor, position: Tensor, *args: Any) -> None:
     cu_seqlens, block, stride, backend, strict = args
     check_compressible(x, block, stride, cu_seqlens)
-    check_position(position, x, block)
+    check_float("position", position, "block D")
+    check_same("position", "dtype", position.dtype, "x", x.dtype)
+    check_same("position", "device", position.device, "x", x.device)
+    check_same("position", "shape", tuple(position.shape), "block and x", (block, x.shape[3]))
     check_routing(backend, strict)
 
 
@@ -208,7 +185,10 @@ def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> No
     check_queries(q)
     check_key("k_cmp", k_cmp, q, "B N G Dk")
     check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
-    check_lse(q, lse)
+    expected = torch.float64 if q.dtype == torch.float64 else torch.float32
+    check_tensor("lse", lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
+    check_same("lse", "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
+    check_same("lse", "device", lse.device, "q", q.device)
     check_compression(block, stride)
     check_selection(stride, select_block, n_select, n_init, n_local)
     check_sequences(q, cu_seqlens, q_start)
@@ -222,7 +202,11 @@ def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *
     cu_seqlens, q_start, select_block, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
     check_token_count(q, k, q_start)
-    check_indices(q, k, indices)
+    check_tensor("indices", indices, "B S G n", (torch.int32,), "int32")
+    expected = (q.shape[0], q.shape[1], k.shape[2])
+    check_same("indices", "shape[:3]", tuple(indices.shape[:3]), "q and k", expected)
+    require(indices.shape[3] >= 1, "indices.shape", tuple(indices.shape), "at least one slot")
+    check_same("indices", "device", indices.device, "q", q.device)
     require_positive_int("select_block", select_block)
     check_sequences(q, cu_seqlens, q_start)
     check_scale(scale)
@@ -343,7 +327,9 @@ def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool
     if branches.selected.sequences.cu_seqlens is not None and q_start is not None and window_start is not None:
         accepted = f"q_start, {q_start.tolist()}: cu_seqlens describes the sliding keys too"
         require(torch.equal(q_start, window_start), "window_start", window_start.tolist(), accepted)
-    check_gates_values(gates, strict)
+    if can_read_values(gates, strict):
+        least = float(gates.detach().min())
+        require(not least < 0, "gates", f"as low as {least:g}", "none below 0 (`nsa.ops.combine` takes any)")
     names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     check_finite(strict, **dict(zip(names, inputs, strict=True)))
 
@@ -365,12 +351,6 @@ def check_indices_values(
     before, after = indices[..., :-1], indices[..., 1:]
     ordered = (after == -1) | ((before != -1) & (after > before))
     require(bool(ordered.all()), "indices", "not in order", "ascending, distinct, padded with -1 at the end")
-
-
-def check_gates_values(gates: Tensor, strict: bool) -> None:
-    if can_read_values(gates, strict):
-        least = float(gates.detach().min())
-        require(not least < 0, "gates", f"as low as {least:g}", "none below 0 (`nsa.ops.combine` takes any)")
 
 
 def check_finite(strict: bool, **tensors: Tensor) -> None:

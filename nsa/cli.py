@@ -147,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stopped.code if isinstance(stopped.code, int) else 2
     except OSError as error:
         # The output cannot be written: `nsa doctor | head -1`, or a full disk.
-        discard_output()
+        # To /dev/null, so that Python's flush at exit does not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         print(f"nsa: error: {error}", file=sys.stderr)
@@ -197,11 +198,6 @@ def output_is_closed() -> bool:
         # No stdout, or not a file.
         return False
     return bool(poll.poll(0))
-
-
-def discard_output() -> None:
-    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

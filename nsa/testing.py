@@ -21,11 +21,6 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.isinf(), 0.0)
 
 
-def max_abs(x: Tensor) -> float:
-    """The largest finite magnitude in `x`; 0 if it is empty."""
-    return float(finite(x).abs().max()) if x.numel() else 0.0
-
-
 def max_error(x: Tensor, exact: Tensor) -> float:
     """The largest absolute error of a result.
 
@@ -56,7 +51,8 @@ def tolerance(plain: Tensor, exact: Tensor, *, size: float | None = None, roundi
         `2 * max_error(plain, exact) + rounding * size`. A plain result that is infinitely wrong allows nothing.
     """
     own = max_error(plain, exact)
-    size = max_abs(exact) if size is None else size
+    if size is None:
+        size = float(finite(exact).abs().max()) if exact.numel() else 0.0
     rounding = TOLERANCE_ROUNDINGS * torch.finfo(plain.dtype).eps if rounding is None else rounding
     return (TOLERANCE_FACTOR * own if math.isfinite(own) else 0.0) + rounding * size
 

@@ -269,7 +269,10 @@ class Router:
         if self.config.force_parity:
             why = self.config.describe("force_parity")
             if backend not in ("auto", PARITY_BACKEND):
-                self.log_once(f"nsa: {why}: {PARITY_BACKEND} runs although backend={backend!r} was asked for")
+                message = f"nsa: {why}: {PARITY_BACKEND} runs although backend={backend!r} was asked for"
+                if message not in self.logged:
+                    self.logged.add(message)
+                    log.warning("%s", message)
             return Route(problem, PARITY_BACKEND, why, {name: why for name in self.backends if name != PARITY_BACKEND})
         if backend != "auto":
             reason = self.reason_against(backend, problem, named=True)
@@ -402,11 +405,6 @@ class Router:
         line = f"nsa: branch={problem.op} path={name}.{function} ms={elapsed} reason={why!r} inputs={shapes}"
         log.info("%s", line)
         return result
-
-    def log_once(self, message: str) -> None:
-        if message not in self.logged:
-            self.logged.add(message)
-            log.warning("%s", message)
 
     def explain(
         self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16, window: int = 512

@@ -90,15 +90,9 @@ class NSACache(RowCache):
 
     def new_stores(self) -> tuple[Store, Store]:
         """Empty stores of the selected branch and of compressed blocks."""
-        slots = self.slots_for(self.max_len)
+        slots, fp8 = self.slots_for(self.max_len), self.quantize == "fp8"
         selected, compressed = (
-            Store(
-                self.config,
-                (self.batch_size, slots[name] + 1),
-                self.dtype,
-                self.device,
-                fp8=self.quantize == "fp8",
-            )
+            Store(self.config, (self.batch_size, slots[name] + 1), self.dtype, self.device, fp8=fp8)
             for name in ("selected", "compressed")
         )
         return selected, compressed

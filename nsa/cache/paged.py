@@ -8,12 +8,12 @@ and are not paged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nsa.cache.layer import NSACache, Quantize
+from nsa.cache.layer import NSACache
 from nsa.cache.store import PagedStore, Store
 from nsa.checks import check_tensor
 from nsa.config import NSAConfig, require, require_int, require_positive_int
@@ -27,7 +27,7 @@ class PagedNSACache(NSACache):
     tokens that do not fit are dropped.
 
     Args:
-        config, batch_size, dtype, device, max_rollback, static, quantize: As for `NSACache`.
+        config, batch_size, options: As for `NSACache`.
         max_len: Most tokens per row: the width of the page table.
         page_size: Tokens per page, a multiple of the compression stride `d`.
         n_pages: Pages of all rows together. Default: enough for every row to reach `max_len`.
@@ -42,13 +42,9 @@ class PagedNSACache(NSACache):
         batch_size: int,
         max_len: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        max_rollback: int = 32,
-        static: bool = False,
-        quantize: Quantize | None = None,
         page_size: int = 64,
         n_pages: int | None = None,
+        **options: Any,
     ) -> None:
         require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         require_positive_int("page_size", page_size)
@@ -62,32 +58,16 @@ class PagedNSACache(NSACache):
         self.n_pages = n_pages
         # What the host knows of the table: the pages of each row, in order.
         self.pages: list[list[int]] = [[] for _ in range(batch_size)]
-        super().__init__(
-            config,
-            batch_size,
-            max_len,
-            dtype=dtype,
-            device=device,
-            max_rollback=max_rollback,
-            static=static,
-            quantize=quantize,
-        )
+        super().__init__(config, batch_size, max_len, **options)
 
     def new_stores(self) -> tuple[Store, Store]:
         columns = -(-self.max_len // self.page_size)
         # An entry without a page is the spare one, so that every read and write stays inside.
         self.table = torch.full((self.batch_size, columns), self.n_pages, dtype=torch.int32, device=self.device)
         self.row_capacity = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
+        fp8 = self.quantize == "fp8"
         selected, compressed = (
-            PagedStore(
-                self.config,
-                self.n_pages,
-                per_page,
-                self.dtype,
-                self.device,
-                table=self.table,
-                fp8=self.quantize == "fp8",
-            )
+            PagedStore(self.config, self.n_pages, per_page, self.dtype, self.device, table=self.table, fp8=fp8)
             for per_page in (self.page_size, self.page_size // self.config.d)
         )
         return selected, compressed

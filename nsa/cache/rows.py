@@ -39,9 +39,9 @@ class RowCache(ABC):
         max_len: int,
         *,
         dtype: torch.dtype,
-        device: torch.device | str,
-        max_rollback: int,
-        static: bool,
+        device: torch.device | str = "cpu",
+        max_rollback: int = 32,
+        static: bool = False,
     ) -> None:
         require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         require_positive_int("batch_size", batch_size)

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    make.add_argument("--source", default="text", help=f"{', '.join(text_sources())} or {HUB}NAME (default: text)")
+    sources = ", ".join(name for name in SOURCES if name not in ("shards", "synthetic"))
+    make.add_argument("--source", default="text", help=f"{sources} or {HUB}NAME (default: text)")
     make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
     make.add_argument("--name", help="the configuration of a data set of the hub")
     make.add_argument("--text-key", default="text", help="the field or column with the text (default: text)")
@@ -54,7 +55,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for a folder that an older version wrote: list its files, as they are now, in manifest.json",
     )
-
-
-def text_sources() -> list[str]:
-    return [name for name in SOURCES if name not in ("shards", "synthetic")]

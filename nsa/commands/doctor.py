@@ -32,16 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add_config_arguments(parser.add_argument_group("a planned run: is this machine ready for it?"))
-    add_setting_arguments(parser)
+    group = parser.add_argument_group("settings to try, over the environment, which other commands read alone")
+    group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")
     flash = parser.add_argument_group("FlashAttention")
     flash.add_argument("--probe", action="store_true", help="probe its libraries again, each in a child process")
     flash.add_argument(
         "--repro", type=path, metavar="FILE", help="probe, and write a script that reproduces the first failure"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
-
-
-def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings to try, over the environment, which other commands read alone")
-    group.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
-    group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")

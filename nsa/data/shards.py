@@ -163,9 +163,6 @@ class Shard:
                 found = crc32(raw_bytes(tokens.to(TOKEN_DTYPES[self.header.width])), found)
         check_shard(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
-    def check_listed(self, listed: Listed) -> None:
-        check_shard(self.header.listed == listed, self.path, "its header is not the one that the manifest lists")
-
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """`ValueError` if the tokens are of another tokenizer."""
         name = self.header.tokenizer_name
@@ -357,7 +354,7 @@ class ShardPools:
 def open_shards(folder: Path, files: dict[str, Listed]) -> list[Shard]:
     shards = [Shard(folder / name) for name in files]
     for shard, listed in zip(shards, files.values(), strict=True):
-        shard.check_listed(listed)
+        check_shard(shard.header.listed == listed, shard.path, "its header is not the one that the manifest lists")
     return shards
 
 

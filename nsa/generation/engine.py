@@ -14,7 +14,7 @@ from nsa.config import require
 from nsa.generation.decoder import Decoder
 from nsa.generation.lookup import PromptLookup
 from nsa.generation.options import Options
-from nsa.model import LM, LMConfig
+from nsa.model import LM
 
 Finish = Literal["length", "end", "stop", "nonfinite"]
 
@@ -175,12 +175,10 @@ class Generation:
         lengths = [row.n_prompt + max(0, len(row.tokens) - 1) for row in self.rows]
         form: dict[str, Any] = {} if self.options.quantize is None else {"quantize": self.options.quantize}
         own = sum(self.model.kv_bytes_read(length, **form) for length in lengths)
-        return own, sum(lengths) * dense_kv_bytes_per_token(self.model.config, self.model.head_weight.element_size())
-
-
-def dense_kv_bytes_per_token(config: LMConfig, element_size: int) -> int:
-    """Keys and values of one token in all layers of a dense model with the same heads."""
-    return config.n_layers * config.attn.n_kv_groups * (config.attn.d_k + config.attn.d_v) * element_size
+        # A dense model with the same heads.
+        layers, attn = self.model.config.n_layers, self.model.config.attn
+        per_token = layers * attn.n_kv_groups * (attn.d_k + attn.d_v) * self.model.head_weight.element_size()
+        return own, sum(lengths) * per_token
 
 
 class HostCopy:

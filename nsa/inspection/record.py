@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.attention import NSAAttention, NSAStats
+from nsa.attention import NSAAttention
 from nsa.config import BRANCHES, NSAConfig, require
 from nsa.data.tokenizer import Tokenizer, check_vocabulary
 from nsa.generation.text import TextStream
@@ -168,16 +168,14 @@ def inspect_model(
         else:
             with autocast(row.device, dtype):
                 model.hidden(row)
-    layers = {index: layer_record(index, stats[index], *tops[index]) for index in stats}
+    layers = {}
+    for index, found in stats.items():
+        tensors = (found.gates[0].float().cpu(), found.indices[0].cpu(), *tops[index])
+        layers[index] = LayerRecord(index, *tensors, found.gate_mean, found.selected_distance.tolist())
     stream = TextStream(tokenizer)
     pieces = [stream.push([token]) for token in tokens]
     pieces[-1] += stream.close()
     return Inspection(model.config.attn, tokens, pieces, layers)
-
-
-def layer_record(index: int, stats: NSAStats, blocks: Tensor, weights: Tensor) -> LayerRecord:
-    gates, selected = stats.gates[0].float().cpu(), stats.indices[0].cpu()
-    return LayerRecord(index, gates, selected, blocks, weights, stats.gate_mean, stats.selected_distance.tolist())
 
 
 @contextmanager

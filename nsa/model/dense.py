@@ -203,7 +203,7 @@ class DenseCache(RowCache):
     """All keys and values of `batch_size` rows of up to `max_len` tokens, each row with its own length.
 
     Args:
-        config, batch_size, max_len, dtype, device, max_rollback, static: As for `NSACache`.
+        config, batch_size, max_len, options: As for `NSACache`, without `quantize`.
         keys_seen: `keys_seen(length)` is the number of keys that the last of `length` tokens sees.
 
     Raises:
@@ -211,20 +211,9 @@ class DenseCache(RowCache):
     """
 
     def __init__(
-        self,
-        config: NSAConfig,
-        batch_size: int,
-        max_len: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        max_rollback: int = 32,
-        static: bool = False,
-        keys_seen: Callable[[int], int],
+        self, config: NSAConfig, batch_size: int, max_len: int, *, keys_seen: Callable[[int], int], **options: Any
     ) -> None:
-        super().__init__(
-            config, batch_size, max_len, dtype=dtype, device=device, max_rollback=max_rollback, static=static
-        )
+        super().__init__(config, batch_size, max_len, **options)
         self.keys_seen = keys_seen
         with torch.inference_mode(False):
             self.kv = self.new_kv()

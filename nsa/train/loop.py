@@ -190,18 +190,14 @@ class Trainer:
             stop = self.stop_requested()
             due = [component for component in self.components if component.due(self.done)]
             if due or stop or self.logger.due(self.done):
-                self.run_periodic(due)
+                self.logger.run()
+                self.checkpointer.retry_failed_save()
+                for component in due:
+                    component.run()
                 if stop:
                     return
                 watchdog.beat()
                 self.clock.begin(self.loader.waited)
-
-    def run_periodic(self, due: list[Component]) -> None:
-        """Log the steps so far, then run the components that are due."""
-        self.logger.run()
-        self.checkpointer.retry_failed_save()
-        for component in due:
-            component.run()
 
     def stop_requested(self) -> bool:
         """Whether any rank received a signal or lost its launcher; the same on every rank."""

@@ -266,7 +266,11 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.extras = [plan.storage_data for plan in plans]
         make_folder(self.folder.parent)
-        remove_unfinished(self.folder.parent)
+        recover(self.folder.parent)
+        for path in self.folder.parent.iterdir():
+            # What a killed process left behind; files of other names are not ours.
+            if LEFTOVER.fullmatch(path.name):
+                discard(path)
         self.aside.mkdir()
         return [replace(plan, storage_data=f"rank_{rank:05}.safetensors") for rank, plan in enumerate(plans)]
 
@@ -381,14 +385,6 @@ def recover(folder: Path) -> None:
         original = path.with_name(path.name.removesuffix(REPLACED))
         if not original.exists():
             path.rename(original)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process left behind; files of other names are not ours."""
-    recover(folder)
-    for path in folder.iterdir():
-        if LEFTOVER.fullmatch(path.name):
-            discard(path)
 
 
 def remove(folder: Path) -> None:

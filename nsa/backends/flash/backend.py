@@ -112,7 +112,9 @@ class FlashBackend:
             return obstacle
         # Folding multiplies heads by the stride. Before a call gives it, the number of keys does; the call itself is
         # checked again.
-        called = flash_problem(problem, likely_stride(problem))
+        # It has one key per stride, but for a few at the start.
+        stride = max(1, round(problem.n_queries / (problem.n_keys + 1))) if problem.n_keys else 1
+        called = flash_problem(problem, stride)
         batch = 1 if problem.packed else problem.batch
         rows = rows_in_tiles(batch, called.length_called, varlen=problem.packed) if problem.backward else None
         capability = torch.cuda.get_device_capability() if problem.device == "cuda" else None
@@ -234,11 +236,6 @@ class FlashBackend:
 
     compressed_forward, sliding_forward = partialmethod(forward, "compressed"), partialmethod(forward, "sliding")
     compressed_backward, sliding_backward = partialmethod(backward, "compressed"), partialmethod(backward, "sliding")
-
-
-def likely_stride(problem: Problem) -> int:
-    """The stride of a compressed problem, which has one key per stride but for a few at the start."""
-    return max(1, round(problem.n_queries / (problem.n_keys + 1))) if problem.n_keys else 1
 
 
 def variants(

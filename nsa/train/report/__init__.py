@@ -54,13 +54,13 @@ def write_report(run: Path) -> Path:
 
 def page(run: Path) -> str:
     records, beats = read_lines(run / METRICS), read_lines(run / HEARTBEAT)
-    series = gather(records, beats)
+    series, reasons = gather(records, beats), failures(records)
     parts = [
         header(run, records, beats, series),
         section("Curves", [chart.html() for chart in charts(series)]),
         section("Gates", gates(records)),
         section("Selection", distances(records)),
-        section("Fallbacks", fallback_table(records)),
+        section("Fallbacks", [table({reason: f"{n:,}" for reason, n in reasons.items()})] if reasons else []),
         section("Samples", samples(records)),
         section("Configuration", first_file(run, ("config.yaml", "train.json", "model.json"))),
         section("Environment", environment_table(run)),
@@ -380,11 +380,6 @@ def failures(records: list[Record]) -> dict[str, int] | None:
         if isinstance(counts, dict):
             return {str(reason): int(times) for reason, times in counts.items() if is_number(times)}
     return None
-
-
-def fallback_table(records: list[Record]) -> list[str]:
-    reasons = failures(records)
-    return [table({reason: f"{times:,}" for reason, times in reasons.items()})] if reasons else []
 
 
 def samples(records: list[Record]) -> list[str]:

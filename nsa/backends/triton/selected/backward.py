@@ -239,11 +239,6 @@ def sum_segments_kernel(
     tl.store(p_x, b_x.to(p_out.dtype.element_ty), mask=m_x)
 
 
-def rows_to_sum(n_select: int, width: int, num_warps: int) -> int:
-    """Rows whose `n_select` partials are summed at once: about 128 elements per thread in flight."""
-    return max(1, 4096 * num_warps // (triton.next_power_of_2(n_select) * width))
-
-
 class BlockBackward:
     """The plan of a backward pass."""
 
@@ -264,7 +259,8 @@ class BlockBackward:
         self.dv_shape = (n_segments, shapes.select_block, shapes.d_v)
         # Sums over several launches are kept in fp32 between them.
         self.total = shapes.k.dtype if chunks[0].n_queries == shapes.n_tokens else torch.float32
-        rows = rows_to_sum(shapes.n_select, size["BLOCK_DK"], tile.merge_warps)
+        # Rows whose partials are summed at once: about 128 elements per thread in flight.
+        rows = max(1, 4096 * tile.merge_warps // (triton.next_power_of_2(shapes.n_select) * size["BLOCK_DK"]))
         wide = needs_int64(self.dq_shape[0] * shapes.d_k, shapes.q, do)
 
         # dk and dv in one launch, or one after the other.

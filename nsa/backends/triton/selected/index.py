@@ -423,7 +423,9 @@ class IndexPlan:
         self.bitmap = bitmap = Bitmap(shapes, query_0, query_1)
         length, n_tiles = query_1 - query_0, bitmap.shape[2]
         if fit >= length:
-            rows_each, tiles_each = largest_divisor(shapes.rows, fit // length), n_tiles
+            # The largest divisor.
+            rows_each = max(n for n in range(1, min(shapes.rows, fit // length) + 1) if shapes.rows % n == 0)
+            tiles_each = n_tiles
         else:
             # As even as possible: a short chunk at the end would cost a launch for little.
             rows_each, tiles_each = 1, triton.cdiv(n_tiles, triton.cdiv(n_tiles, fit // WORD))
@@ -516,7 +518,3 @@ def index_plans(
 
 def aligned_size(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
-
-
-def largest_divisor(n: int, limit: int) -> int:
-    return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)
