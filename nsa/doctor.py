@@ -155,16 +155,13 @@ def diagnose(
     *,
     probe_failures: Sequence[str] = (),
 ) -> Report:
-    """Collect the report.
+    """Collect the report, self-test included.
 
     Args:
         problem: The attention whose route is explained; the self-test takes its heads, dtype and device.
         router: The router to report on, with its settings.
         environ: Environment to search for unknown names. Default: this process's.
         probe_failures: One sentence per library that failed when it was probed.
-
-    Returns:
-        The report, self-test included.
     """
     return Report(
         versions=find_versions(),

@@ -14,15 +14,8 @@ from typing import Any
 def lazy_attributes(
     package: str, exports: Mapping[str, tuple[str, ...]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose attributes are its submodules and its `exports`.
-
-    Args:
-        package: Its `__name__`.
-        exports: The names that the package re-exports, by module.
-
-    Returns:
-        The two functions, to be assigned in the package's `__init__`.
-    """
+    """`__getattr__` and `__dir__` for the `__init__` of a package whose attributes are submodules and `exports`,
+    the names that it re-exports by module."""
     modules = {name: module for module, names in exports.items() for name in names}
 
     def get(name: str) -> Any:
@@ -42,15 +35,7 @@ def lazy_attributes(
 
 
 def renamed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """`__getattr__` for a module with renamed attributes, which keep working with a DeprecationWarning.
-
-    Args:
-        module: Its `__name__`.
-        names: New names by old name.
-
-    Returns:
-        The function, to be assigned in the module.
-    """
+    """`__getattr__` for a module with renamed attributes (`names`: new by old); they warn with a DeprecationWarning."""
 
     def get(name: str) -> Any:
         if name not in names:

@@ -17,16 +17,8 @@ from torch import Tensor
 def differentiable_once(
     message: str, grads: Sequence[Tensor | None], sources: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Make the gradients of a backward pass raise when they are differentiated.
-
-    Args:
-        message: Of the RuntimeError.
-        grads: Gradients, any shapes.
-        sources: The tensors that `grads` were computed from.
-
-    Returns:
-        `grads`; under `create_graph`, differentiating them with respect to `sources` raises.
-    """
+    """`grads`, which raise a RuntimeError with `message` when they are differentiated with respect to `sources`, the
+    tensors that they were computed from."""
     linked = [x for x in sources if x is not None and x.requires_grad]
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not linked:
         return tuple(grads)

@@ -92,11 +92,7 @@ def raw(x: Tensor) -> memoryview:
 
 
 def read_header(file: IO[bytes]) -> dict[str, Entry]:
-    """Every tensor of an open file by its name.
-
-    Raises:
-        ValueError: The header is malformed, or promises what the file does not hold.
-    """
+    """Every tensor of an open file by its name; a ValueError where the header is malformed or the file too short."""
     return read_header_and_metadata(file)[0]
 
 
@@ -138,11 +134,7 @@ def is_sizes(value: Any) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, as views of the mapped file: only what is used is read.
-
-    Raises:
-        ValueError: The file is damaged; the message names `path`.
-    """
+    """The file's tensors, as views of the mapped file: only what is used is read. A ValueError names a damaged file."""
     return read_tensors_and_metadata(path)[0]
 
 

@@ -22,15 +22,9 @@ def finite(x: Tensor) -> Tensor:
 
 
 def max_error(x: Tensor, exact: Tensor) -> float:
-    """The largest absolute error of a result.
+    """`max |x - exact|`, with `exact` in fp64.
 
-    Args:
-        x: The result, in any floating-point dtype.
-        exact: The expected values, fp64.
-
-    Returns:
-        `max |x - exact|`; infinity if the shapes differ, if either holds a NaN, or if an infinity is not the same in
-        both.
+    Infinite if the shapes differ, if either holds a NaN, or if an infinity is not the same in both.
     """
     if x.shape != exact.shape:
         return math.inf
@@ -39,16 +33,13 @@ def max_error(x: Tensor, exact: Tensor) -> float:
 
 
 def tolerance(plain: Tensor, exact: Tensor, *, size: float | None = None, rounding: float | None = None) -> float:
-    """The largest error that a result in `plain`'s dtype may have.
+    """The largest error that a result may have: `2 * max_error(plain, exact) + rounding * size`.
 
     Args:
-        plain: The same computation by plain torch in the result's dtype.
+        plain: The same computation by plain torch in the result's dtype. If it is infinitely wrong, it allows nothing.
         exact: The reference in fp64, same shape.
         size: Magnitude of the sums that were rounded; default: the largest finite value of `exact`.
         rounding: Relative rounding error of a value of that magnitude; default: 4 times the eps of `plain`'s dtype.
-
-    Returns:
-        `2 * max_error(plain, exact) + rounding * size`. A plain result that is infinitely wrong allows nothing.
     """
     own = max_error(plain, exact)
     if size is None:
@@ -58,15 +49,9 @@ def tolerance(plain: Tensor, exact: Tensor, *, size: float | None = None, roundi
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """How far two floating-point tensors are apart, as a share of `expected`.
+    """The larger of the maximum norm and the 2-norm of the difference, each divided by that of `expected`.
 
-    Args:
-        actual: Any shape.
-        expected: Same shape; infinities must be equal in both.
-
-    Returns:
-        The larger of the maximum norm and the 2-norm of the difference, each divided by that of `expected`: one element
-        far off shows in the first, all of them a little off in the second. Infinity where either holds a NaN.
+    One element far off shows in the first, all of them a little off in the second. Infinite where either holds a NaN.
     """
     a, e = actual.float(), expected.float()
     difference = (a - e).masked_fill_(a == e, 0.0)

@@ -36,13 +36,7 @@ class EvalModel:
 def open_models(
     runs: Sequence[Path], *, device: torch.device, dtype: str | None = None, chunk: int = 8192
 ) -> list[EvalModel]:
-    """The models of several runs.
-
-    Args:
-        runs: Folders that `nsa train` wrote.
-        device: Where to put the parameters.
-        dtype: Of matmuls; None: bfloat16 on a GPU, else float32.
-        chunk: See `EvalModel`.
+    """The models of folders that `nsa train` wrote; `dtype` of matmuls by default bfloat16 on a GPU, else float32.
 
     Raises:
         ValueError: A folder has no model, or the model no row for some token of its tokenizer.

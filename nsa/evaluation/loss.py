@@ -30,16 +30,7 @@ class PositionLoss:
 
 @torch.inference_mode()
 def token_losses(subject: EvalModel, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each token.
-
-    Args:
-        subject: The model.
-        tokens: int `[B, S]`, on the model's device; likewise `targets`.
-        targets: -100 where not scored.
-
-    Returns:
-        fp32 `[B, S]` on the CPU, 0 where not scored.
-    """
+    """fp32 `[B, S]` on the CPU: the loss of each of `tokens [B, S]`, 0 where the target is -100."""
     weight, losses = subject.model.head_weight, []
     for start, x in hidden_chunks(subject, tokens):
         own = targets[:, start : start + x.shape[1]].reshape(-1)

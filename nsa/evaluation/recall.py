@@ -120,15 +120,9 @@ def cell_prompt(haystack: Haystack, cell: Cell, sample: int) -> tuple[list[int],
 
 @torch.inference_mode()
 def score_answers(subject: EvalModel, tokens: Tensor, n_answer: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Whether greedy decoding gives each row's answer, and the answer's mean loss.
+    """bool `[B]` and fp32 `[B]`, on the CPU: whether greedy decoding gives each row's answer, and the answer's loss.
 
-    Args:
-        subject: The model.
-        tokens: int `[B, S]`, prompts that end with their answers.
-        n_answer: Tokens of each answer.
-
-    Returns:
-        bool `[B]` and fp32 `[B]`, on the CPU.
+    `tokens [B, S]` are prompts that end with their answers, the last `n_answer` tokens of each row.
     """
     tokens = tokens.to(subject.device)
     longest = max(n_answer)

@@ -31,14 +31,7 @@ def model_fingerprint(model: LM) -> str:
 
 
 def save_prompt_cache(path: Path, model: LM, caches: Sequence[Cache], prompts: Sequence[Sequence[int]]) -> None:
-    """Write the caches of processed prompts.
-
-    Args:
-        path: Replaced if it exists.
-        model: Which computed them.
-        caches: One per layer, with all tokens of the prompts.
-        prompts: Token ids of each row.
-    """
+    """Write the caches of processed prompts, one per layer, with the token ids of each row, over `path`."""
     save_caches(path, caches, tokens=prompts, model=model_fingerprint(model))
 
 

@@ -77,11 +77,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
 
 
 def load_parameters(model: LM, folder: Path) -> None:
-    """Copy the parameters that `save_model` wrote into a model.
-
-    Args:
-        model: Has the same parameters; its config may differ otherwise, for example in the sequence length.
-        folder: Holds the parameters.
+    """Copy the parameters that `save_model` wrote into a model with the same ones; its config may differ otherwise.
 
     Raises:
         ValueError: The file is missing, damaged, or does not fit the model; the message names it.

@@ -356,11 +356,7 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Restore the generators; the state of a GPU is ignored on a CPU.
-
-    Raises:
-        ValueError: `state` is not what `rng_state` returned.
-    """
+    """Restore what `rng_state` returned, else a ValueError; the state of a GPU is ignored on a CPU."""
     try:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))

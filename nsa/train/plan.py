@@ -209,11 +209,8 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> RunMemory:
 
 
 def estimate_memory(config: TrainConfig, gpus: int) -> RunMemory:
-    """`memory_of` without building all layers: every layer of a kind adds the same.
-
-    Raises:
-        ValueError: a tensor has more elements than 64 bits can count.
-    """
+    """`memory_of` without building all layers, of which each kind adds the same; a ValueError where a tensor would have
+    more elements than 64 bits can count."""
     c = config.model
     layers = {c.attention: c.n_layers} if isinstance(c.attention, str) else Counter(c.attention)
 
@@ -410,11 +407,7 @@ class Corpus:
 
 
 def find_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
-    """Opens the data as training would and reads a sample of it.
-
-    Raises:
-        ValueError, OSError: the data, or its tokenizer, is not on this machine.
-    """
+    """Opens the data as training would, and reads a sample of it; raises ValueError or OSError where it is not here."""
     pools = open_pools(config, split="train", seq_len=seq_len, seed=0)
     tokens = None
     if isinstance(pools, ShardPools):

@@ -66,14 +66,10 @@ CPU_PATIENCE_S = 2 * 86400.0
 
 
 def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
-    """Refuse a run that cannot fit, before anything of its size is built.
-
-    Args:
-        config: the run; its device exists.
-        ranks: among which fsdp shards the parameters.
+    """Refuse a run that cannot fit, before anything of its size is built; fsdp shards it among `ranks`.
 
     Raises:
-        ValueError: with the memory that is needed, the memory that there is, and the keys to lower.
+        ValueError: With the memory that is needed, the memory that there is, and the keys to lower.
     """
     c = config.model
     # The host holds the batches of a step, the prefetched ones and those of the validation.

@@ -26,12 +26,9 @@ def compile_kernels(
     dtype: torch.dtype,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> int:
-    """Compile the kernels of one NSA layer, forward and backward, for batches shaped like `batch`.
+    """Compile the kernels of one NSA layer, both passes, for batches shaped like `batch`; returns how many there are.
 
     `progress` is called after each kernel: with its name, how many are done and how many there are.
-
-    Returns:
-        How many kernels; 0 where the backend that runs the layer compiles none.
     """
     if "nsa" not in config.kinds:
         return 0

@@ -104,11 +104,8 @@ class Tuned:
 
 
 def is_large(gpu: GpuFamily) -> bool:
-    """Hopper and the data centre's Blackwell: products read shared memory, of which a program may have 227 KiB.
-
-    The others (Ampere, Ada, the smaller Blackwell) hold both factors of a product in registers, and most of them give
-    a program 99 KiB.
-    """
+    """Hopper and data-centre Blackwell: matmuls read shared memory, of which a CTA may have 227 KiB. The others hold
+    both factors in registers, and most of them give a CTA 99 KiB."""
     return (9, 0) <= gpu < (12, 0)
 
 
