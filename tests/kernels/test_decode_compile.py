@@ -20,9 +20,8 @@ FORMS = ("64/4/128x1", "64/4/128x1 paged", "64/4/128x1 paged fp8")
 TRIGONOMETRIC = {"append_kernel", "mean_kernel", "outer_kernel"}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    out = tmp_path_factory.mktemp("decode") / "kernels.json"
+def compiled(folder: Path) -> list[Compiled]:
+    out = folder / "kernels.json"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(HERE / "compile_decode.py"), "--target", "sm_90", "--steps", *FORMS]
     path = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
@@ -31,23 +30,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 
 
 @pytest.mark.slow
-def test_every_launch_of_a_step_compiles(compiled: list[Compiled]) -> None:
-    assert {x.kernel: x.error for x in compiled if x.error} == {}
+def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
+    """One test: workers that share its parts would each compile all kernels."""
+    found = compiled(tmp_path)
+    assert {x.kernel: x.error for x in found if x.error} == {}
     # Seven with an MLP, and the mean in the place of its two.
-    assert sum(x.shape == FORMS[0] for x in compiled) == 8
+    assert sum(x.shape == FORMS[0] for x in found) == 8
     # What a form does not change is compiled once.
     for form in FORMS[1:]:
-        changed = {x.kernel for x in compiled if x.shape == form}
+        changed = {x.kernel for x in found if x.shape == form}
         assert {"append_kernel", "outer_kernel", "compressed_split_kernel", "near_kernel"} <= changed
-
-
-@pytest.mark.slow
-def test_kernels_fit_and_do_not_spill(compiled: list[Compiled]) -> None:
-    for x in compiled:
+    for x in found:
         assert x.shared <= TARGETS["sm_90"].shared, x.kernel
         assert x.spills <= (16 if x.kernel in TRIGONOMETRIC or "fp8" in x.shape else 0), x.kernel
-
-
-@pytest.mark.slow
-def test_no_reduction_mistakes_its_warps(compiled: list[Compiled]) -> None:
-    assert {x.kernel: x.mistaken for x in compiled if x.mistaken} == {}
+    # No reduction mistakes its warps.
+    assert {x.kernel: x.mistaken for x in found if x.mistaken} == {}
