@@ -101,7 +101,7 @@ class NSAAttention(nn.Module):
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, NSAStats]:
         """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
-        `position_offset`: added to RoPE's positions, one number or one a row; a cache counts its own."""
+        `position_offset`: added to RoPE's positions, one number or one per row; a cache counts its own."""
         if cache is not None and torch.is_grad_enabled():
             # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
             with torch.no_grad():
@@ -367,7 +367,7 @@ def check_position_offset(position_offset: int | Tensor, x: Tensor, strict: bool
     if not isinstance(position_offset, Tensor):
         require_int("position_offset", position_offset, at_least=0)
         return
-    accepted = f"one integer, or one a row of x, on {x.device}"
+    accepted = f"one integer, or one per row of x, on {x.device}"
     integer = position_offset.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     require(integer, "position_offset.dtype", position_offset.dtype, accepted)
     fits = position_offset.dim() == 0 or (position_offset.dim() == 1 and position_offset.shape[0] in (1, x.shape[0]))

@@ -66,7 +66,7 @@ class Rope:
         angle = positions[..., None].double() * self.frequencies(positions.device)
         wide = angle_dtype(dtype)
         if torch.compiler.is_compiling():
-            # A compiler computes this anew for every head that it is fused into: whole turns are dropped in fp64, then
+            # A compiler computes this again for every head that it is fused into: whole turns are dropped in fp64, then
             # a cosine in fp32 is off by the rounding of an angle below pi, and costs a tenth.
             angle = (angle - (angle / (2 * math.pi)).round() * (2 * math.pi)).to(wide)
         return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)

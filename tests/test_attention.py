@@ -49,7 +49,7 @@ def test_output_has_the_shape_and_dtype_of_the_input(dtype: torch.dtype, length:
 
 @given(config=configs(), length=st.integers(1, 50), batch=st.integers(1, 2), seed=st.integers(0, 1000))
 def test_layer_is_the_reference_put_together_by_hand(config: NSAConfig, length: int, batch: int, seed: int) -> None:
-    """Forward and every gradient, whatever the knobs."""
+    """Forward and every gradient, whatever the hyperparameters."""
     torch.manual_seed(seed)
     attn = NSAAttention(config).double()
     x = torch.randn(batch, length, config.dim, dtype=FP64)

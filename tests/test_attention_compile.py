@@ -68,6 +68,7 @@ def test_inductor_equals_eager() -> None:
     assert_close(with_gradients(attn, run, x), with_gradients(attn, attn, x), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_the_reference_compiles_with_one_head_a_group() -> None:
     attn = layer(n_heads=2, n_kv_groups=2, backend="reference")
@@ -76,6 +77,7 @@ def test_the_reference_compiles_with_one_head_a_group() -> None:
     assert_close(with_gradients(attn, run, x), with_gradients(attn, attn, x), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_offsets_a_row_do_not_compile_anew_for_every_batch() -> None:
     attn = layer()

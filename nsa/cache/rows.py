@@ -156,7 +156,7 @@ class RowCache(ABC):
         """Make row `i` what row `rows[i]` was: reorders, repeats or drops rows.
 
         With as many rows as before, the buffers stay where they are. Otherwise they are replaced, and a captured graph
-        must be captured anew.
+        must be captured again.
 
         Args:
             rows: Row indices, int `[n]` with `n >= 1`, or a mask, bool `[batch_size]`, of the rows to keep.
@@ -253,7 +253,7 @@ class RowCache(ABC):
     def grow(self, max_len: int) -> None:
         """Make room for rows of up to `max_len` tokens, which keep what they hold.
 
-        Buffers are replaced: a captured graph must be captured anew.
+        Buffers are replaced: a captured graph must be captured again.
 
         Args:
             max_len: At least as many tokens as before.

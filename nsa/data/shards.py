@@ -209,7 +209,7 @@ def check_size(path: Path, found: int, header: Header) -> None:
 
 def check_shard(sound: bool, path: Path, problem: str) -> None:
     if not sound:
-        raise ValueError(f"{path} is no intact file of tokens: {problem}; `nsa data prepare` writes it anew")
+        raise ValueError(f"{path} is no intact file of tokens: {problem}; `nsa data prepare` writes it again")
 
 
 class ShardWriter:

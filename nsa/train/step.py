@@ -98,7 +98,7 @@ class TrainStep:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         loss = torch.zeros((), device=self.device)
         for index, (batch, share) in enumerate(zip(batches, shares(batches), strict=True)):
-            # Ranks exchange gradients once a step, with the last batch.
+            # Ranks exchange gradients once per step, with the last batch.
             with no_gradient_sync(self.module) if index + 1 < len(batches) else nullcontext():
                 if self.cuda_graphs:
                     # Nothing that the graphs of an earlier batch wrote is read again.

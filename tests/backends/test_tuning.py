@@ -252,7 +252,7 @@ def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: AttentionSh
 @pytest.mark.parametrize(
     ("field", "value", "accepted"),
     [("block_m", "x", "int"), ("block_n", 48, "a power of two"), ("num_warps", 3, "a power of two"),
-     ("num_stages", -1, "0 or more"), ("gone", True, "`nsa bench tune` writes it anew")],
+     ("num_stages", -1, "0 or more"), ("gone", True, "`nsa bench tune` writes it")],
 )  # fmt: skip
 def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
     field: str, value: object, accepted: str, tmp_path: Path

@@ -25,7 +25,7 @@ from nsa.sequences import Saved, Upstream
 
 KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
 CASES = {
-    "plain, 6 heads a group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **KNOBS),
+    "plain, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **KNOBS),
     "packed, one-token documents": Case(
         length=333, groups=1, heads=4, d_k=128, d_v=128, documents=(1, 0, 200, 1, 131), **KNOBS
     ),

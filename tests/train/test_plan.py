@@ -148,7 +148,7 @@ def test_unmeasured_gpu_uses_the_fraction_of_peak_and_says_so() -> None:
 
 
 def test_a_model_of_another_size_takes_no_measured_rate() -> None:
-    """The 80 million tokens a second of a tiny model that the rate of a large one gave."""
+    """The 80 million tokens per second of a tiny model that the rate of a large one gave."""
     for name in ("tiny", "1b"):
         found = plan_run(load_config(name, {"device": "cuda", "parallel": "none"}), "H200", rows=[row()])
         assert found.basis == "estimated"

@@ -166,7 +166,7 @@ class Answers:
 
     def write(self, **fields: Any) -> None:
         end_after(CASE_SECONDS + MARGIN_SECONDS)
-        # Opened anew each time: no descriptor is left open for a library to write to.
+        # Opened each time: no descriptor is left open for a library to write to.
         with open(self.path, "a", encoding="ascii") as file:
             file.write(json.dumps({"case": self.case, **fields}) + "\n")
 

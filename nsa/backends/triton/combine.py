@@ -2,7 +2,7 @@
 
     o = g_cmp * o_cmp + g_sel * o_sel + g_win * o_win          d_g[c] = do . o[c]          d_o[c] = g[c] * do
 
-Rows are (query, head). Grid (tiles of rows, B): one program owns `BLOCK_R` rows of all tensors, reads each element once
+Rows are (query, head). Grid (tiles of rows, B): one CTA owns `BLOCK_R` rows of all tensors, reads each element once
 and writes each result once. Sums are fp32; a row's dot products are its own, so nothing is shared between programs.
 """
 
@@ -23,7 +23,7 @@ from nsa.backends.triton.tiles import capability
 
 @dataclass(frozen=True)
 class CombineTile:
-    """`elements`: of each tensor that one program works on."""
+    """`elements`: of each tensor that one CTA works on."""
 
     elements: int
     num_warps: int

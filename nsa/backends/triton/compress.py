@@ -9,9 +9,9 @@ lie one after the other in `S//d` slots, and slots that no document needs are ze
 
 A token is in the at most `ceil(l/d)` blocks `n = base + p//d - c`, `p` its position in its document and `base` its
 document's first slot: gradients are gathered by the token, never added by the blocks, and so need no atomics. `dpos` is
-summed in two steps: each program one run of rows, then the runs in their order. Sums are fp32.
+summed in two steps: each CTA one run of rows, then the runs in their order. Sums are fp32.
 
-Grids: (tiles of slots or tokens, G, B); one program owns its tile and writes it once.
+Grids: (tiles of slots or tokens, G, B); one CTA owns its tile and writes it once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POSITION_RUNS = 128
 
 @dataclass(frozen=True)
 class CompressTile:
-    """`elements`: of the output that one program holds at a time."""
+    """`elements`: of the output that one CTA holds at a time."""
 
     elements: int
     num_warps: int

@@ -1,6 +1,6 @@
 """Kernel launches at little host cost: what shapes decide is bound once, a call passes tensors.
 
-Triton's own launch path binds keyword arguments, specializes each of them and looks the kernel up: 30 to 60 us a call.
+Triton's own launch path binds keyword arguments, specializes each of them, looks the kernel up: 30 to 60 us per call.
 A `Launch` takes that path once and then calls the compiled kernel directly. It lives in a plan that its launcher caches
 by `layout`, so everything Triton specializes on is fixed by then, except the alignment of pointers: that is the key.
 """

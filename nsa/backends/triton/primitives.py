@@ -17,7 +17,7 @@ FLOOR = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 
-# Counts that a kernel is not compiled anew for. Triton makes a constant of a 1, and ptxas crashes on what that leaves
+# Counts that a kernel is not compiled again for. Triton makes a constant of a 1, and ptxas crashes on what that leaves
 # of a loop over one key; and nothing is gained by knowing that a count is a multiple of 16.
 COUNTS = [
     *("n_queries", "n_keys", "n_groups", "n_parts", "n_tokens", "n_blocks", "n_items", "n_runs", "n_tiles", "n_words"),

@@ -5,7 +5,7 @@
 In eager mode the same in plain torch is nine launches a tensor and as many again in its backward pass, which is the
 same rotation by the opposite angle. A compiler fuses the plain form: it is not called there.
 
-Grid: one program per (tile of (query, head) rows, batch row); each element is read and written once. Products are not
+Grid: one CTA per (tile of (query, head) rows, batch row); each element is read and written once. Products are not
 fused into sums, so that the bits are those of plain torch.
 """
 

@@ -363,7 +363,7 @@ def split_width(dim: int) -> tuple[int, int]:
 
 
 def select_shape(n_columns: int) -> tuple[int, int, int, int]:
-    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbours a lane. Left alone, the
+    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbours per lane. Left alone, the
     compiler takes all registers there are, and too few CTAs would share an SM to hide each other's waiting."""
     block_j = max(16, triton.next_power_of_2(n_columns))
     warps = min(16, max(1, block_j // 1024))

@@ -180,7 +180,7 @@ def build(kind: type[T], key: Key, entry: TunedTile) -> T:
     for name, value in entry.tile.items():
         if name not in kinds:
             refuse(
-                entry.file, str(key), f"has a field {name!r}", f"{', '.join(kinds)}; `nsa bench tune` writes it anew"
+                entry.file, str(key), f"has a field {name!r}", f"{', '.join(kinds)}; `nsa bench tune` writes it again"
             )
         types = get_args(kinds[name]) or (kinds[name],)
         # An exact type: True is no number of warps.
