@@ -143,7 +143,7 @@ def test_documents_do_not_see_each_other(documents: tuple[int, ...], tile: str) 
     [
         BASE.but(groups=1, d_k=32, d_v=16),
         BASE.but(groups=1, d_k=12, d_v=20),
-        BASE.but(groups=1, length=5),
+        BASE.but(length=5),
         BASE.but(groups=1, length=1),
         BASE.but(batch=2, length=35, heads=1),
         BASE.but(groups=1, select_block=12),
