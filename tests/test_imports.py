@@ -348,8 +348,6 @@ BACKEND = {"compile_ahead", "decode_step", "name", "prepare_backward", "select_b
 LAUNCHER = {"candidates", "default_tile", "describe_keys", "describe_rows"}
 LAUNCHER |= {"pick_forward", "pick_backward", "plan", "plan_forward", "plan_backward"}
 CONVENTION = {"T", "log"}
-# In modules that were being changed when the rest was renamed.
-NOT_YET_APART = {"DTYPES", "attend", "overlap"}
 
 
 def top_level_names(path: Path) -> set[str]:
@@ -374,7 +372,7 @@ def test_one_top_level_name_is_defined_in_one_module() -> None:
         name: found
         for name, found in homes.items()
         if len(found) > 1
-        and name not in interfaces | NOT_YET_APART
+        and name not in interfaces
         and not (name.endswith(("_forward", "_backward")) and all("backends" in home for home in found))
     }
     assert not several

@@ -138,11 +138,11 @@ class TextStream:
         if found:
             self.stopped, self.held = True, ""
             return text[: min(found)[1]]
-        n_held = max((overlap(text, stop) for stop in self.stop_strings), default=0)
+        n_held = max((held_back(text, stop) for stop in self.stop_strings), default=0)
         self.held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
 
 
-def overlap(text: str, stop: str) -> int:
+def held_back(text: str, stop: str) -> int:
     """Length of the longest beginning of `stop` that `text` ends with."""
     return max(n for n in range(min(len(text), len(stop)) + 1) if text.endswith(stop[:n]))

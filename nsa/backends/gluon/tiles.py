@@ -9,10 +9,10 @@ import torch
 from nsa.backends import gluon
 from nsa.backends.triton.launch import Layout
 from nsa.backends.triton.tiles import SplitTile, Tile, Visibility, capability, describable
+from nsa.dtypes import HALF_DTYPES
 
 HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
-DTYPES = (torch.float16, torch.bfloat16)
 # From here on a tile of 128 keys is ahead of one of 64 in the compressed branch.
 MANY_KEYS = 1024
 # Rows of the compressed branch are split into parts. With more of them the last CTA runs alone for less time, and more
@@ -71,7 +71,7 @@ def unsupported(gpu: tuple[int, int], dtype: torch.dtype, d_k: int, d_v: int) ->
     """Why Triton's kernels run instead, whatever the lengths are; None where these may."""
     if gpu != HOPPER:
         return f"the Gluon kernels are for sm_90, the GPU is sm_{gpu[0]}{gpu[1]}"
-    if dtype not in DTYPES:
+    if dtype not in HALF_DTYPES:
         return f"the Gluon kernels take fp16 and bf16, not {dtype}"
     if d_k != d_v or d_k not in HEAD_DIMS:
         return f"the Gluon kernels take head_dim 64 and 128, not {d_k} and {d_v}"

@@ -19,7 +19,7 @@ from nsa.backends.triton.primitives import FLOOR, online_softmax
 
 
 @triton.jit
-def attend(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2):
+def attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2):
     """One tile of keys and values, of which each row sees `m_seen`."""
     b_s = tl.where(m_seen, tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), float("-inf"))
     b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
@@ -60,7 +60,7 @@ def window_split(
             1, DV, BLOCK_DV, b_q.dtype,
         )  # fmt: skip
         m_seen = m_n[None, :] & (o_n[None, :] <= o_pos[:, None]) & (o_n[None, :] > o_pos[:, None] - WINDOW)
-        b_m, b_l, b_o = attend(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
+        b_m, b_l, b_o = attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
     store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
 
 
@@ -129,7 +129,7 @@ def selected_split(
         if T > 1:
             takers = tl.sum(tl.where(m_e & (e_j == j), 1 << e_t, 0), 0)
             m_seen = m_seen & (((takers >> o_t) & 1) == 1)[:, None]
-        b_m, b_l, b_o = attend(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
+        b_m, b_l, b_o = attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
     store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
 
 
