@@ -207,20 +207,22 @@ def self_test(
     """
     by_name = {backend.name: backend for backend in backends}
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
+    drawn = {case: draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype)) for case in CASES}
+    compiling = [backend for backend in backends if hasattr(backend, "compile_ahead")]
+    others = [backend for backend in backends if compiling and not compiles_kernels(backend)]
     with ThreadPoolExecutor(len(CASES) * len(OPS)) as pool:
         # A backend may start a process to answer: all of them at once, and meanwhile kernels are compiled.
         gpu = torch.cuda.current_device() if shape.device == "cuda" else None
-        answers = [pool.submit(ask_ahead, backends, case, op, shape, ask, gpu) for case in CASES for op in OPS]
-        for backend in backends:
-            if hasattr(backend, "compile_ahead"):
-                backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
+        answers = [pool.submit(ask_ahead, backends, others, x, op, ask, gpu) for x in drawn.values() for op in OPS]
+        for backend in compiling:
+            backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
         for answer in answers:
             answer.result()
     checks: list[Check] = []
     for dtype in dict.fromkeys((torch.float32, shape.dtype)):
         tested = [backend for backend in backends if dtype == shape.dtype or not compiles_kernels(backend)]
         for case in CASES:
-            inputs = draw_inputs(case, dtype, reduced_shape(shape, dtype))
+            inputs = drawn[case] if dtype == shape.dtype else draw_inputs(case, dtype, reduced_shape(shape, dtype))
             for spec in inputs.specs:
                 checks += compare_op(spec, inputs, tested, ask)
             checks += compare_selection(inputs, tested, ask)
@@ -229,17 +231,15 @@ def self_test(
 
 
 def ask_ahead(
-    backends: Sequence[Any], case: str, op: str, shape: Problem, reason_against: ReasonAgainst, gpu: int | None
+    backends: Sequence[Any], run: Sequence[Any], inputs: CaseInputs, op: str, ask: ReasonAgainst, gpu: int | None
 ) -> None:
-    """Ask the backends for one op of a case, and run those that compile nothing: FlashAttention is tried in a process
-    of its own first. In a thread, which would start on GPU 0."""
+    """Ask the backends for one op of a case, and `run` some of them: FlashAttention is tried in a process of its own
+    first. In a thread, which would start on GPU 0."""
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
-    for spec in inputs.specs:
-        for backend in backends if spec.op == op else ():
-            declined = reason_against(backend.name, inputs.problem_of(op))
-            if declined is None and not compiles_kernels(backend):
+    for spec in (spec for spec in inputs.specs if spec.op == op):
+        for backend in backends:
+            if ask(backend.name, inputs.problem_of(op)) is None and backend in run:
                 with suppress(*REPORTED_ERRORS):
                     run_backend(backend, spec, inputs)
 
