@@ -113,10 +113,9 @@ def test_the_reference_as_a_backend_is_the_reference(op: str, case: Case, dtype:
 
 @every_op
 @every_kind
-@every_backend
-def test_gradients_are_the_slopes_of_the_output(op: str, case: Case, backend: str) -> None:
+def test_gradients_are_the_slopes_of_the_output(op: str, case: Case) -> None:
     def run(*tensors: Tensor) -> Tensor:
-        return getattr(ops, op)(*tensors, **case.compression, cu_seqlens=case.cu_seqlens, backend=backend)
+        return getattr(ops, op)(*tensors, **case.compression, cu_seqlens=case.cu_seqlens, backend="sdpa")
 
     leaves = tuple(x.requires_grad_() for x in compression_inputs(op, case))
     if run(*leaves).numel():

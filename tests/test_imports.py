@@ -123,24 +123,28 @@ def test_the_names_that_others_rely_on_are_there() -> None:
         assert name in nsa.__all__
 
 
-@pytest.mark.parametrize("package", ["nsa", "nsa.data", "nsa.model", "nsa.train"])
-def test_a_package_imports_what_it_exports_on_first_use(package: str) -> None:
-    code = f"""
+PACKAGES = ("nsa", "nsa.data", "nsa.model", "nsa.train")
+
+
+def test_packages_import_what_they_export_on_first_use() -> None:
+    code = """
 import sys, importlib
-package = importlib.import_module({package!r})
+packages = [importlib.import_module(name) for name in sys.argv[1:]]
 assert "torch" not in sys.modules
-assert set(package.__all__) <= set(dir(package))
-for name in package.__all__:
-    assert getattr(package, name) is getattr(package, name)
-try:
-    package.nothing_of_this_name
-except AttributeError as error:
-    print(error)
+for package in packages:
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is getattr(package, name)
+    try:
+        package.nothing_of_this_name
+    except AttributeError as error:
+        print(error)
 """
-    assert run_python(code) == f"module {package!r} has no attribute 'nothing_of_this_name'"
+    expected = [f"module {package!r} has no attribute 'nothing_of_this_name'" for package in PACKAGES]
+    assert run_python(code, *PACKAGES).splitlines() == expected
 
 
-@pytest.mark.parametrize("package", ["nsa", "nsa.data", "nsa.model", "nsa.train"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_type_checkers_and_users_see_the_same_names(package: str) -> None:
     """What `__init__` imports for type checkers is what it exports, from the same modules."""
     tree = ast.parse((PACKAGE.parent.joinpath(*package.split(".")) / "__init__.py").read_text())

@@ -92,11 +92,17 @@ def test_every_width(dim: int) -> None:
 
 
 # The order of rows depends on the dtype.
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("block", "stride", "select_block"),
-    [(4, 4, 8), (4, 2, 16), (6, 2, 4), (4, 2, 6), (16, 2, 4)],
-    ids=lambda value: str(value),
+    ("block", "stride", "select_block", "dtype"),
+    [
+        (4, 4, 8, torch.float16),
+        (4, 4, 8, torch.float32),
+        (4, 2, 16, torch.float16),
+        (6, 2, 4, torch.float32),
+        (4, 2, 6, torch.float16),
+        (16, 2, 4, torch.float32),
+    ],
+    ids=str,
 )
 def test_every_ratio_of_block_stride_and_selection_block(
     block: int, stride: int, select_block: int, dtype: torch.dtype
@@ -112,11 +118,11 @@ def test_every_ratio_of_block_stride_and_selection_block(
 )
 def test_every_number_of_forced_and_free_blocks(n_select: int, n_init: int, n_local: int) -> None:
     knobs = {**KNOBS, "n_select": n_select, "n_init": n_init, "n_local": n_local}
-    q, k, lse = inputs(90, 2, 1, 16, knobs, torch.float32)
+    q, k, lse = inputs(70, 2, 1, 16, knobs, torch.float32)
     check(kernel(q, k, lse, knobs), q, k, lse, knobs)
 
 
-@pytest.mark.parametrize("lengths", [[1, 3, 70, 5, 0, 51], [3, 4, 5, 6], [17, 58]], ids=str)
+@pytest.mark.parametrize("lengths", [[1, 3, 40, 5, 0, 31], [3, 4, 5, 6]], ids=str)
 def test_packed_documents(lengths: list[int]) -> None:
     cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     q, k, lse = inputs(sum(lengths), 3, 2, 16, KNOBS, torch.float32, cu=cu)
@@ -134,7 +140,7 @@ def test_short_sequences(length: int) -> None:
 
 @pytest.mark.parametrize("fill", [0.0, 1.0])
 def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
-    q, k, _ = inputs(80, 4, 1, 16, KNOBS, torch.float32)
+    q, k, _ = inputs(50, 4, 1, 16, KNOBS, torch.float32)
     q, k = torch.full_like(q, fill), torch.ones_like(k)
     _, lse = reference.compressed_attention(q, k, k, block=4, stride=2)
     want = reference.select_blocks(q, k, lse, **KNOBS)
@@ -143,7 +149,7 @@ def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_of_equal_keys_the_first_blocks_are_selected(packed: bool, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(tied_cases(max_length=50, packed=packed))
