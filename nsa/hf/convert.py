@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nsa.config import NSAConfig, require
+from nsa.config import NSAConfig, require, require_positive_int
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 from nsa.export import require_empty, write_json
 from nsa.files import make_folder
@@ -28,6 +28,7 @@ from nsa.model.llama import (
     read_fields,
     read_weights,
     rope_fields,
+    saved_rope,
     weight_files,
 )
 from nsa.tensor_file import write_tensors
@@ -60,6 +61,8 @@ COMMON = (
     "eos_token_id",
     "pad_token_id",
 )
+# Fields that are positive numbers.
+POSITIVE_FIELDS = (*COMMON[:6], "head_dim", "max_position_embeddings")
 # How far the gate of each branch is open at the start, before the softmax: compressed, selected, sliding.
 GATE_BIAS = (-4.0, 4.0, 0.0)
 # Of a gate's last layer, relative to Xavier's: zeros would leave the first layer without a gradient.
@@ -105,6 +108,9 @@ def convert_folder(source: Path, to: Path, recipe: str, changes: Mapping[str, An
     attn = attention_config(new)
     check_vocabulary(load_tokenizer(source), dense.vocab_size, name="vocab_size")
     weights = read_weights(source)
+    n_layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
+    there = dense.num_hidden_layers == n_layers
+    require(there, "num_hidden_layers", dense.num_hidden_layers, f"{n_layers}, as many as there are weights of")
     with torch.device("meta"):
         targets = AutoModelForCausalLM.from_config(dense).state_dict()
     check_tensors({name: x.shape for name, x in targets.items()}, weights, source, tied=dense.tie_word_embeddings)
@@ -144,13 +150,11 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
     require(kind in FAMILIES, "model_type", kind, f"one of {FAMILIES}")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         require(not fields.get(name), name, fields.get(name), "none: no mixture of experts")
-    # Checked before transformers sees them: it would ignore some.
-    old = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    require(isinstance(old, dict), "rope_parameters", old, "parameters by name")
-    rope_type = old.get("rope_type", old.get("type", "default"))
-    require(rope_type in ("default", "llama3"), "rope_type", rope_type, "'default' or 'llama3'")
-    part = fields.get("partial_rotary_factor", 1.0)
-    require(part == 1.0, "partial_rotary_factor", part, "1.0: all of each head is rotated")
+    # Checked before transformers sees them: it would ignore some, and divide by others.
+    rope_fields(saved_rope(fields))
+    for name in POSITIVE_FIELDS:
+        if fields.get(name) is not None:
+            require_positive_int(name, fields[name])
     try:
         config = AutoConfig.for_model(kind, **{name: x for name, x in fields.items() if name != "model_type"})
     except (StrictDataclassError, TypeError, KeyError) as error:
@@ -165,7 +169,7 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
     require(window is None or window >= config.max_position_embeddings, "sliding_window", window, accepted)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     require(layers <= {"full_attention", "sliding_attention"}, "layer_types", sorted(layers), "'full_attention'")
-    rope_fields(config.rope_parameters)
+    rope_fields(config.rope_parameters or {})
     return config
 
 

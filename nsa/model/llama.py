@@ -29,6 +29,8 @@ MAX_JSON_BYTES = 2**26
 
 # Fields of an NSAConfig that Llama's config has under names of its own.
 LLAMA_FIELDS = ("dim", "n_heads", "n_kv_groups", "d_k", "rope_theta", "rope_scaling", "qk_norm_eps")
+# Parameters of Llama-3's RoPE.
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Which branch a projection belongs to, in the order of `NSAAttention.k_proj`.
 BRANCH_NAMES = ("_cmp", "", "_win")
 
@@ -48,26 +50,39 @@ def attention_config(fields: Mapping[str, Any]) -> NSAConfig:
     require(not missing, "the config", sorted(fields), f"a value for {missing}")
     dim, n_heads, n_groups, head_dim = (fields[name] for name in needed)
     own = {"dim": dim, "n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
-    own |= {"qk_norm_eps": fields.get("rms_norm_eps", 1e-6), **rope_fields(fields.get("rope_parameters"))}
+    own |= {"qk_norm_eps": fields.get("rms_norm_eps", 1e-6), **rope_fields(saved_rope(fields))}
     return NSAConfig.from_dict({**own, **nsa})
 
 
-def rope_fields(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+def saved_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rope_parameters` of a `config.json`, which early versions saved as `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ValueError: They are no parameters by name.
+    """
+    found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    require(isinstance(found, Mapping), "rope_parameters", found, "parameters by name")
+    named = {"rope_type" if name == "type" else name: value for name, value in found.items()}
+    outside = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None}
+    return {**outside, **named}
+
+
+def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of an `NSAConfig`, from Transformers' `rope_parameters`.
 
     Raises:
         ValueError: The kind of RoPE is neither the default nor Llama-3's, or rotates a part of each head.
     """
-    rope = rope or {}
+    unknown = sorted(map(str, rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_FIELDS}))
+    require(not unknown, "rope_parameters", dict(rope), f"one set of them for all layers, without {unknown}")
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     require(kind in ("default", "llama3"), "rope_type", kind, "'default' or 'llama3'")
     require(part == 1.0, "partial_rotary_factor", part, "1.0: all of each head is rotated")
     scaling = None
     if kind == "llama3":
-        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [name for name in needed if name not in rope]
+        missing = [name for name in LLAMA3_FIELDS if name not in rope]
         require(not missing, "rope_parameters", dict(rope), f"{missing} too, for 'llama3'")
-        factor, low, high, length = (rope[name] for name in needed)
+        factor, low, high, length = (rope[name] for name in LLAMA3_FIELDS)
         scaling = RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_len=length)
     return {"rope_theta": rope.get("rope_theta", 10_000.0), "rope_scaling": scaling}
 

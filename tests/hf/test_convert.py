@@ -163,6 +163,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
     ("rope_parameters", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
     ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}),
+    ("num_attention_heads", 0),
+    ("head_dim", 0),
+    ("num_hidden_layers", 10**9),
     ("partial_rotary_factor", 0.5),
     ("hidden_act", "gelu"),
     ("mlp_bias", True),
@@ -231,6 +235,9 @@ def test_wrong_arguments_are_refused(source: Path, tmp_path: Path, capsys: pytes
         ([str(source)], "--to"),
         ([str(tmp_path / "a"), "--recipe", "dense"], "select"),
         ([str(tmp_path / "a"), "--recipe", "dense", "--set", "w=3"], "--set"),
+        ([str(tmp_path / "a"), "--lengths", "0"], "--lengths"),
+        ([str(tmp_path / "a"), "--text", str(tmp_path / "missing")], "missing"),
+        ([str(tmp_path / "a"), "--device", "tpu"], "tpu"),
     ):
         assert main([*command, *words]) == 2, words
         assert named in capsys.readouterr().err

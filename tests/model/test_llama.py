@@ -103,6 +103,20 @@ def test_a_foreign_config_is_refused_by_name(folder: Path, named: str, value: An
         lm_config(read_fields(folder), seq_len=64)
 
 
+def test_rope_of_early_versions_is_read(folder: Path) -> None:
+    """Before Transformers 5, `rope_theta` and `rope_scaling` were fields of their own."""
+    scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192}
+    change(folder, rope_parameters=None, rope_theta=5e5, rope_scaling=None)
+    assert attention_config(read_fields(folder)).rope_theta == 5e5
+    change(folder, rope_scaling=scaling)
+    found = attention_config(read_fields(folder))
+    assert (found.rope_theta, found.rope_scaling) == (5e5, RopeScaling(factor=8.0))
+    change(folder, rope_scaling=None, partial_rotary_factor=0.5)
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        attention_config(read_fields(folder))
+
+
 def test_damaged_and_foreign_weights_are_refused_by_name(folder: Path) -> None:
     weights = folder / "model.safetensors"
     good = weights.read_bytes()
