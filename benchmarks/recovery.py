@@ -281,7 +281,7 @@ class Recovery:
         }
         sizes = ["--seq-len", str(length), "--steps", str(steps), "--batch-size", str(self.scale.batch_size[length])]
         flags = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        data = ["--dataset", "shards", "--data-path", "data", "--tokenizer", "data"]
+        data = ["--dataset", "shards", "--data-path", "data"]
         return ["train", "--config", self.scale.config, "--out", f"runs/{name}", *data, *sizes, *flags]
 
     # Results.

@@ -16,15 +16,13 @@ from nsa.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
+    byte_level_json,
     check_vocabulary,
     load_tokenizer,
 )
 from nsa.files import make_folder, replace_text
 from nsa.model import LM, load_model
 from nsa.model.llama import llama_config, llama_tensors, write_folder
-
-# What the exported byte tokenizer calls the end of a document, byte 0.
-END_OF_DOCUMENT = END_TOKENS[0]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,43 +73,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
     make_folder(folder)
     if isinstance(tokenizer, ByteTokenizer):
         write_json(folder / TOKENIZER_FILE, byte_level_json())
-        end = END_OF_DOCUMENT
+        end = END_TOKENS[0]
     else:
         assert isinstance(tokenizer, FileTokenizer)
         tokenizer.save(folder)
         end = tokenizer.inner.id_to_token(tokenizer.end)
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
     write_json(folder / "tokenizer_config.json", {**values, "model_max_length": max_len})
-
-
-def byte_level_json() -> dict[str, Any]:
-    """A `tokenizer.json` whose tokens are those of `ByteTokenizer`: a BPE without merges."""
-    # The byte-level alphabet shows printable bytes as themselves, and the others from U+0100 on.
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    vocabulary = {END_OF_DOCUMENT: 0, **{letters[byte]: byte for byte in range(1, 256)}}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": 0, "content": END_OF_DOCUMENT, **flags, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }

@@ -177,7 +177,44 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
         size = values.get("vocab_size", ByteTokenizer.vocab_size)
         require(size == ByteTokenizer.vocab_size, f"vocab_size in {path}", size, "256 for bytes")
         return ByteTokenizer()
+    if values == byte_level_json():
+        return ByteTokenizer()
     return FileTokenizer(text, str(path))
+
+
+def byte_level_json() -> dict[str, Any]:
+    """A `tokenizer.json` for Transformers whose tokens are those of `ByteTokenizer`: a BPE without merges. The end of a
+    document is byte 0."""
+    end = END_TOKENS[0]
+    # The byte-level alphabet shows printable bytes as themselves, and the others from U+0100 on.
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocabulary = {end: 0, **{letters[byte]: byte for byte in range(1, 256)}}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": 0, "content": end, **flags, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, name: str = "model.vocab_size") -> None:

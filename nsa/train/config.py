@@ -334,7 +334,8 @@ def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved(run: Path) -> dict[str, Any]:
-    """The keys of a run's config that have to change because the machine, or the launcher, is another."""
+    """The keys of a run's config that have to change because the machine, or the launcher, is another, or because the
+    tokenizer's folder is gone; the run has a copy."""
     import torch
 
     tree = read_yaml(find_config(run))
@@ -346,6 +347,12 @@ def moved(run: Path) -> dict[str, Any]:
     if moves and tree.get("grad_compression", "none") != "none":
         # It needs ddp on GPUs.
         moves["grad_compression"] = "none"
+    tokenizer = (tree.get("data") or {}).get("tokenizer")
+    if tokenizer not in (None, "bytes"):
+        path = Path(tokenizer)
+        there = (path / "tokenizer.json" if path.is_dir() else path).is_file()
+        if not there and (run / "tokenizer.json").is_file():
+            moves["data.tokenizer"] = str(run)
     return moves
 
 

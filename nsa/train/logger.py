@@ -59,6 +59,9 @@ class Logger:
             self.save_run_info()
         if self.trainer.ranks.first:
             self.files = RunLog(self.trainer.config.out, resume=began > 0)
+            if began == 0:
+                # A run may outlive the folder that its tokenizer comes from.
+                self.trainer.loader.tokenizer.save(self.trainer.config.out)
 
     def show_progress(self) -> None:
         self.progress = progress(self.trainer.config.steps) if self.trainer.ranks.first else None
