@@ -38,6 +38,7 @@ NOT_RUN = {
     "bench decode": "needs a GPU",
     "bench flash": "needs a GPU",
     "doctor --probe": "starts a process for each library: tests/backends/flash/test_probe.py",
+    "eval lm-eval": "needs lm-eval-harness: tests/evaluation/test_harness.py",
     "serve": "does not end: tests/serving/test_serving_page.py",
 }
 # A model that a CPU trains in no time, and text that is there.
