@@ -1,31 +1,31 @@
-"""Attention without the layer, from q, k, v and gates to o, and each branch, next to dense attention.
+"""Attention without the layer, from q, k, v and gates to o, next to dense attention and other implementations of NSA.
 
 nsa bench attention --heads 64/4/128 12/2/64 --lengths 8192 65536 --out benchmarks/results/h200/attention.csv
+nsa bench branches --heads 64/4/128 --lengths 65536 --cuda-graphs   # its stages, each by itself
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa import ops
-from nsa.config import NSAConfig, require
+from nsa import ops, reference
+from nsa.bench import gate, peers
+from nsa.bench.runner import Clock, CpuClock, CudaClock, Pass, Runner, Suite, Task, forward_and_backward
+from nsa.commands.bench import IMPLEMENTATIONS, SELECTED_IMPLEMENTATIONS
+from nsa.config import NSAConfig, require, require_positive_int
 from nsa.functional import nsa_attention
-from nsa.results import Row, append, make_row
 
-DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
-WARMUP_MS, MEASURE_MS = 50, 300
-MIN_CALLS = 3
+# Heads and lengths where none are given.
+DEFAULTS = {"cuda": (["64/4/128"], [8192, 32768]), "cpu": (["8/2/32"], [512, 2048])}
 
 
 @dataclass(frozen=True)
@@ -101,128 +101,117 @@ def nsa_forward(inputs: Inputs, config: NSAConfig) -> Tensor:
     return nsa_attention(inputs.q, k_cmp, v_cmp, inputs.k, inputs.v, inputs.k, inputs.v, inputs.gates, config=config)
 
 
-def dense_forward(inputs: Inputs) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def nsa_error(forward: Callable[[], Tensor], inputs: Inputs, config: NSAConfig) -> float:
+    """The error of the whole attention. `config`: its hyperparameters, and the backend that selects the same blocks."""
+    means: dict[str, Any] = {"block": config.l, "stride": config.d}
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    folded = (q, *(ops.compress_mean(x, **means, backend=config.backend) for x in (k, v)))
+    indices = gate.selected_indices(config, *folded)
+
+    def expected(leaves: gate.Leaves, rows: slice) -> Tensor:
+        q, k, v, gates = leaves
+        compressed = (reference.compress_mean(x, **means) for x in (k, v))
+        return gate.expect_nsa(config, indices, (q, *compressed, k, v, k, v, gates), rows)
+
+    leaves = (inputs.q, inputs.k, inputs.v, inputs.gates)
+    return max(gate.selection_error(config, indices, *folded), gate.sampled_error(forward, leaves, expected))
 
 
-@dataclass(frozen=True)
-class Task:
-    """A forward function of fixed tensors, and the tensors that get a gradient."""
-
-    op: str
-    impl: str
-    forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]
+def attention_task(
+    suite: str,
+    impl: str,
+    inputs: Inputs,
+    shape: AttentionShape,
+    passes: Callable[..., Iterator[Pass]] = forward_and_backward,
+) -> Task:
+    """The whole attention by one implementation."""
+    leaves: tuple[Tensor, ...] = (inputs.q, inputs.k, inputs.v, inputs.gates)
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if impl.startswith("dense-"):
+        leaves = leaves[:3]
+        forward, within = peers.dense(impl, *leaves)
+        error = partial(gate.sampled_error, forward, leaves, partial(gate.expect_sliding, shape.length))
+    else:
+        fla = impl == "fla-nsa"
+        config = peers.fla_config(shape.config("sdpa")) if fla else shape.config(impl.removeprefix("nsa-"))
+        forward = partial(peers.fla_attention, config, *leaves) if fla else partial(nsa_forward, inputs, config)
+        error = partial(nsa_error, forward, inputs, config)
+    return Task(suite, "attention", impl, shape, partial(passes, forward, leaves), error, within)
 
 
-def attention_task(impl: str, inputs: Inputs, shape: AttentionShape) -> Task:
-    if impl in DENSE:
-        tensors = (inputs.q, inputs.k, inputs.v)
-        return Task("attention", impl, lambda: dense_forward(inputs), tensors, lambda: sdpa_kernel(DENSE[impl]))
-    config = shape.config(impl.removeprefix("nsa-"))
-    return Task("attention", impl, lambda: nsa_forward(inputs, config), (inputs.q, inputs.k, inputs.v, inputs.gates))
-
-
-def branch_tasks(impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[Task]:
+def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[Task]:
     """Each stage alone, on the outputs of the stages before it."""
-    config = shape.config(impl.removeprefix("nsa-"))
-    backend: dict[str, Any] = {"backend": config.backend}
-    compression: dict[str, Any] = {"block": config.l, "stride": config.d, **backend}
-    counts = {"n_select": config.n_sel, "n_init": config.n_init, "n_local": config.n_local}
-    selection: dict[str, Any] = {"select_block": config.l_sel, **counts, **compression}
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
+    c = shape.config(impl.removeprefix("nsa-"))
+    backend: dict[str, Any] = {"backend": c.backend}
+    compression: dict[str, Any] = {"block": c.l, "stride": c.d, **backend}
+    counts = {"n_select": c.n_sel, "n_init": c.n_init, "n_local": c.n_local}
+    selection: dict[str, Any] = {"select_block": c.l_sel, **counts, **compression}
+    whole = (inputs.q, inputs.k, inputs.v)
     with torch.no_grad():
-        k_cmp, v_cmp = (ops.compress_mean(x, **compression) for x in (k, v))
-    k_cmp.requires_grad_()
-    v_cmp.requires_grad_()
-    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **compression)
-    indices = ops.select_blocks(q, k_cmp, lse, **selection)
-    a, b, c = (torch.randn_like(o_cmp).requires_grad_() for _ in range(3))
-    yield Task("compress", impl, lambda: ops.compress_mean(k, **compression), (k,))
-    keys = (q, k_cmp, v_cmp)
-    yield Task("compressed", impl, lambda: ops.compressed_attention(*keys, **compression)[0], keys)
-    yield Task("scores", impl, lambda: ops.select_blocks(q, k_cmp, lse, **selection), ())
-    blocks: dict[str, Any] = {"select_block": config.l_sel, **backend}
-    yield Task("selected", impl, lambda: ops.selected_attention(q, k, v, indices, **blocks)[0], (q, k, v))
-    yield Task("sliding", impl, lambda: ops.sliding_attention(q, k, v, window=config.w, **backend)[0], (q, k, v))
-    yield Task("combine", impl, lambda: ops.combine(a, b, c, gates, **backend), (a, b, c, gates))
+        means = (ops.compress_mean(x, **compression) for x in whole[1:])
+        folded = (inputs.q, *(x.requires_grad_() for x in means))
+        o_cmp, lse = ops.compressed_attention(*folded, **compression)
+    q, k_cmp, _ = folded
+    sums = (*(torch.randn_like(o_cmp).requires_grad_() for _ in range(3)), inputs.gates)
+
+    def task(op: str, leaves: tuple[Tensor, ...], forward: Callable[[], Tensor], expected: gate.Expected) -> Task:
+        error = partial(gate.sampled_error, forward, leaves, expected)
+        return Task(suite, op, impl, shape, partial(forward_and_backward, forward, leaves), error)
+
+    def select() -> Tensor:
+        return ops.select_blocks(q, k_cmp, lse, **selection)
+
+    with torch.no_grad():
+        indices = select()
+    yield task(
+        "compress",
+        whole[1:2],
+        lambda: ops.compress_mean(inputs.k, **compression),
+        lambda leaves, rows: reference.compress_mean(*leaves, block=c.l, stride=c.d)[:, rows],
+    )
+    yield task(
+        "compressed",
+        folded,
+        lambda: ops.compressed_attention(*folded, **compression)[0],
+        partial(gate.expect_compressed, c),
+    )
+    yield Task(
+        suite,
+        "scores",
+        impl,
+        shape,
+        partial(forward_and_backward, select, ()),
+        lambda: gate.selection_error(c, select(), *(x.detach() for x in folded)),
+    )
+    yield task(
+        "selected",
+        whole,
+        lambda: ops.selected_attention(*whole, indices, select_block=c.l_sel, **backend)[0],
+        partial(gate.expect_selected, c, indices),
+    )
+    yield task(
+        "sliding",
+        whole,
+        lambda: ops.sliding_attention(*whole, window=c.w, **backend)[0],
+        partial(gate.expect_sliding, c.w),
+    )
+    yield task(
+        "combine",
+        sums,
+        lambda: ops.combine(*sums, **backend),
+        lambda leaves, rows: reference.combine(*(x[:, rows] for x in leaves)),
+    )
 
 
-def time_calls(
-    call: Callable[[], object], *, warmup_ms: float = WARMUP_MS, measure_ms: float = MEASURE_MS, most: int = 200
-) -> list[float]:
-    """Milliseconds of single calls, by CUDA events, with a cold L2 cache. The host does not wait for a call, so its own
-    time shows only where it is slower than the GPU."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-
-    def times(count: int) -> list[float]:
-        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-        for begin, end in events:
-            flush.zero_()
-            begin.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in events]
-
-    times(1)
-    rough = max(times(1)[0], 1e-3)
-    if rough < warmup_ms:
-        times(round(warmup_ms / rough))
-    return times(max(MIN_CALLS, min(most, round(measure_ms / rough))))
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of `call` as one CUDA graph, for the GPU's time alone.
-
-    The caller is on a side stream, and the forward pass must have run there too: its backward uses the same stream.
-    """
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        call()
-    return graph.replay
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Peak allocated memory of one call, inputs included."""
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated()
-
-
-def measure_task(
-    task: Task, shape: AttentionShape, dtype: torch.dtype, suite: str, commit: str | None, graphs: bool = False
-) -> Iterator[Row]:
-    """A row for forward and, with leaves, one for backward, whose peak memory is that of both passes."""
-    prepared = captured if graphs else lambda call: call
-
-    def row(mode: str, times: list[float], peak: int) -> Row:
-        impl = task.impl + ("-graphs" if graphs else "")
-        columns = {"suite": suite, "op": task.op, "impl": impl, "mode": mode, **shape.columns}
-        return make_row(times, columns, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak)
-
-    def gradients(out: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, task.leaves, grad, retain_graph=again)
-
-    def both() -> object:
-        out = task.forward()
-        return gradients(out, torch.randn_like(out), again=False)
-
-    with task.within(), torch.cuda.stream(torch.cuda.Stream()):
-        with torch.no_grad():
-            task.forward()
-            peak = peak_bytes(task.forward)
-            yield row("fwd", time_calls(prepared(task.forward)), peak)
-        if task.leaves:
-            both()
-            peak = peak_bytes(both)
-            out = task.forward()
-            grad = torch.randn_like(out)
-            yield row("bwd", time_calls(prepared(lambda: gradients(out, grad, again=True))), peak)
+def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -> Task:
+    """Another implementation of the selected branch, on the blocks that NSA selects."""
+    c, whole = shape.config("auto"), (inputs.q, inputs.k, inputs.v)
+    q, *keys_values = (x.detach() for x in whole)
+    means = (ops.compress_mean(x, block=c.l, stride=c.d) for x in keys_values)
+    indices = gate.selected_indices(c, q, *means)
+    forward = peers.SELECTED[impl](c, indices, *whole)
+    error = partial(gate.sampled_error, forward, whole, partial(gate.expect_selected, c, indices))
+    return Task(suite, "selected", impl, shape, partial(forward_and_backward, forward, whole), error)
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:
@@ -236,40 +225,47 @@ def parse_heads(text: str) -> tuple[int, int, int]:
     return n_heads, n_groups, head_dim
 
 
-def run(args: argparse.Namespace) -> int:
-    """`nsa bench attention`: returns the exit status."""
-    require(torch.cuda.is_available(), "nsa bench attention", "started without a GPU", "a machine with a CUDA GPU")
+def clock(args: argparse.Namespace) -> Clock:
+    """Of eager calls, or of CUDA graphs with `--cuda-graphs`."""
+    if not torch.cuda.is_available():
+        require(not args.cuda_graphs, "--cuda-graphs", "given without a GPU", "a machine with a CUDA GPU")
+        return CpuClock()
+    return CudaClock(args.cuda_graphs, suffix="-graphs" if args.cuda_graphs else "")
+
+
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
+    """The tasks of `nsa bench attention` and `nsa bench branches`."""
     require(0 <= args.smooth < 1, "--smooth", args.smooth, "a number in [0, 1)")
     suite = "attention" if not args.smooth else f"attention-smooth-{args.smooth:g}"
-    for heads in map(parse_heads, args.heads):
-        for length in args.lengths:
-            run_shape(AttentionShape(args.batch_size, length, *heads), args, suite)
-    return 0
+    heads, lengths = DEFAULTS[runner.device]
+    for sizes in map(parse_heads, args.heads or heads):
+        for length in args.lengths or lengths:
+            require_positive_int("--lengths", length)
+            shape = AttentionShape(args.batch_size, length, *sizes)
+            where = Inputs.of(shape, runner.dtype, runner.device, args.smooth), shape
+            impls = list(usable(args.impl, shape, runner))
+            if args.suite != "branches":
+                yield from (attention_task(suite, impl, *where) for impl in impls if impl not in peers.SELECTED)
+            if args.suite == "branches" or args.branches:
+                # Lazily: the branches' inputs must not count in the peak memory of the whole.
+                for impl in impls:
+                    if impl.startswith("nsa-"):
+                        yield from branch_tasks(suite, impl, *where)
+                    elif impl in peers.SELECTED:
+                        yield selected_peer(suite, impl, *where)
 
 
-def run_shape(shape: AttentionShape, args: argparse.Namespace, suite: str) -> None:
-    inputs = Inputs.of(shape, torch.bfloat16, "cuda", args.smooth)
-    for impl in args.impl:
-        tasks: Iterable[Task] = [attention_task(impl, inputs, shape)]
-        if args.branches and impl not in DENSE:
-            # Lazily: the branches' inputs must not count in the peak memory of the whole.
-            tasks = chain(tasks, branch_tasks(impl, inputs, shape))
-        try:
-            for task in tasks:
-                measure_and_print(task, shape, args, suite)
-        except torch.OutOfMemoryError as error:
-            # Go on with the other implementations and shapes.
-            print(f"{impl} is skipped at {shape}: {str(error).splitlines()[0]}")
-    print(json.dumps(asdict(shape)))
+def usable(named: list[str] | None, shape: AttentionShape, runner: Runner) -> Iterator[str]:
+    """The implementations that can run, and a line for each that cannot; a ValueError for one that was named."""
+    branches = runner.args.suite == "branches" or runner.args.branches
+    for impl in named or (*IMPLEMENTATIONS, *(SELECTED_IMPLEMENTATIONS if branches else ())):
+        reason = peers.missing(impl, runner.device, shape)
+        if reason is None:
+            yield impl
+        elif named is not None:
+            raise ValueError(f"--impl is {impl!r}, which cannot run at {shape}: {reason}")
+        else:
+            runner.leave_out(impl, reason)
 
 
-def measure_and_print(task: Task, shape: AttentionShape, args: argparse.Namespace, suite: str) -> None:
-    """Measure one task, print its rows and append them to `args.out`."""
-    for row in measure_task(task, shape, torch.bfloat16, suite, args.commit, args.cuda_graphs):
-        print(
-            f"{row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S:<7} {row.op:<10} {row.impl:<18} {row.mode} "
-            f"{row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB",
-            flush=True,
-        )
-        if args.out is not None:
-            append(args.out, row)
+SUITE = Suite(tasks, clock)

@@ -10,9 +10,8 @@ measured in the same run, moves the bytes that NSA must read; for several tokens
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import reference
 from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
-from nsa.bench.attention import AttentionShape, captured, parse_heads
+from nsa.bench import gate
+from nsa.bench.attention import AttentionShape, parse_heads
+from nsa.bench.runner import Pass, Runner, Suite, Task, captured, cuda_events
 from nsa.config import require
 from nsa.geometry import n_compressed
-from nsa.results import Row, append, make_row, quantiles
+from nsa.results import quantiles
 
 # Of bf16 keys and values, both.
 BYTES_PER_NUMBER = 4
@@ -33,9 +34,7 @@ COPY_BYTES = 1 << 30
 REPLAYS, ROUNDS = 10, 20
 # Once in `captured`, three times to warm up, then in rounds.
 MAX_REPLAYS = 4 + REPLAYS * ROUNDS
-MEASURE_MS = 1000
-# A block whose importance differs from another's by less than bf16 inputs resolve may be selected in its place.
-IMPORTANCE_TOLERANCE = 1e-3
+ROUNDS_MS = 1000
 
 
 @dataclass(frozen=True)
@@ -98,67 +97,78 @@ class CachedStep:
         keys += s.batch * s.n_groups * (n_compressed(s.length, c.l, c.d) + c.w + s.n_tokens - 1)
         return keys * s.head_dim * BYTES_PER_NUMBER
 
-    def error(self, row: int) -> float:
-        """Largest difference from the reference in fp64 in one batch row, whose selection is checked as well."""
-        c, length = self.config, self.shape.length
-        o, indices = (x[row : row + 1] for x in self.nsa())
+    def error(self) -> float:
+        """The error in the first and the last batch row, in units of the tolerance."""
+        return max(self.row_error(row) for row in {0, self.shape.batch - 1})
 
-        def wide(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            k, v = (x[row : row + 1, :-1].double() for x in pair)
-            return k, v
-
-        q, gates, q_start = (
-            self.q[row : row + 1].double(),
-            self.gates[row : row + 1].double(),
-            self.start[row : row + 1],
-        )
-        (k_cmp, v_cmp), (k_win, v_win) = wide(self.compressed), wide(self.window)
-        blocks: dict[str, Any] = {"block": c.l, "stride": c.d, "q_start": q_start}
-        o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, **blocks)
-        importance = reference.selection_importance(q, k_cmp, lse, select_block=c.l_sel, **blocks)
-        self.check_selection(indices, importance)
-        o_sel, _ = reference.selected_attention(q, *wide(self.selected), indices, select_block=c.l_sel, q_start=q_start)
+    def row_error(self, row: int) -> float:
+        """Compared with the reference in fp64; the selection is checked as well."""
+        c, length, one = self.config, self.shape.length, slice(row, row + 1)
+        o, indices = (x[one] for x in self.nsa())
+        q_start = self.start[one]
         # The ring in the order of positions, from the first that the window of the first token reaches.
-        reach = c.w + self.shape.n_tokens - 1
-        places = torch.arange(length - reach, length, device="cuda") % k_win.shape[1]
-        window_start = torch.full_like(q_start, c.w - 1)
-        o_win, _ = reference.sliding_attention(q, k_win[:, places], v_win[:, places], window=c.w, q_start=window_start)
-        expected = gates[..., :1] * o_cmp + gates[..., 1:2] * o_sel + gates[..., 2:] * o_win
-        allowed = 2 * torch.finfo(o.dtype).eps * float(expected.abs().max())
-        off = float((o.double() - expected).abs().max())
-        require(off <= allowed, f"the error of {self.shape}", off, f"at most {allowed:.2e}")
-        return off
+        ring = self.window[0].shape[1] - 1
+        places = torch.arange(length - (c.w + self.shape.n_tokens - 1), length, device="cuda") % ring
 
-    def check_selection(self, indices: Tensor, importance: Tensor) -> None:
-        """No selected block is less important than one left out, but for what rounding may exchange."""
-        c = self.config
-        own = (self.shape.length - 1) // c.l_sel
-        require(bool((indices[..., 1:] > indices[..., :-1]).all()), "indices", indices.tolist(), "ascending blocks")
-        free = importance[..., c.n_init : own + 1 - c.n_local].clone()
-        n_free = c.n_sel - c.n_init - c.n_local
-        least = free.topk(n_free, dim=-1).values[..., -1:]
-        taken = importance.gather(-1, indices[..., c.n_init : -c.n_local].long())
-        worst = float((taken / least).min())
-        require(worst >= 1 - IMPORTANCE_TOLERANCE, "importance of a selected block", worst, "that of the best blocks")
+        def expected(dtype: torch.dtype) -> Tensor:
+            q, gates = self.q[one].to(dtype), self.gates[one].to(dtype)
+            compressed, selected, window = (
+                [x[one, :-1].to(dtype) for x in store] for store in (self.compressed, self.selected, self.window)
+            )
+            o_cmp, _ = reference.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start)
+            k_sel, v_sel = selected
+            blocks: dict[str, Any] = {"select_block": c.l_sel, "q_start": q_start}
+            o_sel, _ = reference.selected_attention(q, k_sel, v_sel, indices, **blocks)
+            in_order = (x[:, places] for x in window)
+            window_start = torch.full_like(q_start, c.w - 1)
+            o_win, _ = reference.sliding_attention(q, *in_order, window=c.w, q_start=window_start)
+            return reference.combine(o_cmp, o_sel, o_win, gates)
+
+        return max(
+            gate.importance_error(c, indices, q_start, self.q[one], *(x[one, :-1] for x in self.compressed)),
+            gate.worst_ratio([o], [expected(o.dtype)], [expected(torch.float64)]),
+        )
+
+    def dense_error(self) -> float:
+        """The error of dense attention in the first batch row, in units of the tolerance."""
+        tensors = (self.q[:1], *(store[:1, :-1] for store in self.selected))
+        # Every query is behind all keys, and the window reaches all of them.
+        everything: dict[str, Any] = {
+            "window": 2 * self.shape.length,
+            "q_start": torch.full_like(self.start[:1], self.shape.length),
+        }
+        plain, exact = (
+            reference.sliding_attention(*(x.to(dtype) for x in tensors), **everything)[0]
+            for dtype in (self.q.dtype, torch.float64)
+        )
+        return gate.worst_ratio([self.dense()[:1].transpose(1, 2)], [plain], [exact])
+
+
+class ReplayClock:
+    """Milliseconds per replay of a call captured in a CUDA graph, one figure per round of replays back to back."""
+
+    suffix = ""
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        return replay_times(each.call), None
 
 
 def replay_times(call: Callable[[], object]) -> list[float]:
-    """Milliseconds per replay of `call` captured in a CUDA graph, one figure per round of replays back to back; `call`
-    runs at most `MAX_REPLAYS` times."""
+    """`call` runs at most `MAX_REPLAYS` times."""
 
     def replays(count: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ((begin, end),) = cuda_events(1)
         begin.record()
         for _ in range(count):
             replay()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / count
+        return float(begin.elapsed_time(end)) / count
 
     with torch.cuda.stream(torch.cuda.Stream()):
         replay = captured(call)
         rough = replays(3)
-        count = max(1, min(REPLAYS, round(MEASURE_MS / ROUNDS / rough)))
+        count = max(1, min(REPLAYS, round(ROUNDS_MS / ROUNDS / rough)))
         return [replays(count) for _ in range(ROUNDS)]
 
 
@@ -169,25 +179,24 @@ def copy_rate() -> float:
     return 2 * COPY_BYTES / quantiles(replay_times(lambda: torch.bitwise_not(source, out=target)))[1]
 
 
-def measure_decode(shape: DecodeShape, args: argparse.Namespace, rate: float) -> Iterator[Row]:
-    step = CachedStep(shape, args.smooth)
-    error = max(step.error(row) for row in {0, shape.batch - 1})
-    _, indices = step.nsa()
-    limit = step.bytes_read(indices) / rate
-    print(f"{shape}: largest error {error:.1e}, {step.bytes_read(indices) / 2**20:.0f} MiB", flush=True)
+def decode_tasks(shape: DecodeShape, smooth: float, rate: float, runner: Runner) -> Iterator[Task]:
+    """One step by NSA and by dense attention, beside the time in which a copy moves NSA's bytes."""
+    step = CachedStep(shape, smooth)
+    suite = "decode" if not smooth else f"decode-smooth-{smooth:g}"
 
-    def row(impl: str, times: list[float]) -> Row:
-        suite = "decode" if not args.smooth else f"decode-smooth-{args.smooth:g}"
-        columns = {"suite": suite, "op": "decode", "impl": impl, "mode": f"decode-{shape.n_tokens}", **shape.columns}
-        made = make_row(times, columns, dtype=torch.bfloat16, device="cuda", commit=args.commit)
-        return replace(made, tokens_per_s=round(shape.batch * shape.n_tokens / made.p50_ms * 1e3, 1))
+    def task(impl: str, call: Callable[[], object], error: Callable[[], float]) -> Task:
+        each = Pass(f"decode-{shape.n_tokens}", call, tokens=shape.batch * shape.n_tokens)
+        return Task(suite, "decode", impl, shape, lambda: iter([each]), error)
 
-    yield row("nsa-triton-graphs", replay_times(step.nsa))
-    yield row("dense-cudnn-graphs", replay_times(step.dense))
-    yield row("bytes-limit", [limit])
+    yield task("nsa-triton-graphs", step.nsa, step.error)
+    yield task("dense-cudnn-graphs", step.dense, step.dense_error)
+    n_bytes = step.bytes_read(step.nsa()[1])
+    print(f"{shape}: NSA reads {n_bytes / 2**20:.0f} MiB", flush=True)
+    limit = task("bytes-limit", step.nsa, lambda: 0.0)
+    runner.record(limit, next(limit.passes()), [n_bytes / rate], None)
 
 
-def run(args: argparse.Namespace) -> int:
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     require(torch.cuda.is_available(), "nsa bench decode", "started without a GPU", "a machine with a CUDA GPU")
     require(0 <= args.smooth < 1, "--smooth", args.smooth, "a number in [0, 1)")
     require(min(args.tokens) >= 1, "--tokens", args.tokens, "numbers of at least 1")
@@ -199,9 +208,7 @@ def run(args: argparse.Namespace) -> int:
                 batch = batch_of(length, n_groups, head_dim, args.gib)
                 for n_tokens in args.tokens:
                     shape = DecodeShape(batch, length, n_heads, n_groups, head_dim, n_tokens)
-                    for row in measure_decode(shape, args, rate):
-                        print(f"{shape!s:<36} {row.impl:<20} {row.p50_ms:9.4f} ms", flush=True)
-                        if args.out is not None:
-                            append(args.out, row)
-    print(json.dumps({"copy_bytes_per_ms": round(rate)}))
-    return 0
+                    yield from decode_tasks(shape, args.smooth, rate, runner)
+
+
+SUITE = Suite(tasks, lambda args: ReplayClock())

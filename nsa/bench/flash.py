@@ -12,9 +12,10 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any, Literal
@@ -22,23 +23,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nsa import settings
+from nsa import reference, settings
 from nsa.backends import sdpa, triton
 from nsa.backends.flash import FlashBackend, policy
 from nsa.backends.flash.cases import flash_problem, kind_of
 from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import Problem
-from nsa.bench.attention import AttentionShape, captured, peak_bytes, time_calls
+from nsa.bench import gate
+from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
 from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths, save_figure
+from nsa.bench.runner import Clock, CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
 from nsa.geometry import n_compressed
-from nsa.results import Row, append, make_row, read_rows
+from nsa.results import Row, read_rows
 from nsa.sequences import Compressed, Saved, Sequences, Sliding, Upstream
 
 BLOCK, STRIDE, WINDOW = 32, 16, 512
-# A thousand timings in a few minutes: enough for a ratio, not for a published figure.
-MEASURE_MS, MAX_CALLS = 20.0, 20
+# Tokens at which results are compared with the reference.
+GATE_LENGTH = 1024
 PROBES_AT_ONCE = 8
 LINE_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 WORTH_IT_COLOUR = "#cc4444"
@@ -106,37 +109,42 @@ class FlashPoint:
         return normal(self.length, self.n_heads), normal(self.n_keys, self.n_groups), normal(self.n_keys, self.n_groups)
 
 
-def passes(
-    impl: str, backend: Any, point: FlashPoint, qkv: tuple[Tensor, ...]
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """`fwd` and `bwd` with what to time; nothing if the backend does not support the point."""
-    for backward in (False, True):
-        reason = backend.supports(point.problem(qkv[0].dtype, backward=backward))
-        if reason is not None:
-            print(f"{impl} does not support {point}: {reason}")
-            return
+def both_passes(backend: Any, point: FlashPoint, qkv: tuple[Tensor, ...]) -> Iterator[Pass]:
+    """`fwd` and `bwd` as `nsa.ops` calls them."""
     forward, backward = (getattr(backend, f"{point.op}_{way}") for way in ("forward", "backward"))
     device = qkv[0].device
     offsets = point.offsets(device.type)
-    yield "fwd", lambda: forward(*qkv, point.branch(offsets, device))
+    yield Pass("fwd", lambda: forward(*qkv, point.branch(offsets, device)))
     saved = Saved(*qkv, *forward(*qkv, point.branch(offsets, device)))
-    upstream = Upstream(torch.randn_like(saved.o))
-    yield "bwd", lambda: backward(upstream, saved, point.branch(offsets, device))
+    upstream = Upstream(torch.ones_like(saved.o))
+    yield Pass("bwd", lambda: backward(upstream, saved, point.branch(offsets, device)))
 
 
-def measure(point: FlashPoint, dtype: torch.dtype, commit: str | None, backends: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of one point; a backend that fails is reported and left out."""
-    qkv = point.inputs(dtype, "cuda")
-    for impl, backend in backends.items():
-        try:
-            for mode, call in passes(impl, backend, point, qkv):
-                peak = peak_bytes(call)
-                times = time_calls(captured(call), warmup_ms=0, measure_ms=MEASURE_MS, most=MAX_CALLS)
-                columns = {"suite": point.suite, "op": point.op, "impl": impl, "mode": mode, **point.shape.columns}
-                yield make_row(times, columns, dtype=dtype, device="cuda", commit=commit, peak_bytes=peak)
-        except RuntimeError as error:
-            # Out of memory, or a kernel that cannot run: the others are still worth measuring.
-            print(f"{impl} fails on {point}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+def gate_error(backend: Any, point: FlashPoint, dtype: torch.dtype, device: str) -> float:
+    """The error of outputs and gradients at the point with a shorter sequence, in units of the tolerance."""
+    short = replace(point, length=min(point.length, GATE_LENGTH))
+    qkv = short.inputs(dtype, device)
+    o, dqkv = (each.call() for each in both_passes(backend, short, qkv))
+    offsets = short.offsets(device)
+
+    def by_reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = tuple(x.to(dtype).requires_grad_() for x in qkv)
+        branch: dict[str, Any] = {"block": BLOCK, "stride": STRIDE}
+        if point.op == "sliding":
+            branch = {"window": point.window}
+        function = getattr(reference, f"{point.op}_attention")
+        with torch.enable_grad():
+            o, _ = function(*leaves, **branch, cu_seqlens=offsets)
+            return o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    found: Any = (o[0], *dqkv)  # type: ignore[index,misc]
+    return gate.worst_ratio(found, by_reference(dtype), by_reference(torch.float64))
+
+
+def unsupported(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
+    """Why the backend does not run the point, forward or backward."""
+    reasons = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[FlashPoint], dtype: torch.dtype) -> None:
@@ -234,9 +242,9 @@ def points(args: argparse.Namespace) -> Iterator[FlashPoint]:
                     yield FlashPoint("sliding", *shape, args.windows[-1], documents=args.documents)
 
 
-def run(args: argparse.Namespace) -> int:
-    """The command: measure, or read rows; print, plot and write what follows from them."""
-    rows = read_rows(args.rows) if args.rows is not None else list(measure_all(args))
+def finish(args: argparse.Namespace, runner: Runner) -> None:
+    """Print, plot and write what follows from the rows, measured or read."""
+    rows = runner.rows if args.rows is None else read_rows(args.rows)
     require(bool(rows), "--rows", str(args.rows), "a file with at least one row")
     print(speedup_table(rows))
     if args.plot is not None:
@@ -246,24 +254,37 @@ def run(args: argparse.Namespace) -> int:
         require(compared, "--write", str(args.write), "rows of several backends to compare, as nsa bench flash writes")
         write_routes(args.write, rows)
     print(json.dumps([as_json(route) for route in measured_routes(rows)]))
-    return 0
 
 
-def measure_all(args: argparse.Namespace) -> Iterator[Row]:
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
+    """Both branches at every point on every backend; none where rows are read."""
+    if args.rows is not None:
+        return
     config = settings.current()
     for flag in policy.flags(config).values():
         if flag.state == "off":
             raise ValueError(f"{flag.why}, and nsa bench flash calls FlashAttention: unset it, or pass --rows FILE")
     require(torch.cuda.is_available(), "nsa bench flash", "started without a GPU", "a CUDA GPU, or --rows FILE")
     flash = {f"flash-{one.contract.library}": FlashBackend(config, (one,)) for one in find_libraries()[0]}
-    all_points = list(points(args))
-    probe_ahead(list(flash.values()), all_points, torch.bfloat16)
-    # A graph is captured on a side stream, and a backward pass runs where its forward pass did.
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for point in all_points:
-            for row in measure(point, torch.bfloat16, args.commit, {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}):
-                times = f"{row.impl:<18} {row.mode} {row.p50_ms:9.3f} ms   peak {row.peak_gib:.2f} GiB"
-                print(f"{point} {times}", flush=True)
-                if args.out is not None:
-                    append(args.out, row)
-                yield row
+    all_points, dtype = list(points(args)), runner.dtype
+    probe_ahead(list(flash.values()), all_points, dtype)
+    for point in all_points:
+        qkv = point.inputs(dtype, "cuda")
+        for impl, backend in {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}.items():
+            reason = unsupported(backend, point, dtype)
+            if reason is not None:
+                runner.leave_out(f"{impl} at {point}", reason)
+                continue
+            passes, error = (
+                partial(both_passes, backend, point, qkv),
+                partial(gate_error, backend, point, dtype, "cuda"),
+            )
+            yield Task(point.suite, point.op, impl, point.shape, passes, error)
+
+
+def clock(args: argparse.Namespace) -> Clock:
+    """A thousand timings in a few minutes: enough for a ratio, not for a published figure."""
+    return CudaClock(graphs=True, warmup_ms=0, measure_ms=20.0, max_calls=20)
+
+
+SUITE = Suite(tasks, clock, finish=finish)

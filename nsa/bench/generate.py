@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nsa.backends.triton.ahead import compile_ahead
-from nsa.bench.attention import time_calls
 from nsa.bench.decode import MAX_REPLAYS, copy_rate, replay_times
+from nsa.bench.runner import CudaClock
 from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
@@ -92,7 +92,7 @@ def prefills(model: LM, length: int, chunk: int) -> dict[str, Callable[[], objec
 
 def measure_prefill(model: LM, length: int, chunk: int) -> Times:
     for mode, call in prefills(model, length, chunk).items():
-        yield "nsa-triton", mode, time_calls(call)
+        yield "nsa-triton", mode, CudaClock().times(call)
 
 
 def rows_of(config: LMConfig, args: argparse.Namespace, batch: int, length: int, found: Times) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,47 +19,55 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.attention import NSAAttention
-from nsa.bench.attention import AttentionShape, Inputs, Task, dense_forward, nsa_forward, parse_heads
+from nsa.bench import gate
+from nsa.bench.attention import AttentionShape, Inputs, attention_task, parse_heads
+from nsa.bench.runner import Pass, Runner, Suite, Task
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
-from nsa.results import Row, append, make_row, quantiles
+from nsa.results import quantiles
 
 WARMUP, CALLS, REPETITIONS = 10, 10, 20
 
 
-def tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: str) -> Iterator[Task]:
+def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: str) -> Iterator[Task]:
     """Attention on given tensors and a whole layer, NSA and dense."""
     inputs = Inputs.of(shape, dtype, device, 0.0)
-    leaves = (inputs.q, inputs.k, inputs.v, inputs.gates)
-    config = shape.config(backend)
-    yield Task("attention", f"nsa-{backend}", lambda: nsa_forward(inputs, config), leaves)
-    yield Task("attention", "dense-sdpa", lambda: dense_forward(inputs), leaves[:3])
-    layer_config = NSAConfig(**{**config.to_dict(), "phi": "mlp"})
+    for impl in (f"nsa-{backend}", "dense-sdpa"):
+        yield attention_task("host", impl, inputs, shape, eager_passes)
+    config = NSAConfig(**{**shape.config(backend).to_dict(), "phi": "mlp"})
     x = torch.randn(shape.batch, shape.length, config.dim, device=device, dtype=dtype, requires_grad=True)
-    layers: dict[str, nn.Module] = {
-        f"nsa-{backend}": NSAAttention(layer_config),
-        "dense-sdpa": DenseAttention(layer_config),
-    }
-    for impl, layer in layers.items():
-        layer = layer.to(device, dtype)
-        yield Task("layer", impl, lambda layer=layer: layer(x), (x, *layer.parameters()))  # type: ignore[misc]
+    kinds: dict[str, type[nn.Module]] = {f"nsa-{backend}": NSAAttention, "dense-sdpa": DenseAttention}
+    for impl, kind in kinds.items():
+        layer = kind(config).to(device, dtype)
+        backends = {**config.to_dict(), "backend": "reference" if kind is NSAAttention else "sdpa"}
+        specification = kind(NSAConfig(**backends)).to(device, dtype)
+        short = x.detach()[:, : config.n_sel * config.l_sel // 4]
+        error = partial(gate.module_error, layer, specification, short)
+        passes = partial(eager_passes, partial(layer, x), (x, *layer.parameters()))
+        yield Task("host", "layer", impl, shape, passes, error)
 
 
-def host_times(call: Callable[[], Any], wait: Callable[[], None]) -> tuple[list[float], list[float]]:
-    """Milliseconds per call for each repetition of `CALLS`: of the host alone, and including the GPU."""
-    for _ in range(WARMUP):
-        call()
-    host, wall = [], []
-    for _ in range(REPETITIONS):
-        wait()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        issued = time.perf_counter()
-        wait()
-        host.append((issued - begin) / CALLS * 1e3)
-        wall.append((time.perf_counter() - begin) / CALLS * 1e3)
-    return host, wall
+class HostClock:
+    """Milliseconds of the host per call, for each repetition of `CALLS`; prints the wall time, with the GPU, too."""
+
+    suffix = ""
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        for _ in range(WARMUP):
+            each.call()
+        host, wall = [], []
+        for _ in range(REPETITIONS):
+            wait()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                each.call()
+            issued = time.perf_counter()
+            wait()
+            host.append((issued - begin) / CALLS * 1e3)
+            wall.append((time.perf_counter() - begin) / CALLS * 1e3)
+        print(f"wall time {quantiles(wall)[1]:.3f} ms:", end=" ")
+        return host, None
 
 
 def count_launches(call: Callable[[], Any], wait: Callable[[], None]) -> int:
@@ -70,52 +79,33 @@ def count_launches(call: Callable[[], Any], wait: Callable[[], None]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or [])
 
 
-def calls_of(task: Task) -> dict[str, Callable[[], Any]]:
-    """What is measured of a task, by mode."""
+def eager_passes(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
+    """The forward pass, and both in one call."""
 
-    def forward() -> Tensor:
+    def alone() -> Tensor:
         with torch.no_grad():
-            return task.forward()
+            return forward()
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(task.forward().sum(), task.leaves)
-
-    return {"fwd": forward, "fwd+bwd": both}
+    yield Pass("fwd", alone)
+    yield Pass("fwd+bwd", lambda: torch.autograd.grad(forward().sum(), leaves))
 
 
-def measure_host(
-    task: Task, shape: AttentionShape, dtype: torch.dtype, device: str, commit: str | None
-) -> Iterator[Row]:
-    """A row per mode, printed as it is measured."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for mode, call in calls_of(task).items():
-        host, wall = host_times(call, wait)
-        columns = {"suite": "host", "op": task.op, "impl": task.impl, "mode": mode, **shape.columns}
-        row = make_row(host, columns, dtype=dtype, device=device, commit=commit)
-        times = f"host {row.p50_ms:7.3f} ms   wall {quantiles(wall)[1]:7.3f} ms"
-        print(f"{shape!s:<28} {task.op:<10} {task.impl:<12} {mode:<8} {times}", flush=True)
-        yield row
-
-
-def run(args: argparse.Namespace) -> int:
-    """`nsa bench host`: returns the exit status."""
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     require(min(args.lengths) > 0, "--lengths", args.lengths, "numbers of at least 1")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    for sizes in map(parse_heads, args.heads):
+        for length in args.lengths:
+            shape = AttentionShape(args.batch_size, length, *sizes)
+            yield from host_tasks(shape, runner.dtype, runner.device, args.backend)
+
+
+def show_launches(args: argparse.Namespace, runner: Runner) -> None:
+    """Count launches. Last: a profiler slows every later launch of the process."""
+    if runner.device == "cpu":
         print("no CUDA GPU: times are those of the CPU path, computation included; launches are not counted")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    heads = [parse_heads(text) for text in args.heads]
-    shapes = [AttentionShape(args.batch_size, length, *sizes) for sizes in heads for length in args.lengths]
-    for shape in shapes:
-        for task in tasks(shape, dtype, device, args.backend):
-            for row in measure_host(task, shape, dtype, device, args.commit):
-                if args.out is not None:
-                    append(args.out, row)
-    if device == "cuda":
-        # Last: a profiler slows every later launch of the process.
-        for shape in shapes:
-            for task in tasks(shape, dtype, device, args.backend):
-                counts = {mode: count_launches(call, torch.cuda.synchronize) for mode, call in calls_of(task).items()}
-                launches = "   ".join(f"{mode} {count} launches" for mode, count in counts.items())
-                print(f"{shape!s:<28} {task.op:<10} {task.impl:<12} {launches}", flush=True)
-    return 0
+        return
+    for task in tasks(args, runner):
+        counts = {each.mode: count_launches(each.call, torch.cuda.synchronize) for each in task.passes()}
+        print(task.title, "   ".join(f"{mode} {count} launches" for mode, count in counts.items()), flush=True)
+
+
+SUITE = Suite(tasks, lambda args: HostClock(), finish=show_launches)

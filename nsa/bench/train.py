@@ -10,24 +10,30 @@ nsa bench train --preset 125m --batch-size 1 2 4 --attention nsa dense --out ben
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from nsa.backends.routing import router
+from nsa.bench import gate
+from nsa.bench.runner import Pass, Place, Runner, Suite, Task, default_place
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
+from nsa.dtypes import dtype_name
 from nsa.generate import usable_device
 from nsa.model import LM, LMConfig
-from nsa.results import Row, append, make_row
-from nsa.train.step import DTYPES, TrainStep
+from nsa.results import quantiles
+from nsa.train.step import DTYPES, TrainStep, autocast
 
 # Moves the parameters without diverging on random tokens.
 LR = 1e-5
+# Tokens on which a model is compared with the reference: so few that every block is selected.
+GATE_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,35 +49,25 @@ class TrainBench:
     compile: bool = False
     cuda_graphs: bool = False
     gc: bool = False
-    commit: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "warmup"):
             require_positive_int(name, getattr(self, name))
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """A row and what else is printed with it."""
-
-    row: Row
-    tflops: float
-    params: int
-    calls: dict[str, int]  # calls by op and backend in the measured steps
-
     def __str__(self) -> str:
-        r = self.row
-        peak = "" if r.peak_gib is None else f"   peak {r.peak_gib:.2f} GiB"
-        calls = ", ".join(f"{name} {times}" for name, times in self.calls.items())
-        lines = [f"{r.impl}, {self.params / 1e6:.1f}M parameters, {r.gpu}"]
-        lines += [f"B={r.B} S={r.S} heads={r.Hq}/{r.G} D={r.Dk}/{r.Dv} {r.dtype}"]
-        lines += [f"step p20 {r.p20_ms:.1f}  p50 {r.p50_ms:.1f}  p80 {r.p80_ms:.1f} ms{peak}"]
-        lines += [f"{r.tokens_per_s:,.0f} tokens/s   {self.tflops:.2f} TFLOP/s of model FLOPs"]
-        return "\n".join([*lines, f"backends: {calls or 'torch SDPA'}"])
+        attn = self.model.attn
+        return f"{attn.n_heads}/{attn.n_kv_groups}/{attn.d_k} B={self.batch_size} S={self.model.seq_len}"
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The shape columns of a row."""
+        attn = self.model.attn
+        heads = {"Hq": attn.n_heads, "G": attn.n_kv_groups, "Dk": attn.d_k, "Dv": attn.d_v}
+        return {"B": self.batch_size, "S": self.model.seq_len, **heads}
 
 
-class Runner:
+class TrainRunner:
     """A model, its training step and a batch of random tokens."""
 
     def __init__(self, bench: TrainBench) -> None:
@@ -107,31 +103,44 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def measure(self) -> Measurement:
-        """Warm up, then time `bench.steps` steps."""
-        self.reset_counts()
-        self.run(self.bench.warmup)
-        # Replaying a graph makes no calls and allocates nothing: the calls and memory of its capture count.
-        if not self.bench.cuda_graphs:
-            self.reset_counts()
-        times = self.run(self.bench.steps)
-        attn = self.bench.model.attn
-        columns: dict[str, Any] = {"suite": "train", "op": "train", "impl": self.impl(), "mode": "train"}
-        columns |= {"B": self.bench.batch_size, "S": self.bench.model.seq_len}
-        columns |= {"Hq": attn.n_heads, "G": attn.n_kv_groups, "Dk": attn.d_k, "Dv": attn.d_v}
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        dtype, commit = DTYPES[self.bench.dtype], self.bench.commit
-        row = make_row(times, columns, dtype=dtype, device=self.device, commit=commit, peak_bytes=peak)
-        rate = row.B * row.S / row.p50_ms * 1e3
-        row = replace(row, tokens_per_s=round(rate, 1))
-        calls = {f"{op}:{backend}": times for (op, backend), times in sorted(router().counts.calls.items())}
-        flops = rate * self.model.flops_per_token(self.bench.model.seq_len)
-        return Measurement(row, flops / 1e12, sum(self.model.parameter_counts().values()), calls)
-
-    def reset_counts(self) -> None:
+    def task(self) -> Task:
+        """Warm up, and describe what is left to do: which backends run is known then, and the memory of a capture."""
         router().counts.calls.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        self.run(self.bench.warmup)
+        calls = ", ".join(f"{op}:{backend} {times}" for (op, backend), times in sorted(router().counts.calls.items()))
+        millions = sum(self.model.parameter_counts().values()) / 1e6
+        print(
+            f"{self.impl()}, {millions:.1f}M parameters, backends of the warm-up: {calls or 'torch SDPA'}", flush=True
+        )
+        # Replaying a graph allocates nothing: the memory of its capture counts.
+        captured = torch.cuda.max_memory_allocated() if self.bench.cuda_graphs else 0
+        return Task("train", "train", self.impl(), self.bench, partial(self.passes, captured), self.error)
+
+    def passes(self, captured: int) -> Iterator[Pass]:
+        tokens = self.bench.batch_size * self.bench.model.seq_len
+        yield Pass("train", partial(self.measure, captured), tokens=tokens)
+
+    def measure(self, captured: int) -> tuple[list[float], int | None]:
+        """Milliseconds of the steps and the peak memory, at least `captured` bytes."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = self.run(self.bench.steps)
+        tokens, length = self.bench.batch_size * self.bench.model.seq_len, self.bench.model.seq_len
+        rate = tokens / quantiles(times)[1] * 1e3 * self.model.flops_per_token(length)
+        print(f"{rate / 1e12:.2f} TFLOP/s of model FLOPs:", end=" ")
+        return times, max(captured, torch.cuda.max_memory_allocated()) if self.device.type == "cuda" else None
+
+    def error(self) -> float:
+        """The error of the logits of a short sequence, in units of the tolerance."""
+        tokens = self.batch.tokens[:1, :GATE_TOKENS]
+        with self.device:
+            # Other kinds of attention run SDPA alone.
+            backend = "reference" if set(self.bench.model.kinds) == {"nsa"} else "sdpa"
+            specification = LM(self.bench.model.with_backend(backend))
+        within = partial(autocast, self.device, DTYPES[self.bench.dtype])
+        return gate.module_error(self.model, specification, tokens, within)
 
     def impl(self) -> str:
         """Named after the backends that ran: under `auto` there may be several."""
@@ -153,12 +162,30 @@ class Runner:
         self.wait()
 
 
-def run(args: argparse.Namespace) -> int:
-    """`nsa bench train`: returns the exit status."""
-    on_gpu = torch.cuda.is_available()
+class StepClock:
+    """The steps of a run, which times them itself."""
+
+    suffix = ""
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        found: Any = each.call()
+        return found
+
+
+def place(args: argparse.Namespace) -> Place:
+    """As the flags say."""
+    device, dtype = default_place(args)
     if args.device is not None:
         usable_device(args.device)
+    return args.device or device, dtype if args.dtype is None else DTYPES[args.dtype]
+
+
+def benches(args: argparse.Namespace, runner: Runner) -> Iterator[TrainBench]:
+    on_gpu = torch.cuda.is_available()
     preset = LMConfig.preset(args.preset or ("125m" if on_gpu else "tiny"))
+    given = {name: getattr(args, name) for name in ("steps", "warmup", "compile", "gc")}
+    given |= {"dtype": dtype_name(runner.dtype), "device": runner.device}
+    given["cuda_graphs"] = on_gpu if args.cuda_graphs is None else args.cuda_graphs
     for seq_len in args.seq_len or [preset.seq_len]:
         require_positive_int("--seq-len", seq_len)
         fits = args.tokens is None or args.tokens % seq_len == 0
@@ -167,29 +194,18 @@ def run(args: argparse.Namespace) -> int:
             model = replace(preset, attention=attention, seq_len=seq_len).with_backend(args.backend)
             default = args.tokens // seq_len if args.tokens is not None else 8 if on_gpu else 4
             for size in args.batch_size or [default]:
-                run_one(bench_of(args, model, size), args)
-    return 0
+                yield TrainBench(model=model, batch_size=size, **given)
 
 
-def bench_of(args: argparse.Namespace, model: LMConfig, batch_size: int) -> TrainBench:
-    on_gpu = torch.cuda.is_available()
-    given = {name: getattr(args, name) for name in ("steps", "warmup", "compile", "gc", "commit")}
-    given["dtype"] = args.dtype or ("bfloat16" if on_gpu else "float32")
-    given["device"] = args.device or ("cuda" if on_gpu else "cpu")
-    given["cuda_graphs"] = on_gpu if args.cuda_graphs is None else args.cuda_graphs
-    return TrainBench(model=model, batch_size=batch_size, **given)
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
+    for bench in benches(args, runner):
+        # CUDA graphs of an earlier measurement would keep its memory.
+        torch.compiler.reset()
+        if args.check_sync:
+            TrainRunner(bench).check_sync()
+            print("no host synchronization in a training step")
+        else:
+            yield TrainRunner(bench).task()
 
 
-def run_one(bench: TrainBench, args: argparse.Namespace) -> None:
-    # CUDA graphs of an earlier measurement would keep its memory.
-    torch.compiler.reset()
-    runner = Runner(bench)
-    if args.check_sync:
-        runner.check_sync()
-        print("no host synchronization in a training step")
-        return
-    measurement = runner.measure()
-    print(measurement)
-    if args.out is not None:
-        append(args.out, measurement.row)
-    print(json.dumps(asdict(measurement.row)), flush=True)
+SUITE = Suite(tasks, lambda args: StepClock(), place)

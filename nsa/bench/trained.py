@@ -6,17 +6,18 @@ nsa bench trained --run runs/125m --lengths 2048 32768
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nsa.attention import NSAAttention
-from nsa.bench.attention import AttentionShape, Task, measure_and_print
-from nsa.config import require
+from nsa.bench import gate
+from nsa.bench.attention import AttentionShape, clock
+from nsa.bench.runner import Runner, Suite, Task, forward_and_backward
+from nsa.config import NSAConfig, require
 from nsa.functional import nsa_attention
 from nsa.model import LM, load_model
 from nsa.train.run_info import config_of, open_data
@@ -56,29 +57,33 @@ def shared_selection(indices: Tensor) -> float:
     return float(((own == before) & selected).sum() / selected.sum().clamp_min(1))
 
 
-def trained_tasks(run: Path, batch: int, length: int, impls: list[str]) -> Iterator[tuple[AttentionShape, Task]]:
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     """The attention of one layer on the run's own data, and on random tensors of the same shapes."""
-    config = config_of(run)
-    model = load_model(run, "cuda")
+    require(torch.cuda.is_available(), "nsa bench trained", "started without a GPU", "a machine with a CUDA GPU")
+    config, batch = config_of(args.run), args.batch_size
+    model = load_model(args.run, "cuda")
     layer = middle_layer(model)
     c = layer.config
-    shape = AttentionShape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
-    with open_data(config, "train", batch_size=batch, seq_len=length) as loader:
-        tokens = next(loader).tokens.view(batch, length).to("cuda")
-    trained, shared = inputs_of_layer(model, layer, tokens, torch.bfloat16)
-    print(f"S={length}: neighbouring queries share {shared:.0%} of their selected blocks", flush=True)
-    noise = (*(torch.randn_like(x) for x in trained[:-1]), torch.rand_like(trained[-1]))
-    for op, tensors in (("trained", trained), ("random", noise)):
-        leaves = tuple(x.contiguous().requires_grad_() for x in tensors)
-        for impl in impls:
-            own = replace(c, backend=impl.removeprefix("nsa-"))
-            yield shape, Task(op, impl, partial(nsa_attention, *leaves, config=own), leaves)
-
-
-def run(args: argparse.Namespace) -> int:
-    """`nsa bench trained`: returns the exit status."""
-    require(torch.cuda.is_available(), "nsa bench trained", "started without a GPU", "a machine with a CUDA GPU")
     for length in args.lengths:
-        for shape, task in trained_tasks(args.run, args.batch_size, length, args.impl):
-            measure_and_print(task, shape, args, "trained")
-    return 0
+        shape = AttentionShape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
+        with open_data(config, "train", batch_size=batch, seq_len=length) as loader:
+            tokens = next(loader).tokens.view(batch, length).to("cuda")
+        trained, shared = inputs_of_layer(model, layer, tokens, runner.dtype)
+        print(f"S={length}: neighbouring queries share {shared:.0%} of their selected blocks", flush=True)
+        noise = (*(torch.randn_like(x) for x in trained[:-1]), torch.rand_like(trained[-1]))
+        for op, tensors in (("trained", trained), ("random", noise)):
+            leaves = tuple(x.contiguous().requires_grad_() for x in tensors)
+            for impl in args.impl:
+                own = replace(c, backend=impl.removeprefix("nsa-"))
+                forward = partial(nsa_attention, *leaves, config=own)
+                error = partial(layer_error, forward, leaves, own)
+                yield Task("trained", op, impl, shape, partial(forward_and_backward, forward, leaves), error)
+
+
+def layer_error(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], config: NSAConfig) -> float:
+    """The error of `nsa_attention` on `leaves`, in units of the tolerance."""
+    indices = gate.selected_indices(config, *(x.detach() for x in leaves[:3]))
+    return gate.sampled_error(forward, leaves, partial(gate.expect_nsa, config, indices))
+
+
+SUITE = Suite(tasks, clock)

@@ -26,7 +26,8 @@ from nsa import settings
 from nsa.backends import triton as backend
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import GpuFamily, Key, Tuned, TunedTile
-from nsa.bench.attention import AttentionShape, parse_heads, time_calls
+from nsa.bench.attention import AttentionShape, parse_heads
+from nsa.bench.runner import CudaClock, gated
 from nsa.config import require, require_positive_int
 from nsa.progress import Progress, progress
 from nsa.results import origin_columns, quantiles
@@ -87,21 +88,20 @@ def try_tiles(tiles: Sequence[Any], run: Run, timer: Timer, show: Callable[[Any]
     """The time of each tile that runs and agrees with the first one that runs."""
     outcomes: list[TileTime] = []
     expected: tuple[Tensor, ...] | None = None
+
+    def error(tile: Any) -> float:
+        nonlocal expected
+        result = run(tile)
+        # Compared with itself, a NaN shows.
+        ratio = error_ratio(result, expected or result)
+        if ratio <= 1:
+            expected = expected or result
+        return ratio
+
     for tile in tiles:
         show(tile)
-        try:
-            result = run(tile)
-            # Compared with itself, a NaN shows.
-            ratio = error_ratio(result, expected or result)
-            if ratio <= 1:
-                expected = expected or result
-                outcomes.append(TileTime(tile, quantiles(timer(partial(run, tile)))[1]))
-            else:
-                outcomes.append(TileTime(tile, None, f"wrong: error is {ratio:.1f} times the tolerance"))
-        except RuntimeError as error:
-            # The launchers turn Triton's errors into RuntimeErrors; torch's OutOfMemoryError is one.
-            first = str(error).strip().splitlines() or [type(error).__name__]
-            outcomes.append(TileTime(tile, None, f"does not run: {first[0][:120]}"))
+        ms, note = gated(partial(error, tile), lambda tile=tile: quantiles(timer(partial(run, tile)))[1])  # type: ignore[misc]
+        outcomes.append(TileTime(tile, ms, note))
     return outcomes
 
 
@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or tuning.user_file()
     if out is None:
         raise ValueError("--out is not given; accepted: a file, because there is no home folder for the default one")
-    tuner = Tuner(out, gpu, origin_columns(torch.device("cuda"), args.commit), bar, time_calls)
+    tuner = Tuner(out, gpu, origin_columns(torch.device("cuda"), args.commit), bar, CudaClock().times)
     outcomes: dict[Candidates, list[TileTime]] = {}
     times: dict[int, tuple[float, float]] = {}
     dense_times: dict[int, tuple[float, float]] = {}

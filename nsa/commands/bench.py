@@ -8,7 +8,9 @@ from nsa.commands.types import path
 from nsa.model.config import ATTENTION_KINDS, PRESETS
 
 NSA = ("nsa-triton", "nsa-sdpa")
-IMPLEMENTATIONS = (*NSA, "dense-fa2", "dense-cudnn")
+IMPLEMENTATIONS = (*NSA, "dense-fa2", "dense-cudnn", "dense-sdpa", "dense-flex", "fla-nsa")
+# Of the selected branch alone.
+SELECTED_IMPLEMENTATIONS = ("flex-selected", "fla-selected")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     add_train(suites.add_parser("train", help="throughput of the training step"))
     add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
+    add_attention(
+        suites.add_parser("branches", help="the stages of NSA, each by itself, and its selected branch by others")
+    )
     add_decode(suites.add_parser("decode", help="a decode step over a cache, next to dense and the bytes limit"))
     add_generate(suites.add_parser("generate", help="decode steps and prefill of a whole model, next to dense"))
     add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
@@ -65,12 +70,20 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time attention from q, k, v and gates to o, next to dense attention, on this GPU."
+    parser.description = (
+        "Time attention from q, k, v and gates to o, next to dense attention and others' NSA. What cannot run on this "
+        "machine is left out, with the reason."
+    )
     parser.epilog = "example: nsa bench attention --heads 64/4/128 --lengths 8192 65536 --branches"
-    parser.add_argument("--heads", nargs="+", default=["64/4/128"], metavar="H/G/D", help="heads/groups/head_dim")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument(
+        "--heads", nargs="+", metavar="H/G/D", help="heads/groups/head_dim (default: 64/4/128; 8/2/32 without a GPU)"
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, help="(default: 8192 32768; 512 2048 without a GPU)")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    names = (*IMPLEMENTATIONS, *SELECTED_IMPLEMENTATIONS)
+    parser.add_argument(
+        "--impl", nargs="+", choices=names, metavar="IMPL", help=f"of {', '.join(names)} (default: all)"
+    )
     parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
     parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")

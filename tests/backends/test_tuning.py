@@ -434,7 +434,7 @@ def test_a_threshold_alone_may_be_asked_for(
     from nsa.bench import kernels, tune
 
     monkeypatch.setattr(kernels, "Workbench", NothingToRun)
-    monkeypatch.setattr(tune, "time_calls", milliseconds)
+    monkeypatch.setattr(tune.CudaClock, "times", lambda _, call: milliseconds(call))
     monkeypatch.setattr(tune.backend, "available", lambda: None)
     monkeypatch.setattr(tune, "origin_columns", lambda device, commit: {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))

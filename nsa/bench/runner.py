@@ -1,0 +1,257 @@
+"""The runner of all suites: a task passes its gate, then each of its passes is timed and becomes a row.
+
+A suite (`SUITE` of its module) describes what to time and what is right. The rest is here: gate, timing, memory, rows,
+output, and what could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.results import Row, append, make_row
+
+Measured = TypeVar("Measured")
+
+WARMUP_MS, MEASURE_MS, MAX_CALLS = 50.0, 300.0, 200
+MIN_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One call to time."""
+
+    mode: str
+    call: Callable[[], object]
+    # What counts for peak memory; default: `call`.
+    peak_of: Callable[[], object] | None = None
+    tokens: int | None = None  # per call, for tokens per second
+
+
+@dataclass(frozen=True)
+class Task:
+    """One implementation of one op at one shape."""
+
+    suite: str
+    op: str
+    impl: str
+    shape: Any  # printed; `columns` are its columns in a row
+    passes: Callable[[], Iterator[Pass]]
+    # The error as a multiple of what is allowed; above 1, or NaN, is wrong.
+    error: Callable[[], float]
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def title(self) -> str:
+        return f"{self.shape!s:<26} {self.op:<10} {self.impl:<18}"
+
+
+class Clock(Protocol):
+    """How a pass is timed."""
+
+    @property
+    def suffix(self) -> str:
+        """Of the implementation's name in a row."""
+        ...
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        """Milliseconds of single calls, and the peak memory in bytes where it is known."""
+        ...
+
+
+def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
+    """`fwd` and, with leaves, `bwd`, whose peak memory is that of both passes."""
+
+    def alone() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    yield Pass("fwd", alone)
+    if leaves:
+        out = forward()
+        grad = torch.randn_like(out)
+
+        def both() -> object:
+            return torch.autograd.grad(forward(), leaves, grad)
+
+        yield Pass("bwd", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), both)
+
+
+def gated(error: Callable[[], float], measure: Callable[[], Measured]) -> tuple[Measured | None, str]:
+    """What `measure` returns, if the gate is passed; else None and the reason."""
+    try:
+        off = error()
+        if not off <= 1:
+            return None, f"wrong: error is {off:.1f} times the tolerance"
+        return measure(), ""
+    except RuntimeError as failure:
+        # A kernel that cannot run, or too little memory: the others are still worth measuring.
+        first = str(failure).strip().splitlines() or [type(failure).__name__]
+        return None, f"does not run: {first[0][:120]}"
+
+
+@dataclass
+class Runner:
+    """Runs tasks; keeps, prints and appends their rows, and the reasons for what has none."""
+
+    clock: Clock
+    dtype: torch.dtype
+    device: str
+    args: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def run(self, tasks: Iterable[Task]) -> int:
+        """Run all tasks and print a summary as one line of JSON; returns 1 if one was wrong, else 0."""
+        for task in tasks:
+            # A graph is captured on a side stream, and a backward pass runs where its forward pass did.
+            side = isinstance(self.clock, CudaClock)
+            stream = torch.cuda.stream(torch.cuda.Stream()) if side else nullcontext()
+            with task.within(), stream:
+                _, note = gated(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
+            if note:
+                self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
+        print(json.dumps({"rows": [asdict(row) for row in self.rows], "left_out": self.left_out}), flush=True)
+        return int(any(note.startswith("wrong") for note in self.left_out.values()))
+
+    def measure(self, task: Task) -> None:
+        for each in task.passes():
+            self.record(task, each, *self.clock.measure(each))
+
+    def record(self, task: Task, each: Pass, times: list[float], peak: int | None) -> None:
+        """Make the row of one pass, print it and append it to the file."""
+        names = {"suite": task.suite, "op": task.op, "impl": task.impl + self.clock.suffix, "mode": each.mode}
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "commit": self.args.commit}
+        row = make_row(times, {**names, **task.shape.columns}, **where, peak_bytes=peak)
+        if each.tokens is not None:
+            row = replace(row, tokens_per_s=round(each.tokens / row.p50_ms * 1e3, 1))
+        rate = "" if row.tokens_per_s is None else f"   {row.tokens_per_s:,.0f} tokens/s"
+        memory = "" if row.peak_gib is None else f"   peak {row.peak_gib:.2f} GiB"
+        spread = f"p20 {row.p20_ms:.3f}  p50 {row.p50_ms:.3f}  p80 {row.p80_ms:.3f} ms"
+        print(f"{task.title} {row.mode:<8} {spread}{rate}{memory}", flush=True)
+        self.rows.append(row)
+        if self.args.out is not None:
+            append(self.args.out, row)
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say once why something is not measured."""
+        if self.left_out.get(what) != why:
+            print(f"left out: {what}: {why}", flush=True)
+        self.left_out[what] = why
+
+
+Place = tuple[str, torch.dtype]
+
+
+def default_place(args: argparse.Namespace) -> Place:
+    """The GPU in bf16, else the CPU in fp32, which it computes faster."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What `nsa bench NAME` runs."""
+
+    tasks: Callable[[argparse.Namespace, Runner], Iterable[Task]]
+    clock: Callable[[argparse.Namespace], Clock]
+    # Device and dtype.
+    place: Callable[[argparse.Namespace], Place] = default_place
+    # What follows from the rows.
+    finish: Callable[[argparse.Namespace, Runner], None] | None = None
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Returns the exit status."""
+        device, dtype = self.place(args)
+        runner = Runner(self.clock(args), dtype, device, args)
+        status = runner.run(self.tasks(args, runner))
+        if self.finish is not None:
+            self.finish(args, runner)
+        return status
+
+
+@dataclass(frozen=True)
+class CudaClock:
+    """Single calls by CUDA events, with a cold L2 cache. The host does not wait for a call, so its own time shows only
+    where it is slower than the GPU; with `graphs` a call is replayed as one CUDA graph and its time does not show."""
+
+    graphs: bool = False
+    suffix: str = ""
+    warmup_ms: float = WARMUP_MS
+    measure_ms: float = MEASURE_MS
+    max_calls: int = MAX_CALLS
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        each.call()
+        peak = peak_bytes(each.peak_of or each.call)
+        call = captured(each.call) if self.graphs else each.call
+        return self.times(call), peak
+
+    def times(self, call: Callable[[], object]) -> list[float]:
+        flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+        def timed(count: int) -> list[float]:
+            events = cuda_events(count)
+            for begin, end in events:
+                flush.zero_()
+                begin.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) for begin, end in events]
+
+        timed(1)
+        rough = max(timed(1)[0], 1e-3)
+        if rough < self.warmup_ms:
+            timed(round(self.warmup_ms / rough))
+        return timed(max(MIN_CALLS, min(self.max_calls, round(self.measure_ms / rough))))
+
+
+def cuda_events(count: int) -> list[tuple[Any, Any]]:
+    """Pairs of events for `count` measurements."""
+    return [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class CpuClock:
+    """Single calls by the clock of the CPU."""
+
+    suffix: str = ""
+    measure_ms: float = MEASURE_MS
+    max_calls: int = 50
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        each.call()
+        times: list[float] = []
+        while len(times) < MIN_CALLS or (sum(times) < self.measure_ms and len(times) < self.max_calls):
+            begin = time.perf_counter()
+            each.call()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return times, None
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of `call` as one CUDA graph, for the GPU's time alone.
+
+    The caller is on a side stream, and the forward pass must have run there too: its backward uses the same stream.
+    """
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Peak allocated memory of one call, inputs included."""
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated()
