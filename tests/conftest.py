@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from browsing import Browser, start_browser
 
 from nsa import settings
 from nsa.backends import routing
@@ -31,6 +32,11 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often tests/train/test_train_resume.py kills its run")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from start_browser()
 
 
 @pytest.fixture(autouse=True)

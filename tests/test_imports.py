@@ -345,9 +345,10 @@ def attributes_of(path: Path) -> set[str]:
 
 # One top-level name, one module.
 
-# Interfaces that several modules have: commands; backends, where some functions only import the one that computes;
-# the launchers of `backends/triton` and `backends/gluon`; a module's logger and type variable.
+# Interfaces that several modules have: commands; suites of benchmarks; backends, where some functions only import the
+# one that computes; the launchers of `backends/triton` and `backends/gluon`; a module's logger and type variable.
 COMMANDS = {"add_arguments", "main", "run"}
+SUITE = {"SUITE", "clock", "tasks"}
 BACKEND = {"compile_ahead", "decode_step", "name", "prepare_backward", "select_blocks", "supports"}
 LAUNCHER = {"candidates", "default_tile", "describe_keys", "describe_rows"}
 LAUNCHER |= {"pick_forward", "pick_backward", "plan", "plan_forward", "plan_backward"}
@@ -371,7 +372,7 @@ def test_one_top_level_name_is_defined_in_one_module() -> None:
         for name in top_level_names(path):
             homes.setdefault(name, []).append(dotted(path))
     # The reference, `nsa.ops` and `nsa.functional` have the same functions.
-    interfaces = COMMANDS | BACKEND | LAUNCHER | CONVENTION | set(nsa.reference.__all__)
+    interfaces = COMMANDS | SUITE | BACKEND | LAUNCHER | CONVENTION | set(nsa.reference.__all__)
     several = {
         name: found
         for name, found in homes.items()

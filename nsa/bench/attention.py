@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa import ops, reference
 from nsa.bench import gate, peers
-from nsa.bench.runner import Clock, CpuClock, CudaClock, Pass, Runner, Suite, Task, forward_and_backward
+from nsa.bench.runner import CpuClock, CudaClock, Pass, Runner, Suite, Task, TaskClock, forward_and_backward
 from nsa.commands.bench import IMPLEMENTATIONS, SELECTED_IMPLEMENTATIONS
 from nsa.config import NSAConfig, require, require_positive_int
 from nsa.functional import nsa_attention
@@ -209,7 +209,7 @@ def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) 
     q, *keys_values = (x.detach() for x in whole)
     means = (ops.compress_mean(x, block=c.l, stride=c.d) for x in keys_values)
     indices = gate.selected_indices(c, q, *means)
-    forward = peers.SELECTED[impl](c, indices, *whole)
+    forward = peers.SELECTED_PEERS[impl](c, indices, *whole)
     error = partial(gate.sampled_error, forward, whole, partial(gate.expect_selected, c, indices))
     return Task(suite, "selected", impl, shape, partial(forward_and_backward, forward, whole), error)
 
@@ -225,9 +225,9 @@ def parse_heads(text: str) -> tuple[int, int, int]:
     return n_heads, n_groups, head_dim
 
 
-def clock(args: argparse.Namespace) -> Clock:
+def clock(args: argparse.Namespace, device: str) -> TaskClock:
     """Of eager calls, or of CUDA graphs with `--cuda-graphs`."""
-    if not torch.cuda.is_available():
+    if device == "cpu":
         require(not args.cuda_graphs, "--cuda-graphs", "given without a GPU", "a machine with a CUDA GPU")
         return CpuClock()
     return CudaClock(args.cuda_graphs, suffix="-graphs" if args.cuda_graphs else "")
@@ -245,13 +245,13 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             where = Inputs.of(shape, runner.dtype, runner.device, args.smooth), shape
             impls = list(usable(args.impl, shape, runner))
             if args.suite != "branches":
-                yield from (attention_task(suite, impl, *where) for impl in impls if impl not in peers.SELECTED)
+                yield from (attention_task(suite, impl, *where) for impl in impls if impl not in peers.SELECTED_PEERS)
             if args.suite == "branches" or args.branches:
                 # Lazily: the branches' inputs must not count in the peak memory of the whole.
                 for impl in impls:
                     if impl.startswith("nsa-"):
                         yield from branch_tasks(suite, impl, *where)
-                    elif impl in peers.SELECTED:
+                    elif impl in peers.SELECTED_PEERS:
                         yield selected_peer(suite, impl, *where)
 
 

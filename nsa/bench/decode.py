@@ -211,4 +211,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
                     yield from decode_tasks(shape, args.smooth, rate, runner)
 
 
-SUITE = Suite(tasks, lambda args: ReplayClock())
+SUITE = Suite(tasks, lambda args, device: ReplayClock())

@@ -33,7 +33,7 @@ from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
 from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths, save_figure
-from nsa.bench.runner import Clock, CudaClock, Pass, Runner, Suite, Task
+from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.results import Row, read_rows
@@ -141,7 +141,7 @@ def gate_error(backend: Any, point: FlashPoint, dtype: torch.dtype, device: str)
     return gate.worst_ratio(found, by_reference(dtype), by_reference(torch.float64))
 
 
-def unsupported(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
+def reason_against(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
     """Why the backend does not run the point, forward or backward."""
     reasons = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
     return next((reason for reason in reasons if reason is not None), None)
@@ -271,7 +271,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     for point in all_points:
         qkv = point.inputs(dtype, "cuda")
         for impl, backend in {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}.items():
-            reason = unsupported(backend, point, dtype)
+            reason = reason_against(backend, point, dtype)
             if reason is not None:
                 runner.leave_out(f"{impl} at {point}", reason)
                 continue
@@ -282,7 +282,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             yield Task(point.suite, point.op, impl, point.shape, passes, error)
 
 
-def clock(args: argparse.Namespace) -> Clock:
+def clock(args: argparse.Namespace, device: str) -> TaskClock:
     """A thousand timings in a few minutes: enough for a ratio, not for a published figure."""
     return CudaClock(graphs=True, warmup_ms=0, measure_ms=20.0, max_calls=20)
 

@@ -28,7 +28,7 @@ Leaves = tuple[Tensor, ...]
 Expected = Callable[[Leaves, slice], Tensor]
 
 
-def chunks(length: int) -> list[slice]:
+def sampled_rows(length: int) -> list[slice]:
     """The rows that are compared."""
     if length <= 3 * CHUNK:
         return [slice(0, length)]
@@ -42,10 +42,10 @@ def worst_ratio(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequenc
 
 
 def sampled_error(forward: Callable[[], Tensor], leaves: Leaves, expected: Expected) -> float:
-    """The error of the output `[B, S, ...]` at `chunks(S)` and of the leaves' gradients, in units of the tolerance."""
+    """The error of the output `[B, S, ...]` at `sampled_rows(S)` and of its gradients, in units of the tolerance."""
     with torch.enable_grad():
         out = forward()
-        rows = chunks(out.shape[1])
+        rows = sampled_rows(out.shape[1])
         sampled = torch.cat([out[:, each] for each in rows], dim=1)
         upstream = torch.randn_like(sampled)
         found = (sampled.detach(), *torch.autograd.grad(sampled, leaves, upstream))
@@ -120,8 +120,8 @@ def selected_indices(config: NSAConfig, q: Tensor, k_cmp: Tensor, v_cmp: Tensor)
 
 
 def selection_error(config: NSAConfig, indices: Tensor, q: Tensor, *compressed: Tensor) -> float:
-    """The error of a selection `indices [B, S, G, n]` at `chunks(S)`, in units of what is allowed."""
-    rows = chunks(q.shape[1])
+    """The error of a selection `indices [B, S, G, n]` at `sampled_rows(S)`, in units of what is allowed."""
+    rows = sampled_rows(q.shape[1])
     return max(importance_error(config, indices[:, at], starts(q, at), q[:, at], *compressed) for at in rows)
 
 

@@ -52,8 +52,11 @@ class HostClock:
 
     suffix = ""
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        wait: Callable[[], None] = torch.cuda.synchronize if self.device == "cuda" else lambda: None
         for _ in range(WARMUP):
             each.call()
         host, wall = [], []
@@ -108,4 +111,4 @@ def show_launches(args: argparse.Namespace, runner: Runner) -> None:
         print(task.title, "   ".join(f"{mode} {count} launches" for mode, count in counts.items()), flush=True)
 
 
-SUITE = Suite(tasks, lambda args: HostClock(), finish=show_launches)
+SUITE = Suite(tasks, lambda args, device: HostClock(device), finish=show_launches)

@@ -144,4 +144,4 @@ def fla_selected(config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Te
     return partial(fla_nsa(), q, k, v, **sizes)
 
 
-SELECTED = {"flex-selected": flex_selected, "fla-selected": fla_selected}
+SELECTED_PEERS = {"flex-selected": flex_selected, "fla-selected": fla_selected}

@@ -17,9 +17,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nsa.machine import usable_device
 from nsa.results import Row, append, make_row
 
-Measured = TypeVar("Measured")
+Found = TypeVar("Found")
 
 WARMUP_MS, MEASURE_MS, MAX_CALLS = 50.0, 300.0, 200
 MIN_CALLS = 3
@@ -54,7 +55,7 @@ class Task:
         return f"{self.shape!s:<26} {self.op:<10} {self.impl:<18}"
 
 
-class Clock(Protocol):
+class TaskClock(Protocol):
     """How a pass is timed."""
 
     @property
@@ -85,7 +86,7 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
         yield Pass("bwd", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), both)
 
 
-def gated(error: Callable[[], float], measure: Callable[[], Measured]) -> tuple[Measured | None, str]:
+def measure_if_right(error: Callable[[], float], measure: Callable[[], Found]) -> tuple[Found | None, str]:
     """What `measure` returns, if the gate is passed; else None and the reason."""
     try:
         off = error()
@@ -102,7 +103,7 @@ def gated(error: Callable[[], float], measure: Callable[[], Measured]) -> tuple[
 class Runner:
     """Runs tasks; keeps, prints and appends their rows, and the reasons for what has none."""
 
-    clock: Clock
+    clock: TaskClock
     dtype: torch.dtype
     device: str
     args: argparse.Namespace
@@ -116,7 +117,7 @@ class Runner:
             side = isinstance(self.clock, CudaClock)
             stream = torch.cuda.stream(torch.cuda.Stream()) if side else nullcontext()
             with task.within(), stream:
-                _, note = gated(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
+                _, note = measure_if_right(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
             if note:
                 self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
         print(json.dumps({"rows": [asdict(row) for row in self.rows], "left_out": self.left_out}), flush=True)
@@ -152,8 +153,9 @@ Place = tuple[str, torch.dtype]
 
 
 def default_place(args: argparse.Namespace) -> Place:
-    """The GPU in bf16, else the CPU in fp32, which it computes faster."""
-    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    """The GPU in bf16, else, or with `--device cpu`, the CPU in fp32, which it computes faster."""
+    device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
+    return str(usable_device(device)), torch.float32 if device == "cpu" else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Suite:
     """What `nsa bench NAME` runs."""
 
     tasks: Callable[[argparse.Namespace, Runner], Iterable[Task]]
-    clock: Callable[[argparse.Namespace], Clock]
+    clock: Callable[[argparse.Namespace, str], TaskClock]
     # Device and dtype.
     place: Callable[[argparse.Namespace], Place] = default_place
     # What follows from the rows.
@@ -170,7 +172,7 @@ class Suite:
     def run(self, args: argparse.Namespace) -> int:
         """Returns the exit status."""
         device, dtype = self.place(args)
-        runner = Runner(self.clock(args), dtype, device, args)
+        runner = Runner(self.clock(args, device), dtype, device, args)
         status = runner.run(self.tasks(args, runner))
         if self.finish is not None:
             self.finish(args, runner)

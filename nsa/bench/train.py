@@ -25,7 +25,6 @@ from nsa.bench.runner import Pass, Place, Runner, Suite, Task, default_place
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.dtypes import dtype_name
-from nsa.generate import usable_device
 from nsa.model import LM, LMConfig
 from nsa.results import quantiles
 from nsa.train.step import DTYPES, TrainStep, autocast
@@ -173,15 +172,13 @@ class StepClock:
 
 
 def place(args: argparse.Namespace) -> Place:
-    """As the flags say."""
+    """The dtype may be given too."""
     device, dtype = default_place(args)
-    if args.device is not None:
-        usable_device(args.device)
-    return args.device or device, dtype if args.dtype is None else DTYPES[args.dtype]
+    return device, dtype if args.dtype is None else DTYPES[args.dtype]
 
 
 def benches(args: argparse.Namespace, runner: Runner) -> Iterator[TrainBench]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = runner.device != "cpu"
     preset = LMConfig.preset(args.preset or ("125m" if on_gpu else "tiny"))
     given = {name: getattr(args, name) for name in ("steps", "warmup", "compile", "gc")}
     given |= {"dtype": dtype_name(runner.dtype), "device": runner.device}
@@ -208,4 +205,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             yield TrainRunner(bench).task()
 
 
-SUITE = Suite(tasks, lambda args: StepClock(), place)
+SUITE = Suite(tasks, lambda args, device: StepClock(), place)

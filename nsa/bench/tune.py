@@ -27,7 +27,7 @@ from nsa.backends import triton as backend
 from nsa.backends.triton import tuning
 from nsa.backends.triton.tuning import GpuFamily, Key, Tuned, TunedTile
 from nsa.bench.attention import AttentionShape, parse_heads
-from nsa.bench.runner import CudaClock, gated
+from nsa.bench.runner import CudaClock, measure_if_right
 from nsa.config import require, require_positive_int
 from nsa.progress import Progress, progress
 from nsa.results import origin_columns, quantiles
@@ -100,7 +100,7 @@ def try_tiles(tiles: Sequence[Any], run: Run, timer: Timer, show: Callable[[Any]
 
     for tile in tiles:
         show(tile)
-        ms, note = gated(partial(error, tile), lambda tile=tile: quantiles(timer(partial(run, tile)))[1])  # type: ignore[misc]
+        ms, note = measure_if_right(partial(error, tile), lambda tile=tile: quantiles(timer(partial(run, tile)))[1])  # type: ignore[misc]
         outcomes.append(TileTime(tile, ms, note))
     return outcomes
 

@@ -29,13 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trained(suites.add_parser("trained", help="attention on the tensors of a trained model, next to noise"))
     add_flash(suites.add_parser("flash", help="where FlashAttention is faster, and the routes file from that"))
     add_tune(suites.add_parser("tune", help="tune the tiles of the kernels, and write the fastest into a file"))
+    add_cpu(suites.add_parser("cpu", help="small attention, layer and training benchmarks that run anywhere"))
     add_plot(suites.add_parser("plot", help="plot the rows of the other suites"))
+    add_report(suites.add_parser("report", help="draw the rows of the other suites on one page"))
+    add_compare(suites.add_parser("compare", help="two files of rows: what became slower or needs more memory"))
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Where rows are written, and the commit that they record where there is no git."""
     parser.add_argument("--out", type=path, help="append the rows to this CSV file")
     parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +60,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the measured ones")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 on a GPU, else float32)")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    add_device(parser)
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
     )
@@ -84,6 +91,7 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--impl", nargs="+", choices=names, metavar="IMPL", help=f"of {', '.join(names)} (default: all)"
     )
+    add_device(parser)
     parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
     parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
@@ -121,6 +129,7 @@ def add_host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", default=["12/2/64"], metavar="H/G/D", help="heads/groups/head_dim")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048])
     parser.add_argument("--batch-size", type=int, default=1)
+    add_device(parser)
     parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")
     add_output(parser)
 
@@ -174,3 +183,32 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: nsa bench plot --rows benchmarks/results/h200/attention.csv --out docs/attention.png"
     parser.add_argument("--rows", type=path, nargs="+", required=True, help="CSV files written by nsa bench")
     parser.add_argument("--out", type=path, required=True, help="the picture, PNG or SVG by its suffix")
+
+
+def add_cpu(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time attention, its branches, a layer and training steps on the CPU: a minute on two cores."
+    parser.epilog = "example: nsa bench cpu --out cpu.csv && nsa bench report cpu.csv"
+    add_output(parser)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draw rows on one page that needs no network: speedups and break-even lengths, memory, time by branch, and the "
+        "share of the matmul and bandwidth ceilings."
+    )
+    parser.epilog = "example: nsa bench report benchmarks/results -o bench.html"
+    parser.add_argument(
+        "rows", type=path, nargs="*", metavar="ROWS", help="CSV files or folders (default: benchmarks/results)"
+    )
+    parser.add_argument("-o", "--out", type=path, default="bench.html", help="the page (default: %(default)s)")
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compare the rows that two files or folders have in common. A row is slower if its p50 is higher by more than "
+        "--bound and its p20 is above the other's p80. The exit status is 1 if one is, or if one needs more memory."
+    )
+    parser.epilog = "example: nsa bench compare before.csv after.csv --bound 0.03"
+    parser.add_argument("before", type=path, metavar="A", help="a CSV file or a folder")
+    parser.add_argument("after", type=path, metavar="B", help="a CSV file or a folder")
+    parser.add_argument("--bound", type=float, default=0.05, help="as a fraction (default: %(default)s)")

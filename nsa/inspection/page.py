@@ -12,7 +12,6 @@ import zlib
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from nsa.config import BRANCHES
 from nsa.files import make_folder, replace_text
 from nsa.inspection.record import Inspection, LayerRecord
 from nsa.tensor_file import raw
-from nsa.train.report import POINTS, Chart, cell, distances
+from nsa.train.report import distances
+from nsa.train.report.charts import POINTS, Chart, cell, render_page, tiles_html
 
 # No block, in 16 bits.
 NONE = 0xFFFF
@@ -55,37 +55,31 @@ def write_page(inspection: Inspection, path: Path, title: str) -> None:
 
 
 def page_html(inspection: Inspection, title: str) -> str:
-    report, own = files("nsa.train.report"), files(__package__)
-    page = report.joinpath("page.html").read_text()
-    style = report.joinpath("style.css").read_text() + own.joinpath("inspect.css").read_text()
-    script = report.joinpath("hover.js").read_text() + own.joinpath("inspect.js").read_text()
+    style, script = (files(__package__).joinpath(name).read_text() for name in ("inspect.css", "inspect.js"))
     layers = "\n".join(
         f'<script type="application/octet-stream" class="layer">{packed(record)}</script>'
         for record in inspection.layers.values()
     )
-    body = "\n".join(
-        [
-            f'<header><h1>{escape(title)}</h1><div class="tiles">{tiles_html(inspection)}</div></header>',
-            f'<div class="cards">{gate_map(inspection)}{histogram(inspection)}{reads_chart(inspection)}</div>',
-            f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
-            f"</div>{PANEL}</main>",
-            f'<script type="application/json" id="meta">{meta(inspection)}</script>',
-            layers,
-        ]
-    )
-    return Template(page).substitute(title=escape(title), style=style, script=script, body=body)
+    body = [
+        tiles_html(title, key_numbers(inspection)),
+        f'<div class="cards">{gate_map(inspection)}{histogram(inspection)}{reads_chart(inspection)}</div>',
+        f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
+        f"</div>{PANEL}</main>",
+        f'<script type="application/json" id="meta">{meta(inspection)}</script>',
+        layers,
+    ]
+    return render_page(title, body, style, script)
 
 
-def tiles_html(inspection: Inspection) -> str:
+def key_numbers(inspection: Inspection) -> dict[str, str]:
     length, reads = len(inspection.tokens), inspection.reads
     mean, dense = reads.mean().item(), (length + 1) / 2
-    shown = {
+    return {
         "tokens": f"{length:,}",
         "NSA layers, groups": f"{len(inspection.layers)} <small>x</small> {inspection.config.n_kv_groups}",
         "keys read by the last token": f"{reads[-1].item():,.0f} <small>of {length:,}</small>",
         "keys read per token, mean": f"{mean:,.0f} <small>dense {dense:,.0f}</small>",
     }
-    return "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())
 
 
 def gate_map(inspection: Inspection) -> str:

@@ -1,7 +1,6 @@
 """The page holds the text and packed arrays, needs no network, and in a real browser shows what the API reports.
 
-The browser is Debian's Chromium through Playwright's client; without both these tests are skipped:
-apt-get install chromium && pip install '.[browser]'
+`browsing.py` opens it; without a browser these tests are skipped.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browsing import Browser
 from generating import small_model
 
 from nsa import NSAConfig
@@ -75,38 +73,10 @@ def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.Cap
 
 # In a browser.
 
+READY = "#text[data-ready]"
 HIGHLIGHTED = """() => [...document.querySelectorAll('#text p.sel')].map(
   row => [...row.querySelectorAll('i:not(.later)')].map(token => token.textContent).join(''))"""
 MARKED = "name => [...document.querySelectorAll('#text i.' + name)].map(token => token.textContent).join('')"
-
-
-class Browser:
-    """Opens pages, and fails on any console error or request."""
-
-    def __init__(self, chromium: Any) -> None:
-        self.chromium = chromium
-
-    def open(self, path: Path, scheme: str = "light") -> Any:
-        page = self.chromium.new_page(color_scheme=scheme, viewport={"width": 1300, "height": 900})
-        self.problems: list[str] = []
-        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("request", lambda request: self.problems.append(request.url) if "file:" not in request.url else None)
-        page.goto(path.as_uri())
-        page.wait_for_selector("#text[data-ready]", timeout=60_000)
-        return page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install '.[browser]'")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield Browser(chromium)
-        chromium.close()
 
 
 def shown(page: Any, token: int, layer: int) -> None:
@@ -141,7 +111,7 @@ def click(page: Any, inspection: Inspection, token: int) -> None:
 
 def test_the_highlighted_words_are_those_of_the_api(browser: Browser, tmp_path: Path) -> None:
     inspection = make_page(tmp_path / "page.html")
-    page = browser.open(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html", READY)
     check_marks(page, inspection, len(inspection.tokens) - 1, 0)
     for wanted in (700, 5, 333):
         token = visible(inspection, wanted)
@@ -154,7 +124,7 @@ def test_the_highlighted_words_are_those_of_the_api(browser: Browser, tmp_path: 
 
 def test_the_keyboard_moves_through_tokens_and_layers(browser: Browser, tmp_path: Path) -> None:
     inspection = make_page(tmp_path / "page.html")
-    page = browser.open(tmp_path / "page.html", "dark")
+    page = browser.open(tmp_path / "page.html", READY, "dark")
     page.locator("#text").focus()
     page.keyboard.press("Home")
     shown(page, 0, 0)
@@ -172,7 +142,7 @@ def test_the_keyboard_moves_through_tokens_and_layers(browser: Browser, tmp_path
 
 def test_pointing_shows_a_token_until_one_is_kept(browser: Browser, tmp_path: Path) -> None:
     inspection = make_page(tmp_path / "page.html")
-    page = browser.open(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html", READY)
     rows = page.locator("#text p")
     first, kept = visible(inspection, 2 * inspection.config.l_sel), visible(inspection, 40)
     under = rows.nth(2).locator("i").nth(first % inspection.config.l_sel)
@@ -194,7 +164,7 @@ def test_32k_tokens_paint_within_two_seconds(browser: Browser, tmp_path: Path) -
     model = LM(LMConfig(vocab_size=256, n_layers=2, hidden=32, seq_len=64, attn=attn)).eval()
     inspection = inspect_model(model, ByteTokenizer(), "def f(x): return x\n" * 2000, max_tokens=32768)
     write_page(inspection, tmp_path / "page.html", "long")
-    page = browser.open(tmp_path / "page.html")
+    page = browser.open(tmp_path / "page.html", READY)
     paints = page.evaluate("performance.getEntriesByType('paint').map(entry => entry.startTime)")
     assert paints
     assert max(paints) < 2000

@@ -8,14 +8,19 @@ import math
 import re
 import sys
 import tomllib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browsing import Browser
 
 import nsa
+from nsa import cli
 from nsa.train import report
-from nsa.train.report import POINTS, middle, number, thin, ticks, write_report
+from nsa.train.report import write_report
+from nsa.train.report.charts import POINTS, middle, number, thin, ticks
+from nsa.train.report.compare import write_comparison
 from nsa.train.run_folder import RunLog, read_lines
 
 
@@ -292,3 +297,67 @@ def test_a_name_that_looks_like_a_placeholder_is_shown_as_it_is(tmp_path: Path) 
     run = tmp_path / "$body"
     full_run(run).close()
     assert "<title>$body</title>" in write_report(run).read_text()
+
+
+# Of a run that still goes, of several runs, and in a browser.
+
+
+def test_a_run_that_still_goes_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = full_run(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("steps: 180\n")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 41, "lo')
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    path = tmp_path / "run" / "report.html"
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert "40 <small>of 180</small>" in path.read_text()
+    log.close()
+
+
+def logged(folder: Path, losses: list[float], *, batch_size: int, seconds: float) -> Path:
+    """A run of 4,096 tokens per sequence that validates every ten steps."""
+    folder.mkdir()
+    lines = [{"kind": "eval", "step": 10 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    beats = [{"time": 1e9 + seconds * i, "step": 10 * i} for i in range(len(losses) + 1)]
+    (folder / "heartbeat.jsonl").write_text("".join(json.dumps(beat) + "\n" for beat in beats))
+    (folder / "config.yaml").write_text(
+        f"steps: 40\nbatch_size: {batch_size}\naccum: 1\nmodel: {{seq_len: 4096}}\nlr: 0.001\nout: {folder}\n"
+    )
+    return folder
+
+
+def test_runs_are_compared_by_tokens_and_by_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = logged(tmp_path / "small", [4.0, 3.0], batch_size=2, seconds=5)
+    large = logged(tmp_path / "large", [3.5, 2.5], batch_size=4, seconds=20)
+    assert cli.main(["report", str(small), str(large)]) == 0
+    path = tmp_path / "compare.html"
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    text = path.read_text()
+    found = [json.loads(unescape(data)) for data in re.findall(r'data-lines="([^"]+)"', text)]
+    by_tokens, by_seconds = ({label: [shown for _, shown in points] for label, points in chart} for chart in found)
+    assert by_tokens["small"] == ["81.92k: 4", "163.8k: 3"]
+    assert by_tokens["large"] == ["163.8k: 3.5", "327.7k: 2.5"]
+    assert by_seconds["small"] == ["5: 4", "10: 3"]
+    assert by_seconds["large"] == ["20: 3.5", "40: 2.5"]
+    assert "<th>batch_size</th><td>2</td><td>4</td>" in text
+    assert "<th>lr</th>" not in text
+    assert "<th>out</th>" not in text
+    Checker().feed(text)
+
+
+def test_one_run_is_no_comparison(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="runs is"):
+        write_comparison([tmp_path], tmp_path / "compare.html")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_open_without_a_problem(scheme: str, browser: Browser, tmp_path: Path) -> None:
+    full_run(tmp_path / "run").close()
+    other = logged(tmp_path / "other", [4.0, 3.0], batch_size=2, seconds=5)
+    write_comparison([tmp_path / "run", other], tmp_path / "compare.html")
+    for path in (write_report(tmp_path / "run"), tmp_path / "compare.html"):
+        page = browser.open(path, "figure svg", scheme)
+        page.locator(".hover").first.hover()
+        assert page.locator("#tip").inner_text()
+        assert not browser.problems

@@ -1,42 +1,55 @@
 """A run on one page: `report.html`, drawn from the files of the run's folder alone.
 
-The page is self-contained: charts, styles and script are inside, and its content security policy forbids any request.
-JavaScript only adds the numbers under the pointer. The color scheme follows the browser's. A chart is left out if the
-metrics have no lines for it.
+A run that is still going can be drawn too. A chart is left out if the metrics have no lines for it.
+`nsa.train.report.charts` is what the page is made of, `nsa.train.report.compare` draws several runs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from string import Template
 from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import replace_text
-from nsa.train.run_folder import HEARTBEAT, METRICS, REPORT, read_lines
+from nsa.train.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Point,
+    card,
+    cell,
+    render_page,
+    section,
+    table,
+    tiles_html,
+)
+from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
+from nsa.train.yaml_file import read_yaml
 
-# Points of a line: the chart has no more pixels.
-POINTS = 600
-WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 24, 10, 30
 SAMPLES = 4
 # Between heartbeats further apart than this the run was stopped.
 PAUSE_S = 900
 
-Point = tuple[float, float]
 Record = dict[str, Any]
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, out: Path | None = None) -> Path:
     """Draw the run in the folder `run`.
+
+    Args:
+        run: The folder.
+        out: The file to write; default: `report.html` in it.
 
     Returns:
         The path of the report.
@@ -44,16 +57,21 @@ def write_report(run: Path) -> Path:
     Raises:
         ValueError: `run` is no folder with metrics.
     """
-    require(run.is_dir(), "run", str(run), "the folder of a run")
-    found = [name for name in (METRICS, HEARTBEAT) if (run / name).exists()]
-    require(bool(found), "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
-    path = run / REPORT
+    path = run / REPORT if out is None else out
     replace_text(path, page(run))
     return path
 
 
+def lines_of(run: Path) -> tuple[list[Record], list[Record]]:
+    """The metrics and the heartbeats of a run; a ValueError if the folder has neither."""
+    require(run.is_dir(), "run", str(run), "the folder of a run")
+    found = [name for name in (METRICS, HEARTBEAT) if (run / name).exists()]
+    require(bool(found), "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
+    return read_lines(run / METRICS), read_lines(run / HEARTBEAT)
+
+
 def page(run: Path) -> str:
-    records, beats = read_lines(run / METRICS), read_lines(run / HEARTBEAT)
+    records, beats = lines_of(run)
     series, reasons = gather(records, beats), failures(records)
     parts = [
         header(run, records, beats, series),
@@ -65,11 +83,7 @@ def page(run: Path) -> str:
         section("Configuration", first_file(run, ("config.yaml", "train.json", "model.json"))),
         section("Environment", environment_table(run)),
     ]
-    body = "\n".join(part for part in parts if part)
-    page, style, script = (
-        files(__name__).joinpath(name).read_text() for name in ("page.html", "style.css", "hover.js")
-    )
-    return Template(page).substitute(title=escape(run.resolve().name), style=style, script=script, body=body)
+    return render_page(run.resolve().name, parts)
 
 
 # Numbers by step.
@@ -127,46 +141,6 @@ NOISY = ("loss", "grad_norm")
 LABELS = {"step": "training", "eval": "validation"}
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Lines over the steps."""
-
-    title: str
-    lines: list[tuple[str, list[Point]]]
-    smooth: bool = False
-
-    def html(self) -> str:
-        legend = "".join(
-            f'<span class="key c{i}">{escape(label)}</span>' for i, (label, _) in enumerate(self.lines) if label
-        )
-        return card(f"{escape(self.title)}{legend}", self.svg())
-
-    def svg(self) -> str:
-        everything = [point for _, points in self.lines for point in points]
-        x_ticks = ticks(min(x for x, _ in everything), max(x for x, _ in everything), 5)
-        y_ticks = ticks(*span([y for _, y in everything]), 4)
-        x_of = scale(x_ticks, LEFT, WIDTH - RIGHT)
-        y_of = scale(y_ticks, HEIGHT - BOTTOM, TOP)
-        out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">']
-        for y in y_ticks:
-            out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>')
-            out.append(f'<text x="{LEFT - 8}" y="{y_of(y) + 4:.1f}" text-anchor="end">{number(y)}</text>')
-        for x in x_ticks:
-            out.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(x)}</text>')
-        shown = []
-        for i, (label, points) in enumerate(self.lines):
-            few = thin(points)
-            smooth = self.smooth and len(points) > 20
-            out.append(drawn(few, x_of, y_of, f"line c{i}" + (" faint" if smooth else "")))
-            if smooth:
-                out.append(drawn(thin(middle(points)), x_of, y_of, f"line c{i}"))
-            shown.append([label, [[round(x_of(x), 1), f"{number(x)}: {number(y)}"] for x, y in few]])
-        data = escape(json.dumps(shown), quote=True)
-        out.append(f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        out.append(f'<rect class="hover" width="{WIDTH}" height="{HEIGHT}" data-lines="{data}"/></svg>')
-        return "".join(out)
-
-
 def charts(series: list[Series]) -> list[Chart]:
     fields = list(dict.fromkeys([*TITLES, *(s.field for s in series)]))
     result = []
@@ -182,78 +156,7 @@ def charts(series: list[Series]) -> list[Chart]:
     return result
 
 
-def drawn(points: list[Point], x_of: Callable[[float], float], y_of: Callable[[float], float], style: str) -> str:
-    few = points if len(points) < 3 else []
-    dots = "".join(f'<circle class="{style}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5"/>' for x, y in few)
-    path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-    return f'<polyline class="{style}" points="{path}"/>{dots}'
-
-
-def thin(points: list[Point]) -> list[Point]:
-    """At most `POINTS` points: the lowest and the highest of each bucket, so that no spike is lost."""
-    if len(points) <= POINTS:
-        return points
-    size = math.ceil(2 * len(points) / POINTS)
-    kept: list[Point] = []
-    for i in range(0, len(points), size):
-        bucket = points[i : i + size]
-        kept += sorted({min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])})
-    return kept
-
-
-def middle(points: list[Point]) -> list[Point]:
-    """The running median, which follows a slope without lag and ignores spikes."""
-    reach = min(50, max(2, len(points) // 120))
-    values = [y for _, y in points]
-    return [(x, median(values[max(0, i - reach) : i + reach + 1])) for i, (x, _) in enumerate(points)]
-
-
-def span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest value; the top 1 % (a first loss, a spike) is cut off where it would flatten all others."""
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
-    usual = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return (low, usual) if high - low > 8 * (usual - low) > 0 else (low, high)
-
-
-def ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers, the first at or below `low`, the last at or above `high`."""
-    if high <= low:
-        pad = abs(low) / 10 or 1.0
-        low, high = low - pad, high + pad
-    rough = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
-
-
-def scale(marks: list[float], begin: float, end: float) -> Callable[[float], float]:
-    low, high = marks[0], marks[-1]
-    # Values that `span` cut off are drawn at the edge.
-    return lambda value: begin + (end - begin) * (min(max(value, low), high) - low) / (high - low)
-
-
-def number(value: float) -> str:
-    size = abs(value)
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
-    if size == 0 or size >= 1e-3:
-        return f"{value:.4g}"
-    return f"{value:.1e}".replace("e-0", "e-")
-
-
 # The parts of the page.
-
-
-def card(caption: str, content: str) -> str:
-    return f'<figure class="card"><figcaption>{caption}</figcaption>{content}</figure>'
-
-
-def section(title: str, parts: Iterable[str]) -> str:
-    content = "".join(parts)
-    return f'<section><h2>{title}</h2><div class="cards">{content}</div></section>' if content else ""
 
 
 def header(run: Path, records: list[Record], beats: list[Record], series: list[Series]) -> str:
@@ -261,7 +164,9 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
     tiles: dict[str, str] = {}
     steps = [r["step"] for r in [*records, *beats] if isinstance(r.get("step"), int)]
     if steps:
-        tiles["steps"] = f"{max(steps):,}"
+        planned = settings_of(run).get("steps")
+        goes_on = is_number(planned) and max(steps) < planned
+        tiles["steps"] = f"{max(steps):,}" + (f" <small>of {planned:,}</small>" if goes_on else "")
     for kind, name in (("eval", "validation loss"), ("step", "training loss")):
         points = by_name.get((kind, "loss"))
         if points:
@@ -273,15 +178,32 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
         tiles["tokens/s, median"] = f"{median(y for _, y in rates):,.0f}"
     elif is_number(end.get("tokens_per_s")):
         tiles["tokens/s"] = f"{end['tokens_per_s']:,.0f}"
-    times = [beat["time"] for beat in beats if is_number(beat.get("time"))]
+    times = seconds_by_step(beats)
     if len(times) > 1:
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        tiles["time"] = duration(sum(gap for gap in gaps if 0 < gap < PAUSE_S))
+        tiles["time"] = duration(max(times.values()))
     reasons = failures(records)
     if reasons is not None:
         tiles["fallbacks"] = f"{sum(reasons.values()):,}" if reasons else "none"
-    shown = "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in tiles.items())
-    return f'<header><h1>{escape(run.resolve().name)}</h1><div class="tiles">{shown}</div></header>'
+    return tiles_html(run.resolve().name, tiles)
+
+
+def seconds_by_step(beats: list[Record]) -> dict[int, float]:
+    """Seconds that the run took up to each heartbeat, without pauses."""
+    timed = [beat for beat in beats if is_number(beat.get("time")) and isinstance(beat.get("step"), int)]
+    seconds, total = {}, 0.0
+    for earlier, later in pairwise([*timed[:1], *timed]):
+        gap = later["time"] - earlier["time"]
+        total += gap if 0 < gap < PAUSE_S else 0.0
+        seconds[later["step"]] = total
+    return seconds
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """The keys of the run's config, dotted; none where it has no config that can be read."""
+    try:
+        return dict(flat_values("", read_yaml(run / CONFIG)))
+    except (OSError, ValueError):
+        return {}
 
 
 def duration(seconds: float) -> str:
@@ -333,12 +255,6 @@ def layers_of(value: Any) -> dict[int, dict[str, float]]:
 def branch_mean(layers: dict[int, dict[str, float]], branch: str) -> float:
     values = [layer[branch] for layer in layers.values() if branch in layer]
     return sum(values) / len(values) if values else 0.0
-
-
-def cell(value: float | None) -> str:
-    if value is None:
-        return "<td></td>"
-    return f'<td style="--v:{100 * min(max(value, 0.0), 1.0):.0f}%">{value:.2f}</td>'
 
 
 def distances(records: list[Record]) -> list[str]:
@@ -401,24 +317,24 @@ def first_file(run: Path, names: Iterable[str]) -> list[str]:
 
 
 def environment_table(run: Path) -> list[str]:
-    path = run / "run.json"
+    path = run / RUN_INFO
     if not path.is_file():
         return []
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return first_file(run, (path.name,))
-    return [table(dict(flat_entries("", values)))]
+    return [table({name: as_text(value) for name, value in flat_values("", values)})]
 
 
-def flat_entries(name: str, value: Any) -> Iterable[tuple[str, str]]:
+def flat_values(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """The values of nested dictionaries under dotted names."""
     if isinstance(value, dict):
         for key, entry in value.items():
-            yield from flat_entries(f"{name}.{key}" if name else str(key), entry)
+            yield from flat_values(f"{name}.{key}" if name else str(key), entry)
     else:
-        yield name, value if isinstance(value, str) else json.dumps(value)
+        yield name, value
 
 
-def table(values: dict[str, str]) -> str:
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in values.items())
-    return f'<figure class="card"><table>{rows}</table></figure>'
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

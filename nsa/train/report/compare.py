@@ -1,0 +1,163 @@
+"""Several runs on one page: losses against tokens and seconds, their ends, and the settings that differ."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nsa.config import require
+from nsa.files import make_folder, replace_text
+from nsa.train.report import (
+    Record,
+    as_text,
+    duration,
+    failures,
+    flat_values,
+    gather,
+    lines_of,
+    seconds_by_step,
+    settings_of,
+)
+from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
+from nsa.train.run_folder import RUN_INFO
+
+# Kinds of losses with their names on the page.
+LOSSES = {"eval": "Validation loss", "step": "Training loss"}
+# What differs between any two runs.
+NOT_COMPARED = ("out", "hash", "environment.command", "environment.machine", "environment.system")
+
+
+@dataclass(frozen=True)
+class RunLines:
+    """What a run has logged."""
+
+    label: str
+    records: list[Record]
+    settings: dict[str, Any]
+    points: dict[tuple[str, str], list[Point]]  # by kind and field: steps and values
+    seconds: dict[int, float]
+
+    @classmethod
+    def of(cls, run: Path, label: str) -> RunLines:
+        """Read the folder of a run."""
+        records, beats = lines_of(run)
+        points = {(series.kind, series.field): series.points for series in gather(records, beats)}
+        settings = {**settings_of(run), **run_info(run)}
+        return cls(label, records, settings, points, seconds_by_step(beats))
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """By the config, else by the speed that was logged; None where neither is known."""
+        names = ("batch_size", "accum", "model.seq_len", "ranks")
+        sizes = [self.settings.get(name) for name in names]
+        if all(isinstance(size, int) for size in sizes[:3]):
+            batch, accum, length, ranks = sizes
+            return float(batch * accum * length * (ranks or 1))  # type: ignore[operator]
+        rates = dict(self.any_kind("tokens_per_s"))
+        found = [rates[step] * seconds for step, seconds in self.any_kind("step_s") if step in rates]
+        return median(found) if found else None
+
+    def any_kind(self, field: str) -> list[Point]:
+        return next((points for (_, name), points in self.points.items() if name == field), [])
+
+    def loss(self, kind: str) -> list[Point]:
+        """By step; the running median of noisy training losses."""
+        points = self.points.get((kind, "loss"), [])
+        return middle(points) if kind == "step" and len(points) > 20 else points
+
+    def by_tokens(self, points: list[Point]) -> list[Point]:
+        per_step = self.tokens_per_step
+        return [] if per_step is None else [(step * per_step, value) for step, value in points]
+
+    def by_seconds(self, points: list[Point]) -> list[Point]:
+        """Between heartbeats, interpolated."""
+        beats = sorted(self.seconds.items())
+        steps = [step for step, _ in beats]
+
+        def at(step: float) -> float:
+            place = bisect_left(steps, step)
+            (early, begin), (late, end) = beats[max(place - 1, 0)], beats[place]
+            return begin + (end - begin) * (step - early) / max(late - early, 1)
+
+        return [(at(step), value) for step, value in points if steps and steps[0] <= step <= steps[-1]]
+
+    def summary(self) -> list[str]:
+        """A row of the first table, as `SUMMARY` names it."""
+        steps = max((step for points in self.points.values() for step, _ in points), default=0.0)
+        losses = [f"{points[-1][1]:.4f}" if (points := self.loss(kind)) else "" for kind in LOSSES]
+        rates = self.any_kind("tokens_per_s")
+        rate = f"{median(y for _, y in rates):,.0f}" if rates else ""
+        tokens = f"{steps * self.tokens_per_step:,.0f}" if self.tokens_per_step else ""
+        time = duration(max(self.seconds.values())) if self.seconds else ""
+        failed = failures(self.records)
+        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(sum((failed or {}).values()))]
+
+
+SUMMARY = ("run", "steps", "tokens", "validation loss", "training loss", "tokens/s", "time", "fallbacks")
+
+
+def write_comparison(runs: list[Path], out: Path) -> Path:
+    """Draw several runs on one page.
+
+    Args:
+        runs: Their folders, at least two.
+        out: The file to write.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: Fewer than two runs, or one that is no folder with metrics.
+    """
+    require(len(runs) > 1, "runs", [str(run) for run in runs], "at least two, to compare")
+    names = [run.resolve().name for run in runs]
+    labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    found = [RunLines.of(run, label) for run, label in zip(runs, labels, strict=True)]
+    title = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
+    rows = list(differences(found))
+    parts = [
+        tiles_html(title, {"runs": str(len(runs)), "settings that differ": str(len(rows))}),
+        section("Ends", [grid("Where each run is", SUMMARY, [run.summary() for run in found])]),
+        section("Loss", [chart.html() for chart in loss_charts(found)]),
+        section("Speed", [chart.html() for chart in speed_charts(found)]),
+        section("Settings", [grid("Settings that differ", ["", *labels], rows)] if rows else []),
+    ]
+    make_folder(out.parent)
+    replace_text(out, render_page(title, parts))
+    return out
+
+
+def loss_charts(runs: list[RunLines]) -> Iterator[Chart]:
+    for kind, name in LOSSES.items():
+        for over, axis in ((RunLines.by_tokens, "tokens"), (RunLines.by_seconds, "seconds")):
+            lines = [(run.label, over(run, run.loss(kind))) for run in runs]
+            if any(points for _, points in lines):
+                yield Chart(f"{name} by {axis}", [(label, points) for label, points in lines if points])
+
+
+def speed_charts(runs: list[RunLines]) -> Iterator[Chart]:
+    for field, name in (("tokens_per_s", "Tokens/s by step"), ("memory_gib", "GPU memory by step, GiB")):
+        lines = [(run.label, run.any_kind(field)) for run in runs]
+        if any(points for _, points in lines):
+            yield Chart(name, [(label, points) for label, points in lines if points])
+
+
+def differences(runs: list[RunLines]) -> Iterator[list[str]]:
+    """Settings whose values are not all equal, with those of each run."""
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [as_text(run.settings[name]) if name in run.settings else "" for run in runs]
+        if len(set(values)) > 1 and not name.startswith(NOT_COMPARED):
+            yield [name, *values]
+
+
+def run_info(run: Path) -> dict[str, Any]:
+    """What `run.json` says, dotted; nothing where there is none that can be read."""
+    try:
+        return dict(flat_values("", json.loads((run / RUN_INFO).read_text(encoding="utf-8"))))
+    except (OSError, ValueError):
+        return {}
