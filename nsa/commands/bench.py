@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from nsa.commands.types import path
 from nsa.model.config import ATTENTION_KINDS, PRESETS
@@ -200,7 +201,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rows", type=path, nargs="*", metavar="ROWS", help="CSV files or folders (default: benchmarks/results)"
     )
-    parser.add_argument("-o", "--out", type=path, default="bench.html", help="the page (default: %(default)s)")
+    parser.add_argument("-o", "--out", type=path, default=Path("bench.html"), help="the page (default: %(default)s)")
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

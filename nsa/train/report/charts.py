@@ -176,6 +176,22 @@ def card(caption: str, content: str) -> str:
     return f'<figure class="card"><figcaption>{caption}</figcaption>{content}</figure>'
 
 
+def stacked_bars(title: str, names: Sequence[str], bars: dict[str, dict[str, float]]) -> str:
+    """A horizontal bar per name, divided by what `bars[name]` says, with its sum."""
+    legend = "".join(f'<span class="key c{i % N_COLORS}">{escape(name)}</span>' for i, name in enumerate(names))
+    rows = []
+    for label, parts in bars.items():
+        total = sum(parts.values())
+        cells = "".join(
+            f'<i class="c{names.index(name) % N_COLORS}" style="width:{100 * value / total:.2f}%"'
+            f' title="{escape(name)}: {number(value)}, {value / total:.0%}"></i>'
+            for name, value in parts.items()
+        )
+        bar = f'<td class="wide"><div class="bars">{cells}</div></td>'
+        rows.append(f"<tr><th>{escape(label)}</th>{bar}<td>{number(total)}</td></tr>")
+    return card(f"{escape(title)}{legend}", f"<table>{''.join(rows)}</table>")
+
+
 def tiles_html(title: str, tiles: dict[str, str]) -> str:
     """The head of a page: its title, and numbers with their names; values are HTML."""
     shown = "".join(f"<div><b>{value}</b><span>{escape(name)}</span></div>" for name, value in tiles.items())

@@ -1,0 +1,314 @@
+"""Benchmark rows on one self-contained page. Reads files, measures nothing.
+
+nsa bench report benchmarks/results -o bench.html
+
+Rows are appended to their files, so the last of each kind counts; GPU time by graph replay goes before eager calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from nsa.bench.compare import files_of_rows, latest_rows
+from nsa.config import NSAConfig, require
+from nsa.files import make_folder, replace_text
+from nsa.geometry import n_compressed
+from nsa.results import Row, read_rows
+from nsa.train.report.charts import Chart, Point, grid, render_page, section, stacked_bars, table, tiles_html
+from nsa.train.run_stats import PEAK_FLOPS
+
+RESULTS = Path("benchmarks/results")
+GRAPHS = "-graphs"
+# The first that was measured is compared.
+NSA_FIRST = ("nsa-triton", "nsa-sdpa")
+DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa")
+# Passes of attention that a row, or a sum of rows, has the time of.
+MODES = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
+PASSES = {"fwd": ", forward", "bwd": ", backward"}
+BRANCH_OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
+# Of the vendors, by a part of the GPU's name, in bytes per second.
+PEAK_BYTES = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.864e12, "RTX 4090": 1.008e12}
+# Two matmuls forward, five backward.
+BACKWARD_FLOPS = 2.5
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, order=True)
+class Heads:
+    """Query heads, groups and head_dim, and the batch size."""
+
+    n_heads: int
+    n_groups: int
+    head_dim: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.n_heads}/{self.n_groups}/{self.head_dim}" + (f", batch {self.batch}" if self.batch > 1 else "")
+
+
+class Measurements:
+    """The rows of one GPU."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        # Graphs last: they replace eager calls of the same kind.
+        ordered = sorted(rows, key=lambda row: row.impl.endswith(GRAPHS))
+        self.all = [replace(row, impl=row.impl.removesuffix(GRAPHS)) for row in ordered]
+        self.rows = {
+            (row.suite, row.op, row.impl, row.mode, Heads(row.Hq, row.G, row.Dk, row.B), row.S): row
+            for row in latest_rows(self.all).values()
+        }
+
+    def of(self, suite: str) -> list[Row]:
+        """The latest rows of a suite."""
+        return [row for row in self.rows.values() if row.suite == suite]
+
+    def heads(self) -> list[Heads]:
+        """The shapes of whole attention."""
+        return sorted({key[4] for key in self.rows if key[:2] == ("attention", "attention")}, reverse=True)
+
+    def lengths(self, impl: str, heads: Heads, modes: Iterable[str], op: str = "attention") -> list[int]:
+        """Where all modes were measured."""
+        found = [{k[5] for k in self.rows if k[:5] == ("attention", op, impl, mode, heads)} for mode in modes]
+        return sorted(set.intersection(*found))
+
+    def ms(self, impl: str, heads: Heads, length: int, modes: Iterable[str], op: str = "attention") -> float:
+        return sum(self.rows["attention", op, impl, mode, heads, length].p50_ms for mode in modes)
+
+    def first(self, impls: Iterable[str], heads: Heads) -> str | None:
+        """The first implementation with rows of these heads."""
+        return next((impl for impl in impls if self.lengths(impl, heads, ("fwd",))), None)
+
+    def speedups(
+        self, heads: Heads, modes: Iterable[str], ours: str | None = None, dense: str | None = None
+    ) -> list[Point]:
+        """How many times as fast as dense attention, by length; by default of the first implementations measured."""
+        ours, dense = ours or self.first(NSA_FIRST, heads), dense or self.first(DENSE_FIRST, heads)
+        if ours is None or dense is None:
+            return []
+        lengths = set(self.lengths(ours, heads, modes)) & set(self.lengths(dense, heads, modes))
+        return [(n, self.ms(dense, heads, n, modes) / self.ms(ours, heads, n, modes)) for n in sorted(lengths)]
+
+
+def break_even(points: list[Point]) -> float | None:
+    """The length from which the speedup is above 1, interpolated between lengths on logarithmic axes; None if dense
+    attention is faster at the longest, 0 if it is nowhere."""
+    slower = [x for x, ratio in points if ratio < 1]
+    if not slower:
+        return 0.0
+    before = max(slower)
+    after = min((x for x, _ in points if x > before), default=None)
+    if after is None:
+        return None
+    lead = {x: math.log2(ratio) for x, ratio in points}
+    return float(before * (after / before) ** (lead[before] / (lead[before] - lead[after])))
+
+
+@cache
+def keys_seen(op: str, impl: str, length: int) -> float:
+    """Mean keys per query that an op multiplies with, at the default hyperparameters."""
+    if impl.startswith("dense"):
+        return (length + 1) / 2
+    c = NSAConfig(dim=64, n_heads=1, n_kv_groups=1, d_k=64, d_v=64)
+    at = range(1, length + 1, max(1, length // 1024))
+    counts: dict[str, Callable[[int], float]] = {
+        "attention": c.reads_per_step,
+        "compressed": lambda t: n_compressed(t, c.l, c.d),
+        # Queries and keys only.
+        "scores": lambda t: n_compressed(t, c.l, c.d) / 2,
+        "selected": lambda t: c.reads_per_step(t) - n_compressed(t, c.l, c.d) - min(c.w, t),
+        "sliding": lambda t: min(c.w, t),
+    }
+    return sum(counts[op](t) for t in at) / len(at) if op in counts else 0.0
+
+
+def row_flops(row: Row) -> float:
+    """FLOPs of the matmuls of an attention row; 0 of an op without any."""
+    keys = keys_seen(row.op, row.impl, row.S)
+    return 2 * row.B * row.S * row.Hq * (row.Dk + row.Dv) * keys * (BACKWARD_FLOPS if row.mode == "bwd" else 1)
+
+
+def row_bytes(row: Row) -> float:
+    """Bytes that `compress` and `combine` forward must read and write; 0 of other rows."""
+    size = DTYPE_BYTES.get(row.dtype, 2) * row.B * row.S
+    if row.mode != "fwd":
+        return 0.0
+    return {"compress": size * row.G * row.Dk * 17 / 16, "combine": size * row.Hq * (4 * row.Dv + 3)}.get(row.op, 0.0)
+
+
+def ceiling(table: dict[str, float], gpu: str) -> float | None:
+    return next((peak for name, peak in table.items() if name in gpu), None)
+
+
+# The parts of the page.
+
+
+def speedup_charts(found: Measurements) -> Iterator[str]:
+    for name, modes in MODES.items():
+        lines = [(str(heads), found.speedups(heads, modes)) for heads in found.heads()]
+        lines = [(label, points) for label, points in lines if len(points) > 1]
+        if lines:
+            yield Chart(f"{name}: times as fast as dense attention", lines, log_x=True, log_y=True).html()
+
+
+def break_even_table(found: Measurements) -> Iterator[str]:
+    def cell(heads: Heads, modes: Iterable[str]) -> str:
+        points = found.speedups(heads, modes)
+        if not points:
+            return ""
+        length = break_even(points)
+        if length is None:
+            return f"above {points[-1][0]:,.0f}"
+        return f"{length:,.0f}" if length else f"below {points[0][0]:,.0f}"
+
+    rows = []
+    for heads in found.heads():
+        pair = (found.first(NSA_FIRST, heads), found.first(DENSE_FIRST, heads))
+        if None not in pair:
+            rows.append([str(heads), *(cell(heads, modes) for modes in MODES.values()), f"{pair[0]}, {pair[1]}"])
+    if rows:
+        yield grid("Tokens from which NSA is faster", ["heads/groups/head_dim", *MODES, "compared"], rows)
+
+
+def impl_lines(
+    found: Measurements, heads: Heads, mode: str, value: Callable[[Row], float | None], op: str = "attention"
+) -> list[tuple[str, list[Point]]]:
+    """By implementation, a number of its rows by length; without those of one length."""
+    lines: dict[str, list[Point]] = {}
+    for key, row in sorted(found.rows.items(), key=lambda item: item[1].S):
+        number = value(row) if (*key[:2], *key[3:5]) == ("attention", op, mode, heads) else None
+        if number:
+            lines.setdefault(row.impl, []).append((row.S, number))
+    return sorted((impl, points) for impl, points in lines.items() if len(points) > 1)
+
+
+def charts_by_heads(
+    found: Measurements, title: str, modes: dict[str, str], value: Callable[[Row], float | None], *, log_y: bool = True
+) -> Iterator[str]:
+    """A chart per shape and mode, `modes` with their names, whose lines are implementations."""
+    for heads in found.heads():
+        for mode, name in modes.items():
+            lines = impl_lines(found, heads, mode, value)
+            if lines:
+                yield Chart(f"{heads}{name}: {title}", lines, log_x=True, log_y=log_y).html()
+
+
+def branch_bars(found: Measurements) -> Iterator[str]:
+    """Time by branch: a bar per length."""
+    shapes = sorted({key[2:5] for key in found.rows if key[0] == "attention" and key[1] == "selected"}, key=str)
+    for impl, mode, heads in shapes:
+        bars: dict[str, dict[str, float]] = {}
+        for length in found.lengths(impl, heads, (mode,), "selected"):
+            times = {
+                op: found.ms(impl, heads, length, (mode,), op)
+                for op in BRANCH_OPS
+                if length in found.lengths(impl, heads, (mode,), op)
+            }
+            if len(times) > 1:
+                bars[f"{length:,}"] = times
+        if bars:
+            yield stacked_bars(f"{impl} {mode}, {heads}: milliseconds by branch", BRANCH_OPS, bars)
+
+
+def ceiling_parts(found: Measurements, gpu: str) -> Iterator[str]:
+    """Shares of the matmul rate, and of memory's for ops that are bound by it."""
+    flops, rate = ceiling(PEAK_FLOPS, gpu), ceiling(PEAK_BYTES, gpu)
+    if flops is None or rate is None:
+        return
+
+    def share(row: Row) -> float | None:
+        return 1e5 * row_flops(row) / row.p50_ms / flops if row.dtype != "float32" else None
+
+    yield from charts_by_heads(found, f"% of {flops / 1e12:,.0f} TFLOP/s", PASSES, share, log_y=False)
+    rows = []
+    branches = [row for row in found.of("attention") if row.op in BRANCH_OPS]
+    for row in sorted(branches, key=lambda row: (BRANCH_OPS.index(row.op), row.mode, row.impl, row.S)):
+        work, moved = row_flops(row) / row.p50_ms * 1e3, row_bytes(row) / row.p50_ms * 1e3
+        if work or moved:
+            what = [f"{row.op} {row.mode}", row.impl, str(Heads(row.Hq, row.G, row.Dk, row.B)), f"{row.S:,}"]
+            rows.append([*what, f"{work / flops:.0%}" if work else "", f"{moved / rate:.0%}" if moved else ""])
+    if rows:
+        head = ["branch", "implementation", "heads", "tokens", "matmul", "memory"]
+        yield grid(f"Branches: shares of {flops / 1e12:,.0f} TFLOP/s and {rate / 1e12:.1f} TB/s", head, rows)
+
+
+def decode_parts(found: Measurements) -> Iterator[str]:
+    rows = found.of("decode")
+    limits = {(row.mode, row.Hq, row.G, row.Dk, row.B, row.S): row.p50_ms for row in rows if row.impl == "bytes-limit"}
+    lines = []
+    for row in rows:
+        limit = limits.get((row.mode, row.Hq, row.G, row.Dk, row.B, row.S))
+        if row.impl.startswith("nsa") and limit is not None:
+            what = [f"{row.Hq}/{row.G}/{row.Dk}", row.mode, f"{row.S:,} x {row.B}"]
+            lines.append([*what, f"{row.p50_ms:.3f}", f"{limit:.3f}", f"{limit / row.p50_ms:.0%}"])
+    if lines:
+        head = ["heads", "step", "tokens x rows", "NSA, ms", "its bytes by a copy, ms", "share of the copy's rate"]
+        yield grid("A decode step and the bandwidth ceiling", head, lines)
+
+
+def train_charts(found: Measurements) -> Iterator[str]:
+    for title, value in (
+        ("tokens/s", lambda row: row.tokens_per_s),
+        ("peak memory, GiB", lambda row: row.peak_gib),
+    ):
+        lines: dict[str, list[Point]] = {}
+        for row in sorted(found.of("train"), key=lambda row: row.S):
+            if value(row):
+                lines.setdefault(f"{row.impl}, {row.Hq}/{row.G}/{row.Dk}", []).append((row.S, value(row)))
+        if lines:
+            yield Chart(f"Training: {title}", list(lines.items()), log_x=True).html()
+
+
+def host_table(found: Measurements) -> Iterator[str]:
+    rows = [
+        [f"{row.op}, {row.mode}", row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,}", f"{row.p50_ms:.3f}"]
+        for row in found.of("host")
+    ]
+    if rows:
+        yield grid(
+            "CPU time of an eager call, milliseconds", ["call", "implementation", "heads", "tokens", "p50"], rows
+        )
+
+
+def origin_table(rows: list[Row], files: list[Path]) -> str:
+    def distinct(name: str) -> str:
+        return ", ".join(sorted({str(getattr(row, name)) for row in rows if getattr(row, name)}))
+
+    names = {name: distinct(name) for name in ("gpu", "torch", "triton", "commit", "date")}
+    return table({"files": ", ".join(map(str, files)), "rows": f"{len(rows):,}", **names})
+
+
+def page_of_rows(rows: list[Row], files: list[Path]) -> str:
+    """The page as HTML."""
+    gpus = sorted({row.gpu for row in rows}, key=lambda gpu: gpu == "cpu")
+    tiles = {"rows": f"{len(rows):,}", "newest": max(row.date for row in rows)}
+    parts = [tiles_html("Benchmarks", tiles | {"GPUs": ", ".join(gpus)})]
+    for gpu in gpus:
+        found = Measurements(row for row in rows if row.gpu == gpu)
+        drawn = {
+            "speedup over dense attention": [*speedup_charts(found), *break_even_table(found)],
+            "time": charts_by_heads(found, "milliseconds", PASSES, lambda row: row.p50_ms),
+            "memory": charts_by_heads(found, "peak of both passes, GiB", {"bwd": ""}, lambda row: row.peak_gib),
+            "time by branch": branch_bars(found),
+            "training": train_charts(found),
+            "decoding": decode_parts(found),
+            "host": host_table(found),
+            "ceilings": ceiling_parts(found, gpu),
+        }
+        parts += [section(f"{gpu}: {title}", content) for title, content in drawn.items()]
+    return render_page("Benchmarks", [*parts, section("Origin", [origin_table(rows, files)])])
+
+
+def run(args: argparse.Namespace) -> int:
+    """`nsa bench report`: returns the exit status."""
+    files = files_of_rows(args.rows or [RESULTS])
+    rows = [row for file in files for row in read_rows(file)]
+    require(bool(rows), "rows", [str(file) for file in files], "files with at least one row")
+    make_folder(args.out.parent)
+    replace_text(args.out, page_of_rows(rows, files))
+    print(f"wrote {args.out}")
+    return 0

@@ -1,0 +1,97 @@
+"""The page of benchmarks shows the rows' numbers, needs no network, and opens in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+from bench_rows import ROW
+from browsing import Browser
+
+from nsa import cli
+from nsa.bench.report import Heads, Measurements, break_even, keys_seen, row_flops
+from nsa.results import Row, append, read_rows
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+HEADS = Heads(64, 4, 128, 1)
+
+
+def attention(impl: str, length: int, ms: float, mode: str = "fwd", op: str = "attention", **changes: object) -> Row:
+    shape = {"B": 1, "S": length, "Hq": 64, "G": 4, "Dk": 128, "Dv": 128}
+    times = {"p20_ms": ms, "p50_ms": ms, "p80_ms": ms, "tokens_per_s": None}
+    return replace(ROW, suite="attention", op=op, impl=impl, mode=mode, **shape, **times, **changes)  # type: ignore[arg-type]
+
+
+def test_speedups_are_over_dense_attention() -> None:
+    rows = [attention("nsa-triton-graphs", n, 1.0) for n in (1024, 4096)]
+    rows += [attention("dense-cudnn-graphs", n, ms) for n, ms in ((1024, 0.5), (4096, 2.0))]
+    # Eager calls do not replace graphs, whichever is later; other GPUs' rows are others'.
+    rows += [attention("nsa-triton", 1024, 9.0), attention("dense-fa2-graphs", 1024, 0.1)]
+    found = Measurements(rows)
+    assert found.speedups(HEADS, ("fwd",)) == [(1024, 0.5), (4096, 2.0)]
+    assert found.speedups(HEADS, ("fwd", "bwd")) == []
+    assert break_even(found.speedups(HEADS, ("fwd",))) == pytest.approx(2048)
+
+
+def test_break_even_is_only_claimed_between_lengths() -> None:
+    assert break_even([(1024, 0.5), (2048, 0.9)]) is None
+    assert break_even([(1024, 1.5), (2048, 1.9)]) == 0
+    # Faster, then slower again: from the last change on.
+    assert break_even([(1024, 2.0), (2048, 0.5), (8192, 2.0)]) == pytest.approx(4096)
+
+
+def test_flops_are_those_of_the_keys_that_are_seen() -> None:
+    assert keys_seen("attention", "dense-cudnn", 1023) == 512
+    assert keys_seen("sliding", "nsa-triton", 512) == pytest.approx(256.5)
+    forward = row_flops(attention("dense-cudnn", 1023, 1.0))
+    assert forward == 2 * 1023 * 64 * 256 * 512
+    assert row_flops(attention("dense-cudnn", 1023, 1.0, "bwd")) == 2.5 * forward
+    branches = [row_flops(attention("nsa-triton", 8192, 1.0, op=op)) for op in ("compressed", "selected", "sliding")]
+    assert sum(branches) == pytest.approx(row_flops(attention("nsa-triton", 8192, 1.0)))
+
+
+def draw(out: Path, *rows: Path) -> str:
+    assert cli.main(["bench", "report", *map(str, rows), "-o", str(out)]) == 0
+    return out.read_text()
+
+
+def test_the_page_of_the_recorded_rows(tmp_path: Path) -> None:
+    text = draw(tmp_path / "bench.html", RESULTS)
+    assert not re.search(r"https?:|url\(|@import|<link|<img|\bsrc=", text)
+    assert "default-src 'none'" in text
+    charts = {json.loads(unescape(data))[0][0]: unescape(data) for data in re.findall(r'data-lines="([^"]+)"', text)}
+    assert charts
+    found = Measurements(row for row in read_rows(RESULTS / "h200" / "attention.csv"))
+    length = break_even(found.speedups(HEADS, ("fwd",)))
+    assert f"<td>{length:,.0f}</td>" in text
+    for title in ("speedup over dense attention", "memory", "training", "decoding", "host", "ceilings"):
+        assert f"<h2>NVIDIA H200: {title}</h2>" in text
+
+
+def test_branches_are_bars_and_shares(tmp_path: Path) -> None:
+    times = {"compress": 1.0, "compressed": 2.0, "scores": 1.0, "selected": 4.0, "sliding": 1.0, "combine": 1.0}
+    for op, ms in times.items():
+        append(tmp_path / "rows.csv", attention("nsa-triton", 8192, ms, op=op))
+    text = draw(tmp_path / "bench.html", tmp_path / "rows.csv")
+    assert 'style="width:40.00%" title="selected: 4, 40%"' in text
+    assert "<th>selected fwd</th><td>nsa-triton</td>" in text
+    assert "NVIDIA H200: time by branch" in text
+
+
+def test_a_path_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert cli.main(["bench", "report", str(tmp_path), "-o", str(tmp_path / "bench.html")]) == 2
+    assert "nsa bench wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_without_a_problem(scheme: str, browser: Browser, tmp_path: Path) -> None:
+    draw(tmp_path / "bench.html", RESULTS)
+    page = browser.open(tmp_path / "bench.html", "figure svg", scheme)
+    page.locator(".hover").first.hover()
+    assert page.locator("#tip").inner_text()
+    assert not browser.problems

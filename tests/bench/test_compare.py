@@ -1,0 +1,71 @@
+"""Only what is slower beyond the noise is a regression."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench_rows import ROW
+
+from nsa import cli
+from nsa.results import Row, append
+
+
+def timed(p20: float, p50: float, p80: float, peak: float | None = 12.5, **changes: object) -> Row:
+    return replace(ROW, p20_ms=p20, p50_ms=p50, p80_ms=p80, peak_gib=peak, **changes)  # type: ignore[arg-type]
+
+
+def write(path: Path, *rows: Row) -> str:
+    for row in rows:
+        append(path, row)
+    return str(path)
+
+
+BEFORE = timed(9.8, 10.0, 10.4)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (timed(9.8, 10.0, 10.4), ""),
+        # Beyond the bound, but within the spread; and the other way round.
+        (timed(10.3, 11.0, 11.5), ""),
+        (timed(10.41, 10.45, 10.5), ""),
+        (timed(10.5, 10.6, 10.7), "slower"),
+        (timed(8.0, 8.1, 8.2), "faster"),
+        (timed(9.8, 10.0, 10.4, 13.2), "memory"),
+        (timed(9.8, 10.0, 10.4, None), ""),
+        (timed(12.0, 12.1, 12.2, 14.0), "slower memory"),
+    ],
+)
+def test_verdicts(after: Row, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a.csv", BEFORE), write(tmp_path / "b.csv", after)
+    status = cli.main(["bench", "compare", a, b])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert status == int(verdict not in ("", "faster"))
+    assert [line[:14].strip() for line in lines] == ([verdict] if verdict else [])
+    assert json.loads(last)["compared"] == 1
+
+
+def test_the_bound_is_a_flag(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.csv", BEFORE), write(tmp_path / "b.csv", timed(10.5, 10.6, 10.7))
+    assert cli.main(["bench", "compare", a, b, "--bound", "0.1"]) == 0
+
+
+def test_the_last_row_of_a_subject_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "h200"
+    write(folder / "train.csv", timed(20.0, 21.0, 22.0), BEFORE, replace(BEFORE, S=4096))
+    (folder / "other.csv").write_text("a,b\n1,2\n")
+    b = write(tmp_path / "b.csv", replace(BEFORE, commit="new"), replace(BEFORE, S=8192))
+    assert cli.main(["bench", "compare", str(folder), b]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "other.csv" in lines[0]
+    assert json.loads(last) == {"compared": 1, "worse": 0, "only_before": 1, "only_after": 1}
+
+
+def test_files_without_a_common_subject_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a.csv", BEFORE), write(tmp_path / "b.csv", replace(BEFORE, gpu="NVIDIA A100"))
+    assert cli.main(["bench", "compare", a, b]) == 2
+    assert "same subject" in capsys.readouterr().err
