@@ -18,9 +18,9 @@ from nsa.results import COLUMNS, Row, read_rows
 # What a row is a measurement of. Versions, commit and date may differ.
 SUBJECT = ("suite", "op", "impl", "mode", "B", "S", "Hq", "G", "Dk", "Dv", "dtype", "gpu")
 # Peak memory does not vary from run to run; CSVs have three decimals.
-MEMORY_GIB = 0.002
+ROUNDING_GIB = 0.002
 
-Subject = tuple[object, ...]
+RowSubject = tuple[object, ...]
 
 
 def files_of_rows(paths: Iterable[Path]) -> list[Path]:
@@ -28,7 +28,7 @@ def files_of_rows(paths: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         candidates = sorted(path.rglob("*.csv")) if path.is_dir() else [path]
-        own = [file for file in candidates if header(file) == list(COLUMNS)]
+        own = [file for file in candidates if csv_header(file) == list(COLUMNS)]
         for file in sorted(set(candidates) - set(own)):
             print(f"left out: {file}: it has other columns than rows of nsa bench")
         require(bool(own), "rows", str(path), "a CSV file that nsa bench wrote, or a folder with one")
@@ -36,12 +36,12 @@ def files_of_rows(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def header(path: Path) -> list[str]:
+def csv_header(path: Path) -> list[str]:
     with path.open(newline="") as file:
         return next(csv.reader(file), [])
 
 
-def latest_rows(rows: Iterable[Row]) -> dict[Subject, Row]:
+def latest_rows(rows: Iterable[Row]) -> dict[RowSubject, Row]:
     """The last row of each subject: rows are appended."""
     return {tuple(getattr(row, name) for name in SUBJECT): row for row in rows}
 
@@ -65,7 +65,7 @@ class Change:
         slower = self.ratio > 1 + self.bound and after.p20_ms > before.p80_ms
         faster = self.ratio < 1 / (1 + self.bound) and after.p80_ms < before.p20_ms
         grew = None not in (before.peak_gib, after.peak_gib) and (after.peak_gib or 0.0) > (
-            (before.peak_gib or 0.0) * (1 + self.bound) + MEMORY_GIB
+            (before.peak_gib or 0.0) * (1 + self.bound) + ROUNDING_GIB
         )
         return " ".join(name for name, holds in (("slower", slower), ("faster", faster), ("memory", grew)) if holds)
 

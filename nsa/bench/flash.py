@@ -141,7 +141,7 @@ def gate_error(backend: Any, point: FlashPoint, dtype: torch.dtype, device: str)
     return gate.worst_ratio(found, by_reference(dtype), by_reference(torch.float64))
 
 
-def reason_against(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
+def reason_against_point(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
     """Why the backend does not run the point, forward or backward."""
     reasons = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
     return next((reason for reason in reasons if reason is not None), None)
@@ -271,7 +271,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     for point in all_points:
         qkv = point.inputs(dtype, "cuda")
         for impl, backend in {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}.items():
-            reason = reason_against(backend, point, dtype)
+            reason = reason_against_point(backend, point, dtype)
             if reason is not None:
                 runner.leave_out(f"{impl} at {point}", reason)
                 continue

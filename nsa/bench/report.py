@@ -22,13 +22,13 @@ from nsa.results import Row, read_rows
 from nsa.train.report.charts import Chart, Point, grid, render_page, section, stacked_bars, table, tiles_html
 from nsa.train.run_stats import PEAK_FLOPS
 
-RESULTS = Path("benchmarks/results")
+RESULTS_FOLDER = Path("benchmarks/results")
 GRAPHS = "-graphs"
 # The first that was measured is compared.
 NSA_FIRST = ("nsa-triton", "nsa-sdpa")
 DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa")
 # Passes of attention that a row, or a sum of rows, has the time of.
-MODES = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
+MODE_SUMS = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
 PASSES = {"fwd": ", forward", "bwd": ", backward"}
 BRANCH_OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
 # Of the vendors, by a part of the GPU's name, in bytes per second.
@@ -148,7 +148,7 @@ def ceiling(table: dict[str, float], gpu: str) -> float | None:
 
 
 def speedup_charts(found: Measurements) -> Iterator[str]:
-    for name, modes in MODES.items():
+    for name, modes in MODE_SUMS.items():
         lines = [(str(heads), found.speedups(heads, modes)) for heads in found.heads()]
         lines = [(label, points) for label, points in lines if len(points) > 1]
         if lines:
@@ -169,9 +169,9 @@ def break_even_table(found: Measurements) -> Iterator[str]:
     for heads in found.heads():
         pair = (found.first(NSA_FIRST, heads), found.first(DENSE_FIRST, heads))
         if None not in pair:
-            rows.append([str(heads), *(cell(heads, modes) for modes in MODES.values()), f"{pair[0]}, {pair[1]}"])
+            rows.append([str(heads), *(cell(heads, modes) for modes in MODE_SUMS.values()), f"{pair[0]}, {pair[1]}"])
     if rows:
-        yield grid("Tokens from which NSA is faster", ["heads/groups/head_dim", *MODES, "compared"], rows)
+        yield grid("Tokens from which NSA is faster", ["heads/groups/head_dim", *MODE_SUMS, "compared"], rows)
 
 
 def impl_lines(
@@ -305,7 +305,7 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """`nsa bench report`: returns the exit status."""
-    files = files_of_rows(args.rows or [RESULTS])
+    files = files_of_rows(args.rows or [RESULTS_FOLDER])
     rows = [row for file in files for row in read_rows(file)]
     require(bool(rows), "rows", [str(file) for file in files], "files with at least one row")
     make_folder(args.out.parent)
