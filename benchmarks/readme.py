@@ -1,109 +1,243 @@
-"""The tables and the picture of README.md, from the rows in `benchmarks/results/h200`.
+"""Every measured figure of README.md and docs/, from the rows in `benchmarks/results`; tests compare them.
 
-python benchmarks/readme.py                              # print the tables; tests/test_docs.py compares them
-python benchmarks/readme.py --write README.md            # put them in place of the old ones
-python benchmarks/readme.py --plot docs/speedup.svg      # draw the picture
+python benchmarks/readme.py                              # print the tables and the other figures, page by page
+python benchmarks/readme.py --write README.md            # put its tables in place of the old ones
+python benchmarks/readme.py --plot docs/speedup.svg      # draw the picture of README.md
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import median
 
-RESULTS = Path(__file__).parent / "results" / "h200"
-NSA, CUDNN, FA2 = "nsa-triton-graphs", "dense-cudnn-graphs", "dense-fa2-graphs"
-SHAPES = ("64/4/128", "32/8/128", "12/2/64")
+from nsa.bench.flash_routes import PACKED, WORTH_IT
+from nsa.bench.report import Heads, Measurements, break_even
+from nsa.results import Row, read_rows
+
+RESULTS = Path(__file__).parent / "results"
+NSA, CUDNN, FA2 = "nsa-triton", "dense-cudnn", "dense-fa2"
+SHAPES = {f"{h}/{g}/{d}": Heads(h, g, d, 1) for h, g, d in ((64, 4, 128), (32, 8, 128), (12, 2, 64))}
 COLOURS = ("#064e38", "#4fae8c", "#b0722f")
 MODES = {"fwd": "forward", "bwd": "backward"}
 BOTH = tuple(MODES)
-
-# (implementation, mode, heads/groups/head_dim, batch, length): a row of the CSV file, the latest of each kind.
-Rows = dict[tuple[str, str, str, int, int], dict[str, str]]
+COMPARED = {"ours": NSA, "dense": CUDNN}
 
 
-def read(suite: str) -> Rows:
-    """Of the file of that name, which may have rows of other suites beside them."""
-    with (RESULTS / f"{suite}.csv").open(newline="") as file:
-        return {
-            (row["impl"], row["mode"], f"{row['Hq']}/{row['G']}/{row['Dk']}", int(row["B"]), int(row["S"])): row
-            for row in csv.DictReader(file)
-            if row["suite"] == suite
-        }
+@cache
+def rows_of(*names: str, machine: str = "h200") -> list[Row]:
+    return [row for name in names for row in read_rows(RESULTS / machine / f"{name}.csv")]
 
 
-def milliseconds(rows: Rows, impl: str, shape: str, length: int, modes: Iterable[str]) -> float:
-    return sum(float(rows[impl, mode, shape, 1, length]["p50_ms"]) for mode in modes)
+def measured(*names: str) -> Measurements:
+    return Measurements(rows_of(*names))
 
 
-def speedup(rows: Rows, shape: str, length: int, modes: Sequence[str]) -> float:
-    """How many times as fast as dense attention by cuDNN."""
-    return milliseconds(rows, CUDNN, shape, length, modes) / milliseconds(rows, NSA, shape, length, modes)
-
-
-def measured_lengths(rows: Rows, shape: str) -> list[int]:
-    return sorted({length for impl, _, at, _, length in rows if (impl, at) == (NSA, shape)})
-
-
-def crossover(rows: Rows, shape: str, modes: Sequence[str]) -> float:
-    """The length from which NSA is faster than cuDNN, interpolated between measured lengths on logarithmic axes."""
-    lengths = measured_lengths(rows, shape)
-    lead = {n: math.log2(speedup(rows, shape, n, modes)) for n in lengths}
-    before = max(n for n in lengths if lead[n] < 0)
-    after = min(n for n in lengths if n > before)
-    share = lead[before] / (lead[before] - lead[after])
-    return float(before * (after / before) ** share)
+# README.md
 
 
 def crossover_table() -> str:
-    rows = read("attention")
-    lines = []
-    for shape in SHAPES:
-        starts = [f"{crossover(rows, shape, modes) / 1000:.1f}k" for modes in (("fwd",), ("bwd",), BOTH)]
-        gains = [f"{speedup(rows, shape, n, BOTH):.1f}x" for n in (2048, 8192, 32768, 65536, 131072)]
-        lines.append([shape, *starts, *gains])
+    found, lines = measured("attention"), []
+    for shape, heads in SHAPES.items():
+        starts = [break_even(found.speedups(heads, modes, **COMPARED)) for modes in (("fwd",), ("bwd",), BOTH)]
+        gains = dict(found.speedups(heads, BOTH, **COMPARED))
+        shown = [f"{gains[n]:.1f}x" for n in (2048, 8192, 32768, 65536, 131072)]
+        lines.append([shape, *(f"{(start or 0) / 1000:.1f}k" for start in starts), *shown])
     head = ["heads/groups/head_dim", "forward", "backward", "both", "2k", "8k", "32k", "64k", "128k"]
     return table(head, lines)
 
 
 def attention_table() -> str:
-    rows = read("attention")
+    found = measured("attention")
 
     def cell(impl: str, shape: str, length: int) -> str:
-        return " / ".join(digits(milliseconds(rows, impl, shape, length, [mode])) for mode in BOTH)
+        return " / ".join(digits(found.ms(impl, SHAPES[shape], length, [mode])) for mode in BOTH)
 
     cases = [("64/4/128", n) for n in (8192, 32768, 65536, 131072)]
-    cases += [(shape, n) for shape in SHAPES[1:] for n in (65536, 131072)]
+    cases += [(shape, n) for shape in list(SHAPES)[1:] for n in (65536, 131072)]
     lines = [[shape, f"{n:,}", *(cell(impl, shape, n) for impl in (NSA, CUDNN, FA2))] for shape, n in cases]
     return table(["heads/groups/head_dim", "tokens", "NSA, `triton`", "dense, cuDNN", "dense, FA-2"], lines)
 
 
+def training_rows() -> dict[tuple[str, int, int], Row]:
+    """By implementation, batch and length; the last row of each kind."""
+    return {(row.impl, row.B, row.S): row for row in rows_of("train")}
+
+
 def training_table() -> str:
-    rows = read("train")
-    lines = []
+    rows, lines = training_rows(), []
     for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768), (1, 65536)):
-        ours, dense = (rows[impl, "train", "12/2/64", batch, length] for impl in (NSA, "dense-sdpa-graphs"))
-        rates = [float(row["tokens_per_s"]) for row in (ours, dense)]
-        peaks = [f"{float(row['peak_gib']):.1f}" for row in (ours, dense)]
-        lines.append(
-            [f"{length:,} x {batch}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}x", *peaks]
-        )
+        ours, dense = (rows[f"{impl}-graphs", batch, length] for impl in (NSA, "dense-sdpa"))
+        rates = [row.tokens_per_s or 0.0 for row in (ours, dense)]
+        peaks = [f"{row.peak_gib:.1f}" for row in (ours, dense)]
+        shown = [f"{rate:,.0f}" for rate in rates]
+        lines.append([f"{length:,} x {batch}", *shown, f"{rates[0] / rates[1]:.2f}x", *peaks])
     return table(["tokens x sequences", "NSA", "dense", "speedup", "NSA, GiB", "dense, GiB"], lines)
 
 
 def decode_table() -> str:
-    rows = read("decode")
+    rows = {
+        (row.impl, row.mode, row.Hq, row.G, row.Dk, row.B, row.S): row
+        for row in rows_of("decode")
+        if row.suite == "decode"
+    }
     lines = []
-    for (impl, mode, shape, batch, length), row in rows.items():
-        if (impl, mode) == (NSA, "decode-1"):
-            dense, limit = (float(rows[x, mode, shape, batch, length]["p50_ms"]) for x in (CUDNN, "bytes-limit"))
-            ours = float(row["p50_ms"])
-            times = [f"{x:.3f}" for x in (ours, dense, limit)]
-            lines.append([shape, f"{length:,} x {batch}", *times, f"{dense / ours:.1f}x"])
+    for (impl, mode, *shape), row in rows.items():
+        if (impl, mode) == (f"{NSA}-graphs", "decode-1"):
+            dense, limit = (rows[x, mode, *shape].p50_ms for x in (f"{CUDNN}-graphs", "bytes-limit"))
+            times = [f"{x:.3f}" for x in (row.p50_ms, dense, limit)]
+            lines.append([f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", *times, f"{dense / row.p50_ms:.1f}x"])
     head = ["heads/groups/head_dim", "tokens x rows", "NSA", "dense, cuDNN", "reading NSA's bytes", "speedup"]
     return table(head, lines)
+
+
+def readme_sentences() -> Iterator[str]:
+    """What the text says, in any number of lines."""
+    rows = training_rows()
+    compiled, plain = (rows[impl, 8, 2048].tokens_per_s or 0 for impl in ("nsa-triton-compiled", "nsa-sdpa-graphs"))
+    yield f"gives {compiled:,.0f} tokens per second, and `--backend sdpa`, which is plain PyTorch, {plain:,.0f}."
+    run = [json.loads(line) for line in (RESULTS / "h200/run-1000-steps.jsonl").read_text().splitlines()]
+    rate = median(record["tokens_per_s"] for record in run if record["kind"] == "heartbeat" and "mfu" in record)
+    start, end = (run[-1][f"loss_{name}"] for name in ("start", "end"))
+    yield f"takes the validation loss from {start:.2f} to {end:.2f} on the default data"
+    yield f"at a median of {rate:,.0f} tokens per second"
+    yield run[0]["command"]
+    host = {(row.op, row.impl, row.mode): row.p50_ms for row in rows_of("host") if row.S == 2048}
+    layer = {(impl, mode): host["layer", impl, mode] for _, impl, mode in host}
+    forward, both = ([layer[impl, mode] for impl in ("nsa-auto", "dense-sdpa")] for mode in ("fwd", "fwd+bwd"))
+    yield (
+        f"{forward[0]:.2f} ms of CPU time (dense {forward[1]:.2f} ms), forward and backward {both[0]:.2f} ms "
+        f"(dense {both[1]:.2f} ms)"
+    )
+    yield f"an attention forward takes {host['attention', 'nsa-auto', 'fwd']:.2f} ms"
+
+
+# docs/flash-integration.md
+
+
+def ratios(ours: str, theirs: str, keep: Callable[[Row], bool]) -> list[float]:
+    """Time of `theirs` over that of `ours` in the rows of `nsa bench flash`, shape by shape."""
+    times = {
+        (row.suite, row.op, row.mode, row.Dk, row.G, row.S, row.impl): row.p50_ms
+        for row in rows_of("flash")
+        if keep(row)
+    }
+    shapes = {key[:-1] for key in times}
+    return [
+        times[*shape, theirs] / times[*shape, ours]
+        for shape in sorted(shapes)
+        if (*shape, theirs) in times and (*shape, ours) in times
+    ]
+
+
+def flash_table() -> str:
+    lines = []
+    for op in ("compressed", "sliding"):
+        for mode, name in MODES.items():
+            for dim in (64, 96, 128, 192):
+                lines.append([f"{op} {name}", str(dim), *flash_cells(op, mode, dim)])
+    head = ["branch, direction", "head_dim", "1k", "8k", "64k", "varlen 1k, 8k, 64k", "over SDPA"]
+    return table(head, lines, rule="---", spaced=False)
+
+
+def is_packed(row: Row) -> bool:
+    return row.suite.endswith(PACKED)
+
+
+def flash_cells(op: str, mode: str, dim: int) -> Iterator[str]:
+    def of(row: Row) -> bool:
+        return (row.op, row.mode, row.Dk) == (op, mode, dim)
+
+    def gains(length: int, *, packed: bool) -> list[float]:
+        return ratios(NSA, "flash-torch", lambda row: of(row) and length == row.S and is_packed(row) == packed)
+
+    lengths = (1024, 8192, 65536)
+    for length in lengths:
+        fixed = gains(length, packed=False)
+        span = f"{min(fixed):.2f} to {max(fixed):.2f}"
+        yield f"**{span}**" if max(fixed) <= 1 / WORTH_IT else span
+    yield ", ".join(f"{gains(length, packed=True)[0]:.2f}" for length in lengths)
+    over = ratios(NSA, "nsa-sdpa", of)
+    yield f"{min(over):.1f} to {max(over):.1f}"
+
+
+def flash_sentences() -> Iterator[str]:
+    over = ratios(
+        "flash-torch", "nsa-sdpa", lambda row: (row.op, row.S, row.suite) != ("compressed", 1024, "flash-packed")
+    )
+    yield f"Torch's FlashAttention-2 is {min(over):.1f} to {max(over):.0f} times as fast as our SDPA path"
+
+    def peak(impl: str, op: str) -> float:
+        suite = "flash" if op == "compressed" else "flash-w512"
+        found = [
+            row.peak_gib or 0.0
+            for row in rows_of("flash")
+            if (row.suite, row.op, row.mode, row.Dk, row.S, row.Hq // row.G, row.impl)
+            == (suite, op, "bwd", 192, 65536, 4, impl)
+        ]
+        return found[-1]
+
+    yield (
+        f"peaks at {peak('flash-torch', 'compressed'):.1f} GiB (ours {peak(NSA, 'compressed'):.1f}), the sliding "
+        f"branch at {peak('flash-torch', 'sliding'):.1f} (ours {peak(NSA, 'sliding'):.1f})"
+    )
+
+    def over_ours(mode: str, dim: int) -> float:
+        subject = ("compressed", mode, dim, 65536, "flash")
+        found = ratios("sdpa-cudnn", NSA, lambda row: (row.op, row.mode, row.Dk, row.S, row.suite) == subject)
+        return sum(found) / len(found)
+
+    yield (
+        f"cuDNN is the fastest: {over_ours('fwd', 64):.1f} times as fast as our kernels forward "
+        f"({over_ours('fwd', 192):.1f} at head_dim 192); backward as fast at head_dim 64, {over_ours('bwd', 128):.1f} "
+        f"times as fast at 128 and about {over_ours('bwd', 192):.0f} times at 192."
+    )
+
+
+# docs/inference.md
+
+
+def fp8_table() -> str:
+    with (RESULTS / "cpu/fp8_cache.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for row in rows:
+        error = float(row["logit_rms_error"]) / float(row["logit_std"])
+        cells = [row["model"], row["dtype"], row["cache"], f"{error:.2%}", f"{float(row['kl']):.1e}"]
+        cells += [f"{float(row['same_top_token']):.1%}", f"{float(row['loss']):.3f}"]
+        lines.append([*cells, f"{float(row['same_selected_blocks']):.1%}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# docs/perf-log.md, where it cites a file
+
+
+def log_sentences() -> Iterator[str]:
+    rows = {(row.op, row.mode, row.S): row.p50_ms for row in rows_of("attention-trained")}
+    pairs = {
+        length: [" / ".join(digits(rows[op, mode, length]) for mode in BOTH) for op in ("trained", "random")]
+        for length in (32768, 65536)
+    }
+    yield f"at 32k {pairs[32768][0]} against {pairs[32768][1]}, at 64k {pairs[65536][0]} against {pairs[65536][1]}"
+    smooth = {row.mode: row.p50_ms for row in rows_of("attention-smooth")}
+    yield f"takes {' / '.join(digits(smooth[mode]) for mode in BOTH)}."
+
+
+# By page: tables, which must be there as they are, and what the text says, in any number of lines.
+TABLES: dict[str, Sequence[Callable[[], str]]] = {
+    "README.md": (crossover_table, attention_table, training_table, decode_table),
+    "docs/flash-integration.md": (flash_table,),
+    "docs/inference.md": (fp8_table,),
+}
+SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
+    "README.md": readme_sentences,
+    "docs/flash-integration.md": flash_sentences,
+    "docs/perf-log.md": log_sentences,
+}
 
 
 def digits(x: float) -> str:
@@ -111,9 +245,10 @@ def digits(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---"] * len(head)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+def table(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "---", *, spaced: bool = True) -> str:
+    cells = [rule] * len(head)
+    divider = f"| {' | '.join(cells)} |" if spaced else f"|{'|'.join(cells)}|"
+    return "\n".join([f"| {' | '.join(head)} |", divider, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def draw(out: Path) -> None:
@@ -125,15 +260,14 @@ def draw(out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "nsa"
     from matplotlib import pyplot
 
-    rows = read("attention")
+    found = measured("attention")
     figure, axes = pyplot.subplots(1, len(MODES), figsize=(10, 3.6), sharey=True)
     for axis, (mode, name) in zip(axes, MODES.items(), strict=True):
         axis.axhline(1, color="#999999", linestyle="--", linewidth=1)
-        for shape, colour in zip(SHAPES, COLOURS, strict=True):
-            lengths = measured_lengths(rows, shape)
-            heads, groups, head_dim = shape.split("/")
-            label = f"{heads} heads, {groups} groups, head_dim {head_dim}"
-            axis.plot(lengths, [speedup(rows, shape, n, [mode]) for n in lengths], "o-", color=colour, label=label)
+        for heads, colour in zip(SHAPES.values(), COLOURS, strict=True):
+            lengths, gains = zip(*found.speedups(heads, [mode], **COMPARED), strict=True)
+            label = f"{heads.n_heads} heads, {heads.n_groups} groups, head_dim {heads.head_dim}"
+            axis.plot(lengths, gains, "o-", color=colour, label=label)
         axis.set(title=name, xlabel="sequence length", xscale="log", yscale="log")
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25x", "0.5x", "1x", "2x", "4x", "8x"])
@@ -146,22 +280,24 @@ def draw(out: Path) -> None:
     pyplot.close(figure)
 
 
-def write(page: Path, tables: Sequence[str]) -> None:
-    """Replace each table of `page` that has the head of one of `tables`."""
-    blocks = {new.split("\n")[0]: new for new in tables}
+def write(page: Path) -> None:
+    """Replace each table of `page` that has the head of one of its tables here."""
+    name = str(page.resolve().relative_to(RESULTS.resolve().parents[1]))
+    blocks = {new.split("\n")[0]: new for new in (make() for make in TABLES.get(name, ()))}
     parts = page.read_text().split("\n\n")
     page.write_text("\n\n".join(blocks.get(part.split("\n")[0], part) for part in parts))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the tables of README.md, or update it.")
+    parser = argparse.ArgumentParser(description="Print the measured figures of README.md and docs/, or update a page.")
     parser.add_argument("--write", type=Path, help="replace the tables of this page instead")
-    parser.add_argument("--plot", type=Path, help="write the picture here instead")
+    parser.add_argument("--plot", type=Path, help="write the picture of README.md here instead")
     args = parser.parse_args()
-    tables = [crossover_table(), attention_table(), training_table(), decode_table()]
     if args.write is not None:
-        write(args.write, tables)
+        write(args.write)
     if args.plot is not None:
         draw(args.plot)
     if args.write is None and args.plot is None:
-        print(*tables, sep="\n\n")
+        for page in {**TABLES, **SENTENCES}:
+            print(f"# {page}", *(make() for make in TABLES.get(page, ())), sep="\n\n")
+            print("", *SENTENCES.get(page, lambda: iter(()))(), "", sep="\n")

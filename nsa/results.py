@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -92,7 +93,12 @@ def parse_row(cells: dict[str, str]) -> Row:
         # The other columns are optional: `float | None` or `str | None`.
         return None if text == "" else (float(text) if kind == float | None else text)
 
-    return Row(**{name: value(name, kind) for name, kind in get_type_hints(Row).items()})
+    return Row(**{name: value(name, kind) for name, kind in column_types().items()})
+
+
+@cache
+def column_types() -> dict[str, Any]:
+    return get_type_hints(Row)
 
 
 def quantiles(milliseconds: list[float]) -> tuple[float, float, float]:

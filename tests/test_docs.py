@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pkgutil
 import re
 import runpy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import pytest
-from docs_pages import PAGES, README, ROOT, Line, parse_line, shell_lines, snippets
+from docs_pages import PAGES, ROOT, Line, parse_line, shell_lines, snippets
 
 from nsa import settings
 from nsa.cli import COMMANDS, parser_of
@@ -94,68 +90,6 @@ def test_the_site_finds_the_sections_and_names_it_shows() -> None:
     # But what needs transformers, which takes seconds to import.
     for name in " ".join(names for page, (_, names) in site["API"].items() if page != "hf").split():
         assert pkgutil.resolve_name(name).__doc__, name
-
-
-# Numbers.
-
-
-def test_the_readme_tables_are_those_of_the_recorded_rows() -> None:
-    tables = run_script().strip().split("\n\n")
-    assert len(tables) == 4
-    for table in tables:
-        assert table in README.read_text()
-
-
-def test_the_readme_picture_is_drawn_from_the_recorded_rows(tmp_path: Path) -> None:
-    run_script("--plot", str(tmp_path / "speedup.svg"))
-    assert "<svg" in (tmp_path / "speedup.svg").read_text()
-
-
-def run_script(*words: str) -> str:
-    script = str(ROOT / "benchmarks" / "readme.py")
-    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=True).stdout
-
-
-def test_the_readme_figures_of_the_recorded_run_agree() -> None:
-    lines = (ROOT / "benchmarks/results/h200/run-1000-steps.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    rate = median(record["tokens_per_s"] for record in records if record["kind"] == "heartbeat" and "mfu" in record)
-    end = records[-1]
-    text = README.read_text()
-    assert f"from {end['loss_start']:.2f} to {end['loss_end']:.2f}" in text
-    assert f"{rate:,.0f} tokens per second" in " ".join(text.split())
-    assert records[0]["command"] in text
-    assert end["skipped"] == 0
-    assert end["fallbacks"] == {}
-
-
-@pytest.mark.parametrize(
-    ("suite", "impl", "column", "form"),
-    [
-        ("train", "nsa-triton-compiled", "tokens_per_s", "{:,.0f} tokens per second"),
-        ("train", "nsa-sdpa-graphs", "tokens_per_s", "{:,.0f}"),
-        ("host", "nsa-auto", "p50_ms", "{:.2f} ms"),
-    ],
-)
-def test_a_readme_figure_is_in_a_row(suite: str, impl: str, column: str, form: str) -> None:
-    rows = recorded(suite)
-    values = [float(row[column]) for row in rows if row["impl"] == impl and row["S"] == "2048"]
-    # Rows are appended: the last is the newest.
-    assert form.format(values[-1]) in README.read_text()
-
-
-def test_the_fp8_table_is_that_of_the_recorded_rows() -> None:
-    text = (ROOT / "docs" / "inference.md").read_text()
-    for row in recorded("fp8_cache", machine="cpu"):
-        error = float(row["logit_rms_error"]) / float(row["logit_std"])
-        cells = [row["model"], row["dtype"], row["cache"], f"{error:.2%}", f"{float(row['kl']):.1e}"]
-        cells += [f"{float(row['same_top_token']):.1%}", f"{float(row['loss']):.3f}"]
-        assert f"| {' | '.join(cells)} | {float(row['same_selected_blocks']):.1%} |" in text
-
-
-def recorded(suite: str, machine: str = "h200") -> list[dict[str, str]]:
-    head, *lines = (ROOT / f"benchmarks/results/{machine}/{suite}.csv").read_text().splitlines()
-    return [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
 
 
 # Migration.

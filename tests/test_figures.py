@@ -1,0 +1,86 @@
+"""Every measured number of README.md and docs/ is computed from a committed results file; a stale one fails here."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+# A notebook: what was tried, measured once, and is not in the tree. Where it cites a results file it is compared.
+NOTEBOOK = "docs/perf-log.md"
+# A number with a unit that only a measurement has.
+MEASURED = re.compile(
+    r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*\d)?"
+    r"(?: ?(?:ms|µs|GiB|TB/s|GB/s|TFLOP/s|tokens/s|%)(?![\w/])| (?:tokens per second|times as fast)|x(?![\w]))"
+)
+# Numbers that look measured and are not: defaults, limits and definitions.
+DEFINED = {
+    "README.md": ("4 GiB of keys and values", "1x, dense attention is faster"),
+    "docs/flash-integration.md": (
+        "at least 1.2 times as fast at every",
+        "not 1.2 times as fast as that",
+        "as 1e-5 of the rows",
+    ),
+    "docs/kernels.md": ("through 1.5 GiB of scratch",),
+    "docs/training.md": ("Estimates add 5 µs",),
+}
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def sentences(page: str) -> list[str]:
+    return [flat(text) for text in FIGURES["SENTENCES"].get(page, lambda: ())()]
+
+
+@pytest.mark.parametrize(("page", "make"), [(page, make) for page, all_ in FIGURES["TABLES"].items() for make in all_])
+def test_a_table_is_that_of_the_recorded_rows(page: str, make: object) -> None:
+    assert make() in (ROOT / page).read_text()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("page", "text"), [(page, text) for page in FIGURES["SENTENCES"] for text in sentences(page)])
+def test_a_sentence_has_the_recorded_numbers(page: str, text: str) -> None:
+    assert text in flat((ROOT / page).read_text())
+
+
+def unsupported_numbers(page: str, text: str) -> list[str]:
+    """Measured numbers of a page's prose and tables that no results file gives. Blocks are commands and transcripts."""
+    prose = re.sub(r"^```.*?^```$|^ {4,}.*$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    for make in FIGURES["TABLES"].get(page, ()):
+        for line in make().splitlines():
+            prose = prose.replace(re.sub(r"`[^`\n]*`", "", line), "")
+    prose = flat(prose)
+    for known in (*sentences(page), *DEFINED.get(page, ())):
+        prose = prose.replace(flat(re.sub(r"`[^`\n]*`", "", known)), "")
+    return MEASURED.findall(prose)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != NOTEBOOK])
+def test_no_page_has_a_number_without_a_results_file(page: str) -> None:
+    assert unsupported_numbers(page, (ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["takes 0.31 ms", "is 1.4 to 12 times as fast", "302,773 tokens per second", "| 2.78x |", "at 7.9 GiB"]
+)
+def test_an_unsupported_number_is_found(text: str) -> None:
+    assert len(unsupported_numbers("README.md", f"It {text} today.")) == 1
+    assert unsupported_numbers("README.md", f"    {text}\n") == []
+
+
+def test_the_readme_picture_is_that_of_the_recorded_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    FIGURES["draw"](tmp_path / "speedup.svg")
+    drawn, shown = (path.read_text() for path in (tmp_path / "speedup.svg", ROOT / "docs" / "speedup.svg"))
+    assert lines_of(drawn) == lines_of(shown)
+
+
+def lines_of(svg: str) -> list[str]:
+    """The paths of the plotted lines: fonts and versions of matplotlib may differ."""
+    return re.findall(r'<path d="([^"]+)" clip-path=', svg)
