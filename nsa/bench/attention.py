@@ -211,7 +211,8 @@ def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) 
     indices = gate.selected_indices(c, q, *means)
     forward = peers.SELECTED_PEERS[impl](c, indices, *whole)
     error = partial(gate.sampled_error, forward, whole, partial(gate.expect_selected, c, indices))
-    return Task(suite, "selected", impl, shape, partial(forward_and_backward, forward, whole), error)
+    passes = partial(forward_and_backward, forward, whole)
+    return Task(suite, "selected", impl, shape, passes, error, peers.keeps_buffers)
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:

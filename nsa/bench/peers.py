@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -47,7 +48,7 @@ def missing(impl: str, device: str, shape: Any) -> str | None:
 def dense(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Forward, Callable[[], AbstractContextManager[Any]]]:
     """Causal attention of `[B, S, H, D]` tensors, and the context that it runs in; `dense-sdpa`: torch selects."""
     if impl == "dense-flex":
-        return partial(flex, q, k, v, causal_mask(q.shape[1], q.device)), nullcontext
+        return flex(q, k, v, causal_mask(q.shape[1], q.device)), keeps_buffers
     return partial(dense_attention, q, k, v), partial(sdpa_kernel, DENSE[impl]) if impl in DENSE else nullcontext
 
 
@@ -57,16 +58,23 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-@cache
-def compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+def keeps_buffers() -> AbstractContextManager[Any]:
+    """In which a compiled backward pass may run again on one graph, as timing does."""
+    context: AbstractContextManager[Any] = functorch_config.patch(donated_buffer=False)
+    return context
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """FlexAttention of `[B, S, H, D]` tensors, compiled."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o: Tensor = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
-    return o.transpose(1, 2)
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Forward:
+    """FlexAttention of `[B, S, H, D]` tensors, compiled for these shapes and this mask."""
+    # After a few masks torch.compile would give up, and time the eager function instead.
+    torch.compiler.reset()
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> Tensor:
+        o: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=True)
+        return o.transpose(1, 2)
+
+    return forward
 
 
 def is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -117,7 +125,7 @@ def selected_mask(indices: Tensor, n_heads: int, select_block: int) -> BlockMask
 
 
 def flex_selected(config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    return partial(flex, q, k, v, selected_mask(indices, q.shape[2], config.l_sel))
+    return flex(q, k, v, selected_mask(indices, q.shape[2], config.l_sel))
 
 
 def fla_config(config: NSAConfig) -> NSAConfig:
