@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import reference
-from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
 from nsa.bench.runner import Pass, Runner, Suite, Task, captured, cuda_events
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.results import quantiles
+
+if TYPE_CHECKING:
+    from nsa.backends.triton.decode import DecodeTile
 
 # Of bf16 keys and values, both.
 BYTES_PER_NUMBER = 4
@@ -56,7 +58,10 @@ class CachedStep:
     """Random stores, all rows of full length, and the step's queries; `smooth` is how alike the tokens' queries are."""
 
     def __init__(self, shape: DecodeShape, smooth: float, tile: DecodeTile | None = None) -> None:
-        self.shape, self.config, self.tile = shape, shape.config("triton"), tile
+        # Imports Triton, which a machine without a GPU need not have.
+        from nsa.backends.triton.decode import Hyperparameters, decode_attention
+
+        self.shape, self.config, self.tile, self.attend = shape, shape.config("triton"), tile, decode_attention
         c, self.generator = self.config, torch.Generator("cuda").manual_seed(0)
         self.how = Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, shape.length)
         self.q = self.normal(shape.n_tokens, shape.n_heads)
@@ -80,7 +85,7 @@ class CachedStep:
 
     def nsa(self) -> tuple[Tensor, Tensor]:
         stores = self.compressed, self.selected, self.window
-        return decode_attention(self.q, *stores, self.gates, self.start, self.how, self.tile)
+        return self.attend(self.q, *stores, self.gates, self.start, self.how, self.tile)
 
     def dense(self) -> Tensor:
         """Over the selected store, as dense attention caches it."""

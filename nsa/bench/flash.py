@@ -32,7 +32,7 @@ from nsa.backends.problem import Problem
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
-from nsa.bench.plot import COLOURS, MODE_LABELS, OTHER_COLOUR, mark_lengths, save_figure
+from nsa.bench.plot import COLOURS, MODE_LABELS, NO_PLOTS, OTHER_COLOUR, mark_lengths, save_figure
 from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
 from nsa.config import require
 from nsa.geometry import n_compressed
@@ -247,7 +247,9 @@ def finish(args: argparse.Namespace, runner: Runner) -> None:
     rows = runner.rows if args.rows is None else read_rows(args.rows)
     require(bool(rows), "--rows", str(args.rows), "a file with at least one row")
     print(speedup_table(rows))
-    if args.plot is not None:
+    if args.plot is not None and NO_PLOTS:
+        runner.leave_out(str(args.plot), NO_PLOTS)
+    elif args.plot is not None:
         draw_speedups(rows, args.plot)
     if args.write is not None:
         compared = bool(measured_orders(rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ COLOURS = {
     "sdpa-efficient": "#b0722f",
     "sdpa-math": "#dcb98f",
 }
+# Why nothing can be plotted; None if it can.
+NO_PLOTS = None if find_spec("matplotlib") else "matplotlib is not installed: pip install 'nsa[plots]'"
 OTHER_COLOUR = "#b0722f"
 # In the order of their panels.
 MODE_LABELS = {"fwd": "forward", "bwd": "backward", "train": "training"}
@@ -105,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     """`nsa bench plot`: returns the exit status."""
     rows = [row for path in args.rows for row in read_rows(path)]
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
+    if NO_PLOTS:
+        raise ValueError(f"{NO_PLOTS}; nsa bench report draws rows without it")
     draw_figure(rows, args.out)
     print(f"wrote {args.out}")
     return 0

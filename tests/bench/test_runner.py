@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,3 +245,44 @@ def test_the_words_of_the_cpu_suite_are_known() -> None:
 
     for command in cpu.CPU_COMMANDS:
         parse(*command.split(), "--device", "cpu")
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        gone = name.split(".")[0] in ("triton", "matplotlib", "flash_attn", "fla")
+        return None if gone else PathFinder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Without() if finder is PathFinder else finder for finder in sys.meta_path]
+from nsa.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("branches --heads 2/1/8 --lengths 40 --device cpu", 0, "left out: nsa-triton"),
+        ("flash --rows ROWS --plot plot.png", 0, "left out: plot.png: matplotlib is not installed"),
+        ("plot --rows ROWS --out plot.png", 2, "nsa bench report draws rows without it"),
+        ("report ROWS -o bench.html", 0, "wrote bench.html"),
+        ("decode --heads 2/1/16", 2, "started without a GPU"),
+        ("tune", 2, "triton package is not installed"),
+    ],
+)
+def test_without_optional_packages_the_rest_is_done(words: str, status: int, told: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    root = Path(__file__).resolve().parents[2]
+    rows = str(root / "benchmarks" / "results" / "h200" / "flash.csv")
+    command = [sys.executable, "-c", WITHOUT, "bench", *words.replace("ROWS", rows).split()]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == status, done.stderr
+    assert told in done.stdout + done.stderr
