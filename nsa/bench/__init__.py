@@ -9,7 +9,7 @@ import argparse
 from importlib import import_module
 
 # By suite, its module.
-SUITES = {name: name for name in ("attention", "decode", "flash", "host", "train", "trained")} | {
+SUITES = {name: name for name in ("attention", "decode", "flash", "generate", "host", "train", "trained")} | {
     "branches": "attention"
 }
 

@@ -11,25 +11,41 @@ moves NSA's keys and values and the parameters. Prefill is compared with the sam
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nsa.backends.triton.ahead import compile_ahead
+from nsa.bench import gate
 from nsa.bench.decode import MAX_REPLAYS, copy_rate, replay_times
-from nsa.bench.runner import CudaClock
+from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
-from nsa.results import Row, append, make_row
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-# Implementation, mode and milliseconds.
-Times = Iterator[tuple[str, str, list[float]]]
+# Tokens on which a cached step is compared with the reference: so few that every block is selected.
+PROMPT_TOKENS = 255
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The heads of a model, rows and tokens."""
+
+    config: LMConfig
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"B={self.batch} S={self.length}"
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The shape columns of a row."""
+        c = self.config.attn
+        return {"B": self.batch, "S": self.length, "Hq": c.n_heads, "G": c.n_kv_groups, "Dk": c.d_k, "Dv": c.d_v}
 
 
 class ModelStep:
@@ -46,6 +62,7 @@ class ModelStep:
                 else:
                     x.fill_(length - MAX_REPLAYS)
 
+    @torch.no_grad()
     def __call__(self) -> None:
         x = self.model.hidden(self.tokens, caches=self.caches)
         self.tokens.copy_(self.model.logits(x).argmax(dim=-1))
@@ -58,6 +75,7 @@ class Prefill:
         self.model, self.chunks = model, tokens.split(chunk, dim=1)
         self.caches = model.new_cache(tokens.shape[0], tokens.shape[1] + 1)
 
+    @torch.no_grad()
     def __call__(self) -> None:
         for cache in self.caches:
             cache.lengths.zero_()
@@ -74,62 +92,75 @@ def new_model(preset: str, attention: AttentionKind) -> LM:
         return LM(config.with_backend("triton") if attention == "nsa" else config).to(DTYPE).eval()
 
 
-def measure_steps(models: dict[str, LM], batch: int, length: int, rate: float) -> Times:
-    """A step of every model, and reading what NSA's must read."""
-    for impl, model in models.items():
-        yield f"{impl}-graphs", "decode-1", replay_times(ModelStep(model, batch, length))
-    nsa = models["nsa-triton"]
-    weights = sum(x.numel() for x in nsa.parameters()) * DTYPE.itemsize
-    yield "bytes-limit", "decode-1", [(weights + nsa.kv_bytes_read(length, batch_size=batch)) / rate]
+@torch.no_grad()
+def cached_error(model: LM) -> float:
+    """The error of a step's logits after a prompt, in units of the tolerance."""
+    weight = model.head_weight
+    config = model.config.with_backend("reference" if set(model.config.kinds) == {"nsa"} else "sdpa")
+    specification = LM(config).to(weight.device, weight.dtype).eval()
+    specification.load_state_dict(model.state_dict())
+    tokens = torch.randint(config.vocab_size, (1, PROMPT_TOKENS + 1), device=weight.device)
+    caches = model.new_cache(1, PROMPT_TOKENS + 1)
+    model.hidden(tokens[:, :-1], caches=caches)
+    found, plain = model(tokens[:, -1:], caches=caches), specification(tokens)[:, -1:]
+    return gate.worst_ratio([found], [plain], [specification.double()(tokens)[:, -1:]])
 
 
-def prefills(model: LM, length: int, chunk: int) -> dict[str, Callable[[], object]]:
-    """A forward pass over a prompt by mode: without a cache, through one at once and in chunks."""
-    tokens = torch.randint(model.config.vocab_size, (1, length), device=DEVICE)
-    whole, chunked = (Prefill(model, tokens, n) for n in (length, chunk))
-    return {"fwd": lambda: model.hidden(tokens), "prefill": whole, f"prefill-{chunk}": chunked}
+def step_passes(model: LM, shape: ModelShape) -> Iterator[Pass]:
+    yield Pass("decode-1", ModelStep(model, shape.batch, shape.length), tokens=shape.batch)
 
 
-def measure_prefill(model: LM, length: int, chunk: int) -> Times:
-    for mode, call in prefills(model, length, chunk).items():
-        yield "nsa-triton", mode, CudaClock().times(call)
+def prefills(model: LM, length: int, chunk: int) -> Iterator[Pass]:
+    """A forward pass over a prompt: without a cache, through one at once and in chunks."""
+    tokens = torch.randint(model.config.vocab_size, (1, length), device=model.head_weight.device)
+    calls: dict[str, Callable[[], object]] = {
+        "fwd": torch.no_grad()(partial(model.hidden, tokens)),
+        "prefill": Prefill(model, tokens, length),
+        f"prefill-{chunk}": Prefill(model, tokens, chunk),
+    }
+    yield from (Pass(mode, call, tokens=length) for mode, call in calls.items())
 
 
-def rows_of(config: LMConfig, args: argparse.Namespace, batch: int, length: int, found: Times) -> Iterator[Row]:
-    c = config.attn
-    shape: dict[str, Any] = {"B": batch, "S": length, "Hq": c.n_heads, "G": c.n_kv_groups, "Dk": c.d_k, "Dv": c.d_v}
-    for impl, mode, times in found:
-        columns = {"suite": "generate", "op": args.preset, "impl": impl, "mode": mode, **shape}
-        made = make_row(times, columns, dtype=DTYPE, device=DEVICE, commit=args.commit)
-        n_tokens = batch * (1 if mode == "decode-1" else length)
-        yield replace(made, tokens_per_s=round(n_tokens / made.p50_ms * 1e3, 1))
+class GenerateClock:
+    """Steps are replayed as CUDA graphs; prefill is called eagerly."""
+
+    suffix = ""
+
+    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+        timer = replay_times if each.mode == "decode-1" else CudaClock().times
+        return timer(each.call), None
 
 
 @torch.no_grad()
-def run(args: argparse.Namespace) -> int:
-    """`nsa bench generate`: returns the exit status."""
+def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     require(torch.cuda.is_available(), "nsa bench generate", "started without a GPU", "a machine with a CUDA GPU")
-    models = {"nsa-triton": new_model(args.preset, "nsa"), "dense-sdpa": new_model(args.preset, "dense")}
-    config, rate = models["nsa-triton"].config, copy_rate()
-    shapes = [(batch, length) for batch in args.batch_size for length in args.lengths]
+    # Imports Triton.
+    from nsa.backends.triton.ahead import compile_ahead
 
-    nsa = models["nsa-triton"]
+    models = {"nsa-triton": new_model(args.preset, "nsa"), "dense-sdpa": new_model(args.preset, "dense")}
+    nsa, rate = models["nsa-triton"], copy_rate()
+    shapes = [ModelShape(nsa.config, batch, length) for batch in args.batch_size for length in args.lengths]
 
     def everything() -> None:
         for shape in shapes:
-            ModelStep(nsa, *shape)()
+            ModelStep(nsa, shape.batch, shape.length)()
         for length in args.prefill:
-            for call in prefills(nsa, length, args.chunk).values():
-                call()
+            for each in prefills(nsa, length, args.chunk):
+                each.call()
 
     compile_ahead(everything)
-    measured = [(*shape, measure_steps(models, *shape, rate)) for shape in shapes]
-    measured += [(1, length, measure_prefill(nsa, length, args.chunk)) for length in args.prefill]
-    for batch, length, found in measured:
-        for row in rows_of(config, args, batch, length, found):
-            rates = f"{row.p50_ms:9.3f} ms {row.tokens_per_s:12,.0f} tokens/s"
-            print(f"B={batch} S={length:<7} {row.mode:<12} {row.impl:<18} {rates}", flush=True)
-            if args.out is not None:
-                append(args.out, row)
-    print(json.dumps({"copy_bytes_per_ms": round(rate)}))
-    return 0
+    weights = sum(x.numel() for x in nsa.parameters()) * DTYPE.itemsize
+    for shape in shapes:
+        for impl, model in models.items():
+            passes = partial(step_passes, model, shape)
+            yield Task("generate", args.preset, f"{impl}-graphs", shape, passes, partial(cached_error, model))
+        limit = Task("generate", args.preset, "bytes-limit", shape, lambda: iter(()), lambda: 0.0)
+        reading = (weights + nsa.kv_bytes_read(shape.length, batch_size=shape.batch)) / rate
+        runner.record(limit, Pass("decode-1", lambda: None, tokens=shape.batch), [reading], None)
+    for length in args.prefill:
+        shape = ModelShape(nsa.config, 1, length)
+        passes = partial(prefills, nsa, length, args.chunk)
+        yield Task("generate", args.preset, "nsa-triton", shape, passes, partial(cached_error, nsa))
+
+
+SUITE = Suite(tasks, lambda args, device: GenerateClock())

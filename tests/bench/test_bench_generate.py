@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nsa.bench.decode import MAX_REPLAYS
-from nsa.bench.generate import ModelStep, Prefill, rows_of
+from nsa.bench.generate import ModelShape, ModelStep, Prefill, cached_error, prefills, step_passes
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
 
@@ -43,10 +42,22 @@ def test_prefill_can_be_repeated_and_chunked() -> None:
             torch.testing.assert_close(model(following, caches=prefill.caches), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_count_the_tokens_of_a_step_or_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.bench.generate.DEVICE", "cpu")
-    args = argparse.Namespace(preset="tiny", commit="abc1234")
-    found = iter([("nsa-triton-graphs", "decode-1", [2.0]), ("nsa-triton", "prefill-64", [2.0])])
-    step, prompt = rows_of(LMConfig.preset("tiny"), args, 4, 512, found)
-    assert (step.suite, step.op, step.B, step.S, step.tokens_per_s) == ("generate", "tiny", 4, 512, 2000.0)
-    assert prompt.tokens_per_s == 4 * 512 * 500
+def test_passes_count_the_tokens_of_a_step_or_a_prompt() -> None:
+    model = model_of("nsa")
+    (step,) = step_passes(model, ModelShape(model.config, 4, MAX_REPLAYS + 8))
+    assert (step.mode, step.tokens) == ("decode-1", 4)
+    assert [(each.mode, each.tokens) for each in prefills(model, 96, 64)] == [
+        ("fwd", 96),
+        ("prefill", 96),
+        ("prefill-64", 96),
+    ]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_wrong_step_does_not_pass_its_gate(attention: AttentionKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(attention)
+    assert cached_error(model) <= 1
+    monkeypatch.setattr("nsa.bench.generate.PROMPT_TOKENS", 40)
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda x: logits(x) + 0.01)
+    assert cached_error(model) > 1
