@@ -25,9 +25,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from nsa.config import require
 from nsa.files import TEMPORARY, is_at, open_no_link
@@ -76,8 +78,8 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = {name: open_lines(folder / name, resume) for name in (METRICS, HEARTBEAT)}
         self.folder = folder
-        self.board: Any = None
-        # Made when there is a number to show: the import takes seconds.
+        self.board: Charts | None = None
+        # Made when there is a number to show.
         self.board_folder = folder / TENSORBOARD if tensorboard and find_spec("tensorboard") is not None else None
 
     def write(self, kind: str, **values: Any) -> None:
@@ -108,20 +110,18 @@ class RunLog:
             file.close()
         if self.board is not None:
             with self.optional_charts():
-                self.board.close()
+                self.board.file.close()
             self.board = None
 
     def add_scalars(self, kind: str, values: dict[str, Any], step: int) -> None:
         if self.board_folder is None:
             return
         numbers = dict(scalars(kind, values))
+        if not numbers:
+            return
         with self.optional_charts():
-            if numbers and self.board is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(str(self.board_folder))
-            for name, number in numbers.items():
-                self.board.add_scalar(name, number, step)
+            self.board = self.board or Charts(self.board_folder)
+            self.board.add(numbers, step)
 
     @contextmanager
     def optional_charts(self) -> Iterator[None]:
@@ -131,6 +131,30 @@ class RunLog:
         except (ImportError, OSError) as error:
             warnings.warn(f"TensorBoard's log ends here: {error}", RuntimeWarning, stacklevel=4)
             self.board = self.board_folder = None
+
+
+class Charts:
+    """TensorBoard's file. The package's own writer has a thread, whose death on a full disk prints a traceback.
+
+    Args:
+        folder: created; a new file is made in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / f"events.out.tfevents.{time.time():.0f}.{uuid4().hex[:8]}").open("xb")
+        self.records = import_module("tensorboard.summary.writer.record_writer").RecordWriter(self.file)
+        self.write(file_version="brain.Event:2")
+
+    def add(self, numbers: dict[str, float], step: int) -> None:
+        values = [self.summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self.write(step=step, summary=self.summary(value=values))
+
+    def write(self, **fields: Any) -> None:
+        self.records.write(self.event(wall_time=time.time(), **fields).SerializeToString())
+        self.file.flush()
 
 
 def add_line(file: IO[str], record: dict[str, Any]) -> None:

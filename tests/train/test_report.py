@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
+import os
 import re
 import sys
 import tomllib
@@ -227,25 +227,28 @@ def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.jsonl", "metrics.jsonl"]
 
 
-def test_full_disk_for_tensorboard_loses_only_the_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_for_tensorboard_loses_only_the_charts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
     log = RunLog(tmp_path, resume=False)
     log.write("step", step=1, loss=1.0)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(log.board, "add_scalar", full)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    # The file that TensorBoard appends to from now on, by name or by its descriptor.
+    events.unlink()
+    events.symlink_to("/dev/full")
+    assert log.board is not None
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), log.board.file.fileno())
     with pytest.warns(RuntimeWarning, match="No space left"):
         log.write("step", step=2, loss=1.0)
     log.write("step", step=3, loss=1.0)
     log.close()
+    assert not capfd.readouterr().err
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_broken_tensorboard_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa.train.run_folder.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     log = RunLog(tmp_path, resume=False)
     with pytest.warns(RuntimeWarning, match="TensorBoard"):
         log.write("step", step=1, loss=1.0)
