@@ -33,14 +33,15 @@ from nsa.train.run_folder import (
     RUN_INFO,
     read_lines,
     require_checkpoint,
+    saved_steps,
 )
 from nsa.train.step import DTYPES
 
 # A start adds about a kilobyte.
 MAX_RUN_BYTES = 2**26
-# Files that a run appends to, and all that it writes besides its config.
+# Files that a run appends to, and all that it writes.
 APPENDED = (LOCK, METRICS, HEARTBEAT)
-WRITTEN = (RUN_INFO, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
+WRITTEN = (CONFIG, RUN_INFO, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
 
 
 def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
@@ -105,12 +106,13 @@ def save_run_info(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[
         before: the record of the last start, which holds the earlier ones.
     """
     make_folder(config.out)
-    write_yaml(config.out / CONFIG, config)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
     if before is not None:
         last = {name: value for name, value in before.items() if name != "before"}
         record["before"] = [*before.get("before", []), last]
+    # First, because it marks the config as a run's own.
     replace_text(config.out / RUN_INFO, json.dumps(record, indent=2) + "\n")
+    write_yaml(config.out / CONFIG, config)
 
 
 def read_run_info(run: Path) -> dict[str, Any]:
@@ -160,8 +162,11 @@ def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     out, name = config.out, str(config.out)
     links = [file for file in APPENDED if (out / file).is_symlink()]
     require(not links, "out", name, f"a folder in which {', '.join(links)} is no symbolic link")
-    if not (out / CONFIG).is_file():
-        foreign = [file for file in WRITTEN if (out / file).exists()]
+    started = (out / RUN_INFO).is_file() and "hash" in read_run_info(out)
+    if not (out / CONFIG).is_file() or not (started or saved_steps(out / CHECKPOINTS)):
+        found = [file for file in WRITTEN if (out / file).exists()]
+        # A start that was killed while it wrote the first of its files may be repeated.
+        foreign = [] if started and found == [RUN_INFO] else found
         require(not foreign, "out", name, f"another folder: this one holds {', '.join(foreign)} of no run")
         return {}
     if any(line.get("kind") == "step" for line in read_lines(out / METRICS)):

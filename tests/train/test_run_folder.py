@@ -308,6 +308,30 @@ def test_folder_with_foreign_files_is_rejected_before_training(
     assert [path.name for path in out.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("beside", ["nothing", "a model"])
+def test_a_config_of_the_user_in_the_folder_is_not_replaced(
+    beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "experiment"
+    config = Path(config_file(out, small_run(out))).rename(out / "config.yaml")
+    config.write_text("# Why these sizes\n" + config.read_text())
+    if beside == "a model":
+        (out / "model.safetensors").write_text("theirs")
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert cli.main(["train", "--config", str(config), "--out", str(out)]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_start_killed_between_its_first_files_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.train.run_info.write_yaml", lambda *_: sys.exit(137))
+    with pytest.raises(SystemExit):
+        Trainer(small_run(tmp_path)).train()
+    assert not (tmp_path / "config.yaml").exists()
+    monkeypatch.undo()
+    assert Trainer(small_run(tmp_path)).train() is not None
+
+
 @pytest.mark.parametrize("name", [".lock", "heartbeat.jsonl", "metrics.jsonl"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_link_in_a_runs_folder_is_not_written_through(
