@@ -104,6 +104,9 @@ def prepare(
     with locked(out, "out"):
         # Again: another process may have held the lock meanwhile.
         require_no_shards(out)
+        if (out / MANIFEST).exists():
+            # That of a killed process is replaced, anybody else's is an error.
+            Manifest.read(out)
         remove_leftovers(out)
         if bpe_vocab_size is not None:
             print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)

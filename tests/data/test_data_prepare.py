@@ -55,6 +55,16 @@ def test_prepare_does_not_write_over_another_tokenizer(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("path", ["in", "nothing"])
+def test_prepare_keeps_a_manifest_that_it_did_not_write(path: str, tmp_path: Path) -> None:
+    text_files(tmp_path / "in")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "manifest.json").write_text('{"name": "my extension"}')
+    with pytest.raises(ValueError, match=r"manifest\.json|nothing"):
+        command("prepare", "--path", str(tmp_path / path), "--out", str(tmp_path))
+    assert (tmp_path / "manifest.json").read_text() == '{"name": "my extension"}'
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
