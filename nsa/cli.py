@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 import nsa
+from nsa.progress import open_closed_streams, say
 
 
 class Command(NamedTuple):
@@ -138,13 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: the command's own; 2 for a wrong argument; 1 if memory runs out; 128 plus the signal's number
         after SIGINT or SIGPIPE.
     """
+    open_closed_streams()
     try:
         try:
             return run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
             # Not at exit, where an error could no longer be caught.
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except SystemExit as stopped:
         # From --help or an error in the flags.
         return stopped.code if isinstance(stopped.code, int) else 2
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        print(f"nsa: error: {error}", file=sys.stderr)
+        say(f"nsa: error: {error}", error=True)
         return 2
 
 
@@ -170,16 +171,16 @@ def run_command(argv: list[str]) -> int:
         if isinstance(error, BrokenPipeError) and output_is_closed():
             raise
         # A wrong value or a missing file is the user's to fix: one line helps, a traceback does not.
-        print(f"nsa {name}: error: {error}", file=sys.stderr)
+        say(f"nsa {name}: error: {error}", error=True)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0] or "the machine's memory is full"
-        print(f"nsa {name}: out of memory: {first}; {command.memory}", file=sys.stderr)
+        say(f"nsa {name}: out of memory: {first}; {command.memory}", error=True)
         return 1
     except KeyboardInterrupt:
-        print(f"nsa {name}: interrupted", file=sys.stderr)
+        say(f"nsa {name}: interrupted", error=True)
         return 128 + signal.SIGINT
 
 

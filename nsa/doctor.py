@@ -38,6 +38,7 @@ from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_rou
 from nsa.backends.triton import tuning
 from nsa.commands.doctor import SHAPE
 from nsa.machine import Gpu, Versions, debug_modes, find_gpus, find_versions, runtime
+from nsa.progress import is_terminal, lossy, say
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import preflight, run_info
@@ -190,10 +191,11 @@ def diagnose(
 
 def show_compilation(kernel: str, done: int, total: int) -> None:
     """A progress line on a terminal; elsewhere one line at the end."""
-    watched = sys.stderr is not None and sys.stderr.isatty()
+    watched = is_terminal(sys.stderr)
     if watched or done == total:
         end = "\n" if done == total or not watched else "\r"
-        print(f"compiled {done} of {total} kernels: {kernel:<32}", file=sys.stderr, end=end, flush=True)
+        with lossy(sys.stderr):
+            print(f"compiled {done} of {total} kernels: {kernel:<32}", file=sys.stderr, end=end, flush=True)
 
 
 def backend_states(router: Router) -> tuple[BackendState, ...]:
@@ -525,7 +527,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         text, probe_failures = probe(router, problem, attn, args.repro)
         print(f"probe\n{indent(text)}\n")
     if problem.device == "cuda" and any(map(selftest.compiles_kernels, router.backends.values())):
-        print("the first self-test on a machine compiles the kernels: about half a minute ...", file=sys.stderr)
+        say("the first self-test on a machine compiles the kernels: about half a minute ...", error=True)
     report = diagnose(problem, router, probe_failures=probe_failures)
     print(render_report(report))
     ready, record = report.healthy, report.to_dict()

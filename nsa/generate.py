@@ -22,6 +22,7 @@ from nsa.generation.options import Options
 from nsa.generation.text import TextGeneration
 from nsa.machine import usable_device
 from nsa.model import LM, load_model
+from nsa.progress import is_terminal, lossy, say
 from nsa.train.run_folder import RUNS
 
 MIB = 2**20
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         model = model.to(getattr(torch, args.dtype))
     prompts = read_prompts(args)
     options = replace(options, end=None if args.ignore_end else tokenizer.end)
-    progress = show_prefill if sys.stderr is not None and sys.stderr.isatty() else None
+    progress = show_prefill if is_terminal(sys.stderr) else None
     how: dict[str, Any] = {"stop_strings": args.stop, "name": f"the model in {folder}", "progress": progress}
     generation = TextGeneration(model, tokenizer, prompts, options, **how)
     rows = OrderedRows(write_out, [""] * len(prompts) if args.hide_prompt else prompts)
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         if generation.tokens.stats.new_tokens:
             rows.add(generation.close(), lambda row: True)
         raise
-    print(summary(generation.tokens), file=sys.stderr)
+    say(summary(generation.tokens), error=True)
     return 0
 
 
@@ -199,7 +200,8 @@ def show_prefill(done: int, total: int) -> None:
     """A progress bar on stderr, which disappears at the end; none for a prompt of one chunk."""
     filled = 30 * done // total
     bar = f"\rprefill [{'#' * filled}{' ' * (30 - filled)}] {done:,}/{total:,} tokens"
-    print("\r\033[K" if done == total else bar, end="", file=sys.stderr, flush=True)
+    with lossy(sys.stderr):
+        print("\r\033[K" if done == total else bar, end="", file=sys.stderr, flush=True)
 
 
 def summary(generation: Generation) -> str:

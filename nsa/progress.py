@@ -62,6 +62,13 @@ def open_closed_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
+def open_closed_streams() -> None:
+    """Also give Python the streams that it lacks where a descriptor was closed at start."""
+    open_closed_descriptors()
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 class Progress(Protocol):
     """What `progress` returns."""
 

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from generating import small_model
 
 import nsa
 from nsa import cli
+from nsa.data.tokenizer import ByteTokenizer
+from nsa.model import save_model
 from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of, replacement
 
@@ -140,6 +143,19 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "No space left" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "2> /dev/full"])
+def test_streams_that_take_nothing_change_no_status(streams: str, tmp_path: Path) -> None:
+    save_model(small_model("dense", 256), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    words = {"generate --device cpu --max-new-tokens 2 --run": 0, "data check": 2}
+    for command, status in words.items():
+        line = f"exec {sys.executable} -m nsa {command} {tmp_path} {streams}"
+        done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_reported(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import torch
 
@@ -17,6 +16,7 @@ from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
 from nsa.model import load_model
+from nsa.progress import say
 from nsa.train.step import DTYPES
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     found = inspect_model(model, tokenizer, text, top=args.top, max_tokens=args.max_tokens, dtype=dtype)
     if args.out is not None:
         write_page(found, args.out, f"{args.run.resolve().name}: {len(found.tokens):,} tokens")
-        print(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", file=sys.stderr)
+        say(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", error=True)
     if args.json is not None:
         values = json.dumps(found.to_dict()) + "\n"
         if str(args.json) == "-":

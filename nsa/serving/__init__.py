@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nsa.config import require, require_positive_int, require_positive_number
+from nsa.progress import say
 
 PACKAGES = ("transformers", "fastapi", "uvicorn")
 DEFAULT_MAX_LEN = 8192
@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
     api_key = None if args.api_key_file is None else read_key(args.api_key_file)
     app = application(args, api_key)
     if api_key is None and not is_loopback(args.host):
-        print(
-            f"nsa serve: warning: {args.host} can be reached by others, and there is no --api-key-file", file=sys.stderr
-        )
+        say(f"nsa serve: warning: {args.host} can be reached by others, and there is no --api-key-file", error=True)
     server = uvicorn.Server(uvicorn.Config(app, args.host, args.port, timeout_graceful_shutdown=GRACE_S))
     # A signal is raised again once the server has stopped.
     server.run()
@@ -63,7 +61,7 @@ def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
     batch = SlotBatch(model, args.slots, max_len, cuda_graph=args.cuda_graph)
     name = args.name or args.model.resolve().name
     caches = f"{batch.bytes_used() / MIB:,.0f} MiB of caches"
-    print(f"{name}: {args.slots} slots of {max_len:,} tokens, {caches}, on {device}", file=sys.stderr)
+    say(f"{name}: {args.slots} slots of {max_len:,} tokens, {caches}, on {device}", error=True)
     scheduler = Scheduler(
         batch,
         ends=encoder.ends,

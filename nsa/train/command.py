@@ -11,14 +11,13 @@ torchrun --nproc-per-node 8 -m nsa train --config 125m
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from nsa import settings
 from nsa.commands.train import CONFIG_KEYS, OTHERS
 from nsa.config import require
-from nsa.progress import warn_on_first_rank
+from nsa.progress import say, warn_on_first_rank
 from nsa.train.config import TrainConfig, load_config, moved, parse_set
 from nsa.train.run_folder import require_checkpoint
 
@@ -26,7 +25,7 @@ from nsa.train.run_folder import require_checkpoint
 def run(args: argparse.Namespace) -> int:
     if args.ddp is not None and settings.first_on_machine():
         note = "is no longer needed: under torchrun ddp is the default, and --parallel chooses another"
-        print(f"nsa train: --ddp {args.ddp} {note}", file=sys.stderr)
+        say(f"nsa train: --ddp {args.ddp} {note}", error=True)
     with warn_on_first_rank():
         config = config_from(args, settings.current())
     # Imports torch, after errors in flags and config were reported.
