@@ -112,6 +112,8 @@ def kinds(text: str) -> str | list[str]:
 def suggestion(name: str, flags: Sequence[str]) -> str | None:
     """A hint for an unknown flag `--name` that another trainer has; `flags`: those that exist."""
     leaf = name.replace("-", "_")
+    if leaf == "model":
+        return "use --config for its size, --init for its parameters"
     if leaf in ABSENT:
         return f"nothing replaces it: {ABSENT[leaf]}"
     key = ALIASES.get(leaf) or (leaf if leaf in keys_of(TrainConfig) else None)

@@ -20,7 +20,7 @@ ALIASES = {
         "lr_floor, a fraction of lr": "min_lr min_learning_rate lr_min final_lr",
         "dtype (bfloat16, float16 or float32)": "precision mixed_precision torch_dtype amp use_amp bf16 fp16 fp32 half",
         "parallel (ddp, fsdp or none; under torchrun ddp is the default)": "ddp fsdp strategy distributed deepspeed "
-        "zero_stage distributed_backend",
+        "zero_stage distributed_backend devices gpus n_gpus num_gpus num_nodes",
         "steps": "max_steps train_steps num_steps n_steps total_steps num_train_steps num_training_steps max_iters "
         "iterations epochs num_epochs max_epochs num_train_epochs",
         "warmup": "warmup_steps num_warmup_steps warmup_iters warmup_ratio lr_warmup_steps",
@@ -47,7 +47,11 @@ ALIASES = {
         "model.attn.n_kv_groups": "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads groups",
         "model.attn.d_k and model.attn.d_v": "head_dim d_head dim_head",
         "model.attn": "nsa",
-        "model.attn.w (NSA) or model.window (the others)": "window_size sliding_window attention_window",
+        "model.attn.w (NSA) or model.window (the others)": "window window_size sliding_window attention_window",
+        "model.attn.n_sel": "top_k topk n_select num_selected block_count block_counts",
+        "model.attn.l_sel": "sel_block select_block_size selection_block_size",
+        "model.vocab_size": "vocab n_vocab vocabulary_size",
+        "seed": "seed_everything random_seed manual_seed",
         "model.attn.rope_theta": "rope_base theta",
         "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon eps",
         "model.tie_embeddings": "tie_word_embeddings weight_tying",
@@ -73,7 +77,17 @@ FROM_SCRATCH = "these are sizes to train from scratch, not pretrained models: wr
 
 # Names that nothing replaces, and why.
 ABSENT = {
-    **dict.fromkeys(("optimizer", "optim", "adam_beta1", "adam_beta2", "betas"), "the optimizer is always AdamW"),
+    **dict.fromkeys(
+        ("optimizer", "optim", "adam_beta1", "adam_beta2", "betas", "adam_epsilon"), "the optimizer is always AdamW"
+    ),
+    **dict.fromkeys(
+        ("resume_from_checkpoint", "resume_from", "ckpt_path", "load_checkpoint"),
+        "nsa train --resume RUN resumes a run",
+    ),
+    **dict.fromkeys(
+        ("model_name", "model_name_or_path", "model_type", "pretrained"),
+        "--config has the size of a model, and --init the parameters to start from",
+    ),
     **dict.fromkeys(("dropout", "attention_dropout", "attn_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(
         ("wandb", "use_wandb", "report_to"), "metrics go to metrics.jsonl and TensorBoard in the run's folder"
