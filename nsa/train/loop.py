@@ -26,7 +26,7 @@ from nsa.train.components import Checkpointer, Component, Sampler, SpeedCheck, S
 from nsa.train.config import TrainConfig
 from nsa.train.distributed import Ranks, Vote, parallelize
 from nsa.train.guards import RunStopped, Signals, Skips, StopRequested, Watchdog
-from nsa.train.logger import Logger, every
+from nsa.train.logger import Logger
 from nsa.train.report import write_report
 from nsa.train.run_folder import CHECKPOINTS, WATCHDOG, saved_steps
 from nsa.train.run_info import Summary, backends, boot_line, check_folder, check_ranks, open_data
@@ -175,9 +175,11 @@ class Trainer:
         watchdog.beat()
         if self.loss_start is None or self.began == 0:
             self.loss_start = self.validator.run()
-        elif self.done < c.steps and every(self.done, c.eval_every) and self.checkpoints.loss(self.done) is None:
-            # The validation of this step was cut short by the signal that ended the last start.
-            self.validator.run()
+        elif self.checkpoints.loss(self.done) is None:
+            # The validation of this step was cut short by the signal that ended the last start, if it was due.
+            for component in (self.validator, self.checkpointer):
+                if component.due(self.done):
+                    component.run()
         if self.began == 0 and c.save_every:
             # A run that cannot save should fail now. It waits, so that no metrics are newer than the checkpoint.
             self.checkpointer.save_if_finite()

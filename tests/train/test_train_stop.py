@@ -100,8 +100,11 @@ def test_finished_run_is_complete_when_its_sample_is_cut_short(tmp_path: Path, a
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
-def test_a_validation_does_not_delay_a_stop_and_is_made_up_for(step: int, tmp_path: Path) -> None:
-    config = small_run(tmp_path / "run", eval_every=3, eval_batches=40)
+@pytest.mark.parametrize("often", [{"eval_every": 3}, {"eval_every": 0, "save_every": 3}], ids=lambda keys: str([*keys]))
+def test_a_validation_does_not_delay_a_stop_and_is_made_up_for(
+    often: dict[str, int], step: int, tmp_path: Path
+) -> None:
+    config = small_run(tmp_path / "run", **often, eval_batches=40)
     trainer = Trainer(config)
     forwards = 0
 
@@ -117,10 +120,12 @@ def test_a_validation_does_not_delay_a_stop_and_is_made_up_for(step: int, tmp_pa
     # The second, and one to see whether the parameters can be saved.
     assert forwards == 3
     assert trainer.checkpoints.latest() == step
-    assert Trainer(config).train() is not None
-    Trainer(small_run(tmp_path / "whole", eval_every=3, eval_batches=40)).train()
+    again, whole = Trainer(config), Trainer(small_run(tmp_path / "whole", **often, eval_batches=40))
+    assert again.train() is not None
+    whole.train()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert lines_of(tmp_path / "run", "eval") == lines_of(tmp_path / "whole", "eval")
+    assert again.checkpoints.best() == whole.checkpoints.best()
 
 
 # Errors.
