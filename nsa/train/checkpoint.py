@@ -138,6 +138,7 @@ class Checkpoints:
             if index is not None and problem is None:
                 self.read(index, model, optimizer)
                 self.current = step
+                self.remember(index)
                 same = len(index.extra) == self.ranks
                 return step, index.extra[self.rank if same else 0]
             self.rejected.append(step)
@@ -227,11 +228,13 @@ class Checkpoints:
         """Whether the step is good, and its loss if it can be compared; None where the index cannot be read."""
         if step not in self.known:
             try:
-                index = Index.read(self.path(step))
+                self.remember(Index.read(self.path(step)))
             except Damaged:
                 return None
-            self.known[step] = (index.good, index.loss if index.validation_id == self.validation_id else None)
         return self.known[step]
+
+    def remember(self, index: Index) -> None:
+        self.known[index.step] = (index.good, index.loss if index.validation_id == self.validation_id else None)
 
     @property
     def ranks(self) -> int:

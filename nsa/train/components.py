@@ -217,7 +217,7 @@ class Checkpointer:
         """
         t = self.trainer
         finite = all_finite(t.model.parameters(), t.device)
-        good = finite and t.skips.in_a_row == 0 and t.validator.has_finite_loss()
+        good = finite and self.has_finite_gradients() and t.validator.has_finite_loss()
         if finite:
             with self.changing:
                 self.save(wait=wait, good=good)
@@ -225,6 +225,16 @@ class Checkpointer:
         if not good and not wait:
             t.logger.log0(f"[save] {text}")
         return text
+
+    def has_finite_gradients(self) -> bool:
+        """Whether the newest step whose result is known was not skipped."""
+        t = self.trainer
+        if t.pending.outcomes:
+            return t.pending.outcomes[-1].saved is None
+        if t.done == t.began > 0:
+            # Those of the step that was saved.
+            return self.checkpoints.is_good(t.done)
+        return t.skips.in_a_row == 0
 
     def save(self, *, wait: bool, good: bool) -> None:
         """Called with `changing` held."""
@@ -246,7 +256,7 @@ class Checkpointer:
             # A forward may be what hangs, so no loss is computed.
             if not all(bool(p.isfinite().all()) for p in t.model.parameters()):
                 return "no checkpoint: the parameters are not finite"
-            self.save(wait=True, good=t.skips.in_a_row == 0)
+            self.save(wait=True, good=self.has_finite_gradients())
         except (OSError, RuntimeError, ValueError) as error:
             return f"no checkpoint: {error}"
         finally:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from nsa import cli
 from nsa.data import Batch
 from nsa.model import load_model
 from nsa.train import Trainer
-from nsa.train.guards import RunStopped
+from nsa.train.guards import RunStopped, Signals
 from nsa.train.run_info import read_run_info
 from nsa.train.step import StepResult
 
@@ -221,6 +222,29 @@ def test_steps_with_non_finite_gradients_keep_the_last_good_one(tmp_path: Path) 
     assert checkpoints.best() in (0, 1, 2, 3)
     # Nothing was learned in between, and nothing is lost.
     assert torch.equal(*(state(tmp_path, step) for step in (3, 9)))
+
+
+@pytest.mark.parametrize("steps", [6, 8])
+def test_resuming_makes_no_checkpoint_good(steps: int, tmp_path: Path) -> None:
+    """A run that ends, or is stopped, among steps that were skipped, and is started again."""
+    config = small_run(tmp_path, steps=6, save_every=3, keep=1)
+    assert changed_before(config, {4: without_gradients}).train() is not None
+    trainer = Trainer(small_run(tmp_path, steps=steps, save_every=3, keep=1))
+    stopped = Signals()
+    stopped.received = "SIGTERM" if steps > 6 else None
+    trainer.train(stopped)
+    assert trainer.checkpoints.latest() == 6
+    assert trainer.checkpoints.last_good() == 3
+
+
+def test_the_watchdog_saves_skipped_steps_as_not_good(tmp_path: Path) -> None:
+    saved: list[str] = []
+    changes: dict[int, Change] = {3: without_gradients, 5: lambda t: saved.append(t.checkpointer.rescue())}
+    trainer = changed_before(small_run(tmp_path, save_every=0, log_every=100), changes)
+    trainer.checkpointer.changing = threading.RLock()  # type: ignore[assignment]  # as between two steps
+    assert trainer.train() is not None
+    assert saved == [f"step 5 is saved in {trainer.checkpoints.folder}"]
+    assert not trainer.checkpoints.is_good(5)
 
 
 def state(run: Path, step: int) -> torch.Tensor:

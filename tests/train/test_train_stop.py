@@ -100,7 +100,9 @@ def test_finished_run_is_complete_when_its_sample_is_cut_short(tmp_path: Path, a
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
-@pytest.mark.parametrize("often", [{"eval_every": 3}, {"eval_every": 0, "save_every": 3}], ids=lambda keys: str([*keys]))
+@pytest.mark.parametrize(
+    "often", [{"eval_every": 3}, {"eval_every": 0, "save_every": 3}], ids=lambda keys: str([*keys])
+)
 def test_a_validation_does_not_delay_a_stop_and_is_made_up_for(
     often: dict[str, int], step: int, tmp_path: Path
 ) -> None:
