@@ -90,7 +90,10 @@ def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
         keys = f"model.hidden = {c.hidden}, model.attn.dim = {c.attn.dim} or model.vocab_size = {c.vocab_size}"
     else:
         keys = f"batch_size = {config.batch_size} or model.seq_len = {c.seq_len}, or set gc=true"
-    require_memory(memory.total, there, name, f"model.n_layers = {c.n_layers}, {keys}")
+    # Usually far below the dimension of the model.
+    sizes = {key: getattr(c.attn, key) or 0 for key in ("l", "n_sel", "phi_hidden", "gate_hidden")}
+    large = "".join(f"model.attn.{key} = {value}, " for key, value in sizes.items() if value > c.attn.dim)
+    require_memory(memory.total, there, name, f"{large}model.n_layers = {c.n_layers}, {keys}")
     require_memory(state + sample_bytes(config), there, name, f"sample_tokens = {config.sample_tokens}")
 
 
