@@ -296,6 +296,12 @@ def test_a_flag_from_elsewhere_gets_the_flag_that_replaces_it(
     assert f" {meant} (" in line
 
 
+@pytest.mark.parametrize(("flag", "key"), [("--seq-len", "model.seq_len"), ("--attention", "model.attention")])
+def test_a_flag_of_train_gets_its_key_elsewhere(flag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", flag, "3"]) == 2
+    assert f"--set {key}=VALUE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--ddp", "0"], ["--ddp", "1"], ["--ddp"]])
 def test_an_old_runbooks_ddp_flag_is_noticed_and_changes_nothing(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -116,7 +116,7 @@ def suggestion(name: str, flags: Sequence[str]) -> str | None:
         return "use --config for its size, --init for its parameters"
     if leaf in ABSENT:
         return f"nothing replaces it: {ABSENT[leaf]}"
-    key = ALIASES.get(leaf) or (leaf if leaf in keys_of(TrainConfig) else None)
+    key = ALIASES.get(leaf) or CONFIG_KEYS.get(leaf) or (leaf if leaf in keys_of(TrainConfig) else None)
     if key is None:
         return None
     first = key.replace(",", " ").split()[0]
