@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import path
+from nsa.commands.types import folder, path
 
 EVAL_EXAMPLES = """examples:
   nsa eval loss runs/demo --seq-len 2048
@@ -80,7 +80,7 @@ def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument(
-        "runs", type=path, nargs="+", metavar="RUN", help="the folder of a run, or of Transformers for lm-eval"
+        "runs", type=folder, nargs="+", metavar="RUN", help="the folder of a run, or of Transformers for lm-eval"
     )
     command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
     command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import path
+from nsa.commands.types import folder, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Continue prompts with a model that `nsa train` wrote. Text goes to stdout, speeds to stderr."
     parser.epilog = 'example: nsa generate --run runs/tiny-nsa --prompt "def main(" --temperature 0.8 --top-k 40'
-    parser.add_argument("--run", type=path, help="the run's folder (default: the newest under runs/)")
+    parser.add_argument("--run", type=folder, help="the run's folder (default: the newest under runs/)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (default: as saved)")
 

@@ -196,7 +196,7 @@ def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.C
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "run")
     wrong = [
-        (["--run", str(tmp_path / "nowhere")], "a folder with model.json"),
+        (["--run", str(tmp_path / "nowhere")], "a folder that exists"),
         (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--seed", "-1"], "--seed is -1"),
