@@ -67,6 +67,13 @@ def test_every_link_and_path_exists(page: Path) -> None:
     assert not missing
 
 
+def test_every_test_of_the_robustness_page_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "robustness.md").read_text())
+    assert named
+    defined = {path: re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), re.MULTILINE) for path, _ in named}
+    assert not [f"{path}::{name}" for path, name in named if name not in defined[path]]
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "flash-integration.md"], ids=lambda page: page.name
 )
