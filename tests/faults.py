@@ -7,17 +7,14 @@
   end with the metrics and parameters, to the bit, of a run that nothing disturbed;
 - junk: a config, checkpoint, tokenizer, model or shard is changed; a command that reads it works or ends in one line.
 
-Not collected by pytest. Every start is a fork of this process, which has imported torch before.
+Not collected by pytest.
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
 import errno
 import hashlib
-import io
-import itertools
 import os
 import random
 import shutil
@@ -26,86 +23,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
+from forked import Faults, Start
 from junk import TARGETS
 from training import config_file, lines_of, losses, small_run
 
-from nsa import cli
-
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-OPERATIONS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open", "scandir")
 # Imported before the forks.
 SLOW = ("nsa.train.launch", "nsa.generate", "nsa.data.prepare", "torch._dynamo", "tensorboard.compat.proto.event_pb2")
-LIMIT_S = 120.0
-
-
-class Faults:
-    """Counts the file operations below `folder`, and lets those whose numbers are in `failing` fail with `code`."""
-
-    def __init__(self, folder: Path, failing: range = range(0), code: int = 0) -> None:
-        self.folder, self.failing, self.code = str(folder), failing, code
-        self.numbers = itertools.count()
-        self.open = builtins.open
-
-    def install(self) -> None:
-        for name in OPERATIONS:
-            setattr(os, name, self.wrap(getattr(os, name)))
-        builtins.open = io.open = self.open_file  # type: ignore[assignment]
-
-    def fails(self, path: Any) -> bool:
-        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fsdecode(path)
-        return path.startswith(self.folder) and next(self.numbers) in self.failing
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(path: Any, *args: Any, **options: Any) -> Any:
-            if options.get("dir_fd") is None and self.fails(path):
-                raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else str(path))
-            return function(path, *args, **options)
-
-        return wrapped
-
-    def open_file(self, path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if not isinstance(path, int) and set(mode) & set("wxa+") and self.fails(path):
-            # A buffer takes what is written, and flushing fails with ENOSPC.
-            return self.open("/dev/full", mode.replace("x", "w"), *args, **{**options, "opener": None})
-        return self.open(path, mode, *args, **options)
-
-
-class Start:
-    """A fork that runs `nsa ARGV`."""
-
-    def __init__(self, argv: list[str], printed: Path, faults: Faults | None = None) -> None:
-        self.printed, self.begin = printed, time.monotonic()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 70
-            try:
-                output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                for descriptor in (1, 2):
-                    os.dup2(output, descriptor)
-                sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-                if faults is not None:
-                    faults.install()
-                status = cli.main(argv)
-                if faults is not None:
-                    print("operations", next(faults.numbers))
-            except BaseException:  # noqa: BLE001  # what nsa let through, as the interpreter would show it
-                sys.excepthook(*sys.exc_info())
-            finally:
-                os._exit(status)
-
-    def wait(self) -> tuple[int, str]:
-        """The exit status (negative: the signal) and what was printed; one that hangs is killed."""
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() - self.begin > LIMIT_S:
-                os.kill(self.pid, signal.SIGKILL)
-            time.sleep(0.01)
-        return os.waitstatus_to_exitcode(ended[1]), self.printed.read_text(errors="replace")
 
 
 class Campaign:
@@ -115,16 +43,16 @@ class Campaign:
         self.folder, self.out, self.printed = folder, folder / "run", folder / "printed.txt"
         self.chance = random.Random(seed)
         self.problems = 0
-        self.template, self.files = None, folder / "files"
+        self.files = folder / "files"
         often = {"save_every": 2, "log_every": 3, "eval_every": 4, "sample_every": 5, "keep": 2}
         config = config_file(folder, small_run(self.out, kind="nsa", steps=12, **often))
         self.argv = ["train", "--config", config, "--out", str(self.out)]
+        begin = time.monotonic()
         status, printed = Start(self.argv, self.printed, Faults(self.out)).wait()
+        self.seconds = time.monotonic() - begin
         assert status == 0, printed
         self.operations = int(printed.split()[-1])
-        begin = time.monotonic()
         self.expected = self.go_on()
-        self.seconds = time.monotonic() - begin
 
     def go_on(self) -> object:
         """Start the run again, undisturbed; what it leaves at its end, or how it failed."""
@@ -147,8 +75,9 @@ class Campaign:
             shutil.copytree(files, self.folder / f"problem-{self.problems}", symlinks=True)
 
     def kill(self) -> str:
-        shutil.rmtree(self.out)
-        ended, names, statuses = [], [], {0}
+        shutil.rmtree(self.out, ignore_errors=True)
+        ended: list[tuple[int, str]] = []
+        names, statuses = [], {0}
         for _ in range(self.chance.randint(1, 3)):
             start, number = Start(self.argv, self.printed), self.chance.choice(SIGNALS)
             time.sleep(self.chance.uniform(0.0, self.seconds))
@@ -158,10 +87,10 @@ class Campaign:
             ended.append(start.wait())
             names.append(number.name)
         self.check(f"kill {' '.join(names)}", ended, statuses)
-        return names[-1]
+        return f"{names[-1]}, status {ended[-1][0]}"
 
     def fail(self) -> str:
-        shutil.rmtree(self.out)
+        shutil.rmtree(self.out, ignore_errors=True)
         first, code = self.chance.randrange(self.operations), self.chance.choice((errno.ENOSPC, errno.EIO))
         failing = range(first, first + self.chance.choice((1, 1, 3, 10**9)))
         ended = [Start(self.argv, self.printed, Faults(self.out, failing, code)).wait()]
@@ -170,10 +99,11 @@ class Campaign:
 
     def junk(self) -> str:
         """Change one file of a finished run, or of prepared data with a BPE, and run a command that reads it."""
-        if self.template is None:
-            self.template = self.prepare_files()
+        template = self.folder / "template"
+        if not template.exists():
+            self.prepare_files(template)
         shutil.rmtree(self.files, ignore_errors=True)
-        shutil.copytree(self.template, self.files)
+        shutil.copytree(template, self.files)
         target = self.chance.choice(TARGETS)
         target.spoil(self.files / target.file, self.chance)
         places = {"RUN": "run", "DATA": "data", "CONFIG": "small.yaml", "NEW": "new"}
@@ -185,8 +115,7 @@ class Campaign:
             self.report(f"{how}: status {status}: {printed[-2000:]}", self.files)
         return f"{target.file} {target.argv[0]}, status {status}"
 
-    def prepare_files(self) -> Path:
-        template = self.folder / "template"
+    def prepare_files(self, template: Path) -> None:
         corpus = template / "corpus.txt"
         config = config_file(template, small_run(self.files / "run", steps=2, save_every=1))
         corpus.write_text("".join(f"{n} bottles of beer on the wall, {n * n} of milk. " for n in range(400)))
@@ -194,7 +123,6 @@ class Campaign:
         for argv in (["data", "prepare", *data], ["train", "--config", config, "--out", str(template / "run")]):
             status, printed = Start(argv, self.printed).wait()
             assert status == 0, printed
-        return template
 
 
 def main() -> None:

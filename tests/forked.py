@@ -1,0 +1,84 @@
+"""`nsa` in a fork of this process, which has imported torch before, and with file operations that fail."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa import cli
+
+OPERATIONS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open", "scandir")
+# A command that takes longer hangs.
+LIMIT_S = 120.0
+
+
+class Faults:
+    """Counts the file operations below `folder`, and lets those whose numbers are in `failing` fail with `code`."""
+
+    def __init__(self, folder: Path, failing: range = range(0), code: int = 0) -> None:
+        self.folder, self.failing, self.code = str(folder), failing, code
+        self.numbers = itertools.count()
+        self.open = builtins.open
+
+    def install(self) -> None:
+        for name in OPERATIONS:
+            setattr(os, name, self.wrap(getattr(os, name)))
+        builtins.open = io.open = self.open_file  # type: ignore[assignment]
+
+    def fails(self, path: Any) -> bool:
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fsdecode(path)
+        return path.startswith(self.folder) and next(self.numbers) in self.failing
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, *args: Any, **options: Any) -> Any:
+            if options.get("dir_fd") is None and self.fails(path):
+                raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else str(path))
+            return function(path, *args, **options)
+
+        return wrapped
+
+    def open_file(self, path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and set(mode) & set("wxa+") and self.fails(path):
+            # A buffer takes what is written, and flushing fails with ENOSPC.
+            return self.open("/dev/full", mode.replace("x", "w"), *args, **{**options, "opener": None})
+        return self.open(path, mode, *args, **options)
+
+
+class Start:
+    """A fork that runs `nsa ARGV`."""
+
+    def __init__(self, argv: list[str], printed: Path, faults: Faults | None = None) -> None:
+        self.printed, self.begin = printed, time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 70
+            try:
+                output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                for descriptor in (1, 2):
+                    os.dup2(output, descriptor)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+                if faults is not None:
+                    faults.install()
+                status = cli.main(argv)
+                if faults is not None:
+                    print("operations", next(faults.numbers))
+            except BaseException:  # noqa: BLE001  # what nsa let through, as the interpreter would show it
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(status)
+
+    def wait(self) -> tuple[int, str]:
+        """The exit status (negative: the signal) and what was printed; one that hangs is killed."""
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() - self.begin > LIMIT_S:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
+        return os.waitstatus_to_exitcode(ended[1]), self.printed.read_text(errors="replace")
