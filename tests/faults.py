@@ -106,7 +106,8 @@ class Campaign:
         shutil.copytree(template, self.files)
         target = self.chance.choice(TARGETS)
         target.spoil(self.files / target.file, self.chance)
-        places = {"RUN": "run", "DATA": "data", "CONFIG": "small.yaml", "NEW": "new"}
+        places = {"RUN": "run", "DATA": "data", "CONFIG": "small.yaml", "NEW": "new", "CACHE": "cache.safetensors"}
+        places["HF"] = "hf"
         argv = [str(self.files / places[word]) if word in places else word for word in target.argv]
         status, printed = Start(argv, self.printed).wait()
         errors = sum(line.startswith("nsa") for line in printed.splitlines())
@@ -120,7 +121,13 @@ class Campaign:
         config = config_file(template, small_run(self.files / "run", steps=2, save_every=1))
         corpus.write_text("".join(f"{n} bottles of beer on the wall, {n * n} of milk. " for n in range(400)))
         data = ["--path", str(corpus), "--train-bpe", "260", "--out", str(template / "data")]
-        for argv in (["data", "prepare", *data], ["train", "--config", config, "--out", str(template / "run")]):
+        run, cache = str(template / "run"), str(template / "cache.safetensors")
+        for argv in (
+            ["data", "prepare", *data],
+            ["train", "--config", config, "--out", run],
+            ["generate", "--run", run, "--device", "cpu", "--max-new-tokens", "3", "--save-cache", cache],
+            ["export", run, "--to", str(template / "hf")],
+        ):
             status, printed = Start(argv, self.printed).wait()
             assert status == 0, printed
 

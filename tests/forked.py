@@ -64,7 +64,8 @@ class Start:
                 output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 for descriptor in (1, 2):
                     os.dup2(output, descriptor)
-                sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+                sys.stdout = os.fdopen(1, "w", buffering=1)
+                sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
                 if faults is not None:
                     faults.install()
                 status = cli.main(argv)

@@ -133,22 +133,29 @@ class Target(NamedTuple):
 
 
 RESUME, CHECK = ("train", "--resume", "RUN"), ("data", "check", "DATA")
-TRAIN = ("train", "--config", "CONFIG", "--dataset", "shards", "--data-path", "DATA", "--steps", "1", "--out", "NEW")
+TRAIN = ("train", "--config", "CONFIG", "--set", "model.vocab_size=260", "--steps", "1", "--out", "NEW")
+TRAIN += ("--dataset", "shards", "--data-path", "DATA")
 GENERATE = ("generate", "--run", "RUN", "--device", "cpu", "--prompt", "ab", "--max-new-tokens", "3")
-DIFF, PLAN = ("train", "--config", "CONFIG", "--diff", "RUN"), ("plan", "--config", "CONFIG", "--gpu", "H200")
+DIFF, PLAN = ("train", "--config", "CONFIG", "--diff", "RUN"), ("plan", "--config", "CONFIG", "--set", "dtype=bfloat16")
+LOAD_CACHE = (*GENERATE[:5], "--max-new-tokens", "3", "--load-cache", "CACHE")
+INIT = ("train", "--init", "HF", "--config", "CONFIG", "--dataset", "synthetic", "--steps", "1", "--out", "NEW")
 STEP = "run/checkpoints/step_2"
 TARGETS = (
     *(
         Target("small.yaml", spoil, ("train", "--config", "CONFIG", "--diff", "RUN"))
         for spoil in (yaml_file, any_bytes)
     ),
-    *(Target("small.yaml", yaml_file, ("plan", "--config", "CONFIG", "--gpu", "H200")),),
+    *(Target("small.yaml", yaml_file, ("plan", "--config", "CONFIG", "--set", "dtype=bfloat16")),),
     *(Target("run/run.json", spoil, RESUME) for spoil in (json_file, any_bytes)),
     *(Target(f"{STEP}/index.json", spoil, RESUME) for spoil in (index, index, index, any_bytes)),
     *(Target(f"{STEP}/{RANK_FILE}", sealed_tensors, RESUME) for _ in range(2)),
     *(Target("run/model.json", spoil, GENERATE) for spoil in (json_file, any_bytes)),
     *(Target("run/model.safetensors", spoil, GENERATE) for spoil in (tensor_header, any_bytes)),
     *(Target("run/tokenizer.json", spoil, GENERATE) for spoil in (json_file, json_file, any_bytes)),
+    *(Target("cache.safetensors", spoil, LOAD_CACHE) for spoil in (tensor_header, any_bytes)),
+    *(Target("hf/config.json", spoil, INIT) for spoil in (json_file, json_file, any_bytes)),
+    *(Target("hf/model.safetensors", spoil, INIT) for spoil in (tensor_header, any_bytes)),
+    *(Target("hf/tokenizer.json", spoil, INIT) for spoil in (json_file, any_bytes)),
     *(Target("data/manifest.json", spoil, command) for spoil in (json_file, any_bytes) for command in (CHECK, TRAIN)),
     *(Target("data/train-00000.tokens", spoil, c) for spoil in (shard_header, any_bytes) for c in (CHECK, TRAIN)),
     *(Target("data/tokenizer.json", spoil, c) for spoil in (json_file, any_bytes) for c in (CHECK, TRAIN)),

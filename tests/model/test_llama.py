@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from junk import spoiled_tree
 from training import ATTN
 
 from nsa.config import RopeScaling
@@ -115,6 +118,15 @@ def test_rope_of_early_versions_is_read(folder: Path) -> None:
     change(folder, rope_scaling=None, partial_rotary_factor=0.5)
     with pytest.raises(ValueError, match="partial_rotary_factor"):
         attention_config(read_fields(folder))
+
+
+def test_a_config_with_anything_in_it_is_read_or_refused(folder: Path) -> None:
+    good = json.loads((folder / "config.json").read_text())
+    for seed in range(500):
+        (folder / "config.json").write_text(json.dumps(spoiled_tree(good, Random(seed))))
+        # Any other exception is an error of the test.
+        with suppress(ValueError):
+            lm_config(read_fields(folder), seq_len=64)
 
 
 def test_damaged_and_foreign_weights_are_refused_by_name(folder: Path) -> None:
