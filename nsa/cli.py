@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 import nsa
-from nsa.progress import open_closed_streams, say
+from nsa.progress import prepare_streams, say
 
 
 class Command(NamedTuple):
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: the command's own; 2 for a wrong argument; 1 if memory runs out; 128 plus the signal's number
         after SIGINT or SIGPIPE.
     """
-    open_closed_streams()
+    prepare_streams()
     try:
         try:
             return run_command(list(sys.argv[1:] if argv is None else argv))

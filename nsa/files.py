@@ -57,9 +57,9 @@ def naming_file(path: Path, temporary: Path | None = None) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 in place of what `path` holds, durably."""
+    """Write `text` as UTF-8 in place of what `path` holds, durably; what is no text, as in a name, is escaped."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def open_no_link(path: str, flags: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
 
 from nsa import settings
@@ -62,11 +63,14 @@ def open_closed_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def open_closed_streams() -> None:
-    """Also give Python the streams that it lacks where a descriptor was closed at start."""
+def prepare_streams() -> None:
+    """Let stdout and stderr take any text: opened where Python has none, and with what they cannot encode escaped."""
     open_closed_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Progress(Protocol):

@@ -161,6 +161,15 @@ def test_streams_that_take_nothing_change_no_status(streams: str, tmp_path: Path
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_names_that_are_no_text_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a line of text\n" * 200)
+    for words in (["prepare", "--path", "in.txt", "--out", "d\udcff"], ["check", "d\udcff"]):
+        done = run("data", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "\\udcff" in done.stdout
+
+
 def test_a_broken_pipe_that_is_not_the_output_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
