@@ -162,6 +162,10 @@ class Sampler:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        prompt, tokenizer = trainer.config.sample_prompt, trainer.loader.tokenizer
+        # Now, because a run samples at its end.
+        self.prompt = tokenizer.encode(prompt)
+        require(bool(self.prompt), "sample_prompt", prompt, f"text of at least one token of {tokenizer.name}")
 
     def due(self, step: int) -> bool:
         return step < self.trainer.config.steps and every(step, self.trainer.config.sample_every)
@@ -180,10 +184,10 @@ class Sampler:
 
     def generate(self, model: LM) -> str:
         """The configured prompt with its continuation, which a signal cuts short."""
-        t, c, tokenizer = self.trainer, self.trainer.config, self.trainer.loader.tokenizer
-        prompts, how = [tokenizer.encode(c.sample_prompt)], {"temperature": 0.8, "seed": c.seed, "cuda_graph": False}
-        new = generate(model, prompts, c.sample_tokens, **how, stop=lambda: t.signals.received is not None)
-        return c.sample_prompt + tokenizer.decode(new[0].tolist())
+        t, c = self.trainer, self.trainer.config
+        how = {"temperature": 0.8, "seed": c.seed, "cuda_graph": False}
+        new = generate(model, [self.prompt], c.sample_tokens, **how, stop=lambda: t.signals.received is not None)
+        return c.sample_prompt + t.loader.tokenizer.decode(new[0].tolist())
 
 
 class Checkpointer:

@@ -150,6 +150,7 @@ class TrainConfig:
         wsd = self.schedule == "wsd"
         decay = 1 <= self.decay <= left if wsd else self.decay == 0
         prompt = isinstance(self.sample_prompt, str) and self.sample_prompt != ""
+        prompt = prompt and self.sample_prompt == self.sample_prompt.encode(errors="replace").decode()
         compression = self.grad_compression == "none" or (self.parallel == "ddp" and on_gpu)
         alone, scales = self.parallel == "none", self.dtype == "float16" and self.parallel == "fsdp"
         graphs, ranks = self.cuda_graphs, f"False with parallel = {self.parallel}: a graph cannot wait for other ranks"
@@ -158,7 +159,7 @@ class TrainConfig:
             (left > 0, "warmup", f"less than steps = {self.steps}"),
             (decay, "decay", f"1 to {left} for wsd: the steps after the warm-up" if wsd else "0 for a cosine"),
             (self.init is None or isinstance(self.init, str), "init", "a folder of a run or of Transformers, or none"),
-            (prompt, "sample_prompt", "a text of at least one character"),
+            (prompt, "sample_prompt", "UTF-8 text of at least one character"),
             (device, "device", "'cpu', 'cuda' or 'cuda:0'"),
             (not graphs or on_gpu, "cuda_graphs", f"False on {self.device}: only a CUDA GPU has graphs"),
             (not (graphs and self.data.pack), "cuda_graphs", "False with data.pack, whose shapes vary"),

@@ -15,6 +15,7 @@ from training import lines_of, small_run
 from nsa import cli
 from nsa.data import Batch, synthetic
 from nsa.data.config import IGNORED, DataConfig
+from nsa.data.tokenizer import ByteTokenizer
 from nsa.model import LM, PRESETS, load_model
 from nsa.train import Trainer, TrainStep, learning_rate, run_info
 from nsa.train.distributed import Ranks
@@ -209,6 +210,21 @@ def test_a_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
     config = small_run(tmp_path)
     with pytest.raises(ValueError, match=r"model\.vocab_size is 100"):
         Trainer(replace(config, model=replace(config.model, vocab_size=100)))
+
+
+def test_a_prompt_without_tokens_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may have no token for any of its characters, and the run would find out at its end."""
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [])
+    with pytest.raises(ValueError, match="sample_prompt is 'def '"):
+        Trainer(small_run(tmp_path))
+
+
+def test_a_run_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    out = tmp_path / "r\udcff"
+    summary = Trainer(small_run(out)).train()
+    assert summary is not None
+    assert summary.report == out / "report.html"
+    assert "\\udcff" in summary.report.read_text()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_defaults_follow_the_device() -> None:
         ("compile", "yes please", "compile is 'yes please'"),
         ("grad_compression", "bf16", "grad_compression is 'bf16'"),
         ("sample_prompt", "", "sample_prompt is ''"),
+        ("sample_prompt", "\ud800", "sample_prompt is"),
     ],
 )
 def test_wrong_values_and_typos_are_named(key: str, value: object, message: str) -> None:
