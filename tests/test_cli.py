@@ -347,7 +347,7 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     args = cli.parser_of("train").parse_args(["--out", "~/a", "--resume", "~/b", "--diff", "~/c"])
     assert [args.out, args.resume, args.diff] == [tmp_path / name for name in "abc"]
-    assert cli.parser_of("generate").parse_args(["--run", "~/a"]).run == tmp_path / "a"
+    assert cli.parser_of("generate").parse_args(["--run", "~"]).run == tmp_path
 
 
 # Every message names the argument or the file, and the value.
