@@ -1,6 +1,6 @@
 """Kill `nsa`, let its file operations fail and feed it junk, many times at random, and count what does not hold.
 
-    PYTHONPATH=tests python tests/faults.py --kills 100 --failures 100 --junk 400
+    python tests/faults.py --kills 100 --failures 100 --junk 400
 
 - kills: a small run gets SIGKILL, SIGTERM, SIGHUP or SIGUSR1 at any moment;
 - failures: its file operations fail with ENOSPC or EIO, one of them or all from then on; started again, both have to
@@ -134,8 +134,8 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("kills", "failures", "junk"):
-        parser.add_argument(f"--{name}", type=int, default=20)
+    for flag in ("--kills", "--failures", "--junk"):
+        parser.add_argument(flag, type=int, default=20, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="the folder to work in, which is kept (default: a temporary one)")
     args = parser.parse_args()
