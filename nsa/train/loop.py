@@ -177,9 +177,9 @@ class Trainer:
             self.loss_start = self.validator.run()
         elif self.checkpoints.loss(self.done) is None:
             # The validation of this step was cut short by the signal that ended the last start, if it was due.
-            for component in (self.validator, self.checkpointer):
-                if component.due(self.done):
-                    component.run()
+            for missed in (self.validator, self.checkpointer):
+                if missed.due(self.done):
+                    missed.run()
         if self.began == 0 and c.save_every:
             # A run that cannot save should fail now. It waits, so that no metrics are newer than the checkpoint.
             self.checkpointer.save_if_finite()
