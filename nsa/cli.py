@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TextIO
 
 import nsa
 from nsa.progress import prepare_streams, say
@@ -144,19 +144,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # Not at exit, where an error could no longer be caught.
+            # Not at exit, where an error could no longer be caught, and would be the status.
+            try:
+                sys.stderr.flush()
+            except OSError:
+                # What nobody can read is no reason to fail.
+                discard(sys.stderr)
             sys.stdout.flush()
     except SystemExit as stopped:
         # From --help or an error in the flags.
         return stopped.code if isinstance(stopped.code, int) else 2
     except OSError as error:
         # The output cannot be written: `nsa doctor | head -1`, or a full disk.
-        # To /dev/null, so that Python's flush at exit does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         say(f"nsa: error: {error}", error=True)
         return 2
+
+
+def discard(stream: TextIO) -> None:
+    """Let what `stream` still holds go to /dev/null, so that Python's flush at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run_command(argv: list[str]) -> int:

@@ -155,10 +155,16 @@ def test_streams_that_take_nothing_change_no_status(streams: str, tmp_path: Path
     ByteTokenizer().save(tmp_path)
     words = {"generate --device cpu --max-new-tokens 2 --run": 0, "data check": 2}
     for command, status in words.items():
-        line = f"exec {sys.executable} -m nsa {command} {tmp_path} {streams}"
+        line = f"unset PYTHONUNBUFFERED; exec {sys.executable} -m nsa {command} {tmp_path} {streams}"
         done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_text_that_stderr_does_not_take_changes_no_status() -> None:
+    program = "import sys, warnings; from nsa import cli; cli.run_command = lambda _: bool(warnings.warn('one'))"
+    line = f'unset PYTHONUNBUFFERED; exec {sys.executable} -c "{program}; sys.exit(int(cli.main([])))" 2> /dev/full'
+    assert subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.slow
