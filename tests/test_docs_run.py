@@ -124,6 +124,9 @@ def run_line(environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch) 
         if not line.command:
             return 0
         if program[0] in NOT_RUN or any(" ".join(line.command).startswith(name) for name in NOT_RUN):
+            for word in line.command:
+                if word.startswith("models/"):
+                    Path(word).mkdir(parents=True, exist_ok=True)
             parser_of(line.command[0]).parse_args(line.command[1:])
             return 0
         environment(**line.variables)
