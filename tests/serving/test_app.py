@@ -183,10 +183,13 @@ def test_a_client_that_leaves_frees_its_slot(live: Live, stream: bool) -> None:
     if stream:
         with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as response:
             next(response.iter_lines())
+            (job,) = live.scheduler.jobs()
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.5)
-    (job,) = live.scheduler.jobs()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=0.5)
+            wait_until(lambda: bool(live.scheduler.jobs()))
+            (job,) = live.scheduler.jobs()
+        assert isinstance(answer.exception(), httpx.ReadTimeout)
     wait_until(live.idle)
     assert job.cancelled
     assert job.n_tokens < 300, f"{time.monotonic() - began:.1f} s"
