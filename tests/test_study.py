@@ -141,7 +141,7 @@ def test_a_command_is_told_to_stop_at_the_deadline(study: ModuleType, tmp_path: 
     """The run writes a checkpoint and resumes in the next call."""
     words = ["train", "--config", "tiny", "--out", "run", "--steps", "100000", "--set", "sample_every=0"]
     words += ["--set", "save_every=0", "--log-every", "1"]
-    made = study.Study(study.SCALES["tiny"], tmp_path, tmp_path, minutes=0.75)
+    made = study.Study(study.SCALES["tiny"], tmp_path, tmp_path, minutes=0.4)
     assert made.command(words) is None
     steps = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
     assert max(steps) > 0
