@@ -32,7 +32,6 @@ test: lint types unit kernels
 test-all:
 	$(MAKE) test MARKS=
 	$(MAKE) hf-oldest
-	$(MAKE) lm-eval
 	$(MAKE) docs
 
 lint: setup
@@ -65,7 +64,7 @@ $(OLDEST)/.ready: $(VENV)/.ready
 hf-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest tests/hf tests/serving -m "not slow" -n $(WORKERS) --dist worksteal
 
-# lm-eval-harness brings 400 MB of packages that nothing else needs.
+# Not a part of test-all: lm-eval-harness brings 400 MB of packages that nothing else needs.
 $(LM_EVAL)/.ready: $(VENV)/.ready
 	$(call venv_beside,--constraint constraints.txt $(LM_EVAL_PACKAGES))
 
