@@ -149,21 +149,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stderr.flush()
             except OSError:
                 # What nobody can read is no reason to fail.
-                discard(sys.stderr)
+                drop_output(sys.stderr)
             sys.stdout.flush()
     except SystemExit as stopped:
         # From --help or an error in the flags.
         return stopped.code if isinstance(stopped.code, int) else 2
     except OSError as error:
         # The output cannot be written: `nsa doctor | head -1`, or a full disk.
-        discard(sys.stdout)
+        drop_output(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         say(f"nsa: error: {error}", error=True)
         return 2
 
 
-def discard(stream: TextIO) -> None:
+def drop_output(stream: TextIO) -> None:
     """Let what `stream` still holds go to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
