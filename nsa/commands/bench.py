@@ -187,7 +187,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cpu(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time attention, its branches, a layer and training steps on the CPU: a minute on two cores."
+    parser.description = "Time attention, its branches, a layer and training steps on the CPU."
     parser.epilog = "example: nsa bench cpu --out cpu.csv && nsa bench report cpu.csv"
     add_output(parser)
 
