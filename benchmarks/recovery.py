@@ -1,12 +1,13 @@
 """Recovery of converted models: dense training, conversion to NSA, and training on, within a time budget.
 
-    python benchmarks/recovery.py --minutes 3                 # on an H200: the 125m model at 8k and 32k tokens
+    python benchmarks/recovery.py --minutes 6                 # on an H200: the 125m model at 8k and 32k tokens
     python benchmarks/recovery.py --scale tiny --minutes 2 --work runs/tiny-recovery --out runs/tiny-results
 
 Stages, each a normal `nsa` command: data (Python source found on this machine, mixed with synthetic recall), dense
 training, export as a LlamaForCausalLM, conversion by the recipes, and from there training of the dense and the
 converted models on the same tokens, all of them at once. The loss before the first step is that of the model as it was
-converted. Call it again to continue: a stage that is done is not run again, and a stopped run resumes.
+converted. At the deadline runs are stopped, and what they have shown so far is reported. Call it again to continue: a
+stage that is done is not run again, and a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from study import GRACE_S, curve, extended_name, python_folders, write_csv
+from study import curve, extended_name, python_folders, write_csv
 
 import nsa
 from nsa.data.recall import mixed_documents, python_files, write_corpus
@@ -41,6 +43,8 @@ PRETRAINED = "dense-from-scratch"
 ARMS = ("dense", "gated", "select")
 # Seconds between two lines of progress.
 LINE_EVERY_S = 10.0
+# Seconds that stopped runs get to write their checkpoints.
+STOP_S = 25
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Scale:
     # Expected seconds of a step by arm, in the order of the lengths; and of what a run needs before its first step.
     step_s: dict[str, tuple[float, ...]]
     start_s: float
-    # Share of the budget that goes to the steps of the dense training.
+    # Share of the steps' time that goes to the dense training.
     dense_share: float
     # Steps at each length relative to those at the first.
     share: tuple[float, ...]
@@ -74,13 +78,13 @@ SCALES = {
         batch_size={8192: 2, 32768: 1},
         step_s={"dense": (0.06, 0.26), "gated": (0.065, 0.15), "select": (0.06, 0.14)},
         start_s=35,
-        dense_share=0.2,
+        dense_share=0.6,
         share=(1.0, 0.3),
         vocab=16384,
-        chars=60_000_000,
+        chars=100_000_000,
         lr=1e-3,
         recover_lr=3e-4,
-        sets={"model.attn.rope_theta": 500_000.0, "eval_batches": 8},
+        sets={"model.attn.rope_theta": 500_000.0, "eval_batches": 8, "sample_tokens": 1},
         compared=(512, 1024, 2048, 4096, 8192, 16384),
     ),
     "tiny": Scale(
@@ -88,7 +92,7 @@ SCALES = {
         batch_size={256: 2, 512: 1},
         step_s=dict.fromkeys(ARMS, (0.5, 0.5)),
         start_s=5,
-        dense_share=0.2,
+        dense_share=0.4,
         share=(1.0, 0.5),
         vocab=0,
         chars=300_000,
@@ -117,7 +121,7 @@ class Recovery:
         self, scale: Scale, work: Path, out: Path, minutes: float, arms: Sequence[str], steps: int | None = None
     ) -> None:
         self.scale, self.work, self.out = scale, work.resolve(), out.resolve()
-        self.minutes, self.arms, self.steps = minutes, arms, steps
+        self.arms, self.steps = arms, steps
         self.deadline = time.monotonic() + 60 * minutes
         self.left_out: list[str] = []
 
@@ -153,8 +157,9 @@ class Recovery:
                 )
         told = False
         while running:
+            until_next = self.left + (STOP_S if told else 0)
             try:
-                next(iter(running.values())).wait(timeout=max(0.1, min(LINE_EVERY_S, self.left)))
+                next(iter(running.values())).wait(timeout=max(0.1, min(LINE_EVERY_S, until_next)))
             except subprocess.TimeoutExpired:
                 self.say(", ".join(f"{name} {self.progress_of(name)}" for name in running))
             for name in [name for name, process in running.items() if process.poll() is not None]:
@@ -163,7 +168,7 @@ class Recovery:
                 told = True
                 for process in running.values():
                     process.send_signal(signal.SIGTERM)
-            if self.left < -GRACE_S:
+            if self.left < -STOP_S:
                 for process in running.values():
                     process.kill()
         return all(self.is_done(name) for name in stages)
@@ -206,7 +211,8 @@ class Recovery:
             texts = mixed_documents(
                 python_files(python_folders()),
                 n_chars=self.scale.chars,
-                recall_share=0.2,
+                # What is far back matters in these documents, and in few others.
+                recall_share=0.3,
                 recall_chars=(min(200, longest), longest),
                 seed=0,
             )
@@ -219,7 +225,9 @@ class Recovery:
     def pretrain(self) -> bool:
         s = self.scale
         length = next(iter(s.batch_size))
-        steps = self.planned("pretrain", [length], s.dense_share * 60 * self.minutes / s.step_s["dense"][0])
+        # The recovery has a start of its own.
+        steps_s = self.left - 2 * s.start_s
+        steps = self.planned("pretrain", [length], s.dense_share * steps_s / s.step_s["dense"][0])
         own = {key: value for key, value in s.sets.items() if key.startswith("model.")}
         sets = {"model.attention": "dense", **own}
         return self.run_together({PRETRAINED: self.train_words(PRETRAINED, length, steps[length], s.lr, sets)})
@@ -245,7 +253,7 @@ class Recovery:
         s = self.scale
         # All run at once: the GPU's time is divided among them.
         per_unit = sum(part * s.step_s[arm][i] for arm in self.arms for i, part in enumerate(s.share))
-        steps = self.planned("recover", list(s.batch_size), (self.left - s.start_s) / per_unit)
+        steps = self.planned("recover", list(s.batch_size), (self.left - s.start_s) / (per_unit * self.slowness()))
         if not self.is_done("compared"):
             shutil.rmtree(self.work / "models" / "compared", ignore_errors=True)
         stages = {"compared": self.convert_words("select", "compared", s.compared)}
@@ -255,6 +263,12 @@ class Recovery:
                 words = self.train_words(name, length, steps[length], s.recover_lr, {})
                 stages[name] = [*words, "--init", f"models/{arm}"]
         return self.run_together(stages)
+
+    def slowness(self) -> float:
+        """How many times as long as expected a step of the dense training took."""
+        lines = read_lines(self.work / "runs" / PRETRAINED / METRICS)
+        found = [line["step_s"] for line in lines if line["kind"] == "speed" and "step_s" in line]
+        return median(found) / self.scale.step_s["dense"][0] if found else 1.0
 
     def planned(self, stage: str, lengths: Sequence[int], steps: float) -> dict[int, int]:
         """Steps at each length: `steps` at the first, at least ten; the same in every call."""
@@ -329,27 +343,33 @@ def by_run(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[dict
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Validation loss against tokens since the conversion, one plot per length; the start is the conversion itself."""
+    """Validation loss against tokens: of the dense training, then since the conversion, one plot per length. The first
+    point after the conversion is the model as it was converted."""
     from matplotlib.figure import Figure
 
-    runs = {key: points for key, points in by_run(rows).items() if key[0] != PRETRAINED}
-    lengths = sorted({length for _, length in runs})
-    if not lengths:
+    runs = by_run(rows)
+    plots = sorted({(arm != PRETRAINED, length) for arm, length in runs})
+    if not plots:
         return
-    styles = {"dense": ("#5b6472", "--"), "gated": ("#c2410c", "-"), "select": ("#1d4ed8", "-")}
-    figure = Figure(figsize=(5.6 * len(lengths), 4.2), layout="constrained")
-    for axis, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
-        for (arm, own), points in runs.items():
-            if own == length:
-                colour, line = styles[arm]
-                xs, ys = [p["tokens"] / 1e6 for p in points], [p["valid_loss"] for p in points]
-                label = "dense, trained on" if arm == "dense" else f"nsa convert --recipe {arm}"
-                axis.plot(xs, ys, line, color=colour, label=f"{label}: {ys[0]:.3f} to {ys[-1]:.3f}", marker="o", ms=3)
-        axis.set(
-            xlabel="million tokens after the conversion",
-            ylabel="validation loss",
-            title=f"{length:,} tokens of context",
-        )
+    styles = {
+        PRETRAINED: ("dense, from scratch", "#5b6472", "-"),
+        "dense": ("dense, trained on", "#5b6472", "--"),
+        "gated": ("nsa convert --recipe gated", "#c2410c", "-"),
+        "select": ("nsa convert --recipe select", "#1d4ed8", "-"),
+    }
+    figure = Figure(figsize=(5.6 * len(plots), 4.2), layout="constrained")
+    for axis, (after, length) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
+        own = {arm: points for (arm, n), points in runs.items() if n == length and (arm != PRETRAINED) == after}
+        # Runs that were stopped ended at different tokens; losses are compared where all have one.
+        end = min(points[-1]["tokens"] for points in own.values())
+        for arm, points in own.items():
+            name, colour, line = styles[arm]
+            losses = [point["valid_loss"] for point in points if point["tokens"] <= end]
+            xs, ys = [point["tokens"] / 1e6 for point in points], [point["valid_loss"] for point in points]
+            label = f"{name}: {losses[0]:.3f} to {losses[-1]:.3f}"
+            axis.plot(xs, ys, line, color=colour, label=label, marker="o", ms=3)
+        since = "million tokens after the conversion" if after else "million tokens"
+        axis.set(xlabel=since, ylabel="validation loss", title=f"{length:,} tokens of context")
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
     figure.savefig(out, dpi=130)

@@ -89,6 +89,38 @@ def test_a_failed_stage_is_shown_and_ends_the_call(
     assert made.run_together({"good": ["train", "--config", "missing"]})
 
 
+def test_a_call_that_is_cut_reports_what_there_is(recovery: ModuleType, tmp_path: Path) -> None:
+    """Runs are told to stop at the deadline; they ended at different tokens, or never reached a validation."""
+    made = recovery.Recovery(recovery.SCALES["tiny"], tmp_path, tmp_path, 0, ["dense", "gated", "select"])
+    assert not made.run_together({"cut": ["train", "--config", "tiny", "--out", "runs/cut"]})
+    assert made.left_out == ["cut"]
+    made.report()
+    assert not list(tmp_path.glob("recovery.*"))
+
+    for name, losses in {"dense-from-scratch": [5.0, 4.0], "dense-256": [4.0, 3.5, 3.0], "gated-256": [4.5]}.items():
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        lines = [{"kind": "eval", "step": 2 * i, "loss": loss} for i, loss in enumerate(losses)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        made.report()
+        assert (tmp_path / "recovery.png").is_file()
+        (tmp_path / "recovery.png").unlink()
+    points = recovery.by_run(list(csv.DictReader((tmp_path / "recovery.csv").open())))
+    assert [p["valid_loss"] for p in points["dense", 256]] == [4.0, 3.5, 3.0]
+    assert points["gated", 256] == [{"tokens": 0, "valid_loss": 4.5}]
+
+
+def test_steps_that_were_slow_are_planned_as_slow(recovery: ModuleType, tmp_path: Path) -> None:
+    made = recovery.Recovery(recovery.SCALES["tiny"], tmp_path, tmp_path, 5, ["dense"])
+    run = tmp_path / "runs" / recovery.PRETRAINED
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    assert made.slowness() == 1.0
+    lines = [{"kind": "speed", "step": i, "step_s": step_s} for i, step_s in enumerate([90.0, 1.5, 1.5])]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert made.slowness() == 1.5 / recovery.SCALES["tiny"].step_s["dense"][0]
+
+
 def test_the_steps_are_planned_once(recovery: ModuleType, tmp_path: Path) -> None:
     plans = []
     for minutes in (3, 30):
