@@ -17,6 +17,7 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import router
 from nsa.cache import NSACache, PagedNSACache
 from nsa.cache.store import bits
+from nsa.eager import is_plain_linear
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -80,7 +81,10 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
     rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
     plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
-    return plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
+    fitting = plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
+    # The kernels read the weights of phi: neither adapters nor what is offloaded.
+    phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)
+    return fitting and all(p.position.device == x.device and all(map(is_plain_linear, p.children())) for p in phis)
 
 
 def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:

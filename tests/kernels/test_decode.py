@@ -316,6 +316,20 @@ def test_a_longer_step_or_a_small_ring_is_not_for_the_kernels(n_tokens: int, max
     assert cache.lengths.tolist() == [0]
 
 
+def test_a_phi_with_an_adapter_is_not_for_the_kernels() -> None:
+    """They read its weights, and would not see what the module adds to them."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    layer = NSAAttention(NSAConfig(**LAYER, backend="triton")).to(DEVICE)
+    layer.phi_v.outer = Adapted(layer.phi_v.outer.in_features, layer.phi_v.outer.out_features, device=DEVICE)
+    cache = layer.new_cache(1, 40)
+    assert fused_step(layer, torch.randn(1, 1, layer.config.dim, device=DEVICE), cache, None, 0) is None
+    assert cache.lengths.tolist() == [0]
+
+
 def test_the_kernels_run_only_by_name() -> None:
     layer = NSAAttention(NSAConfig(**LAYER)).to(DEVICE)
     routing.router().counts.clear()
