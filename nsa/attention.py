@@ -237,7 +237,9 @@ class NSAAttention(nn.Module):
         require(x.shape[2] == self.config.dim, "x.shape[2]", x.shape[2], f"dim = {self.config.dim}")
         require(min(x.shape) >= 1, "x.shape", tuple(x.shape), "no empty dimension")
         weight = self.q_proj.weight
-        check_same("x", "device", x.device, "the layer", weight.device)
+        if not weight.is_meta:
+            # Else it is offloaded, and a hook of its module brings it to x.
+            check_same("x", "device", x.device, "the layer", weight.device)
         if torch.is_autocast_enabled(x.device.type):
             for name, dtype in (("x.dtype", x.dtype), ("the layer's dtype", weight.dtype)):
                 require(dtype != torch.float64, name, dtype, "fp32 or half precision: autocast leaves fp64 alone")
@@ -349,7 +351,7 @@ class NSAAttention(nn.Module):
 
     def compress_blocks(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
         """The blocks `[B, N, l, G, D]` that a cache has just completed, which start at `positions`."""
-        k_cmp, v_cmp = self.phi_k.of_blocks(k_blocks), self.phi_v.of_blocks(v_blocks)
+        k_cmp, v_cmp = self.phi_k(k_blocks), self.phi_v(v_blocks)
         if self.config.compress_rope == "after":
             k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
         return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)

@@ -34,11 +34,15 @@ class Compression(nn.Module):
             self.inner.reset_parameters()
             self.outer.reset_parameters()
 
-    def forward(self, x: Tensor, *, stride: int, cu_seqlens: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, *, stride: int | None = None, cu_seqlens: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """Every block of `x [B, S, G, D]`: `[B, N, G, D]`. In a pack `N` is `S // stride`, as `nsa.ops` lays them out.
 
-        `options`: `backend` and `strict` of the ops.
+        `options`: `backend` and `strict` of the ops. Without a `stride`, `x` are blocks as `of_blocks` takes them.
         """
+        if stride is None:
+            return self.of_blocks(x)
         where: dict[str, Any] = {"block": self.block, "stride": stride, "cu_seqlens": cu_seqlens}
         if self.kind == "mean":
             return ops.compress_mean(x, **where, **options)

@@ -85,6 +85,11 @@ class NSALlamaConfig(PreTrainedConfig):
         self.nsa = dict(self.nsa or {})
         super().__post_init__(**kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Without `layer_types`, which follow from the rest: `Trainer` reads the config of a checkpoint by the base
+        class, which knows no layer types but its own."""
+        return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
+
     def validate_architecture(self) -> None:
         """Called by transformers: the hyperparameters of NSA are checked too."""
         require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")

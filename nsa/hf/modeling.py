@@ -190,8 +190,8 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
                 otherwise counted by the layers themselves, from the mask and the cache.
             past_key_values: The cache that the new tokens are appended to.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            use_cache: Whether to make a cache where none is given. Where gradients are recorded none is made: those
-                through a cache would be incomplete.
+            use_cache: Whether to make a cache where none is given. None is made where gradients are recorded (those
+                through a cache would be incomplete), and none of packed sequences.
             cu_seq_lens_q: int32 `[n + 1]`, offsets of packed sequences, `B = 1`.
             **kwargs: Of other models, not used.
 
@@ -203,6 +203,8 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
         """
         require((input_ids is None) != (inputs_embeds is None), "input_ids", input_ids, "one of it and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if cu_seq_lens_q is None and past_key_values is None and attention_mask is None and position_ids is not None:
+            cu_seq_lens_q = packed_offsets(position_ids, x.shape[0])
         if past_key_values is not None:
             differentiable = self.training and torch.is_grad_enabled()
             require(
@@ -210,11 +212,9 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
             )
             offloading = getattr(past_key_values, "offloading", False)
             require(not offloading, "past_key_values", "offloaded", "a dynamic or a static cache")
-        elif use_cache and not torch.is_grad_enabled():
+        elif use_cache and cu_seq_lens_q is None and not torch.is_grad_enabled():
             past_key_values = DynamicCache(config=self.config)
 
-        if cu_seq_lens_q is None and past_key_values is None and attention_mask is None and position_ids is not None:
-            cu_seq_lens_q = packed_offsets(position_ids, x.shape[0])
         if attention_mask is not None:
             shape = tuple(attention_mask.shape)
             fits = len(shape) == 2 and shape[0] == x.shape[0] and shape[1] >= x.shape[1]
@@ -227,9 +227,14 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
 
 def packed_offsets(position_ids: Tensor, batch_size: int) -> Tensor | None:
     """`cu_seqlens` of the sequences that start where `position_ids [1, T]` is 0; None for a single one."""
-    if batch_size != 1 or position_ids.dim() != 2 or torch.compiler.is_compiling():
+    if batch_size != 1 or position_ids.dim() != 2:
         return None
-    starts = (position_ids[0] == 0).nonzero().flatten().int()
+    is_start = position_ids[0] == 0
+    if torch.compiler.is_compiling():
+        # How many there are would be a shape.
+        torch._assert_async(is_start.sum() < 2, "position_ids of packed sequences in compiled code: pass cu_seq_lens_q")
+        return None
+    starts = is_start.nonzero().flatten().int()
     if starts.numel() < 2:
         return None
     return torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from nsa.hf import NSALlamaForCausalLM, NSALlamaModel
+from nsa.hf.modeling import packed_offsets
 from nsa.reference import nsa_attention
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -164,10 +165,21 @@ def test_packed_sequences_are_the_same_as_apart(offsets: bool) -> None:
     model = tiny_model().train()
     features = [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (45, 1, 30)]
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=offsets, return_tensors="pt")(features)
-    packed = model(**batch)
     apart = [model(torch.tensor([row["input_ids"]])).logits[0] for row in features]
-    torch.testing.assert_close(packed.logits[0], torch.cat(apart), atol=2e-4, rtol=1e-4)
-    assert packed.loss.isfinite()
+    for recorded in (True, False):
+        # Where no gradients are recorded a cache would be made, which holds no packed sequences.
+        with torch.set_grad_enabled(recorded):
+            packed = model(**batch)
+        torch.testing.assert_close(packed.logits[0], torch.cat(apart), atol=2e-4, rtol=1e-4)
+        assert packed.loss.isfinite()
+
+
+def test_packed_positions_are_refused_in_compiled_code() -> None:
+    """They would be taken for one sequence."""
+    offsets = torch.compile(packed_offsets, backend="eager", fullgraph=True)
+    assert offsets(torch.arange(20)[None], 1) is None
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q"):
+        offsets(torch.arange(20)[None] % 7, 1)
 
 
 def test_logits_to_keep_and_hidden_states() -> None:

@@ -35,6 +35,20 @@ def test_a_saved_model_is_the_same_when_loaded(tmp_path: Path, nsa: dict[str, An
     assert half.generate(tokens, max_new_tokens=4, do_sample=False, cache_implementation="static").shape == (1, 44)
 
 
+@pytest.mark.parametrize("nsa", [{"qk_norm": True, "qkv_bias": True}, SELECT], ids=["gated", "select"])
+def test_layers_can_be_offloaded(tmp_path: Path, nsa: dict[str, Any]) -> None:
+    """A weight on disk is loaded by a hook of its module when that is called."""
+    model, tokens = tiny_model(nsa), prompt(40)
+    model.save_pretrained(tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "lm_head"), "cpu")
+    places |= dict.fromkeys(("model.layers.1", "model.norm"), "disk")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offloaded")
+    assert found.model.layers[1].self_attn.q_proj.weight.is_meta
+    torch.testing.assert_close(logits_of(found, tokens), logits_of(model, tokens))
+    expected = model.generate(tokens, max_new_tokens=9, do_sample=False).tolist()
+    assert found.generate(tokens, max_new_tokens=9, do_sample=False).tolist() == expected
+
+
 def test_what_a_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:
     """From a folder without gates: theirs are Xavier's, not transformers' N(0, initializer_range)."""
     tiny_model({"force_branch": "cmp"}).save_pretrained(tmp_path)
@@ -44,7 +58,9 @@ def test_what_a_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:
     assert 0.9 * bound < gate.outer.weight.abs().max() <= bound
 
 
-def trained(tmp_path: Path, collator: Any, **options: Any) -> tuple[list[float], NSALlamaForCausalLM]:
+def trained(
+    tmp_path: Path, collator: Any, resume: str | None = None, **options: Any
+) -> tuple[list[float], NSALlamaForCausalLM]:
     model = tiny_model(num_hidden_layers=1).train()
     rows = 3 * [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (40, 25)]
     arguments = TrainingArguments(
@@ -55,14 +71,13 @@ def trained(tmp_path: Path, collator: Any, **options: Any) -> tuple[list[float],
         logging_steps=1,
         report_to="none",
         use_cpu=True,
-        save_strategy="no",
         disable_tqdm=True,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
-        **options,
+        **{"save_strategy": "no", **options},
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return [line["loss"] for line in trainer.state.log_history if "loss" in line], model
 
 
@@ -82,6 +97,14 @@ def test_the_trainer_learns_with_and_without_checkpointing(tmp_path: Path) -> No
     assert losses[-1] < losses[0]
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_the_trainer_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    losses, model = trained(tmp_path, Padding(), save_strategy="steps", save_steps=2)
+    again, other = trained(tmp_path, Padding(), str(tmp_path / "out" / "checkpoint-2"))
+    assert again == pytest.approx(losses)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
 
 
 def test_the_trainer_packs_what_it_would_pad(tmp_path: Path) -> None:
