@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from nsa.generation.options import Options
 from nsa.serving.errors import ServingError, bad_request
@@ -62,8 +63,11 @@ def make_app(
     card = {"id": name, "object": "model", "created": started, "owned_by": "nsa", "max_model_len": scheduler.max_len}
 
     async def authorize(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Headers are decoded as Latin-1, whatever they are.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode("latin-1"), api_key.encode()):
             raise ServingError(401, "invalid_api_key", "the API key is missing or wrong: Authorization: Bearer KEY")
 
     @app.exception_handler(ServingError)
@@ -156,7 +160,7 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
     """The body of a request.
 
     Raises:
-        ServingError: 413 where it is too large, 408 where it takes too long.
+        ServingError: 413 where it is too large, 408 where it takes too long, 499 where the client leaves.
     """
     body = bytearray()
     try:
@@ -165,6 +169,9 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise ServingError(413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    except ClientDisconnect:
+        # Nobody reads it, as below.
+        raise ServingError(499, "client_left", "the body is not complete") from None
     except TimeoutError:
         raise ServingError(408, "timeout", f"the body did not arrive within {timeout_s:g} s") from None
     return bytes(body)

@@ -14,8 +14,8 @@ from nsa.serving.errors import bad_request
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
     "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -90,9 +90,12 @@ class Message(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[Any] | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
+        if self.tool_calls:
+            raise bad_request("tool_calls of a message are not supported; accepted: none", "unsupported_value")
         if not isinstance(self.content, list):
             return {"role": self.role, "content": self.content or ""}
         other = sorted({part.type for part in self.content} - {"text"})
@@ -136,7 +139,8 @@ def parse_body(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         raise bad_request(f"{where}: {first['msg']}") from None
     for name, neutral in UNSUPPORTED.items():
         value = (found.model_extra or {}).get(name)
-        if value is not None and value not in neutral:
+        # By type too: to ask for 0 log-probabilities is to ask for that of the token itself.
+        if value is not None and (type(value), value) not in [(type(x), x) for x in neutral]:
             accepted = " or ".join(map(json.dumps, neutral)) or "none"
             raise bad_request(f"{name} is not supported; accepted: {accepted}", "unsupported_value")
     return found

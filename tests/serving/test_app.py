@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 from live_server import Live, httpx, openai, serve, tiny_folder, tiny_lm, wait_until
+from starlette.requests import Request
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate_text
+from nsa.serving.app import read_body
+from nsa.serving.errors import ServingError
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 RENDERED = "system: be brief\nuser: hello\nassistant:"
@@ -119,6 +123,7 @@ def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
         ({"stop": ["", "a"]}, "stop"),
         ({"n": 2}, "n is"),
         ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"extra_body": {"prompt": {"a": 1}}}, "prompt"),
     ],
@@ -131,7 +136,12 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, fields: dict[str,
 
 @pytest.mark.parametrize(
     "messages",
-    [[], [{"role": "alien", "content": "hi"}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],
+    [
+        [],
+        [{"role": "alien", "content": "hi"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}, {"role": "user", "content": "hi"}],
+    ],
 )
 def test_chats_that_cannot_be_rendered_are_refused(client: openai.OpenAI, messages: list[Any]) -> None:
     with pytest.raises(openai.BadRequestError):
@@ -215,6 +225,25 @@ def test_an_api_key_is_asked_for(folder: Path) -> None:
             live.client().models.list()
         client = live.client(api_key="secret")
         assert client.completions.create(model="tiny", prompt="x", max_tokens=2, temperature=0).choices[0].text
+
+
+def test_a_key_is_compared_by_its_bytes_after_bearer(folder: Path) -> None:
+    with serve(folder, api_key="secrét") as live:
+        for given, status in (("Bearer secrét", 200), ("bearer secrét", 200), ("secrét", 401), ("Basic secrét", 401)):
+            headers = {"Authorization": given.encode()}
+            assert httpx.get(f"{live.url}/v1/models", headers=headers).status_code == status, given
+
+
+def test_a_client_may_leave_in_the_middle_of_its_body() -> None:
+    """It is no failure of the server, whose log would fill with it."""
+    parts = iter([{"type": "http.request", "body": b'{"prompt"', "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(parts)
+
+    with pytest.raises(ServingError) as left:
+        asyncio.run(read_body(Request({"type": "http"}, receive), 5))
+    assert left.value.status == 499
 
 
 def test_a_model_without_a_template_completes_only(folder: Path, tmp_path: Path) -> None:
