@@ -48,7 +48,7 @@ class NSAAttention(nn.Module):
         super().__init__()
         require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         self.config = c = config
-        # One K/V for each branch, side by side in one product; a single one when they share it.
+        # One K/V for each branch, side by side in one matmul; a single one when they share it.
         n_kv = 1 if c.share_kv else len(BRANCHES)
         self.q_proj = nn.Linear(c.dim, c.n_heads * c.d_k, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.dim, n_kv * c.n_kv_groups * c.d_k, bias=c.qkv_bias)
@@ -246,7 +246,7 @@ class NSAAttention(nn.Module):
         elif weight.dtype in FLOATS:
             # A quantized weight has a dtype of its own.
             check_same("x", "dtype", x.dtype, "the layer", weight.dtype)
-        # A traced call has no values to look at; the ops look when they run.
+        # A traced call has no values to check; the ops check them when they run.
         traced = torch.compiler.is_compiling()
         check_finite(self.config.strict and not traced, x=x)
         check_position_offset(position_offset, x, self.config.strict)
@@ -289,7 +289,7 @@ class NSAAttention(nn.Module):
         c, parts = self.config, self.projections()
         linears = [linear for part in parts for linear in part]
         if torch.compiler.is_compiling() and all(eager.is_plain_linear(linear) for linear in linears):
-            # One product: compiled code casts each weight, and adds up each gradient of x, in a kernel of its own.
+            # One matmul: compiled code casts each weight, and adds up each gradient of x, in a kernel of its own.
             bias = torch.cat([linear.bias for linear in linears]) if c.qkv_bias else None
             product = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
             products = product.split([sum(linear.out_features for linear in part) for part in parts], dim=-1)
@@ -329,7 +329,7 @@ class NSAAttention(nn.Module):
         return dv_raw + dv_sel + dv_win if self.config.share_kv else torch.cat([dv_raw, dv_sel, dv_win], dim=2)
 
     def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
-        """Every complete block of the sequences at hand."""
+        """Compress every complete block of the sequences."""
         c = self.config
         k, v = raw
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}

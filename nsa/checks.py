@@ -95,7 +95,7 @@ def check_keys_values(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str)
     check_key(k_name, k, q, "B N G Dk")
     check_same(k_name, "shape[3]", k.shape[3], "q", q.shape[3])
     check_key(v_name, v, q, "B N G Dv")
-    require(v.shape[3] >= 1, f"{v_name}.shape", tuple(v.shape), "a value width of at least 1")
+    require(v.shape[3] >= 1, f"{v_name}.shape", tuple(v.shape), "a head_dim of at least 1")
     check_same(v_name, "shape[1]", v.shape[1], k_name, k.shape[1])
     check_same(v_name, "shape[2]", v.shape[2], k_name, k.shape[2])
 

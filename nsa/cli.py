@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 sys.stderr.flush()
             except OSError:
-                # What nobody can read is no reason to fail.
+                # Messages that cannot be shown are no reason to fail.
                 drop_output(sys.stderr)
             sys.stdout.flush()
     except SystemExit as stopped:

@@ -17,15 +17,15 @@ class Compression(nn.Module):
     All groups share the weights.
     """
 
-    def __init__(self, width: int, block: int, *, kind: Literal["mlp", "mean"], hidden: int | None = None) -> None:
+    def __init__(self, head_dim: int, block: int, *, kind: Literal["mlp", "mean"], hidden: int | None = None) -> None:
         super().__init__()
         self.kind = kind
         self.block = block
         if kind == "mlp":
-            hidden = hidden or 2 * width
-            self.position = nn.Parameter(torch.empty(block, width))
-            self.inner = nn.Linear(block * width, hidden)
-            self.outer = nn.Linear(hidden, width)
+            hidden = hidden or 2 * head_dim
+            self.position = nn.Parameter(torch.empty(block, head_dim))
+            self.inner = nn.Linear(block * head_dim, hidden)
+            self.outer = nn.Linear(hidden, head_dim)
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,7 +49,7 @@ class Compression(nn.Module):
         return self.mlp(ops.gather_blocks(x, self.position.to(x.dtype), **where, **options))
 
     def of_blocks(self, blocks: Tensor) -> Tensor:
-        """The same of a few blocks at hand, as a cache has them: `[B, N, l, G, D]` to `[B, N, G, D]`."""
+        """The same for blocks that a cache has gathered: `[B, N, l, G, D]` to `[B, N, G, D]`."""
         if self.kind == "mean":
             return blocks.mean(dim=2)
         placed = blocks + self.position[:, None].to(blocks.dtype)

@@ -1,10 +1,10 @@
 """The layer as one autograd node, for eager calls.
 
-Autograd's bookkeeping for a layer (ten products, four activations, a dozen views) costs the host more than the
-attention between them. Here the forward pass runs below autograd, and one backward function calls the products itself.
+Autograd's bookkeeping for a layer (ten matmuls, four activations, a dozen views) costs the host more than the attention
+between them. Here the forward pass runs below autograd, and one backward function calls the matmuls itself.
 
-It computes what the modules of `NSAAttention` compute, from their parameters. Where somebody may watch or replace these
-modules (hooks, LoRA, quantization, sharded parameters, tensor subclasses, a compiler), the modules are called instead.
+It computes what the modules of `NSAAttention` compute, from their parameters. Where those may be observed or replaced
+(hooks, LoRA, quantization, sharded parameters, tensor subclasses, a compiler), the modules are called instead.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
 BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
 # What the node computes itself; a layer or a gate that has one of its own is not to be ignored.
 METHODS = {"project", "heads", "projections", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
-# Up to this many tokens, products with the same input are one product of joined weights: that costs the GPU a copy of
-# the weights and saves the host nine launches. Beyond, the GPU is what takes the time.
+# Up to this many tokens, matmuls with the same input are one matmul of concatenated weights, which copies the weights
+# on the GPU and saves the host nine launches. Beyond, the GPU is what takes the time.
 FEW_TOKENS = 4096
 
 
@@ -107,14 +107,14 @@ class Parameters(NamedTuple):
         return cls(q, k, v, phis[:half], phis[half:], flat[-5:-1], flat[-1])
 
 
-def products(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def matmuls(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """`x @ w.T` for every one of `weights`, from `x [M, K]`."""
     if x.shape[0] > FEW_TOKENS:
         return [torch.mm(x, w.t()) for w in weights]
     return torch.mm(x, torch.cat(list(weights)).t()).split([w.shape[0] for w in weights], dim=1)
 
 
-def products_backward(
+def matmuls_backward(
     grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs_x: bool, needed: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradients of `x` and of `weights`."""
@@ -198,7 +198,7 @@ class LayerNode(torch.autograd.Function):
         """`ctx` is None where no gradient is wanted."""
         c, lead, p = layer.config, x.shape[:2], Parameters.split(parameters)
         position = (angles.cos, angles.sin)
-        q, k, v, inner = products(x.reshape(-1, c.dim), (p.q, p.k, p.v, p.gate[0]))
+        q, k, v, inner = matmuls(x.reshape(-1, c.dim), (p.q, p.k, p.v, p.gate[0]))
         q = layer.rope.rotate(q.view(*lead, -1, c.d_k), position)
         k_raw, k_sel, k_win = layer.split_keys(k.view(*lead, -1, c.d_k), position)
         v_raw, v_sel, v_win = layer.split_values(v.view(*lead, -1, c.d_v))
@@ -317,7 +317,7 @@ def layer_backward(
     dk = layer.split_keys_backward(dk_raw, dk_sel, dk_win, position)
     dv = layer.split_values_backward(dv_raw, dv_sel, dv_win)
     grads = [*(g.reshape(x.shape[0], -1) for g in (dq, dk, dv)), d_inner]
-    dx, (d_q, d_k, d_v, d_gate_inner) = products_backward(
+    dx, (d_q, d_k, d_v, d_gate_inner) = matmuls_backward(
         grads, x, (p.q, p.k, p.v, p.gate[0]), needs_x, (needed.q, needed.k, needed.v, needed.gate[0])
     )
     dx = None if dx is None else dx.view(shape)
@@ -377,7 +377,7 @@ class LayerReplay(BothPasses):
     ) -> tuple[Tensor, ...]:
         """The gradients of `x` and of the parameters."""
         run, backward = partial(self.run_backward, layer, weights), None
-        # Somebody may have moved them since the forward pass.
+        # They may have been moved since the forward pass.
         if addresses(weights) == self.addresses:
             backward = self.find_backward(run, [dy, x, saved])
         if backward is None:

@@ -61,6 +61,6 @@ def check_config(config: NSAConfig, q: Tensor, *keys_values: Tensor) -> None:
     expected = {"q": (q, config.n_heads, config.d_k)}
     for name, x in zip(names, keys_values, strict=True):
         expected[name] = (x, config.n_kv_groups, config.d_k if name.startswith("k") else config.d_v)
-    for name, (x, heads, width) in expected.items():
+    for name, (x, heads, head_dim) in expected.items():
         shape = tuple(x.shape[2:]) if isinstance(x, Tensor) else x
-        require(shape == (heads, width), f"{name}.shape[2:]", shape, f"({heads}, {width}), as config says")
+        require(shape == (heads, head_dim), f"{name}.shape[2:]", shape, f"({heads}, {head_dim}), as config says")

@@ -24,13 +24,13 @@ MAX_TABLES = 64
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotates the halves of a vector against each other, pair `i` by `position * theta ** (-2i / width)`.
+    """Rotates the halves of a vector against each other, pair `i` by `position * theta ** (-2i / head_dim)`.
 
     Nothing is kept in a buffer: casting a model to bf16 would round the frequencies, and far positions with them. The
     tables are a cache of a pure function: copies, pickles and comparisons leave them out.
     """
 
-    width: int
+    head_dim: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
     tables: dict[tuple[torch.device, torch.dtype, int, int], Angles] = field(
@@ -38,11 +38,11 @@ class Rope:
     )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rope, (self.width, self.theta, self.scaling)
+        return Rope, (self.head_dim, self.theta, self.scaling)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """`[width / 2]` in fp64: radians per position."""
-        exponent = torch.arange(0, self.width, 2, device=device, dtype=torch.float64) / self.width
+        """`[head_dim / 2]` in fp64: radians per position."""
+        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
         frequency = torch.exp(exponent * -math.log(self.theta))
         return frequency if self.scaling is None else self.slow_down(frequency, self.scaling)
 
@@ -55,7 +55,7 @@ class Rope:
         return frequency * (keep + (1.0 - keep) / scaling.factor)
 
     def angles(self, positions: Tensor, dtype: torch.dtype, *, limit: int | None = None) -> Angles:
-        """Cosine and sine for integer `positions [...]`, each `[..., 1, width / 2]`; fp64 for fp64, else fp32.
+        """Cosine and sine for integer `positions [...]`, each `[..., 1, head_dim / 2]`; fp64 for fp64, else fp32.
 
         `limit`: an upper bound known to the host that every position lies below, so that rows of `table(limit)` can be
         looked up instead.
@@ -72,7 +72,7 @@ class Rope:
         return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype, *, stride: int = 1) -> Angles:
-        """`angles` of every `stride`-th position below `length`, each `[n, 1, width / 2]`: kept as views."""
+        """`angles` of every `stride`-th position below `length`, each `[n, 1, head_dim / 2]`: kept as views."""
         if not can_cache(device):
             return self.angles(torch.arange(0, length, stride, device=device), dtype)
         key = (device, angle_dtype(dtype), length, stride)
@@ -100,7 +100,7 @@ class Rope:
         return kept
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """`x [..., H, width]` turned by its position's angles, in its own dtype."""
+        """`x [..., H, head_dim]` turned by its position's angles, in its own dtype."""
         return self.rotate_all(angles, x)[0]
 
     def rotate_all(self, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:

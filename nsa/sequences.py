@@ -88,7 +88,7 @@ class Ranges:
             return (self.lo + complete).clamp_max(self.n_keys)
         # Keys of a packed row are counted over the row, not within a document.
         hi = query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
-        # A wrong `q_start` that nobody looked at must not read out of bounds where kernels take this as it is.
+        # An unchecked wrong `q_start` must not read out of bounds where kernels take this as it is.
         return hi if seq.q_start is None or seq.cu_seqlens is None else hi.clamp_max(self.n_keys)
 
     @cached_property
@@ -157,7 +157,7 @@ class Blocks:
 
 
 class OverBlocks:
-    """What looks at the compressed blocks that are complete at each query."""
+    """A branch over the compressed blocks that are complete at each query."""
 
     sequences: Sequences
     block: int

@@ -97,7 +97,7 @@ def read_header(file: IO[bytes]) -> dict[str, Entry]:
 
 
 def read_header_and_metadata(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """As `read_header`, and what the writer has said about the file."""
+    """As `read_header`, and the file's metadata."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -139,7 +139,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `read_tensors`, and what the writer has said about the file."""
+    """As `read_tensors`, and the file's metadata."""
     try:
         with path.open("rb") as file:
             entries, metadata = read_header_and_metadata(file)

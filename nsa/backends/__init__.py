@@ -1,1 +1,1 @@
-"""Who computes an op: each backend offers the same functions, and says which problems it can take."""
+"""The backends that run the ops. Each has the same functions, and reports which problems it supports."""

@@ -98,9 +98,9 @@ def combine_shape(q: Tensor, d_v: int) -> tuple[int, ...]:
     return batch, length, length, heads, heads, d_v, d_v
 
 
-def compress_shape(x: Tensor, length: int, width: int) -> tuple[int, ...]:
+def compress_shape(x: Tensor, length: int, head_dim: int) -> tuple[int, ...]:
     """Compression has no queries."""
-    return x.shape[0], length, length, x.shape[2], x.shape[2], width, width
+    return x.shape[0], length, length, x.shape[2], x.shape[2], head_dim, head_dim
 
 
 class Plan:

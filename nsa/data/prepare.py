@@ -105,7 +105,7 @@ def prepare(
         # Again: another process may have held the lock meanwhile.
         require_no_shards(out)
         if (out / MANIFEST).exists():
-            # That of a killed process is replaced, anybody else's is an error.
+            # That of a killed process is replaced; any other file is an error.
             Manifest.read(out)
         remove_leftovers(out)
         if bpe_vocab_size is not None:

@@ -20,7 +20,7 @@ from nsa.data.recall import Chain, make_chains
 from nsa.data.tokenizer import Tokenizer
 from nsa.evaluation.forward import EvalModel, hidden_chunks
 
-# Notes that nobody asks for, in a multi-hop prompt.
+# Notes that the question is not about, in a multi-hop prompt.
 DISTRACTORS = 4
 
 

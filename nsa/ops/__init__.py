@@ -74,7 +74,7 @@ def attention(
     integers = (block, stride, select_block, n_select, n_init, n_local, window)
     checks.check_attention(*tensors, *integers, scale, backend, strict)
     run, rest = ATTENTION.entry(q), (*integers, scale or q.shape[-1] ** -0.5, backend, strict)
-    # A compiler cannot look into a replay.
+    # A compiler cannot trace a replay.
     if run is not ATTENTION.overload and cu_seqlens is q_start is window_start is None:
         replayed = replay_attention((run_forward, run_backward), tensors[:8], rest)
         if replayed is not None:

@@ -40,22 +40,22 @@ class CompressionOp:
     def run_backward(
         self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool
     ) -> Any:
-        width = dout.shape[3] // block if self.gathers else dout.shape[3]
-        shape, packed = compress_shape(dout, length, width), cu_seqlens is not None
+        head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
+        shape, packed = compress_shape(dout, length, head_dim), cu_seqlens is not None
         run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, packed=packed)
         grads = run(dout, pooling_of(dout, length, cu_seqlens, block, stride))
         return tuple(x.contiguous() for x in grads) if self.gathers else grads.contiguous()
 
     def fake_forward(self, x: Tensor, *args: Any) -> Tensor:
         *_, cu_seqlens, block, stride, _, _ = args
-        batch, length, groups, width = x.shape
+        batch, length, groups, head_dim = x.shape
         n_blocks = pooling_of(x, length, cu_seqlens, block, stride).count
-        return x.new_empty(batch, n_blocks, groups, width * block if self.gathers else width)
+        return x.new_empty(batch, n_blocks, groups, head_dim * block if self.gathers else head_dim)
 
     def fake_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, *_: Any) -> Any:
-        width = dout.shape[3] // block if self.gathers else dout.shape[3]
-        dx = dout.new_empty(dout.shape[0], length, dout.shape[2], width)
-        return (dx, dout.new_empty(block, width)) if self.gathers else dx
+        head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
+        dx = dout.new_empty(dout.shape[0], length, dout.shape[2], head_dim)
+        return (dx, dout.new_empty(block, head_dim)) if self.gathers else dx
 
 
 def pooling_of(like: Tensor, length: int, cu_seqlens: Tensor | None, block: int, stride: int) -> Pooling:

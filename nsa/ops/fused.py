@@ -63,7 +63,7 @@ ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", SCHEMAS[0], run_forward, fak
 ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op(
     "attention_backward", SCHEMAS[1], run_backward, fake_gradients(1, N_INPUTS), outputs=8
 )
-# Only `o` is a result; the other outputs are there for the backward pass, and for whoever looks at the selection.
+# Only `o` is a result; the other outputs are there for the backward pass, and for callers that want the selection.
 ATTENTION.differentiate(
     ATTENTION_BACKWARD, lambda inputs, outputs: (*inputs[:N_INPUTS], *outputs[1:], *inputs[N_INPUTS:])
 )

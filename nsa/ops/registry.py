@@ -32,7 +32,7 @@ def schema_arguments(tensors: str, optional: str = "", integers: str = "", float
 
 class Op(Generic[R]):
     """One op of ours, `nsa::name`. Called from Python in plain eager mode it goes straight to its body, or to its
-    autograd function, without crossing torch's dispatcher. Whatever watches or transforms ops (compilation, dispatch
+    autograd function, without crossing torch's dispatcher. Whatever observes or transforms ops (compilation, dispatch
     modes, tensor subclasses, the profiler) sees `nsa::name`.
     """
 
@@ -113,7 +113,7 @@ class Op(Generic[R]):
 
 
 def is_plain(x: Any) -> bool:
-    """Whether nothing but autograd looks at what happens to `x`."""
+    """Whether nothing but autograd observes the ops on `x`."""
     return (
         type(x) in PLAIN
         and not torch._C._len_torch_dispatch_stack()

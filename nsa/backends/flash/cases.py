@@ -26,7 +26,7 @@ MAX_PROBED_ELEMENTS = 2**27
 SHORTEST = 256
 SHORTEST_CACHE = 4096
 FEWEST_QUERIES = 64
-# The code that a verdict rests on: the cases, how they are called and judged, and what is not called at all.
+# The code that a verdict depends on: the cases, how they are called and compared, and what is never called.
 CASE_SOURCES = tuple(
     Path(__file__).parent / name for name in ("cases.py", "contracts.py", "libraries.py", "probe_child.py")
 )

@@ -151,7 +151,7 @@ def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> st
 
 
 def end_after(seconds: float) -> None:
-    """End this process unless it is called again by then: nobody else does if the parent was killed."""
+    """End this process unless called again by then: nothing else would if the parent was killed."""
     # A watchdog outside of the interpreter, which a hanging library may hold.
     faulthandler.dump_traceback_later(seconds, exit=True, file=CHILD_STDERR)
 

@@ -82,7 +82,7 @@ def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     tiles, queries, heads, _ = q.shape
     rows = q.flatten(1, 2)
     if rows.shape[1] == 1:
-        # A matrix-vector product would sum the last keys in another order than the others.
+        # A matrix-vector matmul would sum the last keys in another order than the others.
         rows = rows.expand(-1, 2, -1)
     scores = product(rows, k.transpose(1, 2))[:, : queries * heads].mul_(scale).view(tiles, queries, heads, k.shape[1])
     return scores.masked_fill_(hidden[:, :, None], float("-inf"))

@@ -71,7 +71,7 @@ def supports(problem: Problem) -> str | None:
         return missing
     if interpreted:
         if problem.dtype == torch.bfloat16:
-            return "Triton's interpreter computes wrong products of bf16 (TRITON_INTERPRET is set); fp16 and fp32 run"
+            return "Triton's interpreter computes wrong matmuls in bf16 (TRITON_INTERPRET is set); fp16 and fp32 run"
     elif torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
         return f"the GPU's capability is {torch.cuda.get_device_capability()}, at least {OLDEST_CAPABILITY} is needed"
     if problem.dtype not in KERNEL_DTYPES:

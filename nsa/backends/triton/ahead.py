@@ -1,7 +1,7 @@
 """Compile the kernels of a computation in parallel, before it runs for the first time.
 
 On a new machine a layer's kernels would be compiled one after the other, as each is first launched. Here the
-computation is run once without launching anything, which tells every kernel it needs; these are then compiled by as
+computation is run once without launching anything, which collects the kernels it needs; these are then compiled by as
 many threads as there are cores. Afterwards Triton finds them in its disk cache.
 """
 
@@ -17,7 +17,7 @@ import torch
 from nsa import settings
 from nsa.backends.triton.launch import COLLECTING, Launch
 
-# Told after each kernel: its name, how many are done, how many there are.
+# Called after each kernel: its name, how many are done, how many there are.
 CompileProgress = Callable[[str, int, int], None]
 
 

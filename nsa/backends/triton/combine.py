@@ -3,7 +3,7 @@
     o = g_cmp * o_cmp + g_sel * o_sel + g_win * o_win          d_g[c] = do . o[c]          d_o[c] = g[c] * do
 
 Rows are (query, head). Grid (tiles of rows, B): one CTA owns `BLOCK_R` rows of all tensors, reads each element once
-and writes each result once. Sums are fp32; a row's dot products are its own, so nothing is shared between programs.
+and writes each result once. Sums are fp32; a row's dot products are its own, so nothing is shared between CTAs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compression `phi` around its matrix products: block means, and blocks gathered for a Linear, with gradients.
+"""The compression `phi` around its matmuls: block means, and blocks gathered for a Linear, with gradients.
 
 Slot `n` holds the block of tokens `[first[n], first[n] + l)`. Unpacked, `first[n] = n*d`. Packed, the documents' blocks
 lie one after the other in `S//d` slots, and slots that no document needs are zero and pass no gradient.

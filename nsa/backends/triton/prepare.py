@@ -29,7 +29,7 @@ def prepare_branch(
     stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One branch's part of a tile of rows; `m_out` tells which rows the statistics have."""
+    """One branch's part of a tile of rows; `m_out`: the rows that the statistics have."""
     b_o = load_tile(o, i_b, i_tile, n_rows, stride_ob, stride_ot, stride_oh, HEADS, D, BLOCK_R, BLOCK_D)
     o_lse, m_row = row_offsets(i_tile, n_rows, stride_lt, stride_lh, HEADS, BLOCK_R)
     b_product = tl.sum(b_do * b_o, 1)

@@ -177,7 +177,7 @@ def attend_dkv(
             m_st = (o_r[None, :] >= b_first[:, None]) & (o_r[None, :] < b_end[:, None])
             b_pt = tl.where(m_st, b_pt, 0.0)
         b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
-        # Not before dv: ptxas would then make every product wait for the one before it (`tests/kernels/sass.py`).
+        # Not before dv: ptxas would then make every matmul wait for the one before it (`tests/kernels/sass.py`).
         b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         b_delta = load_stat(delta, i_bg, i_row, n_rows_padded, BLOCK_M, DESC_STAT)
         b_dst = b_pt * (b_dpt - b_delta[None, :])

@@ -43,7 +43,7 @@ class SplitTile(Tile):
     Where there are few tiles of keys, their rows are split over several CTAs until an SM has `waves` of them, but not
     into pieces of less than `min_row_tiles` tiles of rows, beside which loading and storing the keys would count.
     `single_loop`: one masked loop in place of edge, middle, edge, which is better when the range is short. Not for the
-    query-major kernels, see docs/kernels.md: ptxas 12.8 lets go of queries in registers where there is one loop only.
+    query-major kernels, see docs/kernels.md: ptxas 12.8 drops queries from registers where there is a single loop.
     """
 
     single_loop: bool = False
@@ -85,7 +85,7 @@ class Visibility(NamedTuple):
         return {} if self.packed else dict.fromkeys(tables)
 
     def query_tables(self, ranges: Ranges) -> dict[str, Tensor]:
-        """What tells a kernel which keys a query sees, by argument name."""
+        """The tables by which a kernel finds the keys that a query sees, by argument name."""
         if self.packed:
             return {"p_lo": ranges.lo.int(), "p_hi": ranges.hi.int()}
         return {} if ranges.sequences.q_start is None else start_table(ranges.sequences.q_start)

@@ -156,7 +156,7 @@ def user_file(config: settings.Settings | None = None) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """A folder that may not be looked into has no file for us."""
+    """False also in a folder without permission."""
     return os.path.isfile(path)
 
 
@@ -246,7 +246,7 @@ def parse_family(path: Path, name: str) -> GpuFamily:
 
 
 def write_tuned(path: Path, content: Tuned) -> None:
-    """Replaces the file at once: who reads meanwhile finds the old one or the new one."""
+    """Replace the file atomically: readers see the old one or the new one."""
     make_folder(path.parent)
     replace_text(path, rendered(nested(content)) + "\n")
 

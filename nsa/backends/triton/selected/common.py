@@ -7,7 +7,7 @@ a run have in common is read once for the run, with `queries * h` rows in one ti
 
 `split`: a CTA per (run, group) writes the run's common blocks and, for each query, the rest of its selection.
 `common`: a CTA per (run, group) owns the run's rows. It attends to the common blocks and, where the rest went by block,
-adds the partials of the rest: its products then overlap with another CTA's wait for memory.
+adds the partials of the rest: its matmuls then overlap with another CTA's wait for memory.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def common_kernel(
 
 
 def part_stages(block_m: int, block_dv: int, element_size: int) -> int:
-    """Slots whose partials are in flight at once, and the one at hand."""
+    """Slots whose partials are in flight at once, plus the current one."""
     return 1 + max(1, min(4, PART_BYTES // (block_m * block_dv * element_size)))
 
 

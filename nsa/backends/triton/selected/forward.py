@@ -71,7 +71,7 @@ def load_block(
     p_x, i_first, i_end, stride_n, SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_N, BLOCK_D]` rows of one block; zeros past the document, whose values must not reach a product."""
+    """`[BLOCK_N, BLOCK_D]` rows of one block; zeros past the document, whose values must not reach a matmul."""
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)

@@ -321,7 +321,7 @@ class Shapes:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Tile sizes a product accepts; what exceeds the tensor is masked."""
+        """Tile sizes that a matmul accepts; what exceeds the tensor is masked."""
         return {
             "BLOCK_N": max(16, triton.next_power_of_2(self.select_block)),
             "BLOCK_DK": block_width(self.d_k),
