@@ -36,12 +36,18 @@ class NSAAttention(nn.Module):
     """Native sparse attention: `[B, S, dim]` to `[B, S, dim]`.
 
     Each query sees a compressed view of everything before it, a few blocks in full, and a sliding window; a learned
-    gate mixes the three per head.
+    gate combines the three per head.
 
         attn = NSAAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64))
         y = attn(x)                                # or attn(x, cu_seqlens=cu) for packed documents, B = 1
         cache = attn.new_cache(batch_size, max_len)
         y = attn(x_new, cache=cache)               # prefill, a chunk, or one token
+
+    Args:
+        config: The hyperparameters.
+
+    Raises:
+        ValueError: `config` is not an NSAConfig.
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -100,8 +106,23 @@ class NSAAttention(nn.Module):
         position_offset: int | Tensor = 0,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, NSAStats]:
-        """`cu_seqlens`: packed documents. `attention_mask [B, S]` bool: False marks padding, whose output is 0.
-        `position_offset`: added to RoPE's positions, one number or one per row; a cache counts its own."""
+        """Attend.
+
+        Args:
+            x: `[B, S, dim]`.
+            cu_seqlens: int32 `[n + 1]`, offsets of the documents of a varlen batch (`B = 1`).
+            attention_mask: bool `[B, S]`; False marks padding, whose output is 0.
+            cache: Keys and values of earlier tokens, from `new_cache`; `x` is appended, and no gradient is computed.
+            position_offset: Added to RoPE's positions: one number, or int `[B]`. A cache counts its own positions.
+            return_stats: Return an `NSAStats` too.
+
+        Returns:
+            `[B, S, dim]`, or a tuple of it and the statistics.
+
+        Raises:
+            ValueError: An argument has a wrong type, shape or value, or excludes another, or the tokens do not fit into
+                the cache.
+        """
         if cache is not None and torch.is_grad_enabled():
             # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
             with torch.no_grad():

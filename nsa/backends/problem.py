@@ -81,7 +81,18 @@ class Problem:
         device: str = "cpu",
         backward: bool = False,
     ) -> Problem:
-        """The whole attention of `config` on `batch` sequences of `length` tokens."""
+        """The whole attention of a layer.
+
+        Args:
+            config: The layer's.
+            batch, length: Sequences, and tokens of each.
+            dtype: Of the tensors.
+            device: "cpu" or "cuda".
+            backward: The backward pass.
+
+        Raises:
+            ValueError: An argument has a wrong type or value.
+        """
         require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         heads = (config.n_heads, config.n_kv_groups, config.d_k, config.d_v)
         sizes: dict[str, Any] = dict(zip(SIZES, (batch, length, length, *heads), strict=True))

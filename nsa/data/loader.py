@@ -57,7 +57,14 @@ class Stalled(TimeoutError):
 
 
 class Loader:
-    """An endless iterator of batches; close it, or use it in a `with`."""
+    """An endless iterator of batches, from `open_loader`; close it, or use it in a `with`.
+
+    Args:
+        pools: Gives the windows.
+        config: How they are batched and prefetched, and what to do when none comes.
+        share: This rank's part of them.
+        identity: What a saved position must match, JSON types.
+    """
 
     def __init__(self, pools: Pools, config: DataConfig, share: Share, identity: dict[str, Any]) -> None:
         self.pools, self.config, self.share, self.identity = pools, config, share, identity
@@ -167,6 +174,9 @@ class Loader:
         """Resume at the position of a loader of the same data, seed and sequence length.
 
         The number of ranks and the batch size may differ. What `on_stall="synthetic"` replaced stays lost.
+
+        Args:
+            state: from `state_dict`.
 
         Raises:
             ValueError: the state is of other data, or of a corpus that has changed since.
@@ -318,7 +328,17 @@ def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> 
 def synthetic(
     batch_size: int, length: int, vocab_size: int, *, seed: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Uniformly random `(tokens, targets)`, each `[batch_size, length]`, for benchmarks, where only shapes matter."""
+    """Uniformly random tokens, for benchmarks, where only shapes matter.
+
+    Args:
+        batch_size, length: the shape.
+        vocab_size: tokens are below it.
+        seed: of the generator.
+        device: of the generator and the tensors.
+
+    Returns:
+        Tokens and targets, int64 `[batch_size, length]` each.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     window = torch.randint(vocab_size, (batch_size, length + 1), generator=generator, device=device)
     return window[:, :-1], window[:, 1:]

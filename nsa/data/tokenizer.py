@@ -218,7 +218,16 @@ def byte_level_json() -> dict[str, Any]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, name: str = "model.vocab_size") -> None:
-    """`ValueError` unless a model with `vocab_size` rows has one for every token."""
+    """Check that a model has a row for every token.
+
+    Args:
+        tokenizer: gives the tokens.
+        vocab_size: of the model.
+        name: what the error calls it.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model has rows.
+    """
     accepted = f"at least {tokenizer.vocab_size}, the vocabulary of the tokenizer {tokenizer.name}"
     require(tokenizer.vocab_size <= vocab_size, name, vocab_size, accepted)
 
@@ -230,7 +239,15 @@ def check_bpe_vocabulary(name: str, vocab_size: int) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """Train a byte-level BPE, which can encode any text."""
+    """Train a byte-level BPE, which can encode any text.
+
+    Args:
+        texts: the corpus.
+        vocab_size: tokens, those of the 256 bytes and the end of a document included.
+
+    Raises:
+        ValueError: `vocab_size` is out of range, or the package `tokenizers` is not installed.
+    """
     check_bpe_vocabulary("vocab_size", vocab_size)
     require(find_spec("tokenizers") is not None, "tokenizer", "bpe", "'bytes' without `pip install tokenizers`")
     package = import_module("tokenizers")

@@ -207,7 +207,13 @@ class BigBirdAttention(DenseAttention):
 
 
 class WindowCache(DenseCache):
-    """The last `window` and the first `n_first` keys and values of every row; other arguments as for `DenseCache`."""
+    """The keys and values that a window and global tokens need.
+
+    Args:
+        config, batch_size, max_len, options: As for `DenseCache`.
+        window: How many of the last tokens of a row are kept.
+        n_first: How many of its first tokens.
+    """
 
     def __init__(
         self, config: NSAConfig, batch_size: int, max_len: int, *, window: int, n_first: int, **options: Any

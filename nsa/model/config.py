@@ -73,7 +73,14 @@ class LMConfig:
 
     @classmethod
     def preset(cls, name: str) -> LMConfig:
-        """The config of that name in PRESETS; a ValueError if there is none."""
+        """A config of PRESETS.
+
+        Args:
+            name: "tiny" or "125m".
+
+        Raises:
+            ValueError: There is no such preset.
+        """
         require(name in PRESETS, "preset", name, f"one of {sorted(PRESETS)}")
         return PRESETS[name]
 

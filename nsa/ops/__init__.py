@@ -1,8 +1,6 @@
 """NSA as functions: the whole attention and each of its stages, checked here and computed by a backend.
 
-Shapes: `q [B,S,Hq,Dk]`, keys and values `[B,N,G,D]` contiguous in `D`, `lse` the natural log-sum-exp `[B,S,Hq]`.
-
-Every function takes:
+Tensors are contiguous in their last dimension. Arguments that the functions have in common:
     cu_seqlens: int32 `[n+1]`, offsets of the documents of a varlen batch, which is `B = 1`.
     q_start: int32 `[B]`, for queries that are part of longer rows of keys (a cache, a shard of a sequence): query `i`
         of row `b` is token `q_start[b] + i` of its keys. With `cu_seqlens`, that is what describes the keys.
@@ -10,8 +8,9 @@ Every function takes:
     backend: "auto" or a backend's name; a named one never falls back.
     strict: turn every fallback into an error, and check values on the GPU too.
 
-A wrong argument raises a `ValueError` that names it. A value that is not finite is not hidden, and may show in rows
-that do not see it: what is masked is multiplied by zero.
+All raise a `ValueError` that names a wrong argument, or that no backend supports the call, and a `BackendFailure` where
+every backend that does has failed. A value that is not finite is not hidden, and may show in rows that do not see it:
+what is masked is multiplied by zero.
 """
 
 from __future__ import annotations
@@ -63,8 +62,14 @@ def attention(
     """The whole attention: block selection, the three branches and their gated sum, in one op.
 
     Args:
-        k_cmp, v_cmp: compressed keys and values, as `compressed_attention` takes them.
+        q: `[B,S,Hq,Dk]`.
+        k_cmp, v_cmp: compressed keys `[B,N,G,Dk]` and values `[B,N,G,Dv]`, as in `compressed_attention`.
+        k_sel, v_sel: of the selected branch, `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
+        k_win, v_win: of the sliding branch, likewise.
         gates: `[B,S,Hq,3]` in the order compressed, selected, sliding; none negative.
+        block, stride: of compression, in tokens.
+        select_block, n_select, n_init, n_local: as in `select_blocks`.
+        window: as in `sliding_attention`.
         q_start, window_start: where the queries start in the compressed and selected keys, and in the sliding keys.
 
     Returns:
@@ -92,10 +97,15 @@ def compress_mean(
     backend: str = "auto",
     strict: bool = False,
 ) -> Tensor:
-    """The mean of each block of keys or values: `x [B,S,G,D]` to `[B,N,G,D]`.
+    """The mean of each block of keys or values.
 
-    `N` is the number of whole blocks. Of a varlen batch it is `S // stride`, which always suffices: the documents'
-    blocks lie one after the other, and the slots after them are zero.
+    Args:
+        x: `[B,S,G,D]`.
+        block, stride: tokens per block, and between the starts of two blocks.
+
+    Returns:
+        `[B,N,G,D]`, where `N` is the number of complete blocks. Of a varlen batch it is `S // stride`, which always
+        suffices: the documents' blocks lie one after the other, and the slots after them are zero.
     """
     checks.check_compress_mean(x, cu_seqlens, block, stride, backend, strict)
     return COMPRESS_MEAN.forward(x, cu_seqlens, block, stride, backend, strict)
@@ -111,9 +121,15 @@ def gather_blocks(
     backend: str = "auto",
     strict: bool = False,
 ) -> Tensor:
-    """Each block's tokens in a row, with `position [block,D]` added: `x [B,S,G,D]` to `[B,N,G,block*D]`, for a Linear.
+    """The tokens of each block, flattened for a Linear.
 
-    `N` is as in `compress_mean`; slots of a varlen batch that hold no block are zero here too.
+    Args:
+        x: `[B,S,G,D]`.
+        position: `[block,D]`, added to the tokens of every block.
+        block, stride: tokens per block, and between the starts of two blocks.
+
+    Returns:
+        `[B,N,G,block*D]`, with `N` and unused slots as in `compress_mean`.
     """
     checks.check_gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
     return GATHER_BLOCKS.forward(x, position, cu_seqlens, block, stride, backend, strict)
@@ -132,10 +148,16 @@ def compressed_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the compressed blocks that are complete at each query: `(o [B,S,Hq,Dv], lse)`.
+    """Attention over the compressed blocks that are complete at each query.
 
-    Of a varlen batch, `k_cmp` and `v_cmp` hold the documents' blocks one after the other, and may have unused slots
-    after them.
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k_cmp, v_cmp: `[B,N,G,Dk]` and `[B,N,G,Dv]`, one per block. Of a varlen batch they hold the documents' blocks
+            one after the other, and may have unused slots after them.
+        block, stride: tokens per block, and between the starts of two blocks.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and the natural log-sum-exp `lse [B,S,Hq]`, fp32 or fp64.
     """
     checks.check_compressed_attention(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
@@ -159,9 +181,18 @@ def select_blocks(
     backend: str = "auto",
     strict: bool = False,
 ) -> Tensor:
-    """The blocks each group of each query reads in full: int32 `[B,S,G,n_select]`, ascending, -1 at the end.
+    """The blocks that each group of each query reads in full. No gradient flows through the selection.
 
-    `lse` is what `compressed_attention` returned for the same `q` and `k_cmp`. No gradient flows through the selection.
+    Args:
+        q, k_cmp: `[B,S,Hq,Dk]` and `[B,N,G,Dk]`.
+        lse: `[B,S,Hq]`, what `compressed_attention` returned for them.
+        block, stride: of compression, in tokens.
+        select_block: tokens per selection block, a multiple of `stride`.
+        n_select: blocks to select, forced ones included.
+        n_init, n_local: how many of the first blocks, and of those that end at the query's own, are forced.
+
+    Returns:
+        int32 `[B,S,G,n_select]`, ascending, -1 at the end.
     """
     integers = (block, stride, select_block, n_select, n_init, n_local)
     checks.check_select_blocks(q, k_cmp, lse, cu_seqlens, q_start, *integers, scale, backend, strict)
@@ -182,7 +213,17 @@ def selected_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of the selected blocks up to each query: `(o [B,S,Hq,Dv], lse)`."""
+    """Attention over the tokens of the selected blocks up to each query.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k, v: `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
+        indices: int32 `[B,S,G,n]`, ascending and distinct, -1 at the end.
+        select_block: tokens per block.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
+    """
     checks.check_selected_attention(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
     return SELECTED.forward(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
@@ -200,7 +241,16 @@ def sliding_attention(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the `window` tokens that end at each query: `(o [B,S,Hq,Dv], lse)`."""
+    """Attention over the `window` tokens that end at each query.
+
+    Args:
+        q: `[B,S,Hq,Dk]`.
+        k, v: `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
+        window: tokens, the query's own included.
+
+    Returns:
+        `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
+    """
     checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
     return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
@@ -209,6 +259,14 @@ def sliding_attention(
 def combine(
     o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, backend: str = "auto", strict: bool = False
 ) -> Tensor:
-    """The gated sum `[B,S,Hq,Dv]`; `gates [B,S,Hq,3]` in the order compressed, selected, sliding."""
+    """The gated sum of the branches.
+
+    Args:
+        o_cmp, o_sel, o_win: `[B,S,Hq,Dv]`.
+        gates: `[B,S,Hq,3]` in that order.
+
+    Returns:
+        `[B,S,Hq,Dv]`.
+    """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

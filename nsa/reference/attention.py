@@ -131,7 +131,15 @@ def sliding_attention(
 
 
 def combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
-    """The gated sum of the branches: outputs `[B,S,Hq,Dv]`, `gates [B,S,Hq,3]` in the order cmp, sel, win."""
+    """The gated sum of the branches.
+
+    Args:
+        o_cmp, o_sel, o_win: `[B,S,Hq,Dv]`.
+        gates: `[B,S,Hq,3]` in the order cmp, sel, win.
+
+    Returns:
+        `[B,S,Hq,Dv]`.
+    """
     g_cmp, g_sel, g_win = gates.unsqueeze(-2).unbind(dim=-1)
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
 

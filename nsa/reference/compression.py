@@ -9,13 +9,30 @@ from nsa.reference.visibility import locate_compressed
 
 
 def compress_mean(x: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The mean of each block's tokens: `x [B,S,G,D]` to `[B,N,G,D]`, zeros in unused slots."""
+    """The mean of each block's tokens.
+
+    Args:
+        x: `[B,S,G,D]`.
+        block, stride: Tokens per block, and between the starts of two blocks.
+
+    Returns:
+        `[B,N,G,D]`, zeros in unused slots.
+    """
     blocks, used = tokens_of_blocks(x, block, stride, cu_seqlens)
     return blocks.mean(dim=2).where(used[:, None, None], 0.0)
 
 
 def gather_blocks(x: Tensor, position: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each block's tokens plus `position [l,D]`, flattened: `x [B,S,G,D]` to `[B,N,G,l*D]`, 0 in unused slots."""
+    """The tokens of each block, flattened.
+
+    Args:
+        x: `[B,S,G,D]`.
+        position: `[l,D]`, added to the tokens of every block.
+        block, stride: Tokens per block, and between the starts of two blocks.
+
+    Returns:
+        `[B,N,G,l*D]`, zeros in unused slots.
+    """
     blocks, used = tokens_of_blocks(x, block, stride, cu_seqlens)
     placed = (blocks + position[:, None]).where(used[:, None, None, None], 0.0)
     return placed.transpose(2, 3).flatten(3)

@@ -16,7 +16,15 @@ from nsa.reference.visibility import locate_compressed, locate_queries, sees_com
 
 
 def overlap_weights(n_compressed: int, n_blocks: int, block: int, stride: int, select_block: int) -> Tensor:
-    """`[N, J]`: tokens that compressed block `i` and selection block `j` share, in units of the stride (Eq. 9)."""
+    """How far compressed blocks and selection blocks overlap (Eq. 9).
+
+    Args:
+        n_compressed, n_blocks: Numbers of compressed and of selection blocks.
+        block, stride, select_block: In tokens.
+
+    Returns:
+        `[N, J]`: the tokens that block `i` and selection block `j` share, in units of the stride.
+    """
     start = torch.arange(n_compressed)[:, None] * stride
     select_start = torch.arange(n_blocks) * select_block
     shared = torch.minimum(start + block, select_start + select_block) - torch.maximum(start, select_start)

@@ -23,6 +23,17 @@ from nsa.train.run_folder import require_checkpoint
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Args:
+        args: The parsed flags of `nsa train`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: A flag or the config has a wrong value.
+    """
     if args.ddp is not None and settings.first_on_machine():
         note = "is no longer needed: under torchrun ddp is the default, and --parallel chooses another"
         say(f"nsa train: --ddp {args.ddp} {note}", error=True)

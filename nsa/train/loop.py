@@ -227,7 +227,15 @@ class Trainer:
         self.pending.add(self.done - 1, result, batches)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One update with the learning rate of `step`, counted from 0."""
+        """One update.
+
+        Args:
+            step: Counted from 0; decides the learning rate.
+            batches: Of this rank, `accum` of them.
+
+        Returns:
+            Loss, gradient norm and whether the update was skipped, on the device.
+        """
         return self.update([to_device(batch, self.device) for batch in batches], self.lr(step))
 
     def lr(self, step: int) -> float:
