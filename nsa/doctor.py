@@ -37,13 +37,13 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BACKEND_MODULES, Explanation, Router, build_router, counts_so_far
 from nsa.backends.triton import tuning
 from nsa.commands.doctor import SHAPE
-from nsa.machine import Gpu, Versions, debug_modes, find_gpus, find_versions, runtime
-from nsa.progress import is_terminal, lossy, say
+from nsa.dtypes import DTYPES
+from nsa.machine import Gpu, Versions, debug_modes, find_gpus, find_versions, runtime, usable_device
+from nsa.progress import aligned_columns, is_terminal, lossy, say
 from nsa.selftest import Check, self_test
 from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import preflight, run_info
 from nsa.train.config import TrainConfig, find_config, load_config, parse_set
-from nsa.train.step import DTYPES
 from nsa.train.yaml_file import read_yaml
 
 
@@ -430,11 +430,8 @@ def sentence(check: Check) -> str:
 
 
 def format_table(rows: Iterable[Sequence[str]]) -> str:
-    """Columns padded to their longest cell, except the last."""
     rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned_columns(rows, left=len(rows[0]))
 
 
 def indent(text: str) -> str:
@@ -453,9 +450,7 @@ def load_settings(args: argparse.Namespace) -> Settings:
 
 def requested_problem(args: argparse.Namespace) -> Problem:
     """The shape given by the flags."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda'; accepted: 'cpu', because torch sees no GPU here")
+    device = usable_device(args.device).type
     given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in SHAPE.items()}
     heads, groups, d_k, d_v = (given[name] for name in ("heads", "groups", "d_k", "d_v"))
     config = nsa.NSAConfig(dim=heads * d_k, n_heads=heads, n_kv_groups=groups, d_k=d_k, d_v=d_v)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Those that models are trained and loaded in, by the names that flags and configs have for them.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -20,13 +20,14 @@ from nsa.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
+from nsa.dtypes import DTYPES
 from nsa.files import make_folder, replace_text
 from nsa.model import LM, load_model
 from nsa.model.llama import llama_config, llama_tensors, write_folder
 
 
 def run(args: argparse.Namespace) -> int:
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
     model, tokenizer = load_model(args.run), load_tokenizer(args.run)
     export_run(model, tokenizer, args.to, dtype=dtype)
     kind = "NSALlamaForCausalLM" if model.config.kinds[0] == "nsa" else "LlamaForCausalLM"

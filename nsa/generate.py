@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa.config import require, require_int
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from nsa.dtypes import DTYPES
 from nsa.generation.engine import Generation, as_rows
 from nsa.generation.options import Options
 from nsa.generation.text import TextGeneration
@@ -136,7 +137,7 @@ def tokenizer_of(run: Path) -> Tokenizer:
 
 def run(args: argparse.Namespace) -> int:
     """`nsa generate`: text on stdout as it is generated, speeds on stderr."""
-    device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(args.device)
     require_int("--seed", args.seed, at_least=0)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph")
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.run or newest_run()
     model, tokenizer = load_model(folder, device), tokenizer_of(folder)
     if args.dtype is not None:
-        model = model.to(getattr(torch, args.dtype))
+        model = model.to(DTYPES[args.dtype])
     prompts = read_prompts(args)
     options = replace(options, end=None if args.ignore_end else tokenizer.end)
     progress = show_prefill if is_terminal(sys.stderr) else None

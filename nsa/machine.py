@@ -58,8 +58,9 @@ class Gpu:
     driver: str
 
 
-def usable_device(name: str) -> torch.device:
-    """The device `name`, or a `ValueError` where torch cannot use it."""
+def usable_device(name: str | None) -> torch.device:
+    """The device `name` (None: the first GPU, else the CPU), or a `ValueError` where torch cannot use it."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +35,16 @@ def say(text: str, *, error: bool = False) -> None:
         except UnicodeEncodeError:
             encoding = stream.encoding or "ascii"
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def aligned_columns(rows: Iterable[Sequence[str]], *, left: int = 0) -> str:
+    """A table as text: columns as wide as their longest cell, the first `left` of them aligned to the left."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [f"{x:{'<' if i < left else '>'}{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True))] for row in rows
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 @contextmanager

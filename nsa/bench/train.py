@@ -24,10 +24,10 @@ from nsa.bench import gate
 from nsa.bench.runner import Pass, Place, Runner, Suite, Task, default_place
 from nsa.config import require, require_positive_int
 from nsa.data import Batch, synthetic
-from nsa.dtypes import dtype_name
+from nsa.dtypes import DTYPES, dtype_name
 from nsa.model import LM, LMConfig
 from nsa.results import quantiles
-from nsa.train.step import DTYPES, TrainStep, autocast
+from nsa.train.step import TrainStep, autocast
 
 # Moves the parameters without diverging on random tokens.
 LR = 1e-5

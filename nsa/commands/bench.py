@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from nsa.commands.types import path
 from nsa.model.config import ATTENTION_KINDS, PRESETS
@@ -21,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     add_train(suites.add_parser("train", help="throughput of the training step"))
     add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
-    add_attention(
-        suites.add_parser("branches", help="the stages of NSA, each by itself, and its selected branch by others")
-    )
+    add_attention(suites.add_parser("branches", help="the stages of NSA one by one, and its selected branch by others"))
     add_decode(suites.add_parser("decode", help="a decode step over a cache, next to dense and the bytes limit"))
     add_generate(suites.add_parser("generate", help="decode steps and prefill of a whole model, next to dense"))
     add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
@@ -48,9 +47,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
-    parser.epilog = (
-        "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense --steps 20"
-    )
+    parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense"
     parser.add_argument("--preset", choices=sorted(PRESETS), help="(default: 125m on a GPU, else tiny)")
     parser.add_argument("--attention", nargs="+", choices=ATTENTION_KINDS, default=["nsa"])
     parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")
@@ -62,18 +59,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps before the measured ones")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 on a GPU, else float32)")
     add_device(parser)
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model"
-    )
-    parser.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        help="compile, and replay each pass as one CUDA graph, as `nsa train` does on a GPU (default: on a GPU)",
-    )
-    parser.add_argument("--gc", action=argparse.BooleanOptionalAction, default=False, help="activation checkpointing")
-    parser.add_argument(
-        "--check-sync", action="store_true", help="only check that no step synchronizes with the device"
-    )
+    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    parser.add_argument("--compile", **switch, default=False, help="torch.compile the model")
+    parser.add_argument("--cuda-graphs", **switch, help="compile, and replay each pass as one (default: on a GPU)")
+    parser.add_argument("--gc", **switch, default=False, help="activation checkpointing")
+    parser.add_argument("--check-sync", action="store_true", help="only check that no step synchronizes the device")
     add_output(parser)
 
 
@@ -83,15 +73,12 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
         "machine is left out, with the reason."
     )
     parser.epilog = "example: nsa bench attention --heads 64/4/128 --lengths 8192 65536 --branches"
-    parser.add_argument(
-        "--heads", nargs="+", metavar="H/G/D", help="heads/groups/head_dim (default: 64/4/128; 8/2/32 without a GPU)"
-    )
+    heads = "heads/groups/head_dim (default: 64/4/128; 8/2/32 without a GPU)"
+    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help=heads)
     parser.add_argument("--lengths", nargs="+", type=int, help="(default: 8192 32768; 512 2048 without a GPU)")
     parser.add_argument("--batch-size", type=int, default=1)
     names = (*IMPLEMENTATIONS, *SELECTED_IMPLEMENTATIONS)
-    parser.add_argument(
-        "--impl", nargs="+", choices=names, metavar="IMPL", help=f"of {', '.join(names)} (default: all)"
-    )
+    parser.add_argument("--impl", nargs="+", choices=names, metavar="I", help=f"of {', '.join(names)} (default: all)")
     add_device(parser)
     parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
@@ -123,9 +110,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_host(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Time how long the CPU takes to issue an eager call, and count its launches, next to dense attention."
-    )
+    parser.description = "Time how long the CPU takes to issue an eager call, next to dense attention; count launches."
     parser.epilog = "example: nsa bench host --heads 12/2/64 --lengths 2048 8192"
     parser.add_argument("--heads", nargs="+", default=["12/2/64"], metavar="H/G/D", help="heads/groups/head_dim")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048])
@@ -147,18 +132,14 @@ def add_trained(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flash(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Time the compressed and the sliding branch in every backend, and write which to use at which length."
-    )
+    parser.description = "Time the compressed and the sliding branch in every backend, and write routes by length."
     parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
     parser.add_argument("--head-dims", "--widths", dest="widths", nargs="+", type=int, default=[64, 96, 128, 192])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads per group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
     parser.add_argument("--windows", nargs="+", type=int, default=[128, 512])
-    parser.add_argument(
-        "--documents", type=int, default=8, help="documents per varlen batch, timed next to fixed-length"
-    )
+    parser.add_argument("--documents", type=int, default=8, help="per varlen batch, timed next to fixed-length")
     parser.add_argument("--rows", type=path, help="read the rows of this CSV file instead of measuring")
     parser.add_argument("--plot", type=path, help="plot the rows into this file")
     parser.add_argument("--write", type=path, help="write the routes here; auto reads configs/routes.json")
@@ -169,9 +150,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure the Triton kernels' tiles on this GPU and write the fastest into a file."
     parser.epilog = "example: nsa bench tune --kernels selected-backward --heads 64/4/128"
     parser.add_argument("--kernels", nargs="+", metavar="K", help="(default: all; a wrong name lists them)")
-    parser.add_argument(
-        "--heads", nargs="+", metavar="H/G/D", help="heads/groups/head_dim; the last one of a head_dim counts"
-    )
+    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help="the last one of a head_dim counts")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
@@ -198,9 +177,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "share of the matmul and bandwidth ceilings."
     )
     parser.epilog = "example: nsa bench report benchmarks/results -o bench.html"
-    parser.add_argument(
-        "rows", type=path, nargs="*", metavar="ROWS", help="CSV files or folders (default: benchmarks/results)"
-    )
+    default = "CSV files or folders (default: benchmarks/results)"
+    parser.add_argument("rows", type=path, nargs="*", metavar="ROWS", help=default)
     parser.add_argument("-o", "--out", type=path, default=Path("bench.html"), help="the page (default: %(default)s)")
 
 

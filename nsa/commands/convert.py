@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import folder, path
+from nsa.commands.types import DTYPE_NAMES, folder, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,19 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=path, metavar="DIR", required=True, help="a new folder")
     recipes = ("select", "gated", "full", "dense")
     parser.add_argument("--recipe", choices=recipes, default="select", help="(default: select)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a hyperparameter of NSA, such as n_sel=32"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of NSA, such as n_sel=32")
     compare = parser.add_argument_group("comparison")
-    compare.add_argument(
-        "--lengths",
-        type=int,
-        nargs="*",
-        default=[512, 1024, 2048, 4096],
-        metavar="N",
-        help="compare over so many tokens (default: 512 1024 2048 4096; none: do not compare)",
-    )
+    lengths = [512, 1024, 2048, 4096]
+    shown = "compare over so many tokens (default: 512 1024 2048 4096; none: do not compare)"
+    compare.add_argument("--lengths", type=int, nargs="*", default=lengths, metavar="N", help=shown)
     compare.add_argument("--text", type=path, metavar="FILE", help="the text (default: Python's standard library)")
     compare.add_argument("--device", default="cpu", help="(default: cpu)")
-    dtypes = ("float32", "bfloat16", "float16")
-    compare.add_argument("--dtype", choices=dtypes, help="of both models (default: as saved)")
+    compare.add_argument("--dtype", choices=DTYPE_NAMES, help="of both models (default: as saved)")

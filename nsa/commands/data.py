@@ -21,13 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    make = commands.add_parser(
-        "prepare",
-        help="tokenize a corpus into files that training reads",
-        description="Tokenize a corpus into files that training reads.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    make = commands.add_parser("prepare", help="tokenize a corpus into files that training reads", epilog=EXAMPLES)
+    make.description = "Tokenize a corpus into files that training reads."
+    make.formatter_class = argparse.RawDescriptionHelpFormatter
     sources = ", ".join(name for name in SOURCES if name not in ("shards", "synthetic"))
     make.add_argument("--source", default="text", help=f"{sources} or {HUB}NAME (default: text)")
     make.add_argument("--path", help="a file, a folder or a pattern such as 'src/**/*.py'")
@@ -38,20 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
     make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
     make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
-    make.add_argument(
-        "--on-bad",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a document that is not UTF-8, or a line that is not JSON: stop, or leave it out and list it in "
-        "skipped.jsonl (default: %(default)s)",
-    )
+    bad = "a document that cannot be read: stop, or list it in skipped.jsonl and go on (default: %(default)s)"
+    make.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help=bad)
     make.add_argument("--out", type=path, required=True, help="the folder to write")
-    check = commands.add_parser(
-        "check", help="compare the files of a prepared folder, every token and the tokenizer with what was written"
-    )
+    check = commands.add_parser("check", help="compare a prepared folder, every token of it, with what was written")
     check.add_argument("folder", type=path)
-    check.add_argument(
-        "--write-manifest",
-        action="store_true",
-        help="for a folder that an older version wrote: list its files, as they are now, in manifest.json",
-    )
+    manifest = "for a folder that an older version wrote: list its files, as they are now, in manifest.json"
+    check.add_argument("--write-manifest", action="store_true", help=manifest)

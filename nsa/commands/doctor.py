@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import add_config_arguments, path
+from nsa.commands.types import DTYPE_NAMES, add_config_arguments, path
 
 # The default shape to route: a 125M model's.
 SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("the shape to route (default: a 125M model's, or the config's)")
     for name, default in SHAPE.items():
         shape.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default: {default}")
-    shape.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda, float32 elsewhere"
-    )
+    shape.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on cuda, float32 elsewhere")
     shape.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add_config_arguments(parser.add_argument_group("a planned run: is this machine ready for it?"))
     group = parser.add_argument_group("settings to try, over the environment, which other commands read alone")
@@ -37,7 +35,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--settings-file", metavar="FILE", help="a JSON object of settings")
     flash = parser.add_argument_group("FlashAttention")
     flash.add_argument("--probe", action="store_true", help="probe its libraries again, each in a child process")
-    flash.add_argument(
-        "--repro", type=path, metavar="FILE", help="probe, and write a script that reproduces the first failure"
-    )
+    flash.add_argument("--repro", type=path, metavar="FILE", help="probe, and write the first failure as a script")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")

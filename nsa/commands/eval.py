@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import folder, path
+from nsa.commands.types import add_device_arguments, folder, path
 
 EVAL_EXAMPLES = """examples:
   nsa eval loss runs/demo --seq-len 2048
@@ -15,9 +15,7 @@ EVAL_EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Evaluate trained models, several side by side. `nsa eval COMMAND --help` explains one command."
-    )
+    parser.description = "Evaluate trained models side by side. `nsa eval COMMAND --help` explains one command."
     parser.epilog = EVAL_EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="eval_command", required=True, metavar="COMMAND")
@@ -34,43 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recall.add_argument("--keys", type=int, nargs="*", default=[1, 4, 16], metavar="N", help="(default: 1 4 16)")
     recall.add_argument("--hops", type=int, nargs="*", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     for command in (needle, recall):
-        command.add_argument(
-            "--lengths", type=int, nargs="+", metavar="N", help="tokens in a prompt (default: up to the model's)"
-        )
+        command.add_argument("--lengths", type=int, nargs="+", metavar="N", help="of prompts (default: the model's)")
         command.add_argument("--samples", type=int, default=8, metavar="N", help="per cell (default: %(default)s)")
         command.add_argument(
-            "--haystack", type=path, metavar="FILE", help="a text file (default: Python's standard library)"
+            "--haystack", type=path, metavar="FILE", help="a text (default: Python's standard library)"
         )
     for command in (loss, needle, recall):
         command.add_argument(
-            "--chunk",
-            type=int,
-            metavar="N",
-            help="tokens per forward pass; longer prompts go in chunks (default: 65536 on a GPU, else 8192)",
+            "--chunk", type=int, metavar="N", help="tokens per pass (default: 65536 on a GPU, else 8192)"
         )
 
     harness = new_command(commands, "lm-eval", "RULER's synthetic tasks by lm-eval-harness, of Transformers folders")
+    tasks = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
+    shown = f"(default: {' '.join(tasks)}, all that need no network)"
+    harness.add_argument("--tasks", nargs="+", default=tasks, metavar="TASK", help=shown)
+    harness.add_argument("--lengths", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
     harness.add_argument(
-        "--tasks",
-        nargs="+",
-        default=["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"],
-        metavar="TASK",
-        help="(default: niah_single_1 niah_multikey_2 niah_multikey_3 vt cwe fwe, all that need no network)",
+        "--samples", type=int, default=50, metavar="N", help="of each, up to 500 (default: %(default)s)"
     )
-    harness.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=[4096],
-        metavar="N",
-        help="tokens of prompt and answer (default: 4096)",
-    )
-    harness.add_argument(
-        "--samples", type=int, default=50, metavar="N", help="per task and length, at most 500 (default: %(default)s)"
-    )
-    harness.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="prompts at once (default: %(default)s)"
-    )
+    harness.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts (default: %(default)s)")
 
 
 def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
@@ -79,14 +59,7 @@ def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -
         name, help=summary, description=f"Measure {summary}.", epilog=EVAL_EXAMPLES
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument(
-        "runs", type=folder, nargs="+", metavar="RUN", help="the folder of a run, or of Transformers for lm-eval"
-    )
+    command.add_argument("runs", type=folder, nargs="+", metavar="RUN", help="of a run; for lm-eval, of Transformers")
     command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
-    command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    command.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of matmuls (default: bfloat16 on a GPU, else float32)",
-    )
+    add_device_arguments(command, "of matmuls (default: bfloat16 on a GPU, else float32)")
     return command

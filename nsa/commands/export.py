@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import folder, path
+from nsa.commands.types import DTYPE_NAMES, folder, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +15,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: nsa export runs/demo --to models/demo --dtype bfloat16"
     parser.add_argument("run", type=folder, metavar="RUN", help="the run's folder")
     parser.add_argument("--to", type=path, metavar="DIR", required=True, help="a new folder")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters (default: as saved)"
-    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the parameters (default: as saved)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import folder, path
+from nsa.commands.types import add_device_arguments, folder, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", type=path, metavar="PAGE", help="write the page here")
     parser.add_argument("--json", type=path, metavar="FILE", help="write everything as JSON; -: stdout")
     parser.add_argument("--max-tokens", type=int, default=32768, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--top", type=int, default=4, metavar="N", help="compression blocks per token (default: %(default)s)"
-    )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of matmuls (default: as saved)")
+    parser.add_argument("--top", type=int, default=4, metavar="N", help="blocks shown per token (default: %(default)s)")
+    add_device_arguments(parser, "of matmuls (default: as saved)")

@@ -12,10 +12,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "examples:\n  nsa report runs/demo\n  nsa report runs/nsa runs/dense -o compare.html"
     parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="folders that `nsa train` writes")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=path,
-        metavar="PAGE",
-        help="(default: report.html in the run; compare.html beside the first)",
-    )
+    default = "(default: report.html in the run; compare.html beside the first)"
+    parser.add_argument("-o", "--out", type=path, metavar="PAGE", help=default)

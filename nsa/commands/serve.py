@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import folder, path
+from nsa.commands.types import add_device_arguments, folder, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", type=folder, metavar="DIR", help="a Transformers folder")
     parser.add_argument("--name", help="of the model, for clients (default: the folder's)")
-    parser.add_argument("--device", help="(default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: as saved)")
+    add_device_arguments(parser, "(default: as saved)")
     parser.add_argument(
         "--cuda-graph", action=argparse.BooleanOptionalAction, default=True, help="on a GPU, replay a step as a graph"
     )
@@ -33,22 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     limits = parser.add_argument_group("limits")
     limits.add_argument("--slots", type=int, default=8, metavar="N", help="requests that decode together (default: 8)")
-    limits.add_argument(
-        "--max-waiting", type=int, default=64, metavar="N", help="more than N that wait get status 429 (default: 64)"
-    )
-    limits.add_argument(
-        "--max-len", type=int, metavar="N", help="tokens per request with its prompt (default: the model's, up to 8192)"
-    )
-    limits.add_argument(
-        "--max-tokens", type=int, default=1024, metavar="N", help="new tokens per request (default: 1024)"
-    )
-    limits.add_argument(
-        "--timeout", type=float, default=600, metavar="S", help="seconds per request, waiting included (default: 600)"
-    )
-    limits.add_argument(
-        "--prefill-chunk",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="most prompt tokens between two decode steps (default: 2048)",
-    )
+    waiting = "more than N that wait get status 429 (default: 64)"
+    limits.add_argument("--max-waiting", type=int, default=64, metavar="N", help=waiting)
+    longest = "tokens per request with its prompt (default: the model's, up to 8192)"
+    limits.add_argument("--max-len", type=int, metavar="N", help=longest)
+    limits.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="new tokens of each (default: 1024)")
+    timeout = "seconds per request, waiting included (default: 600)"
+    limits.add_argument("--timeout", type=float, default=600, metavar="S", help=timeout)
+    chunk = "most prompt tokens between two decode steps (default: 2048)"
+    limits.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help=chunk)

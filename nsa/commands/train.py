@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from nsa.commands.types import add_config_arguments, folder, path
+from nsa.commands.types import add_config_arguments, add_device_arguments, folder, path
 from nsa.model.config import ATTENTION_KINDS
 from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of
@@ -47,20 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_argument_group("what to run")
     add_config_arguments(start, names=("--config", "--preset"))
     start.add_argument("--resume", type=path, metavar="RUN", help="resume the run in this folder, with its own config")
-    start.add_argument(
-        "--out", type=path, help="the run's folder; resumes a run in it (default: a new one under runs/)"
-    )
-    start.add_argument(
-        "--init",
-        type=folder,
-        metavar="DIR",
-        help="start from the parameters of a Transformers folder, with its model and tokenizer",
-    )
+    start.add_argument("--out", type=path, help="the run's folder; resumes a run in it (default: new, under runs/)")
+    start.add_argument("--init", type=folder, metavar="DIR", help="start from the model of a Transformers folder")
     start.add_argument("--diff", type=path, metavar="RUN", help="show how this start differs from that run's, and stop")
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one per layer, comma-separated"
-    )
+    model.add_argument("--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one per layer, with commas")
     model.add_argument("--seq-len", type=int, help="tokens in a sequence")
     model.add_argument("--backend", help="the backend of NSA's branches; a named one never falls back")
     data = parser.add_argument_group("data")
@@ -70,11 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--pack", **switch, help="documents do not attend to each other")
     data.add_argument("--on-stall", help="synthetic, retry or abort: when no batch comes for data.stall_timeout_s")
     run = parser.add_argument_group("run")
-    run.add_argument(
-        "--steps",
-        type=int,
-        help="optimizer steps; with fewer than the config's, its warm-up and decay shrink in proportion",
-    )
+    shorter = "with fewer than the config's, its warm-up and decay shrink in proportion"
+    run.add_argument("--steps", type=int, help=f"optimizer steps; {shorter}")
     run.add_argument("--batch-size", type=int, help="sequences in a batch of one rank")
     run.add_argument("--accum-batches", "--accum", type=int, help="batches per step")
     run.add_argument("--lr", type=float, help="peak learning rate")
@@ -84,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         run.add_argument(f"--{flag}-every", type=int, metavar="N", help="steps")
     run.add_argument("--eval-batches", type=int, metavar="N")
     machine = parser.add_argument_group("machine")
-    dtypes = sorted(get_args(get_type_hints(TrainConfig)["dtype"]))
-    machine.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    machine.add_argument("--dtype", choices=dtypes, help="of matmuls (default: bfloat16 on a GPU, else float32)")
+    add_device_arguments(machine, "of matmuls (default: bfloat16 on a GPU, else float32)")
     machine.add_argument("--compile", **switch, help="torch.compile (default: on a GPU)")
     machine.add_argument("--cuda-graphs", **switch, help="(default: on a GPU, with fixed shapes and one rank)")
     machine.add_argument("--gc", **switch, help="activation checkpointing (default: off)")
@@ -94,15 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Accepted from the scripts of an older trainer.
     machine.add_argument("--ddp", nargs="?", const="1", choices=("0", "1"), help=argparse.SUPPRESS)
     guards = parser.add_argument_group("guards")
-    guards.add_argument(
-        "--min-tokens-per-s",
-        type=float,
-        metavar="N",
-        help="stop, with a profile, below this speed; 0: never (default: a tenth of what `nsa plan` has for this GPU)",
-    )
-    guards.add_argument(
-        "--watchdog-s", type=float, metavar="N", help="seconds without a step before stacks are written"
-    )
+    slowest = "stop, with a profile, below this speed; 0: never (default: a tenth of what `nsa plan` has for this GPU)"
+    guards.add_argument("--min-tokens-per-s", type=float, metavar="N", help=slowest)
+    guards.add_argument("--watchdog-s", type=float, metavar="N", help="seconds without a step before it is reported")
 
 
 def kinds(text: str) -> str | list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from nsa.config import require
-from nsa.train.config import check_config_key, find_config, parse_set, read_config, user_path
+from nsa.train.config import Dtype, check_config_key, find_config, parse_set, read_config, user_path
 
 Parsed = TypeVar("Parsed")
+
+DTYPE_NAMES = get_args(Dtype)
 
 
 def flag_type(check: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
@@ -65,6 +67,12 @@ def check_config_keys(key: str, value: Any, where: str) -> None:
     if isinstance(value, dict):
         for inner, x in value.items():
             check_config_keys(f"{key}.{inner}", x, where)
+
+
+def add_device_arguments(parser: argparse._ActionsContainer, dtype_help: str) -> None:
+    """Add `--device` and `--dtype`."""
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help=dtype_help)
 
 
 def add_config_arguments(group: Any, *, default: str | None = None, names: tuple[str, ...] = ("--config",)) -> None:

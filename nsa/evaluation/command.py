@@ -34,7 +34,7 @@ from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
 from nsa.files import make_folder, replace_text
 from nsa.machine import usable_device
 from nsa.origin import commit
-from nsa.progress import progress, say
+from nsa.progress import aligned_columns, progress, say
 from nsa.train.run_folder import CONFIG
 from nsa.train.yaml_file import read_yaml
 
@@ -43,7 +43,7 @@ Rows = list[dict[str, Any]]
 
 def run(args: argparse.Namespace) -> int:
     """`nsa eval`: returns the exit status."""
-    device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(args.device)
     rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
     out = args.out or args.runs[0] / "eval"
     written = write_results(out, args.eval_command, rows, device, args)
@@ -208,9 +208,3 @@ def accuracy_tables(rows: Rows) -> str:
 def harness_table(rows: Rows) -> str:
     cells = [[r["run"], r["task"], f"{r['length']:,}", f"{r['accuracy']:.0%}", str(r["samples"])] for r in rows]
     return aligned_columns([["model", "task", "tokens", "accuracy", "samples"], *cells])
-
-
-def aligned_columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(lines)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nsa.data.tokenizer import Tokenizer, check_vocabulary
+from nsa.dtypes import DTYPES
 from nsa.generate import tokenizer_of
 from nsa.model import LM, load_model
-from nsa.train.step import DTYPES, autocast
+from nsa.train.run_folder import run_names
+from nsa.train.step import autocast
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,11 @@ def open_models(
         ValueError: A folder has no model, or the model no row for some token of its tokenizer.
     """
     chosen = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    names = [run.resolve().name for run in runs]
     subjects = []
-    for run, name in zip(runs, names, strict=True):
+    for run, name in zip(runs, run_names(runs), strict=True):
         model, tokenizer = load_model(run, device), tokenizer_of(run)
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {run}")
-        unique = name if names.count(name) == 1 else str(run)
-        subjects.append(EvalModel(unique, run, model, tokenizer, chosen, chunk))
+        subjects.append(EvalModel(name, run, model, tokenizer, chosen, chunk))
     return subjects
 
 

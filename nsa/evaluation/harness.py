@@ -15,6 +15,7 @@ from nsa.data.prepare import LINE_EVERY_S
 from nsa.files import parse_json, read_text
 from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, read_fields, weight_files
 from nsa.progress import progress
+from nsa.train.run_folder import run_names
 
 # Names of the harness by our names.
 TASKS = {name: name for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3")}
@@ -37,27 +38,22 @@ def harness_rows(args: argparse.Namespace, device: torch.device) -> list[dict[st
     missing = [name for name in HARNESS_PACKAGES if find_spec(name) is None]
     require(not missing, "packages", f"without {missing}", "pip install 'nsa[eval]'")
     check_tasks(args.tasks)
-    for name, values in (
-        ("--samples", [args.samples]),
-        ("--lengths", args.lengths),
-        ("--batch-size", [args.batch_size]),
-    ):
+    flags = {"--samples": [args.samples], "--lengths": args.lengths, "--batch-size": [args.batch_size]}
+    for flag, values in flags.items():
         for value in values:
-            require_positive_int(name, value)
+            require_positive_int(flag, value)
     for folder in args.runs:
         check_no_code(folder)
-    names = [folder.resolve().name for folder in args.runs]
     rows: list[dict[str, Any]] = []
     shown = progress(len(args.runs) * len(args.tasks) * len(args.lengths), unit="cell", every_s=LINE_EVERY_S)
     try:
-        for folder, name in zip(args.runs, names, strict=True):
-            unique = name if names.count(name) == 1 else str(folder)
+        for folder, name in zip(args.runs, run_names(args.runs), strict=True):
             model = open_folder(folder, args, device)
             for task in args.tasks:
                 for length in args.lengths:
-                    rows.append({"run": unique, "task": task, "length": length})
+                    rows.append({"run": name, "task": task, "length": length})
                     rows[-1] |= evaluate(model, folder, task, length, args.samples)
-                    shown.show(len(rows), f"{unique}: {task}, {length:,} tokens")
+                    shown.show(len(rows), f"{name}: {task}, {length:,} tokens")
     finally:
         shown.close()
     return rows

@@ -11,13 +11,13 @@ import json
 import torch
 
 from nsa.config import require
+from nsa.dtypes import DTYPES
 from nsa.generate import read_source, tokenizer_of, write_out
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
 from nsa.model import load_model
 from nsa.progress import say
-from nsa.train.step import DTYPES
 
 
 def run(args: argparse.Namespace) -> int:

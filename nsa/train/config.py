@@ -44,6 +44,8 @@ from nsa.train.yaml_file import parse_yaml, read_yaml, yaml
 
 log = logging.getLogger("nsa")
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 # The keys that settings of the environment set.
 ENVIRONMENT = {
     "seq_len": "model.seq_len",
@@ -93,7 +95,7 @@ class TrainConfig:
 
     device: str = "cpu"
     # Of matmuls; parameters and accumulation are fp32.
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     compile: bool = False
     # Replay each pass as one launch. Needs fixed shapes, so no packed documents.
     cuda_graphs: bool = False

@@ -18,6 +18,7 @@ import torch
 from nsa.backends.routing import counts_so_far
 from nsa.data import Batch, Loader
 from nsa.data.config import Split
+from nsa.dtypes import DTYPES
 from nsa.model import LM, load_model
 from nsa.model.llama import load_initial
 from nsa.progress import open_closed_descriptors
@@ -31,7 +32,7 @@ from nsa.train.report import write_report
 from nsa.train.run_folder import CHECKPOINTS, WATCHDOG, saved_steps
 from nsa.train.run_info import Summary, backends, boot_line, check_folder, check_ranks, open_data
 from nsa.train.run_stats import Clock, fallbacks
-from nsa.train.step import DTYPES, PendingSteps, StepResult, TrainStep, learning_rate, to_device
+from nsa.train.step import PendingSteps, StepResult, TrainStep, learning_rate, to_device
 from nsa.train.warmup import warm_up
 
 # Ranks that wait for the same data give up within this time of each other.

@@ -30,13 +30,14 @@ from nsa.data.documents import IndexedDocuments, TextFiles
 from nsa.data.loader import open_pools
 from nsa.data.pools import TextPools
 from nsa.data.shards import ShardPools
+from nsa.dtypes import DTYPES
 from nsa.model import LM, PRESETS, AttentionKind, LMConfig
 from nsa.model.loss import CHUNK_ROWS
+from nsa.progress import aligned_columns
 from nsa.results import Row, read_rows
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
 from nsa.train.run_stats import PEAK_FLOPS
-from nsa.train.step import DTYPES
 
 GIB = 2**30
 
@@ -456,11 +457,7 @@ def render(config: TrainConfig, plans: list[RunPlan], data: Iterable[str] = ()) 
         gpu, fits = f"{plan.gpus} x {plan.gpu}" if plan.gpus > 1 else plan.gpu, "yes" if plan.fits else "no"
         times = (f"{plan.tokens_per_s:,.0f}", milliseconds(plan.step_s), f"{plan.total_s / 3600:,.1f} h")
         rows.append((gpu, f"{plan.memory_gib:g} GiB", fits, *times, "-" if plan.cost is None else f"{plan.cost:,.2f}"))
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for first_cell, *cells in (head, *rows):
-        right = [f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first_cell:<{widths[0]}}", *right]))
-    lines += ["", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
+    lines += [aligned_columns([head, *rows], left=1), "", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
     if not all(plan.fits for plan in plans):
         hint = "a smaller batch_size with more accum, gc=true, or parallel=fsdp on more GPUs"
         lines.append(f"where it does not fit: {hint}")

@@ -21,6 +21,7 @@ from nsa import settings
 from nsa.backends.routing import Router
 from nsa.data import Batch
 from nsa.data.config import Split
+from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
@@ -36,7 +37,7 @@ from nsa.train.plan import (
     plan_run,
 )
 from nsa.train.run_info import check_folder, open_data, problem_of
-from nsa.train.step import DTYPES, TrainStep
+from nsa.train.step import TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
 CHECKPOINT_BYTES = 12

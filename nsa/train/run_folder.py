@@ -23,7 +23,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,6 +52,12 @@ def saved_steps(folder: Path) -> list[int]:
         return []
     names = (STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in names if match)
+
+
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """What runs are called side by side: the names of their folders, or whole paths where two have the same name."""
+    names = [run.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
 def require_checkpoint(run: Path, argument: str) -> None:

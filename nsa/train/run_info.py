@@ -19,6 +19,7 @@ from nsa.backends.routing import explain
 from nsa.config import require
 from nsa.data import Loader, open_loader
 from nsa.data.config import Split
+from nsa.dtypes import DTYPES
 from nsa.files import LOCK, make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
 from nsa.origin import commit, package_version
@@ -35,7 +36,6 @@ from nsa.train.run_folder import (
     require_checkpoint,
     saved_steps,
 )
-from nsa.train.step import DTYPES
 
 # A start adds about a kilobyte.
 MAX_RUN_BYTES = 2**26

@@ -21,8 +21,6 @@ from nsa.data.config import IGNORED
 from nsa.model import LM
 from nsa.train.distributed import mean_over_ranks, no_gradient_sync, whole
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class StepResult(NamedTuple):
     """Tensors on the device, the same on every rank."""

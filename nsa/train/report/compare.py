@@ -24,7 +24,7 @@ from nsa.train.report import (
     settings_of,
 )
 from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
-from nsa.train.run_folder import RUN_INFO
+from nsa.train.run_folder import RUN_INFO, run_names
 
 # Kinds of losses with their names on the page.
 LOSSES = {"eval": "Validation loss", "step": "Training loss"}
@@ -115,8 +115,7 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
         ValueError: Fewer than two runs, or one that is no folder with metrics.
     """
     require(len(runs) > 1, "runs", [str(run) for run in runs], "at least two, to compare")
-    names = [run.resolve().name for run in runs]
-    labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    labels = run_names(runs)
     found = [RunLines.of(run, label) for run, label in zip(runs, labels, strict=True)]
     title = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
     rows = list(differences(found))
