@@ -2,23 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from nsa.lazy import lazy_attributes
+from nsa.lazy import lazy_exports
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "NSAAttention",
-    "NSACache",
-    "NSAConfig",
-    "NSAStats",
-    "PagedNSACache",
-    "Problem",
-    "RopeScaling",
-    "explain",
-    "nsa_attention",
-    "ops",
-    "reference",
-]
 
 if TYPE_CHECKING:
     from nsa import ops, reference
@@ -29,9 +15,10 @@ if TYPE_CHECKING:
     from nsa.config import NSAConfig, RopeScaling
     from nsa.functional import nsa_attention
 else:
-    __getattr__, __dir__ = lazy_attributes(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "nsa": ("ops", "reference"),
             "nsa.attention": ("NSAAttention", "NSAStats"),
             "nsa.backends.problem": ("Problem",),
             "nsa.backends.routing": ("explain",),

@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def lazy_attributes(
+def lazy_exports(
     package: str, exports: Mapping[str, tuple[str, ...]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for the `__init__` of a package whose attributes are submodules and `exports`,
-    the names that it re-exports by module."""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for the `__init__` of a package whose attributes are submodules and
+    `exports`, the names that it re-exports by module; its own are submodules."""
     modules = {name: module for module, names in exports.items() for name in names}
 
     def get(name: str) -> Any:
-        if name in modules:
+        if modules.get(name, package) != package:
             value = getattr(import_module(modules[name]), name)
             setattr(sys.modules[package], name, value)
             return value
@@ -27,11 +27,7 @@ def lazy_attributes(
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def list_names() -> list[str]:
-        module = sys.modules[package]
-        return sorted({*vars(module), *module.__all__})
-
-    return get, list_names
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)
 
 
 def renamed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

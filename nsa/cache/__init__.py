@@ -12,17 +12,3 @@ from nsa.cache.rows import RowCache
 from nsa.cache.store import Ring, Store
 from nsa.cache.tokens import NewTokens
 from nsa.sequences import Pair
-
-__all__ = [
-    "NSACache",
-    "NewTokens",
-    "PagedNSACache",
-    "Pair",
-    "Ring",
-    "RowCache",
-    "SavedCaches",
-    "Step",
-    "Store",
-    "read_saved",
-    "save_caches",
-]

@@ -2,27 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from nsa.lazy import lazy_attributes
-
-__all__ = [
-    "SOURCES",
-    "Batch",
-    "DataConfig",
-    "Loader",
-    "Tokenizer",
-    "check_vocabulary",
-    "load_tokenizer",
-    "open_loader",
-    "synthetic",
-    "train_bpe",
-]
+from nsa.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from nsa.data.config import SOURCES, Batch, DataConfig
     from nsa.data.loader import Loader, open_loader, synthetic
     from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 else:
-    __getattr__, __dir__ = lazy_attributes(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "nsa.data.config": ("SOURCES", "Batch", "DataConfig"),

@@ -2,24 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from nsa.lazy import lazy_attributes
-
-__all__ = [
-    "ATTENTION_KINDS",
-    "LM",
-    "PRESETS",
-    "AttentionKind",
-    "BigBirdAttention",
-    "DenseAttention",
-    "DenseCache",
-    "LMConfig",
-    "LongformerAttention",
-    "SlidingAttention",
-    "WindowCache",
-    "chunked_cross_entropy",
-    "load_model",
-    "save_model",
-]
+from nsa.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention, WindowCache
@@ -29,7 +12,7 @@ if TYPE_CHECKING:
     from nsa.model.loss import chunked_cross_entropy
     from nsa.model.transformer import LM
 else:
-    __getattr__, __dir__ = lazy_attributes(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "nsa.model.alternatives": ("BigBirdAttention", "LongformerAttention", "SlidingAttention", "WindowCache"),

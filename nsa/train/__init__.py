@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from nsa.lazy import lazy_attributes
-
-__all__ = ["TrainConfig", "TrainStep", "Trainer", "learning_rate", "load_config", "run"]
+from nsa.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from nsa.train.command import run
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
     from nsa.train.loop import Trainer
     from nsa.train.step import TrainStep, learning_rate
 else:
-    __getattr__, __dir__ = lazy_attributes(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "nsa.train.command": ("run",),

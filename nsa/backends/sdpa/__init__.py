@@ -28,23 +28,3 @@ name = "sdpa"
 def supports(problem: Problem) -> str | None:
     """None: every problem is supported."""
     return None
-
-
-__all__ = [
-    "combine_backward",
-    "combine_forward",
-    "compress_mean_backward",
-    "compress_mean_forward",
-    "compressed_backward",
-    "compressed_forward",
-    "gather_blocks_backward",
-    "gather_blocks_forward",
-    "name",
-    "prepare_backward",
-    "select_blocks",
-    "selected_backward",
-    "selected_forward",
-    "sliding_backward",
-    "sliding_forward",
-    "supports",
-]
