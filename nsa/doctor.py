@@ -150,11 +150,7 @@ class Report:
 
 
 def diagnose(
-    problem: Problem,
-    router: Router,
-    environ: Mapping[str, str] | None = None,
-    *,
-    probe_failures: Sequence[str] = (),
+    problem: Problem, router: Router, environ: Mapping[str, str] | None = None, *, probe_failures: Sequence[str] = ()
 ) -> Report:
     """Collect the report, self-test included.
 

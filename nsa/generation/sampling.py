@@ -23,9 +23,7 @@ def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
         return torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
     rows = [
         torch.rand(
-            options.max_new_tokens,
-            dtype=torch.float64,
-            generator=torch.Generator().manual_seed(options.seed + row),
+            options.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(options.seed + row)
         )
         for row in range(batch_size)
     ]

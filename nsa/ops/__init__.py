@@ -89,13 +89,7 @@ def attention(
 
 
 def compress_mean(
-    x: Tensor,
-    *,
-    block: int,
-    stride: int,
-    cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
-    strict: bool = False,
+    x: Tensor, *, block: int, stride: int, cu_seqlens: Tensor | None = None, backend: str = "auto", strict: bool = False
 ) -> Tensor:
     """The mean of each block of keys or values.
 

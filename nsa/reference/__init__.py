@@ -12,13 +12,7 @@ Shapes: `B` batch, `S` queries, `N` keys, `Hq` query heads, `G` KV groups, `Dk` 
     scale       of the scores; default `Dk ** -0.5`
 """
 
-from nsa.reference.attention import (
-    combine,
-    compressed_attention,
-    nsa_attention,
-    selected_attention,
-    sliding_attention,
-)
+from nsa.reference.attention import combine, compressed_attention, nsa_attention, selected_attention, sliding_attention
 from nsa.reference.compression import compress_mean, gather_blocks
 from nsa.reference.selection import overlap_weights, select_blocks, selection_importance
 

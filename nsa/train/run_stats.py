@@ -19,14 +19,7 @@ from nsa.model import LM
 from nsa.train.step import autocast
 
 # Dense bf16 and fp16 FLOP/s as the vendor states them, by a part of the name that torch gives the GPU.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class Clock:

@@ -6,12 +6,7 @@ block gathers the queries that selected it (`selected.py`). Nothing here reads a
 """
 
 from nsa.backends.problem import Problem
-from nsa.backends.sdpa.branches import (
-    compressed_backward,
-    compressed_forward,
-    sliding_backward,
-    sliding_forward,
-)
+from nsa.backends.sdpa.branches import compressed_backward, compressed_forward, sliding_backward, sliding_forward
 from nsa.backends.sdpa.combine import combine_backward, combine_forward, prepare_backward
 from nsa.backends.sdpa.compress import (
     compress_mean_backward,

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from nsa.backends.triton.launch import Launch, strides
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
-from nsa.backends.triton.selected.index import (
-    WORD,
-    Chunk,
-    Shapes,
-    Tables,
-    aligned_size,
-    query_start,
-)
+from nsa.backends.triton.selected.index import WORD, Chunk, Shapes, Tables, aligned_size, query_start
 
 # Work is cut at multiples of a word of queries; cut there, it starts and ends with a whole run.
 LONGEST_RUN = WORD
