@@ -136,12 +136,7 @@ class NSAAttention(nn.Module):
                 )
         self.check(x, cu_seqlens, attention_mask, cache, position_offset)
         require_bool("return_stats", return_stats)
-        order, counts = None, None
-        if attention_mask is not None:
-            order, counts = real_tokens_first(attention_mask)
-            # Zeros in place of padding: what it held may overflow, and 0 * inf is NaN in the gradients.
-            x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
-
+        x, order, counts = real_tokens_first(x, attention_mask)
         if isinstance(position_offset, Tensor):
             position_offset = position_offset.view(-1, 1)
         start = None if cache is None else cache.lengths
@@ -499,11 +494,16 @@ def mean_per_branch(x: Tensor) -> dict[str, float]:
     return dict(zip(BRANCHES, mean.tolist(), strict=True))
 
 
-def real_tokens_first(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The order `[B, S]` that puts each row's real tokens first, and how many there are `[B]`.
+def real_tokens_first(x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`x [B, S, dim]` with each row's real tokens first and zeros for padding, their order `[B, S]`, and how many there
+    are `[B]`; without a mask `x`, None and None.
 
     So ordered, a row's positions and blocks are those of its tokens alone, and padding lies after them, where causality
     keeps it from being seen. Left and right padding are the same thing.
     """
+    if attention_mask is None:
+        return x, None, None
     order = attention_mask.int().argsort(dim=1, descending=True, stable=True)
-    return order, attention_mask.sum(dim=1)
+    # Zeros in place of padding: what it held may overflow, and 0 * inf is NaN in the gradients.
+    x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
+    return x, order, attention_mask.sum(dim=1)

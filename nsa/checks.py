@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import check_compression, check_heads, check_selection, require, require_bool, require_positive_int
+from nsa.dtypes import sum_dtype
 from nsa.geometry import compressed_offsets, documents, n_compressed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -185,7 +186,7 @@ def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> No
     check_queries(q)
     check_key("k_cmp", k_cmp, q, "B N G Dk")
     check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
-    expected = torch.float64 if q.dtype == torch.float64 else torch.float32
+    expected = sum_dtype(q)
     check_tensor("lse", lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
     check_same("lse", "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
     check_same("lse", "device", lse.device, "q", q.device)

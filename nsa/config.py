@@ -20,6 +20,9 @@ SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 400
 SHORT.maxlist = SHORT.maxtuple = SHORT.maxset = SHORT.maxdict = 40
 SHORT.maxlevel = 4
 
+# Targets that are not scored: the default of torch's cross-entropy.
+IGNORED = -100
+
 # "auto" and all backends, whether this machine can run them or not.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 

@@ -15,6 +15,11 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype if it is enabled, else the tensor's own."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`"bfloat16"` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

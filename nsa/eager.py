@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from nsa.dtypes import matmul_dtype
 from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
-from nsa.replay import BothPasses, Results, addresses, can_replay, cast_dtype, situation
+from nsa.replay import BothPasses, Results, addresses, can_replay, situation
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -249,7 +250,7 @@ def arguments(
     parameters: Sequence[Tensor],
 ) -> tuple[Any, ...]:
     """What `LayerNode` takes, in autocast's dtype where that is on."""
-    dtype, angles = cast_dtype(x), angles_of(layer, x, cu_seqlens, position_offset)
+    dtype, angles = matmul_dtype(x), angles_of(layer, x, cu_seqlens, position_offset)
     return layer, cu_seqlens, angles, x.to(dtype), *(p.to(dtype) for p in parameters)
 
 
@@ -418,7 +419,7 @@ def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -
     if not can_replay(x, c.backend, c.strict) or any(p.dtype != dtype or not p.is_contiguous() for p in parameters):
         return None
     key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), *addresses(parameters))
-    found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(cast_dtype(x)), parameters, differentiable))
+    found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(matmul_dtype(x)), parameters, differentiable))
     if found is None:
         return None
     # Cast here, not in the graph: the caller may modify `x` before the backward pass.

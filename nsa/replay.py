@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.backends.routing import router
 from nsa.captures import NotCapturableError, try_to_capture
+from nsa.dtypes import matmul_dtype
 
 DEVICE = "cuda"
 # Elements of the input up to which launching takes the host longer than computing takes a GPU.
@@ -202,12 +203,7 @@ def situation(x: Tensor) -> tuple[Any, ...]:
     sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     half_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
     stream = current_stream(x.device)
-    return x.device, stream, x.dtype, cast_dtype(x), torch.is_grad_enabled(), matmul, sums, half_sums
-
-
-def cast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's, where that is on."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return x.device, stream, x.dtype, matmul_dtype(x), torch.is_grad_enabled(), matmul, sums, half_sums
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:

@@ -196,13 +196,7 @@ class NSACache(RowCache):
             require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
             require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
-        accepted = f"at most the cache's max_len = {self.max_len}"
-        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
-        crowded = self.static or self.longest + n_new > self.max_len
-        longest = self.longest_after(n_new, counts)
-        start = self.lengths.clone()
-        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.capacity)
-        tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
+        start, end, tokens, crowded, longest = self.place_tokens(n_new, counts)
         n_queries = tokens.position.shape[1]
         raw, selected, window = (pair_of(x[:, :n_queries] for x in pair) for pair in (raw, selected, window))
 

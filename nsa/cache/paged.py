@@ -117,8 +117,7 @@ class PagedNSACache(NSACache):
         require(sum(missing) <= len(free), "pages to allocate", sum(missing), f"at most the {len(free)} free ones")
         self.set_pages([row + [free.pop(0) for _ in range(n)] for row, n in zip(self.pages, missing, strict=True)])
 
-    def make_room(self, lengths: Sequence[int]) -> None:
-        self.allocate(lengths)
+    make_room = allocate
 
     def free(self, rows: Tensor | None = None) -> None:
         """Empty rows and take back their pages.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa.cache.file import save_caches
 from nsa.cache.store import Ring, Store, bits
+from nsa.cache.tokens import NewTokens
 from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 
@@ -118,6 +119,24 @@ class RowCache(ABC):
         longest = self.longest + n_new
         # The host's bound includes padding and rows that were cropped since: read the device before raising.
         return longest if longest <= self.least_capacity() else self.exact_longest_after(n_new, counts)
+
+    def place_tokens(self, n_new: int, counts: Tensor | None) -> tuple[Tensor, Tensor, NewTokens, bool, int]:
+        """Where `n_new` more tokens per row go, of which `counts [B]` are real.
+
+        Returns:
+            `[B]` each row's length before and after, the places of the tokens, whether some row's queries may run past
+            `max_len`, and an upper bound on the new lengths.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        accepted = f"at most the cache's max_len = {self.max_len}"
+        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
+        crowded = self.static or self.longest + n_new > self.max_len
+        longest = self.longest_after(n_new, counts)
+        start = self.lengths.clone()
+        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.capacity)
+        return start, end, NewTokens.place(start, end, n_new, self.max_len, crowded=crowded), crowded, longest
 
     def least_capacity(self) -> int:
         """The number of tokens that every row can hold, as the host knows it."""

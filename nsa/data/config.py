@@ -25,9 +25,6 @@ SOURCES = {
 }
 HUB = "hf:"
 
-# Targets that are not scored: the default of torch's cross-entropy.
-IGNORED = -100
-
 
 class Batch(NamedTuple):
     """CPU tensors; packed documents are varlen, in one row."""

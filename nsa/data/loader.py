@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nsa.config import require, require_int, require_positive_int
-from nsa.data.config import IGNORED, Batch, DataConfig, Split
+from nsa.config import IGNORED, require, require_int, require_positive_int
+from nsa.data.config import Batch, DataConfig, Split
 from nsa.data.documents import open_documents
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
 from nsa.data.prefetch import Late, Prefetcher

@@ -17,8 +17,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
 from nsa.config import require
+from nsa.dtypes import matmul_dtype
 from nsa.hf.configuration import LAYER_TYPE
-from nsa.model.transformer import matmul_dtype
 
 # The capacity of a dynamic layer is a power of two from here on.
 MIN_CAPACITY = 256

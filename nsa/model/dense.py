@@ -7,7 +7,7 @@ decides what a query sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops, settings
-from nsa.attention import real_tokens_first
+from nsa.attention import real_tokens_first, restore_padding
 from nsa.cache import NewTokens, Pair, RowCache, Store
 from nsa.cache.tokens import pair_of
 from nsa.config import NSAConfig, require
@@ -102,18 +102,11 @@ class DenseAttention(nn.Module):
             ValueError: `cu_seqlens` is given with a cache or a mask, or the tokens do not fit into the cache.
         """
         require(cu_seqlens is None or cache is None, "cache", "given with cu_seqlens", "one of the two")
-        require(
-            cu_seqlens is None or attention_mask is None, "attention_mask", "given with cu_seqlens", "one of the two"
-        )
+        require(None in (cu_seqlens, attention_mask), "attention_mask", "given with cu_seqlens", "one of the two")
         if cache is not None:
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
-        order, counts = None, None
-        if attention_mask is not None:
-            order, counts = real_tokens_first(attention_mask)
-            # Padding may hold NaN, and 0 * NaN is NaN.
-            x = x.masked_fill(~attention_mask[..., None], 0.0).gather(1, order[..., None].expand_as(x))
-
+        x, order, counts = real_tokens_first(x, attention_mask)
         angles = self.angles(x, cu_seqlens, cache)
         projected = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
         q, k = self.rope.rotate_all(angles, *projected)
@@ -122,12 +115,7 @@ class DenseAttention(nn.Module):
             o = self.attend(q, k, v, cu_seqlens=cu_seqlens)
         else:
             o = self.attend_cached(q, (k, v), cache, counts)
-
-        y = self.o_proj(o.flatten(2))
-        if attention_mask is not None and order is not None:
-            y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-            y = y.masked_fill(~attention_mask[..., None], 0.0)
-        return y
+        return restore_padding(self.o_proj(o.flatten(2)), attention_mask, order)
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
         """RoPE angles for the positions of `x [B, S, dim]`."""
@@ -160,7 +148,7 @@ class DenseAttention(nn.Module):
         grouped = q.device.type == "cuda" and q.dtype in HALF_DTYPES and not self.no_flash
         if not grouped:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with self.sdpa_kernels():
+        with sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext():
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return o.transpose(1, 2)
 
@@ -176,9 +164,6 @@ class DenseAttention(nn.Module):
                 rows.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None]
             )
         return o.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)
-
-    def sdpa_kernels(self) -> AbstractContextManager[None]:
-        return sdpa_kernel(WITHOUT_FLASH) if self.no_flash else nullcontext()
 
     def attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
@@ -247,15 +232,8 @@ class DenseCache(RowCache):
     def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Pair, NewTokens, bool]:
         """Lengthen every row by its new tokens: `[B]` its old length, the tokens that may fit, where they go, and
         whether some row's queries may run past `max_len`."""
-        n_new = new[0].shape[1]
         require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
-        accepted = f"at most the cache's max_len = {self.max_len}"
-        require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
-        crowded = self.static or self.longest + n_new > self.max_len
-        longest = self.longest_after(n_new, counts)
-        start = self.lengths.clone()
-        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.max_len)
-        tokens = NewTokens.place(start, end, n_new, self.max_len, crowded=crowded)
+        start, end, tokens, crowded, longest = self.place_tokens(new[0].shape[1], counts)
         self.lengths.copy_(end)
         self.high_water.copy_(torch.maximum(self.high_water, end))
         self.longest = longest

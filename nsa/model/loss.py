@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.config import require
+from nsa.config import IGNORED, require
 from nsa.dtypes import sum_dtype
 from nsa.once import differentiable_once
-
-IGNORE = -100
 
 ONCE_ONLY = (
     "chunked_cross_entropy is differentiable once: its forward computes the gradient without autograd. For second "
@@ -57,7 +55,7 @@ def chunked_cross_entropy(
     x, targets, vocabulary = x.flatten(0, -2), targets.flatten(), weight.shape[0]
     if (strict or targets.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = targets[~is_valid(targets, vocabulary)]
-        require(wrong.numel() == 0, "targets", wrong[:1].tolist(), f"{IGNORE}, or 0 to {vocabulary - 1}")
+        require(wrong.numel() == 0, "targets", wrong[:1].tolist(), f"{IGNORED}, or 0 to {vocabulary - 1}")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         # Empty tensors that link a second derivative to x and weight without holding memory.
         links = x[:0].clone(), weight[:0].clone()
@@ -81,7 +79,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad = logp.exp_()
             grad.scatter_add_(1, as_index(t, grad), -torch.ones_like(grad[:, :1]))
             grad = grad.to(x.dtype)
-            counts = (t != IGNORE)[:, None]
+            counts = (t != IGNORED)[:, None]
             grad_x[chunk] = (grad @ table) * counts
             grad_table += grad.T @ (x[chunk] * counts)
         count = n_counted(targets, vocabulary)
@@ -111,7 +109,7 @@ def log_softmax_chunks(
 
 def row_losses(logp: Tensor, targets: Tensor) -> Tensor:
     picked = logp.gather(1, as_index(targets, logp)).squeeze(1)
-    return -picked.where(targets != IGNORE, 0.0)
+    return -picked.where(targets != IGNORED, 0.0)
 
 
 def as_index(targets: Tensor, logp: Tensor) -> Tensor:
@@ -125,12 +123,12 @@ def padded_table(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_valid(targets: Tensor, vocabulary: int) -> Tensor:
-    return (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
+    return (targets == IGNORED) | ((targets >= 0) & (targets < vocabulary))
 
 
 def n_counted(targets: Tensor, vocabulary: int) -> Tensor:
     """Targets that are not ignored, at least 1; NaN if any is invalid. Divides the loss and every gradient."""
-    count = (targets != IGNORE).sum().clamp_min(1)
+    count = (targets != IGNORED).sum().clamp_min(1)
     # Counted, not `all()`: torch 2.11 fuses that with the softmax into a kernel that Triton 3.6 cannot compile.
     n_invalid = (~is_valid(targets, vocabulary)).sum()
     return torch.where(n_invalid == 0, count, float("nan"))

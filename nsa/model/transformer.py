@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
 from nsa.config import require, require_positive_int
+from nsa.dtypes import matmul_dtype
 from nsa.geometry import n_compressed
 from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention
 from nsa.model.config import AttentionKind, LMConfig
@@ -315,13 +316,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.inner(x).chunk(2, dim=-1)
         return self.outer(F.silu(gate) * value)
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype if it is enabled, else the tensor's own."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def linear_weights(module: nn.Module) -> int:

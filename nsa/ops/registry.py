@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from nsa.dtypes import sum_dtype
 from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
@@ -124,8 +125,7 @@ def is_plain(x: Any) -> bool:
 
 def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """A branch's `(o, lse)`."""
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def empty_indices(q: Tensor, k: Tensor, n_select: int) -> Tensor:

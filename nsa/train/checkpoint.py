@@ -17,12 +17,12 @@ import math
 import random
 import reprlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,9 @@ from nsa.config import require, require_bool, require_int, require_positive_int
 from nsa.data import Tokenizer
 from nsa.files import TEMPORARY
 from nsa.model import LM, save_model
-from nsa.train.distributed import any_rank
+from nsa.train.distributed import any_rank, from_first
 from nsa.train.run_folder import saved_steps
-from nsa.train.storage import INDEX, Damaged, Index, Reader, Writer, discard, recover, remove
-
-T = TypeVar("T")
+from nsa.train.storage import Damaged, Index, Reader, Writer, discard, recover, remove
 
 
 class Checkpoints:
@@ -105,7 +103,7 @@ class Checkpoints:
             if self.rank == 0:
                 warnings.warn(f"{lost}; trying again with step {step}", RuntimeWarning, stacklevel=2)
         # A signal often comes right after a checkpoint was read or written; it may have been deleted since.
-        if step == self.current and loss is None and self.from_rank_0(self.path(step).is_dir()):
+        if step == self.current and loss is None and from_first(self.path(step).is_dir(), self.group):
             return
         text = plain_json("extra", extra)
         writer = Writer(self.path(step), step, loss, self.validation_id, good, text, lambda: self.prune(step))
@@ -131,7 +129,7 @@ class Checkpoints:
         self.wait()
         if self.rank == 0:
             recover(self.folder)
-        steps = self.from_rank_0(self.steps())
+        steps = from_first(self.steps(), self.group)
         problems = []
         for step in reversed(steps):
             index, problem = self.inspect(step)
@@ -299,12 +297,6 @@ class Checkpoints:
             if step not in kept and self.lookup(step) is not None:
                 remove(self.path(step))
 
-    def from_rank_0(self, value: T) -> T:
-        values = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
-
 
 def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) -> dict[str, Tensor]:
     """Every tensor of both (not copies) by a name that is the same sharded, replicated, compiled or plain.
@@ -376,15 +368,6 @@ def to_text(x: Tensor) -> str:
 
 def from_text(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-@contextmanager
-def restoring(folder: Path) -> Iterator[None]:
-    """A `ValueError` in this block names the index of the checkpoint in `folder`."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"the run cannot resume from {folder / INDEX}: {error}") from error
 
 
 def check_state(extra: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ from nsa.config import require
 from nsa.data import Batch
 from nsa.generate import generate
 from nsa.model import LM
-from nsa.train.checkpoint import Checkpoints, check_state, restoring, rng_state, set_rng_state, unsharded
+from nsa.train.checkpoint import Checkpoints, check_state, rng_state, set_rng_state, unsharded
+from nsa.train.config import prefix_errors
 from nsa.train.distributed import all_finite, any_rank, from_all, mean_over_ranks
 from nsa.train.guards import RunStopped, StopRequested, branch_profile
 from nsa.train.logger import every
@@ -28,6 +29,7 @@ from nsa.train.run_folder import CHECKPOINTS
 from nsa.train.run_info import read_run_info
 from nsa.train.run_stats import attention_stats
 from nsa.train.step import autocast, shares, to_device
+from nsa.train.storage import INDEX
 
 if TYPE_CHECKING:
     from nsa.train.loop import Trainer
@@ -277,7 +279,7 @@ class Checkpointer:
         if found is None:
             return 0
         step, extra = found
-        with restoring(self.checkpoints.path(step)):
+        with prefix_errors(f"the run cannot resume from {self.checkpoints.path(step) / INDEX}: "):
             check_state(extra)
             t.loader.load_state_dict(extra["data"])
             set_rng_state(extra["rng"], t.device)

@@ -249,9 +249,9 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
     model = values["model"]
     if isinstance(model.get("attention"), list):
         model = {**model, "attention": tuple(model["attention"])}
-    with naming("model.attn."):
+    with prefix_errors("model.attn."):
         attn = NSAConfig.from_dict(model["attn"])
-    with naming("model."):
+    with prefix_errors("model."):
         lm = LMConfig(**{**model, "attn": attn})
     # The shell does not expand `~` in a file or in --set.
     data = values.get("data", {})
@@ -262,11 +262,12 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def naming(prefix: str) -> Iterator[None]:
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Add `prefix` to the message of a `ValueError` in this block."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from None
+        raise ValueError(f"{prefix}{error}") from error
 
 
 def run_folder(values: Mapping[str, Any], path: Path) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from nsa.config import require
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.progress import log_with_rank
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,11 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     return x
 
 
-def from_first(value: str) -> str:
+def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
     """The value of rank 0."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

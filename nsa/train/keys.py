@@ -77,23 +77,18 @@ FROM_SCRATCH = "these are sizes to train from scratch, not pretrained models: wr
 
 # Names that nothing replaces, and why.
 ABSENT = {
-    **dict.fromkeys(
-        ("optimizer", "optim", "adam_beta1", "adam_beta2", "betas", "adam_epsilon"), "the optimizer is always AdamW"
-    ),
-    **dict.fromkeys(
-        ("resume_from_checkpoint", "resume_from", "ckpt_path", "load_checkpoint"),
-        "nsa train --resume RUN resumes a run",
-    ),
-    **dict.fromkeys(
-        ("model_name", "model_name_or_path", "model_type", "pretrained"),
-        "--config has the size of a model, and --init the parameters to start from",
-    ),
-    **dict.fromkeys(("dropout", "attention_dropout", "attn_dropout", "hidden_dropout"), "there is no dropout"),
-    **dict.fromkeys(
-        ("wandb", "use_wandb", "report_to"), "metrics go to metrics.jsonl and TensorBoard in the run's folder"
-    ),
-    **dict.fromkeys(("train", "runtime"), "the keys of a run are at the top level of a config"),
-    "fwe_report_docs": "the loader logs no counts of documents",
+    name: why
+    for why, names in {
+        "the optimizer is always AdamW": "optimizer optim adam_beta1 adam_beta2 betas adam_epsilon",
+        "nsa train --resume RUN resumes a run": "resume_from_checkpoint resume_from ckpt_path load_checkpoint",
+        "--config has the size of a model, and --init the parameters to start from": "model_name model_name_or_path "
+        "model_type pretrained",
+        "there is no dropout": "dropout attention_dropout attn_dropout hidden_dropout",
+        "metrics go to metrics.jsonl and TensorBoard in the run's folder": "wandb use_wandb report_to",
+        "the keys of a run are at the top level of a config": "train runtime",
+        "the loader logs no counts of documents": "fwe_report_docs",
+    }.items()
+    for name in names.split()
 }
 
 

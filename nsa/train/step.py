@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import NSAAttention
+from nsa.config import IGNORED
 from nsa.data import Batch
-from nsa.data.config import IGNORED
 from nsa.model import LM
 from nsa.train.distributed import mean_over_ranks, no_gradient_sync, whole
 

@@ -17,8 +17,8 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,18 +104,12 @@ class Index:
         Raises:
             Damaged: It is missing, was changed, or is of another step.
         """
-        try:
+        with errors_as_damage(INDEX, " is not of this version"):
             checksum, _, text = read_limited(folder / INDEX, MAX_INDEX_BYTES).partition(b"\n")
             text = text.removesuffix(b"\n")
             if hashlib.sha256(text).hexdigest().encode() != checksum:
                 raise Damaged(f"{INDEX} does not have the checksum that it was written with")
             index = cls.parse(parse_json(text))
-        except FileNotFoundError:
-            raise Damaged(f"{INDEX} is missing") from None
-        except OSError as error:
-            raise Damaged(f"{INDEX} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise Damaged(f"{INDEX} is not of this version: {error}") from error
         if folder.name != f"step_{index.step}":
             raise Damaged(f"{INDEX} is of step {index.step}: the folder was renamed or copied")
         return index
@@ -143,24 +137,30 @@ class Index:
                 held.setdefault(chunk.file, []).append((tensor, x, chunk))
         for name in names:
             written = self.files[name]
-            try:
-                with (folder / name).open("rb") as file:
-                    found = Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-                    if found.bytes != written.bytes:
-                        raise Damaged(f"{name} has {found.bytes:,} bytes instead of {written.bytes:,}")
-                    if found.sha256 != written.sha256:
-                        raise Damaged(f"{name} does not have the checksum that it was written with")
-                    entries = read_header(file)
-            except FileNotFoundError:
-                raise Damaged(f"{name} is missing") from None
-            except OSError as error:
-                raise Damaged(f"{name} cannot be read: {error.strerror}") from error
-            except ValueError as error:
-                raise Damaged(f"{name}: {error}") from error
+            with errors_as_damage(name), (folder / name).open("rb") as file:
+                found = Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+                if found.bytes != written.bytes:
+                    raise Damaged(f"{name} has {found.bytes:,} bytes instead of {written.bytes:,}")
+                if found.sha256 != written.sha256:
+                    raise Damaged(f"{name} does not have the checksum that it was written with")
+                entries = read_header(file)
             for tensor, x, chunk in held.get(name, []):
                 entry = entries.get(chunk.key)
                 if entry is None or (entry.dtype, entry.shape) != (STORED_DTYPES[x.dtype], chunk.sizes):
                     raise Damaged(f"{name} does not hold {tensor!r} as {INDEX} says")
+
+
+@contextmanager
+def errors_as_damage(name: str, problem: str = "") -> Iterator[None]:
+    """Errors of reading the file `name` as `Damaged`; `problem`: what a `ValueError` means."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Damaged(f"{name}{problem}: {error}") from error
 
 
 def check_index(holds: object, name: str, value: object) -> None:

@@ -13,8 +13,9 @@ import torch
 from training import lines_of, small_run
 
 from nsa import cli
+from nsa.config import IGNORED
 from nsa.data import Batch, synthetic
-from nsa.data.config import IGNORED, DataConfig
+from nsa.data.config import DataConfig
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.model import LM, PRESETS, load_model
 from nsa.train import Trainer, TrainStep, learning_rate, run_info
