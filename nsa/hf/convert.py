@@ -127,17 +127,27 @@ def convert_back(source: Path, to: Path) -> None:
     """Write the dense model that `select` made `source` of, with the parameters of `source`.
 
     Raises:
-        ValueError: `source` is no folder of the recipe `select`.
+        ValueError: `source` is no folder of the recipe `select`, nor the export of a run that started from one.
     """
     require_empty(to)
     fields = read_fields(source)
-    nsa, dense, kind = fields.get("nsa") or {}, fields.get("dense_config"), fields.get("model_type")
+    nsa, kind = fields.get("nsa") or {}, fields.get("model_type")
     selected = kind == MODEL_TYPE and all(nsa.get(name) == value for name, value in RECIPES["select"].items())
     accepted = "a folder of the recipe select: others have parameters that a dense model does not"
-    require(selected and isinstance(dense, dict), "folder", str(source), accepted)
-    assert isinstance(dense, dict)
+    require(selected, "folder", str(source), accepted)
+    dense = fields.get("dense_config") or fields_without_nsa(fields)
+    dense_config(dense)
     copy_model(source, to, read_weights(source), {})
     write_json(to / CONFIG_FILE, dense)
+
+
+def fields_without_nsa(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the dense model, for a run that `nsa export` wrote: it knows nothing of the conversion."""
+    extras = {name: bool(fields["nsa"].get(name)) for name in ("qkv_bias", "qk_norm")}
+    require(not all(extras.values()), "nsa", extras, "one of them: no family has both")
+    kind = "qwen2" if extras["qkv_bias"] else "qwen3" if extras["qk_norm"] else "llama"
+    own = {name: value for name, value in fields.items() if name not in ("nsa", "dense_config", "layer_types")}
+    return {**own, "model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
 
 
 def dense_config(fields: Mapping[str, Any]) -> Any:
@@ -168,7 +178,8 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
     accepted = "none, or one that is not shorter than max_position_embeddings"
     require(window is None or window >= config.max_position_embeddings, "sliding_window", window, accepted)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    require(layers <= {"full_attention", "sliding_attention"}, "layer_types", sorted(layers), "'full_attention'")
+    known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    require(layers <= known, "layer_types", sorted(layers), "'full_attention'")
     rope_fields(config.rope_parameters or {})
     return config
 

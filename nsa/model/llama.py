@@ -73,10 +73,10 @@ def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The kind of RoPE is neither the default nor Llama-3's, or rotates a part of each head.
     """
-    unknown = sorted(map(str, rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_FIELDS}))
-    require(not unknown, "rope_parameters", dict(rope), f"one set of them for all layers, without {unknown}")
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     require(kind in ("default", "llama3"), "rope_type", kind, "'default' or 'llama3'")
+    unknown = sorted(map(str, rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_FIELDS}))
+    require(not unknown, "rope_parameters", dict(rope), f"one set of them for all layers, without {unknown}")
     require(part == 1.0, "partial_rotary_factor", part, "1.0: all of each head is rotated")
     scaling = None
     if kind == "llama3":

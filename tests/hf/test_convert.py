@@ -36,17 +36,17 @@ def test_select_equals_dense_as_far_as_it_selects_all(tmp_path: Path, family: st
     assert differ[-1] > 1e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_select_generates_what_dense_generates(tmp_path: Path, family: str) -> None:
     """Up to the last token that it sees everything for."""
     dense = dense_folder(tmp_path / "dense", family)
     convert_folder(tmp_path / "dense", tmp_path / "nsa", "select", {"n_sel": 4})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nsa")
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = dense.generate(text(216), **options)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = dense.generate(text(236), **options)
     assert expected.shape[1] == 4 * 64
     for cache in ("dynamic", "static"):
-        assert model.generate(text(216), cache_implementation=cache, **options).tolist() == expected.tolist()
+        assert model.generate(text(236), cache_implementation=cache, **options).tolist() == expected.tolist()
 
 
 @pytest.mark.slow
@@ -59,8 +59,9 @@ def test_select_generates_up_to_1024_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_round_trip_is_bit_identical(tmp_path: Path, sharded: bool) -> None:
-    dense_folder(tmp_path / "dense", "qwen2", max_shard_size="20KB" if sharded else "1GB")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_round_trip_is_bit_identical(tmp_path: Path, family: str, sharded: bool) -> None:
+    dense_folder(tmp_path / "dense", family, max_shard_size="20KB" if sharded else "1GB")
     convert_folder(tmp_path / "dense", tmp_path / "nsa", "select")
     convert_back(tmp_path / "nsa", tmp_path / "back")
     files = sorted(path.name for path in (tmp_path / "dense").iterdir())
@@ -126,15 +127,23 @@ def test_the_command_prints_distances_and_what_to_do(tmp_path: Path, capsys: pyt
     assert (tmp_path / "back" / "model.safetensors").is_file()
 
 
-def test_a_converted_model_is_trained_further(tmp_path: Path) -> None:
-    dense_folder(tmp_path / "dense", "qwen3")
-    convert_folder(tmp_path / "dense", tmp_path / "nsa", "gated", {"n_sel": 4})
+@pytest.mark.parametrize(("family", "recipe"), [("qwen3", "gated"), ("qwen2", "select"), ("mistral", "select")])
+def test_a_converted_model_is_trained_further(tmp_path: Path, family: str, recipe: str) -> None:
+    """And goes back to dense from there, where it has no other parameters; a Mistral is then a Llama."""
+    dense_folder(tmp_path / "dense", family)
+    convert_folder(tmp_path / "dense", tmp_path / "nsa", recipe, {"n_sel": 4})
     words = ["train", "--config", "tiny", "--init", str(tmp_path / "nsa"), "--steps", "2", "--batch-size", "1"]
     words += ["--seq-len", "300", "--device", "cpu", "--dataset", "synthetic", "--set", "sample_tokens=4"]
     assert main([*words, "--eval-batches", "1", "--out", str(tmp_path / "run")]) == 0
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.nsa["qk_norm"]
+    assert model.config.nsa["qk_norm"] == (family == "qwen3")
+    if recipe == "select":
+        convert_back(tmp_path / "out", tmp_path / "back")
+        dense = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        assert type(dense).__name__ == {"qwen2": "Qwen2ForCausalLM", "mistral": "LlamaForCausalLM"}[family]
+        expected = logits_of(dense, text(256))
+        assert (logits_of(model, text(256)) - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 # What is refused.
@@ -172,6 +181,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("mlp_bias", True),
     ("attention_bias", True),
     ("sliding_window", 512),
+    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}),
     ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),
     ("vocab_size", 100),
@@ -185,7 +196,11 @@ def test_a_foreign_model_is_refused_by_name(source: Path, tmp_path: Path, named:
     fields = {named: value} | ({"rope_parameters": None} if named == "rope_scaling" else {})
     fields |= {"model_type": "mistral"} if named == "sliding_window" else {}
     folder = copied(source, tmp_path, **fields)
-    word = {"rope_parameters": "rope_type", "rope_scaling": "rope_type", "hidden_size": "hidden_size|weight"}
+    word = {
+        "rope_parameters": "rope_type is|full_attention",
+        "rope_scaling": "rope_type",
+        "hidden_size": "hidden_size|weight",
+    }
     with pytest.raises(ValueError, match=word.get(named, named)):
         convert_folder(folder, tmp_path / "to", "select")
     assert not (tmp_path / "to").exists()
