@@ -1,63 +1,65 @@
-"""What docs/serving.md shows: the client's lines run, and the requests of the transcript get such answers."""
+"""What docs/serving.md and the transcript of docs/transformers.md show: clients and curl get such answers."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from docs_pages import ROOT, fenced
-from live_server import httpx, serve, tiny_folder
+from live_server import serve, tiny_folder
 
-PAGE = (ROOT / "docs" / "serving.md").read_text()
-ADDRESS = "http://127.0.0.1:8000"
+ADDRESS = "127.0.0.1:8000"
+KEY = "Authorization: Bearer secret-key"
 
 
 class Request(NamedTuple):
-    """A request of the transcript, and the answer below it."""
+    """A request of a transcript, and the answer below it."""
 
-    path: str
-    body: str | None
+    command: str
     answer: str
 
 
-def requests() -> list[Request]:
-    (transcript,) = fenced(PAGE, "")
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def requests(name: str) -> list[Request]:
+    (transcript,) = fenced(page(name), "")
     found = []
     for part in transcript.replace("\\\n", " ").split("\n$ curl ")[1:]:
         line, _, answer = part.partition("\n")
-        words = shlex.split(line, comments=True)
-        (path,) = (re.sub(r"^[\d.:]+", "", word) for word in words if word.startswith("127."))
-        body = words[words.index("-d") + 1] if "-d" in words else None
-        found.append(Request(path, body, answer.partition("\n\n")[0].partition("\n$ ")[0]))
+        found.append(Request(f"curl {line}", answer.partition("\n\n")[0].partition("\n$ ")[0]))
     return found
 
 
 def test_the_client_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = fenced(PAGE, "python")
+    (block,) = fenced(page("serving"), "python")
     assert ADDRESS in block
     with serve(tiny_folder(tmp_path / "demo"), "--max-tokens", "4") as live:
-        exec(block.replace(ADDRESS, live.url), {})
+        exec(block.replace(f"http://{ADDRESS}", live.url), {})
     assert capsys.readouterr().out
 
 
-def test_the_requests_of_the_transcript_are_answered(tmp_path: Path) -> None:
-    assert len(requests()) == 5
-    headers = {"Authorization": "Bearer secret-key"}
-    with serve(tiny_folder(tmp_path / "demo"), "--max-tokens", "64", api_key="secret-key") as live:
-        for request in requests():
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize(("name", "count"), [("serving", 5), ("transformers", 2)])
+def test_the_requests_of_a_transcript_are_answered(tmp_path: Path, name: str, count: int) -> None:
+    assert len(requests(name)) == count
+    api_key = KEY.split()[-1] if name == "serving" else None
+    with serve(tiny_folder(tmp_path / "demo"), "--max-tokens", "64", api_key=api_key) as live:
+        for request in requests(name):
             if "429" in request.answer:
                 # Two others would have to run.
                 continue
-            method = "GET" if request.body is None else "POST"
-            got = httpx.request(method, live.url + request.path, content=request.body, headers=headers, timeout=60)
+            command = request.command.replace(ADDRESS, live.url)
+            got = subprocess.run(["bash", "-c", f"KEY='{KEY}'; {command}"], capture_output=True, text=True, timeout=60)
+            assert got.returncode == 0, command
             if request.answer.startswith("data: "):
-                assert got.text.rstrip().endswith("data: [DONE]")
+                assert got.stdout.rstrip().endswith("data: [DONE]")
             elif '"error"' in request.answer:
-                assert got.json() == json.loads(request.answer)
+                assert json.loads(got.stdout) == json.loads(request.answer)
             else:
-                assert got.status_code == 200
-                assert got.json().keys() == json.loads(request.answer).keys()
+                assert json.loads(got.stdout).keys() == json.loads(request.answer).keys()
