@@ -64,8 +64,9 @@ class NSALlamaAttention(NSAAttention):
             n_heads = weight.to_local().shape[0] // c.d_k
             if n_heads != c.n_heads:
                 n_groups = n_heads * c.n_kv_groups // whole
-                accepted = f"a divisor of the {c.n_kv_groups} groups"
-                require(n_groups * whole == n_heads * c.n_kv_groups, "the tensor-parallel size", whole, accepted)
+                fits = n_groups * whole == n_heads * c.n_kv_groups
+                accepted = f"a divisor of num_key_value_heads = {c.n_kv_groups}"
+                require(fits, "the tensor-parallel size", whole // n_heads, accepted)
                 self.config = self.gate.config = replace(c, n_heads=n_heads, n_kv_groups=n_groups)
 
 

@@ -12,10 +12,28 @@ from typing import Any
 import pytest
 import torch
 from hf_models import SELECT, logits_of, prompt, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import __version__ as installed
 
 ROOT = Path(__file__).parent.parent.parent
 FIRST = (5, 20)  # whose tensor parallelism runs on CPUs as below
+
+
+def test_more_ranks_than_groups_are_refused_by_number() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        attention = tiny_model(num_attention_heads=8).model.layers[0].self_attn
+        mesh = init_device_mesh("cpu", (4,))
+        own = DTensor.from_local(attention.q_proj.weight[: 2 * 16].detach(), mesh, [Shard(0)])
+        attention.q_proj.weight = torch.nn.Parameter(own)
+        with pytest.raises(
+            ValueError, match="tensor-parallel size is 4; accepted: a divisor of num_key_value_heads = 2"
+        ):
+            attention(torch.randn(1, 5, 32))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
