@@ -80,9 +80,13 @@ def append(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file that `append` wrote."""
-    with path.open(newline="") as file:
-        return [parse_row(cells) for cells in csv.DictReader(file)]
+    """The rows of a CSV file that `append` wrote; a ValueError names the file and the line that is no row."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
+            return [parse_row(cells) for cells in reader]
+        except (KeyError, TypeError, ValueError, csv.Error) as error:
+            raise ValueError(f"{path}, line {reader.line_num}, is no row of nsa bench: {error!r}") from error
 
 
 def parse_row(cells: dict[str, str]) -> Row:

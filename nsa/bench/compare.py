@@ -9,6 +9,7 @@ import argparse
 import csv
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def files_of_rows(paths: Iterable[Path]) -> list[Path]:
     """The CSV files with the columns of `nsa bench`, of folders too; a ValueError for a path without any."""
     found: list[Path] = []
     for path in paths:
-        candidates = sorted(path.rglob("*.csv")) if path.is_dir() else [path]
+        candidates = sorted(path.rglob("*.csv")) if path.is_dir() else [path] if path.exists() else []
         own = [file for file in candidates if csv_header(file) == list(COLUMNS)]
         for file in sorted(set(candidates) - set(own)):
             print(f"left out: {file}: it has other columns than rows of nsa bench")
@@ -37,8 +38,10 @@ def files_of_rows(paths: Iterable[Path]) -> list[Path]:
 
 
 def csv_header(path: Path) -> list[str]:
-    with path.open(newline="") as file:
+    """The column names; none of a file that is no CSV."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file, suppress(csv.Error):
         return next(csv.reader(file), [])
+    return []
 
 
 def latest_rows(rows: Iterable[Row]) -> dict[RowSubject, Row]:

@@ -39,7 +39,7 @@ COLOURS = {
 NO_PLOTS = None if find_spec("matplotlib") else "matplotlib is not installed: pip install 'nsa[plots]'"
 OTHER_COLOUR = "#b0722f"
 # In the order of their panels.
-MODE_LABELS = {"fwd": "forward", "bwd": "backward", "train": "training"}
+MODE_LABELS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "train": "training"}
 MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" for n in range(1, 9)}
 
 
@@ -54,7 +54,7 @@ def draw_figure(rows: list[Row], out: Path) -> None:
     for row in rows:
         panels[row.mode, f"{row.op}, heads {row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
     # One row of panels per mode, one column per shape.
-    modes = sorted({mode for mode, _ in panels}, key=list(MODE_LABELS).index)
+    modes = sorted({mode for mode, _ in panels}, key=lambda mode: [*MODE_LABELS, mode].index(mode))
     shapes = list(dict.fromkeys(shape for _, shape in panels))
     size = (5.2 * len(shapes), 3.8 * len(modes))
     figure, axes = pyplot.subplots(len(modes), len(shapes), figsize=size, squeeze=False)

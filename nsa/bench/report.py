@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from html import escape
 from pathlib import Path
 
 from nsa.bench.compare import files_of_rows, latest_rows
@@ -286,7 +287,7 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
     """The page as HTML."""
     gpus = sorted({row.gpu for row in rows}, key=lambda gpu: gpu == "cpu")
     tiles = {"rows": f"{len(rows):,}", "newest": max(row.date for row in rows)}
-    parts = [tiles_html("Benchmarks", tiles | {"GPUs": ", ".join(gpus)})]
+    parts = [tiles_html("Benchmarks", tiles | {"GPUs": escape(", ".join(gpus))})]
     for gpu in gpus:
         found = Measurements(row for row in rows if row.gpu == gpu)
         drawn = {

@@ -18,6 +18,8 @@ from nsa.functional import nsa_attention
 from nsa.model import LM, PRESETS
 from nsa.results import COLUMNS, append, origin_columns, quantiles, read_rows
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
 
 def parse(*words: str) -> argparse.Namespace:
     return cli.parser_of("bench").parse_args(
@@ -124,6 +126,13 @@ def test_blocks_in_common_with_the_query_before() -> None:
     indices = torch.tensor([[[0, -1]], [[0, 1]], [[1, 2]], [[3, 4]]])[None]
     # Of [0, 1] one, of [1, 2] one, of [3, 4] none.
     assert trained.shared_selection(indices) == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("h200/*.csv")), ids=lambda file: file.name)
+def test_the_rows_of_every_suite_can_be_plotted(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["bench", "plot", "--rows", str(file), "--out", str(tmp_path / "rows.svg")]) == 0
+    assert "<svg" in (tmp_path / "rows.svg").read_text()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

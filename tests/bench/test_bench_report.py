@@ -88,6 +88,32 @@ def test_a_path_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "nsa bench wrote" in capsys.readouterr().err
 
 
+def test_names_of_a_file_are_text_on_the_page(tmp_path: Path) -> None:
+    names = {"gpu": "<script>gpu</script>", "commit": "<script>commit</script>"}
+    for impl in ("nsa-<script>", "dense-cudnn"):
+        for length in (1024, 2048):
+            append(tmp_path / "rows.csv", attention(impl, length, 1.0, **names))
+    text = draw(tmp_path / "bench.html", tmp_path / "rows.csv")
+    # The page's own.
+    assert text.count("<script>") == 1
+    assert "&lt;script&gt;gpu" in text
+
+
+@pytest.mark.parametrize("content", ["train,op\n", "\0", "a" * 200_000])
+def test_a_damaged_file_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(tmp_path / "rows.csv", ROW)
+    with (tmp_path / "rows.csv").open("a") as file:
+        file.write(content)
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\0")
+    assert cli.main(["bench", "report", str(tmp_path), "-o", str(tmp_path / "bench.html")]) == 2
+    assert "rows.csv, line " in capsys.readouterr().err
+
+
+def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "report", str(tmp_path / "none"), "-o", str(tmp_path / "bench.html")]) == 2
+    assert "nsa bench wrote" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_opens_without_a_problem(scheme: str, browser: Browser, tmp_path: Path) -> None:
     draw(tmp_path / "bench.html", RESULTS)

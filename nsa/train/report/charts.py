@@ -200,7 +200,7 @@ def tiles_html(title: str, tiles: dict[str, str]) -> str:
 
 def section(title: str, parts: Iterable[str]) -> str:
     content = "".join(parts)
-    return f'<section><h2>{title}</h2><div class="cards">{content}</div></section>' if content else ""
+    return f'<section><h2>{escape(title)}</h2><div class="cards">{content}</div></section>' if content else ""
 
 
 def cell(value: float | None) -> str:
