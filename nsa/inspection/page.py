@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.config import BRANCHES
+from nsa.config import BRANCHES, require
 from nsa.files import make_folder, replace_text
 from nsa.inspection.record import Inspection, LayerRecord
 from nsa.tensor_file import raw
@@ -26,6 +26,8 @@ from nsa.train.report.charts import POINTS, Chart, cell, render_page, tiles_html
 
 # No block, in 16 bits.
 NONE = 0xFFFF
+# A parser of HTML turns a bare CR into LF, and drops NUL, which has no character reference: its symbol is shown.
+CONTROLS = {"\r": "&#13;", "\0": "\u2400"}
 
 HINT = (
     "Point at a token, or click to keep it. <kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> block, "
@@ -49,7 +51,12 @@ def write_page(inspection: Inspection, path: Path, title: str) -> None:
         inspection: What to show.
         path: The file, usually `.html`.
         title: Its heading.
+
+    Raises:
+        ValueError: The text has more blocks than 16 bits number.
     """
+    n_blocks = -(-len(inspection.tokens) // min(inspection.config.d, inspection.config.l_sel))
+    require(n_blocks <= NONE, "the blocks of the text", n_blocks, f"at most {NONE:,} on a page")
     make_folder(path.parent)
     replace_text(path, page_html(inspection, title))
 
@@ -109,9 +116,13 @@ def text(inspection: Inspection) -> str:
     """A row per selection block, an element per token."""
     size, pieces = inspection.config.l_sel, inspection.pieces
     return "".join(
-        f"<p><b>{begin // size}</b>{''.join(f'<i>{escape(piece)}</i>' for piece in pieces[begin : begin + size])}</p>"
+        f"<p><b>{begin // size}</b>{''.join(f'<i>{shown(piece)}</i>' for piece in pieces[begin : begin + size])}</p>"
         for begin in range(0, len(pieces), size)
     )
+
+
+def shown(piece: str) -> str:
+    return escape(piece).translate(str.maketrans(CONTROLS))
 
 
 def meta(inspection: Inspection) -> str:

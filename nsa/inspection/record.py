@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import NSAAttention
-from nsa.config import BRANCHES, NSAConfig, require
+from nsa.config import BRANCHES, NSAConfig, require, require_positive_int
 from nsa.data.tokenizer import Tokenizer, check_vocabulary
 from nsa.generation.text import TextStream
 from nsa.geometry import n_compressed_of
@@ -23,8 +23,6 @@ from nsa.train.step import autocast
 
 # Scores that are in memory at once.
 SCORES_AT_ONCE = 2**24
-# A page numbers compression blocks with 16 bits.
-MAX_PAGE_TOKENS = 2**19
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,14 @@ def inspect_model(
         dtype: Of matmuls, by autocast. None: the parameters'.
 
     Raises:
-        ValueError: The model has no NSA layer, or the text is empty or has too many tokens.
+        ValueError: The model has no NSA layer, the text is empty, or a number is less than 1.
     """
     check_vocabulary(tokenizer, model.config.vocab_size, name="vocab_size of the model")
-    require(top >= 1, "top", top, "at least 1")
+    require_positive_int("top", top)
+    if max_tokens is not None:
+        require_positive_int("max_tokens", max_tokens)
     tokens = tokenizer.encode(text)[:max_tokens]
-    require(1 <= len(tokens) <= MAX_PAGE_TOKENS, "the tokens of the text", len(tokens), f"1 to {MAX_PAGE_TOKENS:,}")
+    require(len(tokens) > 0, "the tokens of the text", 0, "at least 1")
     require("nsa" in model.config.kinds, "attention", model.config.attention, "a model with at least one NSA layer")
     row = torch.tensor([tokens], device=model.head_weight.device)
     tops: dict[int, tuple[Tensor, Tensor]] = {}

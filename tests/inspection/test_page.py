@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def test_the_packed_arrays_are_those_of_the_layers(tmp_path: Path) -> None:
     assert (selected.where(selected != 0xFFFF, -1) == record.selected[:, 0]).all()
     gates = torch.frombuffer(bytearray(data[size + 2 * n * 4 :]), dtype=torch.uint8)[: 3 * n].view(3, n).T / 255
     torch.testing.assert_close(gates, record.group_gates[:, 0], atol=0.003, rtol=0)
+
+
+def test_more_blocks_than_16_bits_number_are_refused(tmp_path: Path) -> None:
+    inspection = inspect_model(small_model("nsa", 256), ByteTokenizer(), "some text")
+    longer = replace(inspection, tokens=[0] * 2**18)
+    with pytest.raises(ValueError, match="blocks of the text is 65536"):
+        write_page(longer, tmp_path / "page.html", "long")
 
 
 def test_the_command_writes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +163,14 @@ def test_pointing_shows_a_token_until_one_is_kept(browser: Browser, tmp_path: Pa
     page.mouse.move(0, 0)
     under.hover()
     shown(page, first, 0)
+    assert not browser.problems
+
+
+def test_line_ends_and_controls_are_shown_as_they_are(browser: Browser, tmp_path: Path) -> None:
+    inspection = make_page(tmp_path / "page.html", "one\r\ntwo\rthree \x1b[0m\t\x0c\0 four\n" * 20)
+    page = browser.open(tmp_path / "page.html", READY)
+    words = [text.replace("\0", "\u2400") for text in inspection.selected_words(len(inspection.tokens) - 1, 0, 0)]
+    assert page.evaluate(HIGHLIGHTED) == words
     assert not browser.problems
 
 

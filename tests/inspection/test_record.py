@@ -104,6 +104,9 @@ def test_the_text_is_cut_and_an_empty_one_refused() -> None:
     assert len(inspect_model(small(), ByteTokenizer(), TEXT, max_tokens=5).tokens) == 5
     with pytest.raises(ValueError, match="tokens of the text is 0"):
         inspect_model(small(), ByteTokenizer(), "")
+    for wrong in (0, -5):
+        with pytest.raises(ValueError, match=f"max_tokens is {wrong}"):
+            inspect_model(small(), ByteTokenizer(), TEXT, max_tokens=wrong)
 
 
 def test_the_json_holds_everything() -> None:
