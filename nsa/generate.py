@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from nsa.config import require, require_int
-from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from nsa.data.tokenizer import Tokenizer
 from nsa.dtypes import DTYPES
 from nsa.generation.engine import Generation, as_rows
 from nsa.generation.options import Options
 from nsa.generation.text import TextGeneration
 from nsa.machine import usable_device
-from nsa.model import LM, load_model
+from nsa.model import LM
 from nsa.progress import is_terminal, lossy, say
 from nsa.train.run_folder import RUNS
+from nsa.train.run_model import load_run
 
 MIB = 2**20
 
@@ -130,11 +131,6 @@ def newest_run(runs: Path = RUNS) -> Path:
     return found[-1].parent
 
 
-def tokenizer_of(run: Path) -> Tokenizer:
-    """The tokenizer of a run; bytes where the model was saved without one."""
-    return load_tokenizer(run if (run / TOKENIZER_FILE).is_file() else "bytes")
-
-
 def run(args: argparse.Namespace) -> int:
     """`nsa generate`: text on stdout as it is generated, speeds on stderr."""
     device = usable_device(args.device)
@@ -144,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     caches = ("quantize", "page_size", "save_cache", "load_cache")
     options = Options(**{name: getattr(args, name) for name in names + more + caches})
     folder = args.run or newest_run()
-    model, tokenizer = load_model(folder, device), tokenizer_of(folder)
+    model, tokenizer = load_run(folder, device)
     if args.dtype is not None:
         model = model.to(DTYPES[args.dtype])
     prompts = read_prompts(args)

@@ -59,7 +59,8 @@ def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -
         name, help=summary, description=f"Measure {summary}.", epilog=EVAL_EXAMPLES
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument("runs", type=folder, nargs="+", metavar="RUN", help="of a run; for lm-eval, of Transformers")
+    what = "of a run or of one of its checkpoints; for lm-eval, of Transformers"
+    command.add_argument("runs", type=folder, nargs="+", metavar="RUN", help=what)
     command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
     add_device_arguments(command, "of matmuls (default: bfloat16 on a GPU, else float32)")
     return command

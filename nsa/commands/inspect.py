@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  nsa inspect runs/demo --text nsa/attention.py -o page.html\n"
         '  nsa inspect runs/demo --prompt "def main():" --json - | python -m json.tool'
     )
-    parser.add_argument("run", type=folder, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", type=folder, metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", help="a text file; -: stdin")
     source.add_argument("--prompt", metavar="TEXT", help="the text itself")

@@ -36,6 +36,7 @@ from nsa.machine import usable_device
 from nsa.origin import commit
 from nsa.progress import aligned_columns, progress, say
 from nsa.train.run_folder import CONFIG
+from nsa.train.run_model import run_of
 from nsa.train.yaml_file import read_yaml
 
 Rows = list[dict[str, Any]]
@@ -45,11 +46,17 @@ def run(args: argparse.Namespace) -> int:
     """`nsa eval`: returns the exit status."""
     device = usable_device(args.device)
     rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
-    out = args.out or args.runs[0] / "eval"
+    out = args.out or default_out(args.runs[0])
     written = write_results(out, args.eval_command, rows, device, args)
     say(results_table(args.eval_command, rows))
     say(json.dumps({"out": [str(path) for path in written], "mean": means(rows)}))
     return 0
+
+
+def default_out(folder: Path) -> Path:
+    """`eval/` of the run, and of a checkpoint a folder of its name in there."""
+    run = run_of(folder)
+    return run / "eval" if run == folder else run / "eval" / folder.resolve().name
 
 
 def own_rows(args: argparse.Namespace, device: torch.device) -> Rows:
@@ -64,9 +71,9 @@ def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
     shown = progress(len(subjects) * args.windows, unit="window", every_s=LINE_EVERY_S)
     try:
         for index, subject in enumerate(subjects):
-            seq_len = args.seq_len or subject.model.config.seq_len
+            seq_len = subject.model.config.seq_len if args.seq_len is None else args.seq_len
             show = partial(show_windows, shown.show, index * args.windows, subject.name)
-            data = data_of(subject.run, args)
+            data = data_of(run_of(subject.run), args)
             loss, bins = evaluate_loss(subject, data, seq_len=seq_len, windows=args.windows, progress=show)
             shared = {"run": subject.name, "length": seq_len}
             rows.append({**shared, "begin": 0, "end": seq_len, "loss": loss, "tokens": sum(b.tokens for b in bins)})

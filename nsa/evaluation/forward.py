@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nsa.data.tokenizer import Tokenizer, check_vocabulary
 from nsa.dtypes import DTYPES
-from nsa.generate import tokenizer_of
-from nsa.model import LM, load_model
+from nsa.model import LM
 from nsa.train.run_folder import run_names
+from nsa.train.run_model import load_run
 from nsa.train.step import autocast
 
 
@@ -46,7 +46,7 @@ def open_models(
     chosen = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     subjects = []
     for run, name in zip(runs, run_names(runs), strict=True):
-        model, tokenizer = load_model(run, device), tokenizer_of(run)
+        model, tokenizer = load_run(run, device)
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {run}")
         subjects.append(EvalModel(name, run, model, tokenizer, chosen, chunk))
     return subjects

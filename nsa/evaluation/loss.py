@@ -63,9 +63,10 @@ def evaluate_loss(
         The mean over all tokens, and the means over bins of positions.
 
     Raises:
-        ValueError: The data cannot be read, or has no window of that length.
+        ValueError: A number is less than 1, the data cannot be read, or it has no window of that length.
     """
     require_positive_int("windows", windows)
+    require_positive_int("seq_len", seq_len)
     # Documents of a window see each other here, as in a run that does not pack: positions are those of the window.
     config = replace(data, pack=False, prefetch=False)
     total, counts = torch.zeros(seq_len), torch.zeros(seq_len)

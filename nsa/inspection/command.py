@@ -12,12 +12,13 @@ import torch
 
 from nsa.config import require
 from nsa.dtypes import DTYPES
-from nsa.generate import read_source, tokenizer_of, write_out
+from nsa.files import make_folder, replace_text
+from nsa.generate import read_source, write_out
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
-from nsa.model import load_model
 from nsa.progress import say
+from nsa.train.run_model import load_run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     text = args.prompt if args.text is None else read_source(args.text, "--text")
     dtype = None if args.dtype is None else DTYPES[args.dtype]
-    model, tokenizer = load_model(args.run, device), tokenizer_of(args.run)
+    model, tokenizer = load_run(args.run, device)
     found = inspect_model(model, tokenizer, text, top=args.top, max_tokens=args.max_tokens, dtype=dtype)
+    if len(found.tokens) == args.max_tokens and len(tokenizer.encode(text)) > args.max_tokens:
+        say(f"left out: what follows the first {args.max_tokens:,} tokens (--max-tokens)", error=True)
     if args.out is not None:
         write_page(found, args.out, f"{args.run.resolve().name}: {len(found.tokens):,} tokens")
         say(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", error=True)
@@ -36,5 +39,6 @@ def run(args: argparse.Namespace) -> int:
         if str(args.json) == "-":
             write_out(values)
         else:
-            args.json.write_text(values)
+            make_folder(args.json.parent)
+            replace_text(args.json, values)
     return 0

@@ -27,7 +27,7 @@ from nsa.train.report.charts import POINTS, Chart, cell, render_page, tiles_html
 # No block, in 16 bits.
 NONE = 0xFFFF
 # A parser of HTML turns a bare CR into LF, and drops NUL, which has no character reference: its symbol is shown.
-CONTROLS = {"\r": "&#13;", "\0": "\u2400"}
+CONTROLS = str.maketrans({"\r": "&#13;", "\0": "\u2400"})
 
 HINT = (
     "Point at a token, or click to keep it. <kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> block, "
@@ -122,7 +122,7 @@ def text(inspection: Inspection) -> str:
 
 
 def shown(piece: str) -> str:
-    return escape(piece).translate(str.maketrans(CONTROLS))
+    return escape(piece).translate(CONTROLS)
 
 
 def meta(inspection: Inspection) -> str:

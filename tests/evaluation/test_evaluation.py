@@ -177,6 +177,12 @@ def test_without_matplotlib_the_picture_is_left_out_and_named(
     assert "matplotlib" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wrong", ["0", "-5"])
+def test_a_window_has_at_least_one_token(wrong: str, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "loss", runs[0], "--dataset", "synthetic", "--seq-len", wrong]) == 2
+    assert f"seq_len is {wrong}" in capsys.readouterr().err
+
+
 def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None:
     text = tmp_path / "hay.txt"
     text.write_text("hay " * 50)

@@ -1,0 +1,86 @@
+"""The model of a run, also of one that still goes or was stopped: as exported at its end, or from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+
+from nsa.config import require
+from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from nsa.model import LM, load_model
+from nsa.model.checkpoint import CONFIG as MODEL_CONFIG
+from nsa.progress import say
+from nsa.tensor_file import STORED_DTYPES, read_tensors
+from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
+from nsa.train.run_info import config_of
+from nsa.train.storage import Damaged, Index
+
+
+def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Tokenizer]:
+    """Load a model and its tokenizer.
+
+    Args:
+        folder: Of a run: the model that it exported at its end, else its newest good checkpoint, which is named on
+            stderr. Or `checkpoints/step_N` of a run.
+        device: Where to put the parameters.
+
+    Returns:
+        The model in eval mode, and its tokenizer: bytes where the model was saved without one.
+
+    Raises:
+        ValueError: The folder has no model, or what it has is damaged; the message names the file.
+    """
+    run = run_of(folder)
+    named = [int(folder.resolve().name.removeprefix("step_"))] if run != folder else []
+    steps = named or saved_steps(run / CHECKPOINTS)
+    if named or (steps and not (run / MODEL_CONFIG).is_file()):
+        model = load_newest(run, steps).to(device).eval()
+    else:
+        model = load_model(run, device)
+    return model, load_tokenizer(run if (run / TOKENIZER_FILE).is_file() else "bytes")
+
+
+def run_of(folder: Path) -> Path:
+    """The run of a checkpoint's folder; any other folder itself."""
+    path = folder.resolve()
+    return path.parents[1] if STEP.fullmatch(path.name) and path.parent.name == CHECKPOINTS else folder
+
+
+def load_newest(run: Path, steps: list[int]) -> LM:
+    """The model of the last of the steps whose checkpoint is intact and good, or is the only one asked for."""
+    problems = []
+    for step in reversed(steps):
+        folder = run / CHECKPOINTS / f"step_{step}"
+        try:
+            index = Index.read(folder)
+            index.check(folder, index.files)
+        except Damaged as error:
+            problems.append(f"{folder.name}: {error}")
+            continue
+        if index.good or len(steps) == 1:
+            say(f"the model is that of step {step}, in {folder}", error=True)
+            return read_model(run, folder, index)
+        problems.append(f"{folder.name}: its loss or gradients were not finite")
+    raise ValueError(f"folder is {str(run)!r}; accepted: one with a good checkpoint ({'; '.join(problems)})")
+
+
+def read_model(run: Path, folder: Path, index: Index) -> LM:
+    files = {name: read_tensors(folder / name) for name in index.files}
+    state = {}
+    for name, stored in index.tensors.items():
+        if name.startswith("model."):
+            state[name.removeprefix("model.")] = whole = torch.empty(stored.size, dtype=STORED_DTYPES[stored.dtype])
+            for chunk in stored.chunks:
+                box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+                whole[box] = files[chunk.file][chunk.key]
+    config = config_of(run).model
+    require(bool(state), "folder", str(folder), "a checkpoint with a model")
+    with torch.device("meta"):
+        model = LM(config.with_backend("auto"))
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} does not fit the config of {run}: {shorten(str(error), 300)}") from error
+    return model

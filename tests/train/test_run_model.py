@@ -1,0 +1,80 @@
+"""The model of a run is there while the run goes, of any of its checkpoints, and is the one that was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training import small_run
+
+from nsa.cli import main
+from nsa.model import load_model
+from nsa.train import Trainer
+from nsa.train.run_model import load_run, run_of
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "nsa"
+    Trainer(small_run(out, "nsa", steps=4, save_every=2, eval_every=2)).train()
+    return out
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """As the run was before its end: without the exported model."""
+    run = tmp_path / "run"
+    for path in finished.rglob("*"):
+        if path.is_file() and not path.name.startswith("model."):
+            copy = run / path.relative_to(finished)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return run
+
+
+def test_the_newest_checkpoint_is_the_model(finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = load_run(stopped)
+    for (name, x), (_, y) in zip(load_model(finished).state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(x, y), name
+    assert not model.training
+    assert model.config.attn.backend == "auto"
+    assert tokenizer.name == load_run(finished)[1].name
+    assert "step 4" in capsys.readouterr().err
+
+
+def test_a_checkpoint_by_name_is_that_step_s(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished / "checkpoints" / "step_2"
+    early, late = load_run(folder)[0], load_run(finished)[0]
+    assert not torch.equal(early.head_weight, late.head_weight)
+    assert "step 2" in capsys.readouterr().err
+    assert run_of(folder) == finished
+    assert run_of(finished) == finished
+
+
+def test_a_damaged_checkpoint_is_passed_over(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (stopped / "checkpoints" / "step_4" / "rank_00000.safetensors").write_bytes(b"")
+    load_run(stopped)
+    assert "step 2" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="step_4: rank_00000"):
+        load_run(stopped / "checkpoints" / "step_4")
+
+
+def test_a_config_of_another_model_is_refused(stopped: Path) -> None:
+    text = (stopped / "config.yaml").read_text()
+    (stopped / "config.yaml").write_text(text.replace("n_layers: 1", "n_layers: 2"))
+    with pytest.raises(ValueError, match="does not fit the config"):
+        load_run(stopped)
+
+
+def test_commands_take_a_run_that_goes_and_a_checkpoint(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = stopped / "checkpoints" / "step_2"
+    assert main(["eval", "loss", str(stopped), str(step), "--windows", "1"]) == 0
+    means = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]
+    assert set(means) == {"run", "step_2"}
+    assert (stopped / "eval" / "loss.csv").is_file()
+    assert main(["eval", "needle", str(step), "--lengths", "64", "--depths", "1", "--samples", "1"]) == 0
+    assert (stopped / "eval" / "step_2" / "needle.csv").is_file()
+    assert main(["inspect", str(step), "--prompt", "some text", "-o", str(stopped / "page.html")]) == 0
+    assert main(["generate", "--run", str(step), "--prompt", "x", "--max-new-tokens", "2"]) == 0
