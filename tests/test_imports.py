@@ -95,6 +95,37 @@ print(all(p.grad is not None and p.grad.isfinite().all() for p in attn.parameter
 
 
 @pytest.mark.slow
+def test_commands_name_what_they_leave_out_and_do_the_rest(tmp_path: Path) -> None:
+    """Without a GPU, Triton, matplotlib and rich: `nsa eval`, `inspect`, `report` and `bench`."""
+    run, rows = tmp_path / "run", tmp_path / "rows.csv"
+    small = "--device cpu --steps 1 --warmup 0 --batch-size 1 --eval-batches 1 --dataset synthetic --seq-len 64"
+    commands = [
+        f"train --config tiny --out {run} {small} --set sample_tokens=1",
+        f"eval loss {run} --windows 1",
+        f"eval needle {run} --lengths 64 --depths 1 --samples 1",
+        f"eval recall {run} --lengths 256 --keys 2 --hops 1 --samples 1",
+        f"inspect {run} --prompt text -o {tmp_path / 'page.html'}",
+        f"report {run}",
+        f"bench attention --branches --heads 2/1/16 --lengths 64 --out {rows}",
+        f"bench report {rows} -o {tmp_path / 'bench.html'}",
+    ]
+    code = f"""
+import torch
+torch.cuda.is_available = lambda: False
+from nsa.cli import main
+print([main(words.split()) for words in {commands}], main("bench plot --rows {rows} --out x.png".split()))
+"""
+    packages = ("triton", "matplotlib", "rich", "tensorboard")
+    printed = run_python(WITHOUT + code, *packages)
+    assert printed.endswith(f"{[0] * len(commands)} 2")
+    assert printed.count("no picture: matplotlib is not installed") == 3
+    assert "left out: nsa-triton: needs a CUDA GPU" in printed
+    assert {path.name for path in (run / "eval").iterdir()} == {
+        f"{name}.{kind}" for name in ("loss", "needle", "recall") for kind in ("csv", "json")
+    }
+
+
+@pytest.mark.slow
 def test_doctor_treats_triton_refused_by_a_finder_as_missing() -> None:
     code = """
 import sys

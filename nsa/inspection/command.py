@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 
-import torch
-
 from nsa.config import require
 from nsa.dtypes import DTYPES
 from nsa.files import make_folder, replace_text
@@ -24,7 +22,7 @@ from nsa.train.run_model import load_run
 def run(args: argparse.Namespace) -> int:
     """`nsa inspect`: returns the exit status."""
     require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
-    device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(args.device)
     text = args.prompt if args.text is None else read_source(args.text, "--text")
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     model, tokenizer = load_run(args.run, device)

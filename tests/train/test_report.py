@@ -279,12 +279,19 @@ def test_numbers_read_well() -> None:
     assert [number(x) for x in (0, 0.25, 6e-4, 1234, 297_319.5, 1.5e6, -2e9)] == [
         "0",
         "0.25",
-        "6.0e-4",
+        "0.0006",
         "1234",
         "297.3k",
         "1.5M",
         "-2G",
     ]
+
+
+@pytest.mark.parametrize(("low", "high"), [(9e-5, 1.1e-4), (1.62, 1.63), (2.1, 2.2), (1e-7, 4e-7), (1000, 1010)])
+def test_no_two_ticks_have_the_same_label(low: float, high: float) -> None:
+    labels = [number(tick) for tick in ticks(low, high, 4)]
+    assert len(set(labels)) == len(labels)
+    assert [float(label) for label in labels] == pytest.approx(ticks(low, high, 4), rel=1e-5)
 
 
 def test_what_the_page_is_made_of_is_package_data() -> None:
@@ -364,3 +371,17 @@ def test_the_pages_open_without_a_problem(scheme: str, browser: Browser, tmp_pat
         page.locator(".hover").first.hover()
         assert page.locator("#tip").inner_text()
         assert not browser.problems
+
+
+def test_a_run_of_32k_steps_paints_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
+    log = full_run(tmp_path)
+    for step in range(41, 32_001):
+        log.write("step", step=step, loss=5 / step, grad_norm=1.0 + step % 7, lr=1e-3 / step)
+    # Distances of a text of 32k tokens.
+    log.write("distances", step=32_000, counts=list(range(512, 0, -1)))
+    log.close()
+    page = browser.open(write_report(tmp_path), "figure svg")
+    paints = page.evaluate("performance.getEntriesByType('paint').map(entry => entry.startTime)")
+    assert paints
+    assert max(paints) < 2000
+    assert not browser.problems

@@ -167,9 +167,8 @@ def number(value: float) -> str:
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
-    if size == 0 or size >= 1e-3:
-        return f"{value:.4g}"
-    return f"{value:.1e}".replace("e-0", "e-")
+    # Five digits: ticks may be a quarter of a decimal place apart.
+    return f"{value:.5g}".replace("e-0", "e-")
 
 
 def card(caption: str, content: str) -> str:
