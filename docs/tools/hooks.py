@@ -197,6 +197,8 @@ def rows_text() -> str:
         "# All rows",
         "Median milliseconds of every row in `benchmarks/results/`; of rows of the same kind, the last. The files also "
         "have p20 and p80, peak memory, versions and commits.",
+        "`nsa bench report` draws them, with break-even lengths, memory, time by branch and shares of the ceilings:",
+        "![The page of nsa bench report](bench-report.png)",
     ]
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.csv")):
         with path.open(newline="") as file:
