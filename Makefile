@@ -77,7 +77,7 @@ $(VENV)/.docs: $(VENV)/.ready
 	touch $@
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # An sdist, and the wheel that it gives; tests/test_release.py installs such a wheel.
 dist: setup

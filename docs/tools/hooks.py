@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import logging
 import posixpath
 import re
 import textwrap
@@ -88,6 +89,14 @@ LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*?\ssrc=["']?((?:https?:)?//[^"'\s>]+)"""
     r"""|<link\b(?![^>]*canonical)[^>]*?\shref=["']?((?:https?:)?//[^"'\s>]+)|url\(["']?((?:https?:)?//[^"')]+)"""
 )
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """A build with --quiet fails: it drops the warnings that `strict` counts, broken links among them."""
+    from mkdocs.exceptions import PluginError
+
+    if not logging.getLogger("mkdocs").isEnabledFor(logging.WARNING):
+        raise PluginError("mkdocs build --quiet checks no links")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
