@@ -259,14 +259,12 @@ def check_selection(
     stride: int, select_block: int, n_select: int, n_init: int, n_local: int, *, names: dict[str, str] | None = None
 ) -> None:
     """`require` hyperparameters of block selection; `names`: what the caller calls them."""
-    stride_name, select_name, count_name = (
-        (names or {}).get(name, name) for name in ("stride", "select_block", "n_select")
-    )
+    called = names or {}
+    stride_name, select_name, count_name = (called.get(x, x) for x in ("stride", "select_block", "n_select"))
     require_positive_int(select_name, select_block)
     require_positive_int(count_name, n_select)
     require_int("n_init", n_init, at_least=0)
     require_int("n_local", n_local, at_least=0)
     require(select_block % stride == 0, select_name, select_block, f"a multiple of {stride_name} = {stride}")
-    require(
-        n_select >= n_init + n_local, count_name, n_select, f"at least n_init + n_local = {n_init} + {n_local} blocks"
-    )
+    accepted = f"at least n_init + n_local = {n_init} + {n_local} blocks"
+    require(n_select >= n_init + n_local, count_name, n_select, accepted)

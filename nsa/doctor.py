@@ -118,35 +118,19 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON types; an infinite error is null."""
-        routes = {"forward": self.forward, "backward": self.backward}
-        return {
-            "healthy": self.healthy,
-            "probe_failures": list(self.probe_failures),
-            "versions": asdict(self.versions),
-            "gpus": [asdict(gpu) for gpu in self.gpus],
-            "runtime": dict(self.runtime),
-            "backends": [asdict(backend) for backend in self.backends],
-            "tiles": self.tiles,
-            "kernel_set": self.kernel_set,
-            "flash": dict(self.flash),
-            "settings": [asdict(state) for state in self.settings],
-            "unknown_names": dict(self.unknown_names),
-            "retired_names": dict(self.retired_names),
-            "debug_modes": list(self.debug_modes),
-            "counts": {kind: dict(counted) for kind, counted in self.counts.items()},
-            "problem": str(self.forward.problem),
-            "routes": {
-                mode: {
-                    op: {"backend": route.chosen, "why": route.why, "not": dict(route.reasons)}
-                    for op, route in explanation.routes.items()
-                }
-                for mode, explanation in routes.items()
-            },
-            "checks": [
-                asdict(check) | {"agrees": check.agrees, "error": check.error if math.isfinite(check.error) else None}
-                for check in self.checks
-            ],
-        }
+        found = {"healthy": self.healthy, **asdict(self), "problem": str(self.forward.problem)}
+        found["routes"] = {}
+        for mode, explanation in (("forward", self.forward), ("backward", self.backward)):
+            del found[mode]
+            found["routes"][mode] = {
+                op: {"backend": route.chosen, "why": route.why, "not": dict(route.reasons)}
+                for op, route in explanation.routes.items()
+            }
+        found["checks"] = [
+            asdict(check) | {"agrees": check.agrees, "error": check.error if math.isfinite(check.error) else None}
+            for check in self.checks
+        ]
+        return found
 
 
 def diagnose(
@@ -343,9 +327,7 @@ def render_settings(report: Report) -> str:
     for state in report.settings:
         note = f" [no effect here without {state.missing}]" if state.missing else ""
         rows.append((state.name, state.env, settings.show_value(state.value), state.source, state.meaning + note))
-    unknown = [
-        f"{name} is not a setting; the nearest known name is {near}" for name, near in report.unknown_names.items()
-    ]
+    unknown = [f"{name} is not a setting; the nearest is {near}" for name, near in report.unknown_names.items()]
     retired = [f"{name} is no longer needed: {why}" for name, why in report.retired_names.items()]
     return "\n".join([format_table(rows), *unknown, *retired, *(f"slow: {mode}" for mode in report.debug_modes)])
 
@@ -367,10 +349,8 @@ def render_routes(report: Report) -> str:
             for name, reason in route.reasons.items():
                 against.setdefault((name, reason), []).append(op + mode)
     everywhere = 2 * len(report.forward.routes)
-    reasons = [
-        f"not {name}{'' if len(where) == everywhere else scope(where)}: {reason}"
-        for (name, reason), where in against.items()
-    ]
+    where = {key: "" if len(ops) == everywhere else scope(ops) for key, ops in against.items()}
+    reasons = [f"not {name}{where[name, reason]}: {reason}" for name, reason in against]
     shape = str(report.forward.problem).removeprefix("attention ")
     return "\n".join([shape, format_table(rows), *reasons])
 
@@ -459,10 +439,8 @@ def requested_problem(args: argparse.Namespace) -> Problem:
 def requested_run(args: argparse.Namespace, config: Settings) -> TrainConfig:
     """The planned run: `--config` with the flags that change it."""
     for name in SHAPE:
-        flag = f"--{name.replace('_', '-')}"
-        nsa.config.require(
-            getattr(args, name) is None, flag, getattr(args, name), "nothing with --config; --set changes it"
-        )
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        nsa.config.require(value is None, flag, value, "nothing with --config; --set changes it")
     given = {name: getattr(args, name) for name in ("device", "dtype") if getattr(args, name) is not None}
     return load_config(args.config, given | parse_set(args.set), env=config)
 
@@ -473,9 +451,7 @@ def device_given(args: argparse.Namespace) -> bool:
     return any(device not in (None, "auto") for device in named)
 
 
-def check_run(
-    config: TrainConfig, report: Report, router: Router, *, device_given: bool
-) -> tuple[list[str], list[str]]:
+def check_run(config: TrainConfig, report: Report, router: Router, device_given: bool) -> tuple[list[str], list[str]]:
     """Problems that prevent a planned run from starting, and notes about it."""
     notes: list[str] = []
     found = preflight.problems(config, router, notes=notes, device_given=device_given)
@@ -523,7 +499,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
     print(render_report(report))
     ready, record = report.healthy, report.to_dict()
     if config is not None:
-        problems, notes = check_run(config, report, router, device_given=device_given(args))
+        problems, notes = check_run(config, report, router, device_given(args))
         ready = not problems
         record |= {"ready": ready, "problems": problems, "notes": notes}
         print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run')}")

@@ -73,10 +73,8 @@ def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
     if name in BIASED:
         return type(module) is nn.Linear and len(own) == 1 + BIASED[name]
     children: dict[str, nn.Module] = state["_modules"]
-    if type(module).__module__ not in ("nsa.attention", "nsa.compression") or tuple(children) not in (
-        (),
-        ("inner", "outer"),
-    ):
+    ours = type(module).__module__ in ("nsa.attention", "nsa.compression")
+    if not ours or tuple(children) not in ((), ("inner", "outer")):
         return False
     return all(collect(child, below, found) for child, below in children.items())
 
@@ -154,11 +152,8 @@ def mlp_backward(
     """The gradient of `inner`, and those of the inner bias and of the outer weight and bias."""
     inner, hidden = saved
     d_inner = torch.ops.aten.silu_backward(torch.mm(dy, weight), inner)
-    return d_inner, [
-        d_inner.sum(0) if needed[1] else None,
-        torch.mm(dy.t(), hidden) if needed[2] else None,
-        dy.sum(0) if needed[3] else None,
-    ]
+    biases = [x.sum(0) if need else None for x, need in ((d_inner, needed[1]), (dy, needed[3]))]
+    return d_inner, [biases[0], torch.mm(dy.t(), hidden) if needed[2] else None, biases[1]]
 
 
 class LayerAngles(NamedTuple):
@@ -234,9 +229,8 @@ class LayerNode(torch.autograd.Function):
         n = ctx.n_parameters
         with torch.no_grad():
             p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + N_KEPT]
-            grads = layer_backward(
-                ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, saved[n + N_KEPT :], ctx.needs_input_grad[3:]
-            )
+            rest, needed = saved[n + N_KEPT :], ctx.needs_input_grad[3:]
+            grads = layer_backward(ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, rest, needed)
         if torch.is_grad_enabled():
             grads = differentiable_once(LAYER_ONCE, grads, (*saved, dy))
         return (None, None, None, *grads)
@@ -303,9 +297,8 @@ def layer_backward(
 
     d_o = torch.mm(dy.t(), o) if needed.o else None
     do = torch.mm(dy, p.o).view(batch, length, c.n_heads, c.d_v)
-    dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates = run_backward(
-        do, *attention, cu_seqlens, None, None, *rest_of(layer)
-    )
+    found = run_backward(do, *attention, cu_seqlens, None, None, *rest_of(layer))
+    dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates = found
     d_logits = layer.gate.activate_backward(d_gates, attention[7]).view(-1, 3 * c.n_heads)
     d_inner, d_gate = mlp_backward(d_logits, gate_saved, p.gate[2], needed.gate)
 

@@ -39,12 +39,11 @@ def say(text: str, *, error: bool = False) -> None:
 
 def aligned_columns(rows: Iterable[Sequence[str]], *, left: int = 0) -> str:
     """A table as text: columns as wide as their longest cell, the first `left` of them aligned to the left."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [f"{x:{'<' if i < left else '>'}{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True))] for row in rows
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if index < left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 @contextmanager

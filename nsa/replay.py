@@ -44,9 +44,6 @@ class Pack:
             self.offsets.append(self.size // self.dtype.itemsize)
             self.size += -(-x.numel() * x.element_size() // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
-    def new_block(self, device: torch.device) -> Tensor:
-        return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype, device=device)
-
     def views(self, block: Tensor) -> list[Tensor]:
         """The tensors in `block`, contiguous."""
         found = []
@@ -121,10 +118,12 @@ class ReplayedFunction:
             before = router().counts.copy_calls()
             # Kernels must be compiled, and tables made.
             for i, result in enumerate(function(*self.inputs)):
-                pack = None if isinstance(result, Tensor) else Pack(result)
-                like = result if isinstance(result, Tensor) else cast(Pack, pack).new_block(device)
+                pack, like = None, result
+                if not isinstance(result, Tensor):
+                    pack = Pack(result)
+                    like = torch.empty(pack.size // pack.dtype.itemsize, dtype=pack.dtype, device=device)
                 self.packs.append(pack)
-                self.outputs.append(self.memory.buffer(("out", i), like))
+                self.outputs.append(self.memory.buffer(("out", i), cast(Tensor, like)))
             self.calls = router().counts.copy_calls() - before
             if any(backend not in REPLAYABLE for _, backend in self.calls):
                 # It may wait for the device, which a capture does not survive.

@@ -33,9 +33,8 @@ class Rope:
     head_dim: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
-    tables: dict[tuple[torch.device, torch.dtype, int, int], Angles] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    # By device, dtype, length and stride.
+    tables: dict[tuple[Any, ...], Angles] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Rope, (self.head_dim, self.theta, self.scaling)

@@ -215,7 +215,7 @@ def self_test(
         gpu = torch.cuda.current_device() if shape.device == "cuda" else None
         answers = [pool.submit(ask_ahead, backends, others, x, op, ask, gpu) for x in drawn.values() for op in OPS]
         for backend in compiling:
-            backend.compile_ahead(partial(run_every_op, backend, shape, ask), progress)
+            backend.compile_ahead(partial(run_every_op, backend, drawn.values(), ask), progress)
         for answer in answers:
             answer.result()
     checks: list[Check] = []
@@ -244,17 +244,15 @@ def ask_ahead(
                     run_backend(backend, spec, inputs)
 
 
-def run_every_op(backend: Any, shape: Problem, reason_against: ReasonAgainst) -> None:
+def run_every_op(backend: Any, drawn: Iterable[CaseInputs], reason_against: ReasonAgainst) -> None:
     """Run whatever the self-test will run of a backend, so that its kernels are compiled; errors are reported later."""
-    for case in CASES:
-        inputs = draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype))
-        for spec in inputs.specs:
-            if reason_against(backend.name, inputs.problem_of(spec.op)) is None:
+    for inputs in drawn:
+        runs: list[tuple[str, Callable[[], Any]]] = [("scores", partial(select, backend, inputs))]
+        runs += [(spec.op, partial(run_backend, backend, spec, inputs)) for spec in inputs.specs]
+        for op, run in runs:
+            if reason_against(backend.name, inputs.problem_of(op)) is None:
                 with suppress(*REPORTED_ERRORS):
-                    run_backend(backend, spec, inputs)
-        if reason_against(backend.name, inputs.problem_of("scores")) is None:
-            with suppress(*REPORTED_ERRORS):
-                select(backend, inputs)
+                    run()
 
 
 def compiles_kernels(backend: Any) -> bool:
@@ -385,14 +383,12 @@ def run_reference(spec: OpSpec, inputs: CaseInputs, dtype: torch.dtype) -> tuple
             dq, *others = gradients[-len(backward.leaves) :]
             gradients += (inputs.tensors["dq"].to(dtype) + dq, *others)
             continue
-        differentiated = outputs[: len(backward.outputs)]
-        grads = [
-            inputs.tensors[f"d{name}"].to(x.dtype) for name, x in zip(backward.outputs, differentiated, strict=True)
-        ]
+        results = outputs[: len(backward.outputs)]
+        grads = [inputs.tensors[f"d{name}"].to(x.dtype) for name, x in zip(backward.outputs, results, strict=True)]
         if backward.gate is not None:
             grads[0] = grads[0] * inputs.tensors["gates"].to(dtype)[..., backward.gate, None]
         wanted = [x for name, x in zip(spec.leaves, leaves, strict=True) if name in backward.leaves]
-        gradients += torch.autograd.grad(differentiated, wanted, grads, retain_graph=True)
+        gradients += torch.autograd.grad(results, wanted, grads, retain_graph=True)
     return (*(x.detach() for x in outputs), *gradients)
 
 

@@ -237,10 +237,9 @@ class Pooling:
     @property
     def count(self) -> int:
         """Slots for blocks. Packed documents have one for every stride: no fewer always suffice."""
-        seq = self.sequences
-        return (
-            n_compressed(seq.length, self.block, self.stride) if seq.cu_seqlens is None else seq.length // self.stride
-        )
+        length = self.sequences.length
+        fixed = self.sequences.cu_seqlens is None
+        return n_compressed(length, self.block, self.stride) if fixed else length // self.stride
 
     @cached_property
     def starts(self) -> tuple[Tensor, Tensor, Tensor]:

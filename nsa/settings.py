@@ -24,6 +24,7 @@ Value = bool | int | str | None
 ROUTING = "nsa.backends.routing"
 FLASH = "nsa.backends.flash"
 TUNING = "nsa.backends.triton.tuning"
+MODEL, REPLAY = "nsa.model", "nsa.replay"
 
 # Variables of earlier runbooks for what is built in now: accepted, without effect.
 RETIRED = {
@@ -89,10 +90,8 @@ class Setting:
 
 
 def setting(env: str, default: Value, meaning: str, *, needs: str, at_least: int = 1) -> Any:
-    return field(
-        default=default,
-        metadata={"env": env, "default": default, "meaning": meaning, "needs": needs, "at_least": at_least},
-    )
+    about = {"env": env, "default": default, "meaning": meaning, "needs": needs, "at_least": at_least}
+    return field(default=default, metadata=about)
 
 
 for_routing, for_flash = partial(setting, needs=ROUTING), partial(setting, needs=FLASH)
@@ -118,29 +117,18 @@ class Settings:
         "NSA_FA2_MIN_LEN_CMP", None, "fewest keys for auto to use FA-2 in the compressed branch; -1: never", at_least=-1
     )
     fa2_prefer_fp16: bool = for_flash("NSA_FA2_PREF_FP16", False, "cast fp32 inputs to fp16 for FA-2, with a warning")
-    sdpa_no_flash: bool = setting(
-        "NSA_SDPA_NO_FLASH", False, "torch's SDPA must not use its flash kernel", needs="nsa.model"
-    )
-    sdpa_audit: bool = for_routing(
-        "NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, the first time"
-    )
+    sdpa_no_flash: bool = setting("NSA_SDPA_NO_FLASH", False, "torch's SDPA may not use its flash kernel", needs=MODEL)
+    sdpa_audit: bool = for_routing("NSA_SDPA_AUDIT", False, "log which backend runs each op and shape, and why, once")
     debug_timing: bool = for_routing("NSA_DEBUG_TIMING", False, "log every call with its milliseconds (synchronizes)")
-    replay: bool = setting(
-        "NSA_REPLAY", True, "eager layers of few tokens are captured as CUDA graphs and replayed", needs="nsa.replay"
-    )
+    replay: bool = setting("NSA_REPLAY", True, "replay eager layers of few tokens as CUDA graphs", needs=REPLAY)
     tuned_tiles: str = setting(
-        "NSA_TUNED_TILES",
-        "~/.cache/nsa/tuned.json",
-        "the user's own tiles for the Triton kernels, which `nsa bench tune` writes",
-        needs=TUNING,
+        "NSA_TUNED_TILES", "~/.cache/nsa/tuned.json", "your own tiles, which `nsa bench tune` writes", needs=TUNING
     )
     seq_len: int | None = for_train("NSA_SEQ_LEN", None, "training sequence length")
     batch_size: int | None = for_train("NSA_BATCH_SIZE", None, "training batch size")
     accum_batches: int | None = for_train("NSA_ACCUM", None, "batches per optimizer step")
     no_gc: bool = for_train("NSA_NO_GC", False, "no activation checkpointing")
-    fwe_doc_batch: int | None = for_data(
-        "NSA_FWE_DOC_BATCH", None, "documents tokenized at once by the streaming loader"
-    )
+    fwe_doc_batch: int | None = for_data("NSA_FWE_DOC_BATCH", None, "documents the streaming loader tokenizes at once")
     fwe_prefetch: bool = for_data("NSA_FWE_PREFETCH", True, "the streaming loader prefetches in the background")
     fwe_queue: int | None = for_data("NSA_FWE_Q", None, "batches the streaming loader keeps ready")
     test_fa2: bool = for_flash("NSA_TEST_FA2", False, "run the tests that need the flash_attn package")
@@ -197,9 +185,7 @@ class Settings:
         return cls(**values, sources=sources)
 
 
-SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(name=f.name, **f.metadata) for f in fields(Settings) if "env" in f.metadata
-)
+SETTINGS = tuple(Setting(name=f.name, **f.metadata) for f in fields(Settings) if "env" in f.metadata)
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 BY_ENV = {setting.env: setting for setting in SETTINGS}
 

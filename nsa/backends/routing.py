@@ -167,10 +167,8 @@ class Counts:
     def __str__(self) -> str:
         """For people: what ran on one line, then a line per failure."""
         counts = self.as_dict()
-        ran = ", ".join(f"{name} {n}" for name, n in counts["calls"].items())
-        return "\n".join(
-            [f"calls: {ran or 'none'}", *(f"failed {n}x: {name}" for name, n in counts["failures"].items())]
-        )
+        ran = ", ".join(f"{name} {n}" for name, n in counts["calls"].items()) or "none"
+        return "\n".join([f"calls: {ran}", *(f"failed {n}x: {name}" for name, n in counts["failures"].items())])
 
     def clear(self) -> None:
         with self.lock:
@@ -319,9 +317,8 @@ class Router:
             raise BackendFailure(route.error_message()) if route.failed else ValueError(route.error_message())
         if strict and route.failed:
             broken, reason = next(iter(route.failed.items()))
-            raise BackendFailure(
-                f"{broken} failed before {function} on {problem}: {reason}; strict forbids another backend"
-            )
+            why = f"{reason}; strict forbids another backend"
+            raise BackendFailure(f"{broken} failed before {function} on {problem}: {why}")
         try:
             return self.call(name, problem, function, why, args)
         except BackendFailure as failure:

@@ -51,10 +51,8 @@ def save_caches(
     for index, cache in enumerate(caches):
         for name, x in cache_tensors(cache).items():
             tensors[f"layers.{index}.{name}"] = x.cpu().contiguous()
-        sizes = {"max_len": cache.max_len, "max_rollback": cache.max_rollback}
-        described.append(
-            {**cache.saved_form(), **sizes, "dtype": str(cache.dtype), "config": content_config(cache.config)}
-        )
+        sizes = {"max_len": cache.max_len, "max_rollback": cache.max_rollback, "dtype": str(cache.dtype)}
+        described.append({**cache.saved_form(), **sizes, "config": content_config(cache.config)})
     if tokens is not None:
         lengths = caches[0].lengths.tolist()
         require([len(row) for row in tokens] == lengths, "tokens", [len(row) for row in tokens], f"{lengths} tokens")

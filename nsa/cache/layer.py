@@ -74,14 +74,12 @@ class NSACache(RowCache):
         quantize: Quantize | None = None,
     ) -> None:
         require(quantize in (None, "fp8"), "quantize", quantize, "None or 'fp8'")
-        super().__init__(
-            config, batch_size, max_len, dtype=dtype, device=device, max_rollback=max_rollback, static=static
-        )
+        form: dict[str, Any] = {"dtype": dtype, "device": device}
+        super().__init__(config, batch_size, max_len, max_rollback=max_rollback, static=static, **form)
         self.quantize = quantize
         with torch.inference_mode(False):
             self.selected, self.compressed = self.new_stores()
             slots = self.slots_for(max_len)
-            form: dict[str, Any] = {"dtype": dtype, "device": device}
             window, tail = ((batch_size, slots[name] + 1) for name in ("window", "tail"))
             self.window = Ring(config, window, reach=config.w - 1, fp8=quantize == "fp8", **form)
             self.tail = Ring(config, tail, reach=config.l - 1, **form)

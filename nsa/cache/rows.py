@@ -244,9 +244,8 @@ class RowCache(ABC):
         for ring in (store for store in self.stores().values() if isinstance(store, Ring)):
             lost |= (kept - ring.reach).clamp_min(0) < ring.held_from(self.high_water)
         lost &= (kept > 0) & (kept < present)
-        least, n_lost, removed, longest = torch.stack(
-            [wanted.min(), lost.sum(), (present - kept).max(), kept.max()]
-        ).tolist()
+        found = [wanted.min(), lost.sum(), (present - kept).max(), kept.max()]
+        least, n_lost, removed, longest = torch.stack(found).tolist()
         require(least >= 0, "lengths", lengths, "at most as many tokens removed as there are")
         require(n_lost == 0, "lengths", lengths, f"at most max_rollback = {self.max_rollback} tokens removed")
         self.truncate(kept.int(), removed=removed, longest=longest)

@@ -304,12 +304,14 @@ def open_loader(
     pools = open_pools(config, split=split, seq_len=seq_len, seed=seed)
     if vocab_size is not None:
         check_vocabulary(pools.tokenizer, vocab_size)
-    identity: dict[str, Any] = {
-        "source": config.source,
-        "fingerprint": pools.fingerprint,
+    identity: dict[str, Any] = {"source": config.source, "fingerprint": pools.fingerprint}
+    identity |= {
         "tokenizer": pools.tokenizer.name,
+        "split": split,
+        "seq_len": seq_len,
+        "seed": seed,
+        "shuffle_tokens": config.shuffle_tokens,
     }
-    identity |= {"split": split, "seq_len": seq_len, "seed": seed, "shuffle_tokens": config.shuffle_tokens}
     return Loader(pools, config, Share(batch_size, rank, world_size, config.pack), identity)
 
 

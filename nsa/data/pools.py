@@ -187,16 +187,12 @@ class TextPools:
     def texts(self, start: Mark) -> Iterator[tuple[Mark, str]]:
         chunks = self.documents.chunks(self.seed, start.epoch, start.chunk, start.bookmark)
         for number, chunk in enumerate(chunks, start.chunk):
-            texts = self.part(chunk)
+            texts = split_texts(chunk, self.split, few=self.documents.few)
             order = Permutation(len(texts), self.seed, start.epoch, number, 1)
             resumed = number == start.chunk
             for index in range(start.document if resumed else 0, len(texts)):
                 token = start.token if resumed and index == start.document else 0
                 yield Mark(start.epoch, number, index, token, chunk.bookmark), texts[order[index]]
-
-    def part(self, chunk: DocumentChunk) -> list[str]:
-        """The texts of a chunk that are in the split."""
-        return split_texts(chunk, self.split, few=self.documents.few)
 
 
 def split_texts(chunk: DocumentChunk, split: Split, *, few: bool) -> list[str]:

@@ -91,13 +91,8 @@ def open_folder(folder: Path, args: argparse.Namespace, device: torch.device) ->
     for task in args.tasks:
         for length in args.lengths:
             check_length(task, length, tokenizer)
-    return HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=args.batch_size,
-        max_length=max(args.lengths) + SPARE,
-    )
+    sizes: dict[str, Any] = {"batch_size": args.batch_size, "max_length": max(args.lengths) + SPARE}
+    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **sizes)
 
 
 def check_length(task: str, length: int, tokenizer: Any) -> None:
@@ -129,9 +124,7 @@ def evaluate(model: Any, folder: Path, task: str, length: int, samples: int) -> 
 
     name = TASKS[task]
     # One length per call: the samples of a call are its first ones, and those of the first length come first.
-    metadata = {"max_seq_lengths": [length], "tokenizer": str(folder)}
-    found = simple_evaluate(
-        model=model, tasks=[name], limit=samples, metadata=metadata, bootstrap_iters=0, log_samples=False
-    )
+    options: dict[str, Any] = {"metadata": {"max_seq_lengths": [length], "tokenizer": str(folder)}, "limit": samples}
+    found = simple_evaluate(model=model, tasks=[name], **options, bootstrap_iters=0, log_samples=False)
     assert found is not None
     return {"accuracy": found["results"][name][f"{length},none"], "samples": found["n-samples"][name]["effective"]}

@@ -78,12 +78,12 @@ def evaluate_loss(
             total += losses.sum(0)
             counts += (batch.targets >= 0).sum(0)
             progress(done)
-    edges = bin_edges(seq_len)
-    bins = [
-        PositionLoss(a, b, (total[a:b].sum() / counts[a:b].sum().clamp_min(1)).item(), int(counts[a:b].sum()))
-        for a, b in pairwise(edges)
-    ]
-    return (total.sum() / counts.sum().clamp_min(1)).item(), bins
+
+    def mean(a: int, b: int) -> PositionLoss:
+        count = counts[a:b].sum()
+        return PositionLoss(a, b, (total[a:b].sum() / count.clamp_min(1)).item(), int(count))
+
+    return mean(0, seq_len).loss, [mean(a, b) for a, b in pairwise(bin_edges(seq_len))]
 
 
 def bin_edges(length: int) -> list[int]:

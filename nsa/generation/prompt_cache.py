@@ -58,9 +58,8 @@ def load_prompt_cache(
         ValueError: The file is damaged, or of another model or form, or a prompt starts with no row that was saved.
     """
     saved = read_saved(path)
-    require(
-        saved.model == model_fingerprint(model), f"the model of {path}", saved.model, "this one, with the same weights"
-    )
+    same = saved.model == model_fingerprint(model)
+    require(same, f"the model of {path}", saved.model, "this one, with the same weights")
     dtype = model.head_weight.dtype
     require(saved.dtype == dtype, f"the dtype of {path}", saved.dtype, f"the model's, {dtype}")
     quantize = options.get("quantize")
@@ -68,9 +67,8 @@ def load_prompt_cache(
     require(found == quantize, f"quantize of {path}", found, f"the option's, {quantize}")
     rows = saved.tokens() or []
     max_rollback = saved.forms[0]["max_rollback"]
-    sources, counts = zip(
-        *(longest_match(path, i, prompt, rows, max_rollback) for i, prompt in enumerate(prompts)), strict=True
-    )
+    matches = [longest_match(path, i, prompt, rows, max_rollback) for i, prompt in enumerate(prompts)]
+    sources, counts = zip(*matches, strict=True)
     caches = model.new_cache(len(prompts), max_len, **options)
     for layer, (block, cache) in enumerate(zip(model.blocks, caches, strict=True)):
         kind = "nsa" if isinstance(block.attention, NSAAttention) else "dense"

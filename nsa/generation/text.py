@@ -138,11 +138,8 @@ class TextStream:
         if found:
             self.stopped, self.held = True, ""
             return text[: min(found)[1]]
-        n_held = max((held_back(text, stop) for stop in self.stop_strings), default=0)
+        # The longest beginning of a stop string that the text ends with.
+        starts = [stop[:n] for stop in self.stop_strings for n in range(min(len(text), len(stop)) + 1)]
+        n_held = max((len(start) for start in starts if text.endswith(start)), default=0)
         self.held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
-
-
-def held_back(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop` that `text` ends with."""
-    return max(n for n in range(min(len(text), len(stop)) + 1) if text.endswith(stop[:n]))

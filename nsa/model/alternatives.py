@@ -104,9 +104,8 @@ class LongformerAttention(SlidingAttention):
         batch, length, _, _ = q.shape
         position = query_positions(batch, length, None, cache.lengths, q.device)
         past = cache.append(new, counts)
-        results = self.attend_window(
-            past.tokens.rotate_queries(q), *past.pair, window=self.window, cu_seqlens=None, q_start=past.q_start
-        )
+        where: dict[str, Any] = {"window": self.window, "cu_seqlens": None, "q_start": past.q_start}
+        results = self.attend_window(past.tokens.rotate_queries(q), *past.pair, **where)
         o, lse = (past.tokens.restore_order(x, length) for x in results)
         # The ops need keys up to the query; the global tokens are few enough for plain torch.
         k, v = (x.to(lse.dtype) for x in cache.first.first(cache.first.slots, cache.lengths))
@@ -302,9 +301,8 @@ def flex_mask(seen: Tensor, block: int, length: int) -> BlockMask:
     tiles = padded.view(n_tiles, per_tile, n_tiles, per_tile).transpose(1, 2).flatten(2)
     # On the diagonal causality cuts through.
     full = tiles.all(dim=-1).tril(-1)
-    return BlockMask.from_kv_blocks(
-        *tile_lists(tiles.any(dim=-1) & ~full), *tile_lists(full), FLEX_TILE, visible, (length, length)
-    )
+    lists = (*tile_lists(tiles.any(dim=-1) & ~full), *tile_lists(full))
+    return BlockMask.from_kv_blocks(*lists, FLEX_TILE, visible, (length, length))
 
 
 def tile_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
     with name_in_errors(folder / CONFIG), torch.device("meta"):
         # Every layer has parameters: an absurd number is refused before any layer is built.
         n_layers, most = values.get("n_layers"), len(parameters)
-        require(
-            not isinstance(n_layers, int) or n_layers <= most, "n_layers", n_layers, f"at most {most} for {path.name}"
-        )
+        fits = not isinstance(n_layers, int) or n_layers <= most
+        require(fits, "n_layers", n_layers, f"at most {most} for {path.name}")
         model = LM(LMConfig.from_dict(values).with_backend(backend))
     try:
         # Copies: reading a mapped file that is truncated later would raise SIGBUS.
@@ -101,9 +100,8 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
         return read_tensors(path)
     with name_in_errors(path):
         found = torch.load(path, map_location="cpu", weights_only=True)
-        tensors = isinstance(found, dict) and all(
-            isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items()
-        )
+        pairs = found.items() if isinstance(found, dict) else [(None, None)]
+        tensors = all(isinstance(name, str) and isinstance(x, Tensor) for name, x in pairs)
         require(tensors, "its content", type(found).__name__, "a dictionary of tensors by name")
     return found
 

@@ -60,9 +60,7 @@ class LMConfig:
         fits = "bigbird" not in kinds or self.window % self.block == 0
         require(fits, "window", self.window, f"a multiple of block = {self.block} for bigbird")
         plain = set(kinds) == {"nsa"} or not (self.attn.qkv_bias or self.attn.qk_norm)
-        require(
-            plain, "attention", self.attention, "'nsa' with attn.qkv_bias or attn.qk_norm, which others do not have"
-        )
+        require(plain, "attention", self.attention, "'nsa' with attn.qkv_bias or attn.qk_norm, which others lack")
         runs = set(kinds) != {"dense"} or self.attn.backend in ("auto", "sdpa")
         require(runs, "attn.backend", self.attn.backend, "'auto' or 'sdpa' for dense attention, which runs SDPA")
 

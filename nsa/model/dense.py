@@ -159,10 +159,9 @@ class DenseAttention(nn.Module):
         rows = q.unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, T, h, Dk]
         position = q_start[:, None] + torch.arange(q.shape[1], device=q.device)
         seen = torch.arange(k.shape[1], device=q.device) <= position.repeat_interleave(rows.shape[3], dim=1)[..., None]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         with sdpa_kernel(MASKED):
-            o = F.scaled_dot_product_attention(
-                rows.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None]
-            )
+            o = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=seen[:, None])
         return o.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
     def attend_window(

@@ -138,9 +138,7 @@ def lm_config(fields: Mapping[str, Any], seq_len: int) -> LMConfig:
         ValueError: It is no config of such a model; the message names the field.
     """
     kind, act = fields.get("model_type"), fields.get("hidden_act", "silu")
-    require(
-        kind in (MODEL_TYPE, DENSE_TYPE), "model_type", kind, f"{MODEL_TYPE!r}, or {DENSE_TYPE!r} for dense attention"
-    )
+    require(kind in (MODEL_TYPE, DENSE_TYPE), "model_type", kind, f"{MODEL_TYPE!r}, or {DENSE_TYPE!r} if dense")
     require(act == "silu", "hidden_act", act, "'silu'")
     for name in ("mlp_bias", "attention_bias"):
         require(not fields.get(name), name, fields.get(name), "False")

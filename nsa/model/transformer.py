@@ -172,10 +172,8 @@ class LM(nn.Module):
         special = [name for name in ("quantize", "page_size", "n_pages") if name in options]
         if special:
             require(set(self.config.kinds) == {"nsa"}, special[0], options[special[0]], "only with NSA in every layer")
-        return [
-            layer.attention.new_cache(batch_size, max_len, dtype=dtype, device=device, **options)
-            for layer in self.blocks
-        ]
+        options |= {"dtype": dtype, "device": device}
+        return [layer.attention.new_cache(batch_size, max_len, **options) for layer in self.blocks]
 
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by part; a tied head has none."""
@@ -210,9 +208,8 @@ class LM(nn.Module):
             parts["mlp"] += linear_weights(layer.mlp)
             parts[kind] += linear_weights(layer.attention) + keys[kind] * c.n_heads * (c.d_k + c.d_v)
             if isinstance(layer.attention, NSAAttention):
-                parts[kind] += (blocks - 1) * (
-                    linear_weights(layer.attention.phi_k) + linear_weights(layer.attention.phi_v)
-                )
+                phis = (layer.attention.phi_k, layer.attention.phi_v)
+                parts[kind] += (blocks - 1) * sum(map(linear_weights, phis))
         return {part: 2 * weights * (3 if backward else 1) for part, weights in parts.items()}
 
     def mean_keys(self, kind: AttentionKind, length: int) -> float:
@@ -272,9 +269,8 @@ class Layer(nn.Module):
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = x + self.attention(
-            self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
-        )
+        given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
+        x = x + self.attention(self.attention_norm(x), **given)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -39,12 +39,11 @@ class Branch:
         n = 3 + self.indices
         tensors, rest = f"q {keys} {values}" + " indices" * self.indices, (PLACES, hyperparameters, "scale")
         schema = schema_arguments(tensors, *rest)
-        self.forward: Op[tuple[Tensor, Tensor]] = Op(
-            f"{name}_attention", schema, self.run_forward, empty_output, outputs=2
-        )
+        op = f"{name}_attention"
+        self.forward: Op[tuple[Tensor, Tensor]] = Op(op, schema, self.run_forward, empty_output, outputs=2)
         schema = f"Tensor? do, Tensor? dlse, {schema_arguments(f'{tensors} o lse', *rest)}"
         fake = fake_gradients(2, 3)
-        backward: Op[Any] = Op(f"{name}_attention_backward", schema, self.run_backward, fake, outputs=3)
+        backward: Op[Any] = Op(f"{op}_backward", schema, self.run_backward, fake, outputs=3)
         self.forward.differentiate(backward, lambda inputs, o_lse: (*inputs[:n], *o_lse, *inputs[n:]), results=2)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:

@@ -264,15 +264,13 @@ class Checkpoints:
         if missing or unknown or other:
             shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
             parts = {"without": missing, "with": unknown, "and": shapes}
-            text = "; ".join(f"{word} {names[0]}{and_more(names)}" for word, names in parts.items() if names)
+            more = {word: f" and {len(names) - 1} more" * (len(names) > 1) for word, names in parts.items()}
+            text = "; ".join(f"{word} {names[0]}{more[word]}" for word, names in parts.items() if names)
             raise ValueError(f"{self.path(index.step)} is of another model: {text}")
         try:
             # In place: the state holds the tensors themselves, not copies.
-            dcp.load(
-                {name: state[name] for name in wanted},
-                storage_reader=Reader(self.path(index.step), index),
-                process_group=self.group,
-            )
+            reader = Reader(self.path(index.step), index)
+            dcp.load({name: state[name] for name in wanted}, storage_reader=reader, process_group=self.group)
         except CheckpointException as error:
             raise plain_error(f"{self.path(index.step)} could not be read", error) from error
 
@@ -305,26 +303,20 @@ def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) ->
     """
     state: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
     if create or optimizer.state:
-        flat = get_optimizer_state_dict(
-            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        ).items()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        flat = get_optimizer_state_dict(model, optimizer, options=options).items()
         state |= {f"optimizer.{name.removeprefix('state.')}": x for name, x in flat if name.startswith("state.")}
     strange = sorted(name for name, x in state.items() if not isinstance(x, Tensor))
     require(not strange, "the state", f"one with {strange}", "tensors alone: anything else would be pickled")
     return state
 
 
-def and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
 def plain_json(name: str, value: object) -> str:
     try:
         return json.dumps(value)
     except TypeError as error:
-        raise ValueError(
-            f"{name} is not plain JSON ({error}); accepted: dict, list, str, int, float, bool, None"
-        ) from error
+        accepted = "dict, list, str, int, float, bool, None"
+        raise ValueError(f"{name} is not plain JSON ({error}); accepted: {accepted}") from error
 
 
 def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError | ValueError:
@@ -381,9 +373,8 @@ def check_state(extra: dict[str, Any]) -> None:
 
     def is_scaler(value: Any) -> bool:
         expected = torch.amp.GradScaler("cpu").state_dict().keys()
-        return value == {} or (
-            isinstance(value, dict) and value.keys() == expected and all(map(is_number, value.values()))
-        )
+        known = isinstance(value, dict) and value.keys() == expected
+        return value == {} or (known and all(map(is_number, value.values())))
 
     valid: dict[str, Callable[[Any], bool]] = {
         "data": lambda value: isinstance(value, dict),

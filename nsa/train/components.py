@@ -117,9 +117,8 @@ class Validator:
         self.last = (t.done, loss)
         t.logger.write("eval", step=t.done, loss=loss)
         if not math.isfinite(loss):
-            t.logger.log0(
-                f"[eval] step {t.done}: the validation loss is {loss}; good checkpoints are kept until it recovers"
-            )
+            kept = "good checkpoints are kept until it recovers"
+            t.logger.log0(f"[eval] step {t.done}: the validation loss is {loss}; {kept}")
         return loss
 
     @property

@@ -64,9 +64,7 @@ class Signals:
         # Only the main thread may have handlers.
         if threading.current_thread() is threading.main_thread():
             ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-            self.before = {
-                number: signal.signal(number, self.handle) for number in self.NUMBERS if number not in ignored
-            }
+            self.before = {n: signal.signal(n, self.handle) for n in self.NUMBERS if n not in ignored}
         return self
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -147,8 +145,7 @@ def load_batches(path: Path) -> list[Batch]:
     tensors = read_tensors(path)
     count = sum(name.startswith("tokens.") for name in tensors)
     return [
-        Batch(tensors[f"tokens.{index}"], tensors[f"targets.{index}"], tensors.get(f"cu_seqlens.{index}"))
-        for index in range(count)
+        Batch(tensors[f"tokens.{i}"], tensors[f"targets.{i}"], tensors.get(f"cu_seqlens.{i}")) for i in range(count)
     ]
 
 

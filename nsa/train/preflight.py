@@ -194,9 +194,8 @@ def problems(
     """
     absent = missing_device(config)
     notes = [] if notes is None else notes
-    unknown = [
-        f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()
-    ]
+    names = settings.unknown_names(environ)
+    unknown = [f"{name} is not a setting; the nearest is {near}" for name, near in names.items()]
     if not absent:
         try:
             check_capacity(config)

@@ -73,7 +73,8 @@ class TrainStep:
         elif compile or cuda_graphs:
             self.forward = torch.compile(self.module, dynamic=False, mode=mode)
         # Norms and biases are not decayed: they set scales, they do not multiply.
-        exempt = set() if gate_decay else gate_parameters(model)
+        gates = [block.attention.gate for block in model.blocks if isinstance(block.attention, NSAAttention)]
+        exempt = set() if gate_decay else {p for gate in gates for p in gate.parameters()}
         decayed = {p for p in self.parameters if p.dim() >= 2} - exempt
         groups = [
             {"params": [p for p in self.parameters if p in decayed], "weight_decay": weight_decay},
@@ -125,12 +126,6 @@ class TrainStep:
         self.optimizer.step()
         self.scaler.update()
         return StepResult(loss, grad_norm, skipped)
-
-
-def gate_parameters(model: LM) -> set[Tensor]:
-    """The parameters of the gates of all NSA layers."""
-    gates = [block.attention.gate for block in model.blocks if isinstance(block.attention, NSAAttention)]
-    return {p for gate in gates for p in gate.parameters()}
 
 
 def shares(batches: Sequence[Batch]) -> Tensor:

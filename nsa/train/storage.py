@@ -227,10 +227,8 @@ def covers(chunks: Sequence[TensorChunk], size: Sequence[int]) -> bool:
 
 def boxes_overlap(one: Box, other: Box, *, dims: int) -> bool:
     """Whether the first `dims` sides of two boxes have a point in common."""
-    return all(
-        max(one[0][dim], other[0][dim]) < min(one[0][dim] + one[1][dim], other[0][dim] + other[1][dim])
-        for dim in range(dims)
-    )
+    sides = list(zip(*one, *other, strict=True))[:dims]
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)
 
 
 @dataclass

@@ -32,16 +32,14 @@ def compile_kernels(
     """
     if "nsa" not in config.kinds:
         return 0
-    batch_size, length = batch.tokens.shape
-    problem = Problem.of_config(
-        config.attn, batch=batch_size, length=length, dtype=dtype, device=device.type, backward=True
-    )
+    rows, length = batch.tokens.shape
+    problem = Problem.of_config(config.attn, batch=rows, length=length, dtype=dtype, device=device.type, backward=True)
     chosen = router().route(problem.for_op("sliding"), config.attn.backend).chosen
     compile_ahead = getattr(router().backends.get(str(chosen)), "compile_ahead", None)
     if compile_ahead is None:
         return 0
     layer = NSAAttention(config.attn).to(device, dtype)
-    x = torch.zeros(batch_size, length, config.attn.dim, device=device, dtype=dtype)
+    x = torch.zeros(rows, length, config.attn.dim, device=device, dtype=dtype)
     count: int = compile_ahead(lambda: layer(x, cu_seqlens=batch.cu_seqlens).sum().backward(), progress)
     return count
 

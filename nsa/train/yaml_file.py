@@ -42,17 +42,15 @@ def parse_yaml(text: str, where: str) -> Any:
         if node is None:
             return None
         count_values(node, {}, where)
+        try:
+            return loader.construct_document(node)
+        except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
+            # Such as a date in month 13, or `!!bool maybe`, for which PyYAML has no error of its own.
+            raise ValueError(f"{where} holds a value that YAML cannot read: {error}") from None
     except yaml().YAMLError as error:
         raise ValueError(f"{where} is not YAML: {describe_yaml_error(error)}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply; accepted: the nesting of a config") from None
-    try:
-        return loader.construct_document(node)
-    except yaml().YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {describe_yaml_error(error)}") from None
-    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
-        # Such as a date in month 13, or `!!bool maybe`, for which PyYAML has no error of its own.
-        raise ValueError(f"{where} holds a value that YAML cannot read: {error}") from None
 
 
 def describe_yaml_error(error: Any) -> str:

@@ -147,10 +147,9 @@ def fused_operands(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Ten
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     operands = fused_operands(q, k, v, hidden)
-    no_cu_seqlens = (None, None, None, None)
-    o, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        *operands, *no_cu_seqlens, 0.0, NO_CUSTOM_MASK, True, scale=scale
-    )
+    # No offsets or longest lengths, no dropout; with the LSE.
+    rest = (None, None, None, None, 0.0, NO_CUSTOM_MASK, True)
+    o, lse, *_ = torch.ops.aten._efficient_attention_forward(*operands, *rest, scale=scale)
     return o, lse[..., : q.shape[1]].transpose(1, 2)
 
 

@@ -224,10 +224,12 @@ def gates(records: list[Record]) -> list[str]:
         by_step = {step: layers for step, layers in sorted(by_step.items()) if layers}
         if not by_step:
             continue
-        over_time: list[tuple[str, list[Point]]] = [
-            (branch, [(float(step), branch_mean(layers, branch)) for step, layers in by_step.items()])
-            for branch in BRANCHES
-        ]
+        over_time: list[tuple[str, list[Point]]] = []
+        for branch in BRANCHES:
+            values = {step: [x[branch] for x in layers.values() if branch in x] for step, layers in by_step.items()}
+            over_time.append(
+                (branch, [(float(step), sum(found) / (len(found) or 1)) for step, found in values.items()])
+            )
         if len(by_step) > 1:
             parts.append(Chart(f"{title}, mean of the layers", over_time).html())
         step, layers = list(by_step.items())[-1]
@@ -250,11 +252,6 @@ def layers_of(value: Any) -> dict[int, dict[str, float]]:
         index: {branch: float(layer[branch]) for branch in BRANCHES if is_number(layer.get(branch))}
         for index, layer in layers.items()
     }
-
-
-def branch_mean(layers: dict[int, dict[str, float]], branch: str) -> float:
-    values = [layer[branch] for layer in layers.values() if branch in layer]
-    return sum(values) / len(values) if values else 0.0
 
 
 def distances(records: list[Record]) -> list[str]:

@@ -30,9 +30,8 @@ Point = tuple[float, float]
 
 def render_page(title: str, body: Iterable[str], style: str = "", script: str = "") -> str:
     """A page of the parts in `body`, without the empty ones; `style` and `script` are added to those of every page."""
-    page, own_style, own_script = (
-        files(__package__).joinpath(name).read_text() for name in ("page.html", "style.css", "hover.js")
-    )
+    folder, names = files(__package__), ("page.html", "style.css", "hover.js")
+    page, own_style, own_script = (folder.joinpath(name).read_text() for name in names)
     content = "\n".join(part for part in body if part)
     parts = {"style": own_style + style, "script": own_script + script, "body": content}
     return Template(page).substitute(title=escape(title), **parts)
@@ -50,17 +49,12 @@ class Chart:
     log_y: bool = False
 
     def html(self) -> str:
-        legend = "".join(
-            f'<span class="key c{i % N_COLORS}">{escape(label)}</span>'
-            for i, (label, _) in enumerate(self.lines)
-            if label
-        )
-        return card(f"{escape(self.title)}{legend}", self.svg())
+        return card(f"{escape(self.title)}{legend([label for label, _ in self.lines])}", self.svg())
 
     def svg(self) -> str:
         xs, ys = ([point[at] for _, points in self.lines for point in points] for at in (0, 1))
         across = Axis.of(min(xs), max(xs), 5, LEFT, WIDTH - RIGHT, log=self.log_x)
-        up = Axis.of(*(extremes(ys) if self.log_y else span(ys)), 4, HEIGHT - BOTTOM, TOP, log=self.log_y)
+        up = Axis.of(*((min(ys), max(ys)) if self.log_y else span(ys)), 4, HEIGHT - BOTTOM, TOP, log=self.log_y)
         x_of, y_of = across.at, up.at
         out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">']
         for y, label in up.marks:
@@ -99,10 +93,6 @@ class Axis(NamedTuple):
         place = scale([float(power) for power in powers], begin, end)
         shown = powers[:: 1 + len(powers) // 9]
         return cls([(2.0**power, length_label(power)) for power in shown], lambda value: place(math.log2(value)))
-
-
-def extremes(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def length_label(exponent: int) -> str:
@@ -177,7 +167,6 @@ def card(caption: str, content: str) -> str:
 
 def stacked_bars(title: str, names: Sequence[str], bars: dict[str, dict[str, float]]) -> str:
     """A horizontal bar per name, divided by what `bars[name]` says, with its sum."""
-    legend = "".join(f'<span class="key c{i % N_COLORS}">{escape(name)}</span>' for i, name in enumerate(names))
     rows = []
     for label, parts in bars.items():
         total = sum(parts.values())
@@ -188,7 +177,12 @@ def stacked_bars(title: str, names: Sequence[str], bars: dict[str, dict[str, flo
         )
         bar = f'<td class="wide"><div class="bars">{cells}</div></td>'
         rows.append(f"<tr><th>{escape(label)}</th>{bar}<td>{number(total)}</td></tr>")
-    return card(f"{escape(title)}{legend}", f"<table>{''.join(rows)}</table>")
+    return card(f"{escape(title)}{legend(names)}", f"<table>{''.join(rows)}</table>")
+
+
+def legend(names: Sequence[str]) -> str:
+    keys = ((i % N_COLORS, name) for i, name in enumerate(names) if name)
+    return "".join(f'<span class="key c{color}">{escape(name)}</span>' for color, name in keys)
 
 
 def tiles_html(title: str, tiles: dict[str, str]) -> str:
@@ -217,7 +211,6 @@ def table(values: dict[str, str]) -> str:
 def grid(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table with column names, whose first column names the row."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "".join(
-        f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(x)}</td>' for x in rest)}</tr>" for first, *rest in rows
-    )
+    shown = [(escape(first), "".join(f"<td>{escape(x)}</td>" for x in rest)) for first, *rest in rows]
+    lines = "".join(f"<tr><th>{first}</th>{rest}</tr>" for first, rest in shown)
     return card(escape(caption), f'<div class="scroll"><table class="grid-table"><tr>{cells}</tr>{lines}</table></div>')
