@@ -125,15 +125,9 @@ class NSAAttention(nn.Module):
         """
         if cache is not None and torch.is_grad_enabled():
             # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
+            given: dict[str, Any] = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
             with torch.no_grad():
-                return self.forward(
-                    x,
-                    cu_seqlens=cu_seqlens,
-                    attention_mask=attention_mask,
-                    cache=cache,
-                    position_offset=position_offset,
-                    return_stats=return_stats,
-                )
+                return self.forward(x, **given, position_offset=position_offset, return_stats=return_stats)
         self.check(x, cu_seqlens, attention_mask, cache, position_offset)
         require_bool("return_stats", return_stats)
         x, order, counts = real_tokens_first(x, attention_mask)

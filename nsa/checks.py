@@ -63,12 +63,8 @@ def check_float(name: str, x: object, layout: str) -> None:
     check_tensor(name, x, layout, FLOATS, FLOAT_NAMES)
     assert isinstance(x, Tensor)
     # A dimension of one element, or a tensor without elements, has no meaningful stride.
-    require(
-        x.shape[-1] == 1 or x.numel() == 0 or x.stride(-1) == 1,
-        f"{name}.stride()",
-        x.stride(),
-        "a last dimension with stride 1 (call .contiguous())",
-    )
+    dense = x.shape[-1] == 1 or x.numel() == 0 or x.stride(-1) == 1
+    require(dense, f"{name}.stride()", x.stride(), "a last dimension with stride 1 (call .contiguous())")
 
 
 def check_same(name: str, what: str, value: object, other: str, expected: object) -> None:

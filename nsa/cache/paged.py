@@ -67,8 +67,8 @@ class PagedNSACache(NSACache):
         self.row_capacity = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
         fp8 = self.quantize == "fp8"
         selected, compressed = (
-            PagedStore(self.config, self.n_pages, per_page, self.dtype, self.device, table=self.table, fp8=fp8)
-            for per_page in (self.page_size, self.page_size // self.config.d)
+            PagedStore(self.config, (self.n_pages + 1, n), self.dtype, self.device, table=self.table, fp8=fp8)
+            for n in (self.page_size, self.page_size // self.config.d)
         )
         return selected, compressed
 

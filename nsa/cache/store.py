@@ -9,6 +9,7 @@ fp8 is e4m3 with one fp32 scale per token and group, the largest magnitude divid
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,21 +150,12 @@ class Ring(Store):
     """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`.
 
     Args:
-        config, shape, dtype, device, fp8: As for `Store`.
+        args, options: As for `Store`.
         reach: How many tokens before the first new one a step reads.
     """
 
-    def __init__(
-        self,
-        config: NSAConfig,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        reach: int,
-        fp8: bool = False,
-    ) -> None:
-        super().__init__(config, shape, dtype, device, fp8=fp8)
+    def __init__(self, *args: Any, reach: int, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.full_reach = reach
 
     @property
@@ -204,24 +196,12 @@ class PagedStore(Store):
     """Keys and values `[n_pages + 1, per_page, G, D]`; `table [B, columns]` has the page of each part of a row.
 
     Args:
-        config, dtype, device, fp8: As for `Store`.
-        n_pages: Pages besides the last one, which is spare.
-        per_page: Tokens of a page, or compressed blocks.
+        args, options: As for `Store`; its shape is `(n_pages + 1, per_page)`, with a spare page at the end.
         table: int32, shared with the cache. An entry without a page is `n_pages`, the spare one.
     """
 
-    def __init__(
-        self,
-        config: NSAConfig,
-        n_pages: int,
-        per_page: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        table: Tensor,
-        fp8: bool = False,
-    ) -> None:
-        super().__init__(config, (n_pages + 1, per_page), dtype, device, fp8=fp8)
+    def __init__(self, *args: Any, table: Tensor, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.table = table
 
     @property

@@ -193,27 +193,15 @@ def byte_level_json() -> dict[str, Any]:
     vocabulary = {end: 0, **{letters[byte]: byte for byte in range(1, 256)}}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
         "added_tokens": [{"id": 0, "content": end, **flags, "special": True}],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
+        "model": {"type": "BPE", **unset, **off, "vocab": vocabulary, "merges": []},
     }
 
 

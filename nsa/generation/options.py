@@ -80,12 +80,9 @@ class Options:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             require(number or (value is None and name != "temperature"), name, value, "a number")
-        require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            "temperature",
-            self.temperature,
-            f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}",
-        )
+        finite = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
+        accepted = f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}"
+        require(finite, "temperature", self.temperature, accepted)
         if self.top_k is not None:
             require_positive_int("top_k", self.top_k)
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
@@ -114,9 +111,6 @@ class Options:
             require(len(prompt) >= 1, f"prompts[{row}]", list(prompt), "at least one token")
             inside = min(prompt) >= 0 and max(prompt) < vocab_size
             require(inside, f"prompts[{row}]", list(prompt), f"token ids from 0 to {vocab_size - 1}")
-            require(
-                self.max_len is None or len(prompt) < self.max_len,
-                f"the length of prompts[{row}]",
-                len(prompt),
-                f"less than max_len = {self.max_len}, so that a new token fits",
-            )
+            fits = self.max_len is None or len(prompt) < self.max_len
+            accepted = f"less than max_len = {self.max_len}, so that a new token fits"
+            require(fits, f"the length of prompts[{row}]", len(prompt), accepted)

@@ -21,12 +21,8 @@ def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
     """
     if options.temperature == 0:
         return torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
-    rows = [
-        torch.rand(
-            options.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(options.seed + row)
-        )
-        for row in range(batch_size)
-    ]
+    streams = [torch.Generator().manual_seed(options.seed + row) for row in range(batch_size)]
+    rows = [torch.rand(options.max_new_tokens, dtype=torch.float64, generator=stream) for stream in streams]
     return torch.stack(rows).clamp_max(MAX_DRAW).to(device)
 
 

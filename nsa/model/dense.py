@@ -63,13 +63,9 @@ class DenseAttention(nn.Module):
     ) -> DenseCache:
         """An empty cache, by default of this layer's dtype and on its device; arguments as for `NSACache`."""
         weight = self.k_proj.weight
-        options = {
-            "dtype": weight.dtype if dtype is None else dtype,
-            "device": weight.device if device is None else device,
-            "max_rollback": max_rollback,
-            "static": static,
-            "keys_seen": self.keys_seen,
-        }
+        options = {"max_rollback": max_rollback, "static": static, "keys_seen": self.keys_seen}
+        options["dtype"] = weight.dtype if dtype is None else dtype
+        options["device"] = weight.device if device is None else device
         return self.make_cache(batch_size, max_len, options)
 
     def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> DenseCache:

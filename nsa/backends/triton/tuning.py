@@ -26,21 +26,11 @@ from nsa.files import make_folder, replace_text
 
 PACKAGED = Path(__file__).with_name("tuned.json")
 
+# scores-few-heads: for groups so small that what is kept per query, not per head, fills the registers.
 KERNELS = (
-    "compressed-forward",
-    "compressed-dq",
-    "compressed-dkv",
-    "sliding-forward",
-    "sliding-dq",
-    "sliding-dkv",
-    "scores",
-    # Groups so small that what is kept per query, not per head, fills the registers.
-    "scores-few-heads",
-    "selected-forward-query",
-    "selected-forward-block",
-    "selected-backward",
-    "combine-forward",
-    "combine-backward",
+    *(f"{branch}-{kernel}" for branch in ("compressed", "sliding") for kernel in ("forward", "dq", "dkv")),
+    *("scores", "scores-few-heads", "selected-forward-query", "selected-forward-block", "selected-backward"),
+    *("combine-forward", "combine-backward"),
 )
 # query_from_heads: heads per group from which on the selected forward goes by query, not by block.
 # dense_up_to_blocks: up to how many blocks per selected one the selected forward reads all blocks of a sequence.

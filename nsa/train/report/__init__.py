@@ -18,22 +18,7 @@ from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import replace_text
-from nsa.train.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Chart,
-    Point,
-    card,
-    cell,
-    render_page,
-    section,
-    table,
-    tiles_html,
-)
+from nsa.train.report.charts import Chart, Point, card, cell, histogram, render_page, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
 
@@ -178,7 +163,7 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
         tiles["tokens/s, median"] = f"{median(y for _, y in rates):,.0f}"
     elif is_number(end.get("tokens_per_s")):
         tiles["tokens/s"] = f"{end['tokens_per_s']:,.0f}"
-    times = seconds_by_step(beats)
+    times = run_seconds(beats)
     if len(times) > 1:
         tiles["time"] = duration(max(times.values()))
     reasons = failures(records)
@@ -187,7 +172,7 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
     return tiles_html(run.resolve().name, tiles)
 
 
-def seconds_by_step(beats: list[Record]) -> dict[int, float]:
+def run_seconds(beats: list[Record]) -> dict[int, float]:
     """Seconds that the run took up to each heartbeat, without pauses."""
     timed = [beat for beat in beats if is_number(beat.get("time")) and isinstance(beat.get("step"), int)]
     seconds, total = {}, 0.0
@@ -201,7 +186,7 @@ def seconds_by_step(beats: list[Record]) -> dict[int, float]:
 def settings_of(run: Path) -> dict[str, Any]:
     """The keys of the run's config, dotted; none where it has no config that can be read."""
     try:
-        return dict(flat_values("", read_yaml(run / CONFIG)))
+        return dict(flatten("", read_yaml(run / CONFIG)))
     except (OSError, ValueError):
         return {}
 
@@ -266,24 +251,10 @@ def distances(records: list[Record]) -> list[str]:
         high = low if low == 0 else 2 * low - 1
         bins[f"{low}" if high == low else f"{low}–"] = sum(filter(is_number, counts[low : high + 1]))
         low = high + 1
-    total, most = sum(bins.values()), max(bins.values())
-    bars = []
-    width = (WIDTH - LEFT - RIGHT) / len(bins)
-    floor = HEIGHT - BOTTOM
-    for i, (label, count) in enumerate(bins.items()):
-        tall = (floor - TOP - 16) * count / most
-        x = LEFT + i * width
-        centre = f'x="{x + width / 2:.1f}" text-anchor="middle"'
-        bars.append(
-            f'<rect class="bar" x="{x + 2:.1f}" y="{floor - tall:.1f}" width="{width - 4:.1f}" height="{tall:.1f}">'
-            f"<title>{count:,.0f} blocks</title></rect>"
-            f'<text {centre} y="{floor - tall - 4:.1f}">{100 * count / total:.0f}%</text>'
-            f'<text {centre} y="{HEIGHT - 8}">{label}</text>'
-        )
     step = record.get("step")
     when = f", step {step:,}" if isinstance(step, int) else ""
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Distances">{"".join(bars)}</svg>'
-    return [card(f"Selected blocks by how many blocks back they lie, in bins that double{when}", svg)]
+    title = f"Selected blocks by how many blocks back they lie, in bins that double{when}"
+    return [card(title, histogram("Distances", bins, "blocks"))]
 
 
 def failures(records: list[Record]) -> dict[str, int] | None:
@@ -321,14 +292,14 @@ def environment_table(run: Path) -> list[str]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return first_file(run, (path.name,))
-    return [table({name: as_text(value) for name, value in flat_values("", values)})]
+    return [table({name: as_text(value) for name, value in flatten("", values)})]
 
 
-def flat_values(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+def flatten(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     """The values of nested dictionaries under dotted names."""
     if isinstance(value, dict):
         for key, entry in value.items():
-            yield from flat_values(f"{name}.{key}" if name else str(key), entry)
+            yield from flatten(f"{name}.{key}" if name else str(key), entry)
     else:
         yield name, value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,22 +12,10 @@ from typing import Any
 
 from nsa.config import require
 from nsa.files import make_folder, replace_text
-from nsa.train.report import (
-    Record,
-    as_text,
-    duration,
-    failures,
-    flat_values,
-    gather,
-    lines_of,
-    seconds_by_step,
-    settings_of,
-)
+from nsa.train.report import Record, as_text, duration, failures, flatten, gather, lines_of, run_seconds, settings_of
 from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
 from nsa.train.run_folder import RUN_INFO, run_names
 
-# Kinds of losses with their names on the page.
-LOSSES = {"eval": "Validation loss", "step": "Training loss"}
 # What differs between any two runs.
 NOT_COMPARED = ("out", "hash", "environment.command", "environment.machine", "environment.system")
 
@@ -48,7 +36,7 @@ class RunLines:
         records, beats = lines_of(run)
         points = {(series.kind, series.field): series.points for series in gather(records, beats)}
         settings = {**settings_of(run), **run_info(run)}
-        return cls(label, records, settings, points, seconds_by_step(beats))
+        return cls(label, records, settings, points, run_seconds(beats))
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -89,7 +77,7 @@ class RunLines:
     def summary(self) -> list[str]:
         """A row of the first table, as `SUMMARY` names it."""
         steps = max((step for points in self.points.values() for step, _ in points), default=0.0)
-        losses = [f"{points[-1][1]:.4f}" if (points := self.loss(kind)) else "" for kind in LOSSES]
+        losses = [f"{points[-1][1]:.4f}" if (points := self.loss(kind)) else "" for kind in ("eval", "step")]
         rates = self.any_kind("tokens_per_s")
         rate = f"{median(y for _, y in rates):,.0f}" if rates else ""
         tokens = f"{steps * self.tokens_per_step:,.0f}" if self.tokens_per_step else ""
@@ -98,6 +86,16 @@ class RunLines:
         return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(sum((failed or {}).values()))]
 
 
+LOSS_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
+    "Validation loss by tokens": lambda run: run.by_tokens(run.loss("eval")),
+    "Validation loss by seconds": lambda run: run.by_seconds(run.loss("eval")),
+    "Training loss by tokens": lambda run: run.by_tokens(run.loss("step")),
+    "Training loss by seconds": lambda run: run.by_seconds(run.loss("step")),
+}
+SPEED_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
+    "Tokens/s by step": lambda run: run.any_kind("tokens_per_s"),
+    "GPU memory by step, GiB": lambda run: run.any_kind("memory_gib"),
+}
 SUMMARY = ("run", "steps", "tokens", "validation loss", "training loss", "tokens/s", "time", "fallbacks")
 
 
@@ -122,8 +120,8 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
     parts = [
         tiles_html(title, {"runs": str(len(runs)), "settings that differ": str(len(rows))}),
         section("Ends", [grid("Where each run is", SUMMARY, [run.summary() for run in found])]),
-        section("Loss", [chart.html() for chart in loss_charts(found)]),
-        section("Speed", [chart.html() for chart in speed_charts(found)]),
+        section("Loss", charts_of(found, LOSS_CHARTS)),
+        section("Speed", charts_of(found, SPEED_CHARTS)),
         section("Settings", [grid("Settings that differ", ["", *labels], rows)] if rows else []),
     ]
     make_folder(out.parent)
@@ -131,19 +129,10 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
     return out
 
 
-def loss_charts(runs: list[RunLines]) -> Iterator[Chart]:
-    for kind, name in LOSSES.items():
-        for over, axis in ((RunLines.by_tokens, "tokens"), (RunLines.by_seconds, "seconds")):
-            lines = [(run.label, over(run, run.loss(kind))) for run in runs]
-            if any(points for _, points in lines):
-                yield Chart(f"{name} by {axis}", [(label, points) for label, points in lines if points])
-
-
-def speed_charts(runs: list[RunLines]) -> Iterator[Chart]:
-    for field, name in (("tokens_per_s", "Tokens/s by step"), ("memory_gib", "GPU memory by step, GiB")):
-        lines = [(run.label, run.any_kind(field)) for run in runs]
-        if any(points for _, points in lines):
-            yield Chart(name, [(label, points) for label, points in lines if points])
+def charts_of(runs: list[RunLines], titles: dict[str, Callable[[RunLines], list[Point]]]) -> list[str]:
+    """A chart per title with a line per run, of those that have one."""
+    lines = {title: [(run.label, points) for run in runs if (points := of(run))] for title, of in titles.items()}
+    return [Chart(title, found).html() for title, found in lines.items() if found]
 
 
 def differences(runs: list[RunLines]) -> Iterator[list[str]]:
@@ -157,6 +146,6 @@ def differences(runs: list[RunLines]) -> Iterator[list[str]]:
 def run_info(run: Path) -> dict[str, Any]:
     """What `run.json` says, dotted; nothing where there is none that can be read."""
     try:
-        return dict(flat_values("", json.loads((run / RUN_INFO).read_text(encoding="utf-8"))))
+        return dict(flatten("", json.loads((run / RUN_INFO).read_text(encoding="utf-8"))))
     except (OSError, ValueError):
         return {}
