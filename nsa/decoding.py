@@ -30,18 +30,11 @@ MAX_TOKENS = 8
 def fused_step(
     layer: NSAAttention, x: Tensor, cache: NSACache, counts: Tensor | None, position_offset: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Append the tokens `x [B,T,dim]` to `cache` and attend from them, where the decode kernels can.
-
-    Args:
-        layer: whose weights and hyperparameters are used.
-        x: the new tokens, real ones first.
-        cache: advanced by the step.
-        counts: integers `[B]`, real tokens per row; None: all.
-        position_offset: added to RoPE's positions.
+    """Append the tokens `x [B,T,dim]`, the first `counts [B]` of which are real, to `cache` and attend from them.
 
     Returns:
-        `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the step must go the
-        long way, and the cache is as it was.
+        `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the decode kernels
+        do not run the step, and the cache is as it was.
 
     Raises:
         ValueError: the tokens do not fit into the cache.

@@ -18,20 +18,7 @@ from nsa.config import NSAConfig, require, require_bool, require_int, require_po
 
 
 class RowCache(ABC):
-    """`batch_size` rows of up to `max_len` tokens, each row with its own length.
-
-    Args:
-        config: The layer's config.
-        batch_size: Rows.
-        max_len: Most tokens per row.
-        dtype: Of keys and values.
-        device: Where they are stored.
-        max_rollback: How many tokens `crop` can always remove.
-        static: Fix every shape at full capacity; no length reaches the host.
-
-    Raises:
-        ValueError: An argument has a wrong type or value.
-    """
+    """`batch_size` rows of up to `max_len` tokens, each row with its own length; arguments as for `NSACache`."""
 
     def __init__(
         self,

@@ -34,22 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for command in (needle, recall):
         command.add_argument("--lengths", type=int, nargs="+", metavar="N", help="of prompts (default: the model's)")
         command.add_argument("--samples", type=int, default=8, metavar="N", help="per cell (default: %(default)s)")
-        command.add_argument(
-            "--haystack", type=path, metavar="FILE", help="a text (default: Python's standard library)"
-        )
+        command.add_argument("--haystack", type=path, metavar="FILE", help="text (default: Python's standard library)")
     for command in (loss, needle, recall):
-        command.add_argument(
-            "--chunk", type=int, metavar="N", help="tokens per pass (default: 65536 on a GPU, else 8192)"
-        )
+        command.add_argument("--chunk", type=int, metavar="N", help="per pass (default: 65536 on a GPU, else 8192)")
 
     harness = new_command(commands, "lm-eval", "RULER's synthetic tasks by lm-eval-harness, of Transformers folders")
     tasks = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
     shown = f"(default: {' '.join(tasks)}, all that need no network)"
     harness.add_argument("--tasks", nargs="+", default=tasks, metavar="TASK", help=shown)
     harness.add_argument("--lengths", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
-    harness.add_argument(
-        "--samples", type=int, default=50, metavar="N", help="of each, up to 500 (default: %(default)s)"
-    )
+    harness.add_argument("--samples", type=int, default=50, metavar="N", help="each, up to 500 (default: %(default)s)")
     harness.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts (default: %(default)s)")
 
 

@@ -305,13 +305,8 @@ def open_loader(
     if vocab_size is not None:
         check_vocabulary(pools.tokenizer, vocab_size)
     identity: dict[str, Any] = {"source": config.source, "fingerprint": pools.fingerprint}
-    identity |= {
-        "tokenizer": pools.tokenizer.name,
-        "split": split,
-        "seq_len": seq_len,
-        "seed": seed,
-        "shuffle_tokens": config.shuffle_tokens,
-    }
+    identity |= {"tokenizer": pools.tokenizer.name, "split": split, "seq_len": seq_len, "seed": seed}
+    identity["shuffle_tokens"] = config.shuffle_tokens
     return Loader(pools, config, Share(batch_size, rank, world_size, config.pack), identity)
 
 

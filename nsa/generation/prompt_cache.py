@@ -44,12 +44,7 @@ def load_prompt_cache(
     after the beginning it shares with the prompt for at most as many tokens as it can roll back: tokenizers may merge
     its last characters with those that follow.
 
-    Args:
-        path: A file of `save_prompt_cache`.
-        model: The model that wrote it, in the same dtype.
-        prompts: Token ids of each row.
-        max_len: Most tokens per row.
-        options: More arguments of `LM.new_cache`.
+    `path` is a file of `save_prompt_cache`, `options` are more arguments of `LM.new_cache`.
 
     Returns:
         One cache per layer, and how many tokens of each prompt they hold.

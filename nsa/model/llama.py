@@ -198,17 +198,8 @@ def load_llama_tensors(model: LM, tensors: Mapping[str, Tensor], origin: Path) -
 
 
 def check_tensors(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], origin: Path, *, tied: bool) -> None:
-    """Check names and shapes.
-
-    Args:
-        shapes: Of the parameters of a model.
-        tensors: By the same names. A tied head may be there or not, and so may buffers of early Llamas.
-        origin: What the error names.
-        tied: Whether the head is the embedding.
-
-    Raises:
-        ValueError: A tensor is missing, left over, or has another shape.
-    """
+    """A `ValueError` that names `origin` where a tensor is missing, left over, or has another shape than `shapes`. A
+    head that is `tied` to the embedding may be there or not, and so may buffers of early Llamas."""
     head = {"lm_head.weight"} if tied else set()
     ignored = head | {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys() - head]

@@ -143,10 +143,8 @@ def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
 def load_batches(path: Path) -> list[Batch]:
     """The batches of one step that `save_batches` wrote, for `Trainer.step`."""
     tensors = read_tensors(path)
-    count = sum(name.startswith("tokens.") for name in tensors)
-    return [
-        Batch(tensors[f"tokens.{i}"], tensors[f"targets.{i}"], tensors.get(f"cu_seqlens.{i}")) for i in range(count)
-    ]
+    n = sum(name.startswith("tokens.") for name in tensors)
+    return [Batch(tensors[f"tokens.{i}"], tensors[f"targets.{i}"], tensors.get(f"cu_seqlens.{i}")) for i in range(n)]
 
 
 class Watchdog:

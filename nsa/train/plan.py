@@ -433,7 +433,7 @@ def count_tokens(documents: IndexedDocuments, tokenizer: Tokenizer) -> float:
 # The table.
 
 
-def shown_ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
@@ -455,7 +455,7 @@ def render(config: TrainConfig, plans: list[RunPlan], data: Iterable[str] = ()) 
     rows = []
     for plan in plans:
         gpu, fits = f"{plan.gpus} x {plan.gpu}" if plan.gpus > 1 else plan.gpu, "yes" if plan.fits else "no"
-        times = (f"{plan.tokens_per_s:,.0f}", shown_ms(plan.step_s), f"{plan.total_s / 3600:,.1f} h")
+        times = (f"{plan.tokens_per_s:,.0f}", in_ms(plan.step_s), f"{plan.total_s / 3600:,.1f} h")
         rows.append((gpu, f"{plan.memory_gib:g} GiB", fits, *times, "-" if plan.cost is None else f"{plan.cost:,.2f}"))
     lines += [aligned_columns([head, *rows], left=1), "", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
     if not all(plan.fits for plan in plans):

@@ -25,17 +25,7 @@ from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
-from nsa.train.plan import (
-    GIB,
-    MEMORY_GIB,
-    RESULTS,
-    RunPlan,
-    estimate_memory,
-    flops_of,
-    measurements,
-    plan_run,
-    shown_ms,
-)
+from nsa.train.plan import GIB, MEMORY_GIB, RESULTS, RunPlan, estimate_memory, flops_of, in_ms, measurements, plan_run
 from nsa.train.run_info import check_folder, open_data, problem_of
 from nsa.train.step import TrainStep
 
@@ -143,14 +133,14 @@ def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
 
 def compare_step(config: TrainConfig, found: RunPlan | None, seconds: float) -> tuple[str, str | None]:
     """Compare an uncompiled step of one batch with the plan: a note, and a problem if it is far too slow."""
-    took = f"one uncompiled step of {config.tokens_per_batch:,} tokens took {shown_ms(seconds)}"
+    took = f"one uncompiled step of {config.tokens_per_batch:,} tokens took {in_ms(seconds)}"
     if found is None:
         return took, None
     batch = found.step_s / config.accum
-    note = f"{took}; the plan has {shown_ms(batch)} for the run's own ({found.source})"
+    note = f"{took}; the plan has {in_ms(batch)} for the run's own ({found.source})"
     if found.basis == "estimated" or seconds <= batch / SPEED_FLOOR:
         return note, None
-    return note, f"{took}, {seconds / batch:.0f} times the {shown_ms(batch)} of the plan: {found.source}"
+    return note, f"{took}, {seconds / batch:.0f} times the {in_ms(batch)} of the plan: {found.source}"
 
 
 def cpu_step_s(config: TrainConfig) -> float:

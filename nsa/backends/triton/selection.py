@@ -469,17 +469,9 @@ plan = lru_cache(maxsize=MAX_PLANS)(SelectionPlan)
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection, tile: SelectionTile | None = None
 ) -> Tensor:
-    """Select, for every query and group, the forced blocks and those of the greatest importance.
+    """The forced blocks and those of the greatest importance: int32 `[B, S, G, n_select]`, ascending, -1 for none.
 
-    Args:
-        q: `[B, S, Hq, D]`
-        k_cmp: `[B, N, G, D]` compressed keys.
-        lse: `[B, S, Hq]` fp32, natural, of the compressed branch.
-        selection: hyperparameters, and the sequences.
-        tile: in place of the tuned one.
-
-    Returns:
-        `[B, S, G, n_select]` int32, ascending, -1 where there are fewer blocks.
+    From `q [B, S, Hq, D]`, `k_cmp [B, N, G, D]` and the compressed branch's `lse [B, S, Hq]`, fp32 and natural.
     """
     sequences = selection.sequences
     block, stride, cu_seqlens = selection.block, selection.stride, sequences.cu_seqlens

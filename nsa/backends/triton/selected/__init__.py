@@ -134,19 +134,10 @@ def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, branch: Selected, tile: SelectedForwardTile | None = None,
     method: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of every query to the tokens of its selected blocks up to its own.
+    """`o [B, S, Hq, D_v]` and natural `lse [B, S, Hq]`, fp32, from `q [B, S, Hq, D_k]`, `k, v [B, N, G, D]` and
+    `indices [B, S, G, n]`, int32, ascending and distinct, -1 for none.
 
-    Args:
-        q: `[B, S, Hq, D_k]`
-        k: `[B, N, G, D_k]`; `N` is `S` without `q_start`.
-        v: `[B, N, G, D_v]`
-        indices: `[B, S, G, n]` int32, ascending and distinct, -1 for none.
-        branch: hyperparameters, and the sequences.
-        tile: in place of the tuned one.
-        method: "query", "block" or "dense", in place of the fastest one.
-
-    Returns:
-        `o [B, S, Hq, D_v]` and natural `lse [B, S, Hq]`, fp32.
+    `tile` and `method` ("query", "block" or "dense") take the place of the tuned and the fastest one.
     """
     sequences = branch.sequences
     cu_seqlens = sequences.cu_seqlens
