@@ -134,12 +134,9 @@ def check_sequences(
         check_same(start, "shape[0]", q_start.shape[0], "q", q.shape[0])
 
 
-def check_scale(scale: float | None) -> None:
+def check_routing(backend: str, strict: bool, scale: float | None = None) -> None:
     valid = scale is None or (isinstance(scale, float) and 0 < scale < float("inf"))
     require(valid, "scale", scale, "None or a positive finite float")
-
-
-def check_routing(backend: str, strict: bool) -> None:
     require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
     require_bool("strict", strict)
 
@@ -172,8 +169,7 @@ def check_compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *args: A
     check_compression(block, stride)
     check_sequences(q, cu_seqlens, q_start)
     check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
-    check_scale(scale)
-    check_routing(backend, strict)
+    check_routing(backend, strict, scale)
 
 
 @once_per_layout
@@ -190,8 +186,7 @@ def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> No
     check_selection(stride, select_block, n_select, n_init, n_local)
     check_sequences(q, cu_seqlens, q_start)
     check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
-    check_scale(scale)
-    check_routing(backend, strict)
+    check_routing(backend, strict, scale)
 
 
 @once_per_layout
@@ -206,8 +201,7 @@ def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *
     check_same("indices", "device", indices.device, "q", q.device)
     require_positive_int("select_block", select_block)
     check_sequences(q, cu_seqlens, q_start)
-    check_scale(scale)
-    check_routing(backend, strict)
+    check_routing(backend, strict, scale)
 
 
 @once_per_layout
@@ -217,8 +211,7 @@ def check_sliding_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None
     check_token_count(q, k, q_start)
     require_positive_int("window", window)
     check_sequences(q, cu_seqlens, q_start)
-    check_scale(scale)
-    check_routing(backend, strict)
+    check_routing(backend, strict, scale)
 
 
 @once_per_layout
@@ -258,8 +251,7 @@ def check_attention(*args: Any) -> None:
     check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
     check_token_count(q, k_sel, q_start, "k_sel")
     check_token_count(q, k_win, window_start, "k_win")
-    check_scale(scale)
-    check_routing(backend, strict)
+    check_routing(backend, strict, scale)
 
 
 def can_read_values(x: Tensor, strict: bool) -> bool:

@@ -156,6 +156,7 @@ class Blocks:
         return first, position, end
 
 
+@dataclass(eq=False)
 class OverBlocks:
     """A branch over the compressed blocks that are complete at each query."""
 
@@ -175,9 +176,6 @@ class OverBlocks:
 class Compressed(OverBlocks):
     """Every query sees the compressed blocks of its document that are complete."""
 
-    sequences: Sequences
-    block: int
-    stride: int
     scale: float
 
 
@@ -216,9 +214,6 @@ class Selected:
 class Selection(OverBlocks):
     """Which blocks every query selects, by the probabilities of the compressed branch."""
 
-    sequences: Sequences
-    block: int
-    stride: int
     select_block: int
     n_select: int
     n_init: int

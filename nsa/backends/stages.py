@@ -23,12 +23,8 @@ class Stage:
     __slots__ = ("backend", "compute", "device", "failures", "function", "name", "problem", "router", "strict")
 
     def __init__(self, router: Router, problem: Problem, function: str, backend: str, strict: bool) -> None:
-        self.router = router
-        self.problem = problem
-        self.function = function
-        self.backend = backend
-        self.strict = strict
-        self.device = problem.device
+        self.router, self.problem, self.function, self.backend = router, problem, function, backend
+        self.strict, self.device = strict, problem.device
         self.resolve()
 
     def resolve(self) -> None:

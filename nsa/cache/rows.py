@@ -38,12 +38,8 @@ class RowCache(ABC):
         require_bool("static", static)
         require(dtype in FLOATS, "dtype", dtype, FLOAT_NAMES)
         check_device(device)
-        self.config = config
-        self.batch_size = batch_size
-        self.max_len = max_len
-        self.max_rollback = max_rollback
-        self.static = static
-        self.dtype = dtype
+        self.config, self.batch_size, self.max_len = config, batch_size, max_len
+        self.max_rollback, self.static, self.dtype = max_rollback, static, dtype
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)

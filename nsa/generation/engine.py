@@ -70,9 +70,7 @@ class Generation:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         options.check(prompts, model.config.vocab_size)
-        self.model = model
-        self.options = options
-        self.progress = progress
+        self.model, self.options, self.progress = model, options, progress
         max_len = options.max_len or max(map(len, prompts)) + options.max_new_tokens
         self.rows = [
             GeneratedRow(

@@ -59,10 +59,7 @@ class Checkpoints:
         require_positive_int("keep", keep)
         require_bool("keep_best", keep_best)
         require(not folder.exists() or folder.is_dir(), "folder", str(folder), "a folder, or a path where one can be")
-        self.folder = folder
-        self.keep = keep
-        self.keep_best = keep_best
-        self.validation_id = validation_id
+        self.folder, self.keep, self.keep_best, self.validation_id = folder, keep, keep_best, validation_id
         # The thread communicates while training does, which needs a group of its own, on the CPU.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -103,9 +103,7 @@ class Skips:
     """Steps whose loss or gradients were not finite: counts them, and saves their batches for replay."""
 
     def __init__(self, folder: Path, limit: int, *, rank: int = 0) -> None:
-        self.folder = folder
-        self.limit = limit
-        self.rank = rank
+        self.folder, self.limit, self.rank = folder, limit, rank
         self.total = 0
         self.in_a_row = 0
 
@@ -161,10 +159,7 @@ class Watchdog:
     """
 
     def __init__(self, path: Path, seconds: float, *, describe: Callable[[], str], rescue: Callable[[], str]) -> None:
-        self.path = path
-        self.seconds = seconds
-        self.describe = describe
-        self.rescue = rescue
+        self.path, self.seconds, self.describe, self.rescue = path, seconds, describe, rescue
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
         self.reset()

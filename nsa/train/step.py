@@ -57,10 +57,7 @@ class TrainStep:
         grad_clip: float = 1.0,
         module: nn.Module | None = None,
     ) -> None:
-        self.model = model
-        self.dtype = dtype
-        self.grad_clip = grad_clip
-        self.cuda_graphs = cuda_graphs
+        self.model, self.dtype, self.grad_clip, self.cuda_graphs = model, dtype, grad_clip, cuda_graphs
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.module = model if module is None else module
