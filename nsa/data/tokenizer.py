@@ -177,9 +177,7 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
         size = values.get("vocab_size", ByteTokenizer.vocab_size)
         require(size == ByteTokenizer.vocab_size, f"vocab_size in {path}", size, "256 for bytes")
         return ByteTokenizer()
-    if values == byte_level_json():
-        return ByteTokenizer()
-    return FileTokenizer(text, str(path))
+    return ByteTokenizer() if values == byte_level_json() else FileTokenizer(text, str(path))
 
 
 def byte_level_json() -> dict[str, Any]:

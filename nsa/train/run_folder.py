@@ -197,9 +197,7 @@ def plain(value: Any) -> Any:
         return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -22,9 +22,7 @@ def score_budget(x: Tensor, *, fused: bool) -> int:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of matmul operands: a GPU multiplies half precision with fp32 sums, a CPU casts it to fp32."""
-    if x.dtype in HALF_DTYPES and x.device.type == "cpu":
-        return torch.float32
-    return x.dtype
+    return torch.float32 if x.dtype in HALF_DTYPES and x.device.type == "cpu" else x.dtype
 
 
 def group_queries(x: Tensor, n_groups: int) -> Tensor:
