@@ -61,7 +61,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     parser.add_argument("--compile", **switch, default=False, help="torch.compile the model")
-    parser.add_argument("--cuda-graphs", **switch, help="compile, and replay each pass as one (default: on a GPU)")
+    parser.add_argument("--cuda-graphs", **switch, help="replay each pass as one graph (default: on a GPU)")
     parser.add_argument("--gc", **switch, default=False, help="activation checkpointing")
     parser.add_argument("--check-sync", action="store_true", help="only check that no step synchronizes the device")
     add_output(parser)
@@ -139,7 +139,7 @@ def add_flash(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads per group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])
     parser.add_argument("--windows", nargs="+", type=int, default=[128, 512])
-    parser.add_argument("--documents", type=int, default=8, help="per varlen batch, timed next to fixed-length")
+    parser.add_argument("--documents", type=int, default=8, help="per varlen batch, which is timed too")
     parser.add_argument("--rows", type=path, help="read the rows of this CSV file instead of measuring")
     parser.add_argument("--plot", type=path, help="plot the rows into this file")
     parser.add_argument("--write", type=path, help="write the routes here; auto reads configs/routes.json")
@@ -150,7 +150,8 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure the Triton kernels' tiles on this GPU and write the fastest into a file."
     parser.epilog = "example: nsa bench tune --kernels selected-backward --heads 64/4/128"
     parser.add_argument("--kernels", nargs="+", metavar="K", help="(default: all; a wrong name lists them)")
-    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help="the last one of a head_dim counts")
+    heads = "heads/groups/head_dim; the last one of a head_dim counts"
+    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help=heads)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")

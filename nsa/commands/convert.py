@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=path, metavar="DIR", required=True, help="a new folder")
     recipes = ("select", "gated", "full", "dense")
     parser.add_argument("--recipe", choices=recipes, default="select", help="(default: select)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of NSA, such as n_sel=32")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a hyperparameter: n_sel=32")
     compare = parser.add_argument_group("comparison")
     lengths = [512, 1024, 2048, 4096]
     shown = "compare over so many tokens (default: 512 1024 2048 4096; none: do not compare)"

@@ -32,29 +32,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recall.add_argument("--keys", type=int, nargs="*", default=[1, 4, 16], metavar="N", help="(default: 1 4 16)")
     recall.add_argument("--hops", type=int, nargs="*", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     for command in (needle, recall):
-        command.add_argument("--lengths", type=int, nargs="+", metavar="N", help="of prompts (default: the model's)")
+        command.add_argument(
+            "--lengths", type=int, nargs="+", metavar="N", help="tokens per prompt (default: up to the model's)"
+        )
         command.add_argument("--samples", type=int, default=8, metavar="N", help="per cell (default: %(default)s)")
-        command.add_argument("--haystack", type=path, metavar="FILE", help="text (default: Python's standard library)")
+        haystack = "a text file (default: Python's standard library)"
+        command.add_argument("--haystack", type=path, metavar="FILE", help=haystack)
     for command in (loss, needle, recall):
-        command.add_argument("--chunk", type=int, metavar="N", help="per pass (default: 65536 on a GPU, else 8192)")
+        chunk = "tokens per forward pass; longer prompts go in chunks (default: 65536 on a GPU, else 8192)"
+        command.add_argument("--chunk", type=int, metavar="N", help=chunk)
 
     harness = new_command(commands, "lm-eval", "RULER's synthetic tasks by lm-eval-harness, of Transformers folders")
     tasks = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
     shown = f"(default: {' '.join(tasks)}, all that need no network)"
     harness.add_argument("--tasks", nargs="+", default=tasks, metavar="TASK", help=shown)
-    harness.add_argument("--lengths", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
-    harness.add_argument("--samples", type=int, default=50, metavar="N", help="each, up to 500 (default: %(default)s)")
-    harness.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts (default: %(default)s)")
+    tokens = "tokens of prompt and answer (default: 4096)"
+    harness.add_argument("--lengths", type=int, nargs="+", default=[4096], metavar="N", help=tokens)
+    samples = "per task and length, at most 500 (default: %(default)s)"
+    harness.add_argument("--samples", type=int, default=50, metavar="N", help=samples)
+    harness.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at once (default: 8)")
 
 
 def new_command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
     """A sub-command with the flags that all share."""
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"Measure {summary}.", epilog=EVAL_EXAMPLES
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=EVAL_EXAMPLES
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    what = "of a run or of one of its checkpoints; for lm-eval, of Transformers"
-    command.add_argument("runs", type=folder, nargs="+", metavar="RUN", help=what)
+    runs = "the folder of a run or of one of its checkpoints; for lm-eval a Transformers folder"
+    command.add_argument("runs", type=folder, nargs="+", metavar="RUN", help=runs)
     command.add_argument("--out", type=path, help="folder of results (default: eval/ in the first run's folder)")
     add_device_arguments(command, "of matmuls (default: bfloat16 on a GPU, else float32)")
     return command

@@ -14,15 +14,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser, "of the model (default: as saved)")
 
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="repeat for a batch (default: 'def ')")
-    prompts.add_argument("--prompt-file", action="append", metavar="FILE", help="one prompt; repeatable; -: stdin")
+    prompt = "text to continue; repeat for a batch (default: 'def ')"
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
+    file = "one prompt, all of it; repeat for a batch; -: stdin"
+    prompts.add_argument("--prompt-file", action="append", metavar="FILE", help=file)
     prompts.add_argument("--prompts", metavar="FILE", help="a batch, one prompt per line; -: stdin")
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default: 0.8)")
     sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     sampling.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that sum to P")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="sample from tokens P times as likely as the best")
+    min_p = "sample from tokens at least P times as likely as the likeliest"
+    sampling.add_argument("--min-p", type=float, metavar="P", help=min_p)
     penalty = "above 1: make tokens seen before less likely"
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
     sampling.add_argument("--seed", type=int, default=0, help="row b of a batch draws from seed + b")
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     caches = parser.add_argument_group("caches")
     caches.add_argument("--save-cache", type=path, metavar="FILE", help="save the processed prompts")
-    caches.add_argument("--load-cache", type=path, metavar="FILE", help="start from them; give new prompts whole")
+    caches.add_argument("--load-cache", type=path, metavar="FILE", help="start from saved prompts; give new ones whole")
     caches.add_argument("--quantize", choices=("fp8",), help="store keys and values in fp8")
     caches.add_argument("--page-size", type=int, metavar="N", help="paged caches with N tokens per page")
     parser.add_argument("--hide-prompt", action="store_true", help="print the new text alone")

@@ -25,5 +25,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", type=path, metavar="PAGE", help="write the page here")
     parser.add_argument("--json", type=path, metavar="FILE", help="write everything as JSON; -: stdout")
     parser.add_argument("--max-tokens", type=int, default=32768, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--top", type=int, default=4, metavar="N", help="blocks shown per token (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=4, metavar="N", help="compression blocks per token (default: 4)")
     add_device_arguments(parser, "of matmuls (default: as saved)")

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--max-waiting", type=int, default=64, metavar="N", help=waiting)
     longest = "tokens per request with its prompt (default: the model's, up to 8192)"
     limits.add_argument("--max-len", type=int, metavar="N", help=longest)
-    limits.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="new tokens of each (default: 1024)")
+    limits.add_argument(
+        "--max-tokens", type=int, default=1024, metavar="N", help="new ones per request (default: 1024)"
+    )
     timeout = "seconds per request, waiting included (default: 600)"
     limits.add_argument("--timeout", type=float, default=600, metavar="S", help=timeout)
     chunk = "most prompt tokens between two decode steps (default: 2048)"

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(start, names=("--config", "--preset"))
     start.add_argument("--resume", type=path, metavar="RUN", help="resume the run in this folder, with its own config")
     start.add_argument("--out", type=path, help="the run's folder; resumes a run in it (default: new, under runs/)")
-    start.add_argument("--init", type=folder, metavar="DIR", help="start from the model of a Transformers folder")
+    start.add_argument("--init", type=folder, metavar="DIR", help="start from the model and tokenizer in DIR")
     start.add_argument("--diff", type=path, metavar="RUN", help="show how this start differs from that run's, and stop")
     model = parser.add_argument_group("model")
     model.add_argument("--attention", type=kinds, help=f"{', '.join(ATTENTION_KINDS)}; or one per layer, with commas")
