@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -219,10 +220,7 @@ class SyntheticPools:
         self.fingerprint = f"synthetic-{tokenizer.vocab_size}"
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
-        number = mark["number"] if mark else 0
-        while True:
-            yield self.pool(number)
-            number += 1
+        return map(self.pool, count(mark["number"] if mark else 0))
 
     def pool(self, number: int) -> RowPool:
         # torch takes seeds of 63 bits.

@@ -22,7 +22,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -342,10 +342,7 @@ class ShardPools:
         require(self.pool(0).ends[-1] > 0, f"the {split} split of {folder}", f"{tokens:,} tokens", accepted)
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
-        epoch = mark["epoch"] if mark else 0
-        while True:
-            yield self.pool(epoch)
-            epoch += 1
+        return map(self.pool, count(mark["epoch"] if mark else 0))
 
     def pool(self, epoch: int) -> ShardPool:
         return ShardPool(self.shards, self.seq_len, self.seed, epoch)
