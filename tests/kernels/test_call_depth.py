@@ -25,17 +25,16 @@ def frames(stack: traceback.StackSummary) -> list[str]:
     return own[own.index("attention.forward") :]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 300], ids=["short", "long"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_layer_launches_attention_kernels_within_few_frames(
     length: int, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched, launch = [], Launch.__call__
+    launched = []
 
     def recorded(self: Launch, **free: Any) -> None:
+        """In place of the launch: no value is read back, so what was not computed changes no path."""
         launched.append((self.kernel.__name__, frames(traceback.extract_stack())))
-        launch(self, **free)
 
     monkeypatch.setattr(Launch, "__call__", recorded)
     config = nsa.NSAConfig(
