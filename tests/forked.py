@@ -1,4 +1,4 @@
-"""`nsa` in a fork of this process, which has imported torch before, and with file operations that fail."""
+"""`nsa` in forks of this process, which has imported torch before: alone, as ranks, with file operations that fail."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -52,10 +53,10 @@ class Faults:
         return self.open(path, mode, *args, **options)
 
 
-class Start:
-    """A fork that runs `nsa ARGV`."""
+class Fork:
+    """A fork that calls a function, whose result is its exit status, with more variables in its environment."""
 
-    def __init__(self, argv: list[str], printed: Path, faults: Faults | None = None) -> None:
+    def __init__(self, call: Callable[[], int], printed: Path, **environment: str) -> None:
         self.printed, self.begin = printed, time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
@@ -66,20 +67,44 @@ class Start:
                     os.dup2(output, descriptor)
                 sys.stdout = os.fdopen(1, "w", buffering=1)
                 sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
-                if faults is not None:
-                    faults.install()
-                status = cli.main(argv)
-                if faults is not None:
-                    print("operations", next(faults.numbers))
+                os.environ.update(environment)
+                status = call()
             except BaseException:  # noqa: BLE001  # what nsa let through, as the interpreter would show it
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(status)
 
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
     def wait(self) -> tuple[int, str]:
         """The exit status (negative: the signal) and what was printed; one that hangs is killed."""
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() - self.begin > LIMIT_S:
-                os.kill(self.pid, signal.SIGKILL)
+                self.kill()
             time.sleep(0.01)
         return os.waitstatus_to_exitcode(ended[1]), self.printed.read_text(errors="replace")
+
+
+class Start(Fork):
+    """A fork that runs `nsa ARGV`."""
+
+    def __init__(self, argv: list[str], printed: Path, faults: Faults | None = None, **environment: str) -> None:
+        def call() -> int:
+            if faults is None:
+                return cli.main(argv)
+            faults.install()
+            status = cli.main(argv)
+            print("operations", next(faults.numbers))
+            return status
+
+        super().__init__(call, printed, **environment)
+
+
+def rank_variables(n: int) -> list[dict[str, str]]:
+    """What torchrun would set for each of `n` ranks on as many machines."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(n), "TORCHELASTIC_RUN_ID": "test"}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(n)]

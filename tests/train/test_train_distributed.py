@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Start, rank_variables
 from training import config_file, lines_of, losses, small_run
 
 from nsa.data import DataConfig
@@ -24,11 +24,30 @@ from nsa.train.storage import Index
 pytestmark = pytest.mark.slow
 
 
-def command(folder: Path, out: Path, *words: str) -> list[str]:
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def train_words(folder: Path, out: Path, *words: str) -> list[str]:
     """The small run with half of its batch on each of two ranks."""
     file = config_file(folder, small_run(out, kind="nsa", batch_size=1, log_every=2, stats_every=4))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*launcher, "-m", "nsa.cli", "train", "--config", file, "--out", str(out), *words]
+    return ["train", "--config", file, "--out", str(out), *words]
+
+
+def command(folder: Path, out: Path, *words: str) -> list[str]:
+    return [*LAUNCHER, "-m", "nsa.cli", *train_words(folder, out, *words)]
+
+
+def start_two(folder: Path, first: list[str], second: list[str] | None = None) -> list[Start]:
+    """Two ranks without a launcher, in forks, which save its imports and theirs."""
+    variables = rank_variables(2)
+    return [Start(argv, folder / f"printed-{i}", **variables[i]) for i, argv in enumerate([first, second or first])]
+
+
+def train_two(folder: Path, out: Path, *words: str) -> str:
+    """What the first of two ranks prints, once both have succeeded."""
+    (status, printed), (other, said) = (rank.wait() for rank in start_two(folder, train_words(folder, out, *words)))
+    assert (status, other) == (0, 0), printed + said
+    return printed
 
 
 def torchrun(folder: Path, out: Path, *words: str) -> str:
@@ -51,7 +70,7 @@ def test_two_ranks_are_one_and_one_goes_on(parallel: str, accum: int, tmp_path: 
     alone = run_alone(tmp_path / "alone", accum=accum)
     out = tmp_path / "two"
     words = ("--parallel", parallel, "--accum", str(accum), "--steps", "4", "--sample-every", "2")
-    printed = torchrun(tmp_path, out, *words)
+    printed = (torchrun if parallel == "ddp" else train_two)(tmp_path, out, *words)
     # Half way and at the end.
     assert [sample["step"] for sample in lines_of(out, "sample")] == [2, 4]
     assert f" parallel={parallel} ranks=2 " in printed.splitlines()[0]
@@ -77,7 +96,7 @@ def test_packed_documents_count_by_their_tokens_whoever_has_them(tmp_path: Path)
     data = DataConfig(source="jsonl", path=str(texts), prefetch=False, pack=True)
     alone = run_alone(tmp_path / "alone", data=data)
     words = ("--parallel", "ddp", "--pack", "--dataset", "jsonl", "--data-path", str(texts))
-    torchrun(tmp_path, tmp_path / "two", *words)
+    train_two(tmp_path, tmp_path / "two", *words)
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
 
 
@@ -98,9 +117,8 @@ def test_ranks_warn_once_at_the_start_and_by_name_later(tmp_path: Path, monkeypa
     )
     monkeypatch.setenv("NSA_SEQ_LENGHT", "32")
     words = ["train", "--config", file, "--out", str(tmp_path / "run"), "--parallel", "ddp", "--steps", "3"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(tmp_path / "trains.py"), *words], capture_output=True, text=True, check=False, timeout=300
+        [*LAUNCHER, str(tmp_path / "trains.py"), *words], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warmup 4 -> 2") == 1
@@ -117,21 +135,31 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["one rank is asked", "everyone is asked", "the launcher is killed"])
+ENDLESS = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
+
+
+def wait_for_a_step(out: Path) -> None:
+    """The first step is logged."""
+    for _ in range(600):
+        if (out / "heartbeat.jsonl").is_file():
+            return
+        time.sleep(0.2)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("end", ["everyone is asked", "the launcher is killed"])
 def test_all_ranks_stop_and_save_between_log_steps(end: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
-    with subprocess.Popen(command(tmp_path, out, *words), stdout=subprocess.PIPE, text=True) as launcher:
-        for _ in range(600):
-            # The first step is looked at.
-            if (out / "heartbeat.jsonl").is_file():
-                break
-            time.sleep(0.2)
-        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    with subprocess.Popen(command(tmp_path, out, *ENDLESS), stdout=subprocess.PIPE, text=True) as launcher:
+        wait_for_a_step(out)
+        ranks = ranks_of(launcher.pid)
         if end == "the launcher is killed":
             launcher.kill()
         else:
-            for pid in ranks[-1:] if end == "one rank is asked" else [*ranks, launcher.pid]:
+            for pid in [*ranks, launcher.pid]:
                 os.kill(pid, signal.SIGTERM)
         printed, _ = launcher.communicate(timeout=60)
         for _ in range(100):
@@ -139,10 +167,18 @@ def test_all_ranks_stop_and_save_between_log_steps(end: str, tmp_path: Path) -> 
                 break
             time.sleep(0.2)
     assert not any(map(running, ranks))
-    # torchrun that is asked itself has a status of its own.
-    assert launcher.returncode == 0 or end != "one rank is asked"
     why = "the launcher is gone" if end == "the launcher is killed" else "(SIGTERM|another rank)"
     assert re.search(rf"\[stop\] {why}: step \d+ is saved", printed)
+
+
+def test_all_ranks_stop_and_save_when_one_is_asked(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first, second = start_two(tmp_path, train_words(tmp_path, out, *ENDLESS))
+    wait_for_a_step(out)
+    second.kill(signal.SIGTERM)
+    status, printed = first.wait()
+    assert (status, second.wait()[0]) == (0, 0)
+    assert re.search(r"\[stop\] another rank: step \d+ is saved", printed)
 
 
 def test_ranks_whose_data_fails_keep_what_they_have(tmp_path: Path) -> None:
@@ -150,7 +186,7 @@ def test_ranks_whose_data_fails_keep_what_they_have(tmp_path: Path) -> None:
     texts.mkdir()
     for n in range(400):
         # One that is not read before the run has begun.
-        (texts / f"{n:03}.txt").write_bytes(b"\xff" if n == 7 else b"some words of a text\n" * 20)
+        (texts / f"{n:03}.txt").write_bytes(b"\xff" if n == 7 else b"some words of a text\n" * 10)
     out = tmp_path / "run"
     words = (
         "--parallel",
@@ -174,27 +210,22 @@ def test_ranks_whose_data_fails_keep_what_they_have(tmp_path: Path) -> None:
         "--set",
         "data.shuffle_tokens=640",
     )
-    done = subprocess.run(
-        command(tmp_path, out, *words, *data), capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode != 0
-    assert "007.txt is not UTF-8 text" in done.stderr
-    saved = re.search(r"\[stop\] no data: step (\d+) is saved", done.stdout)
-    assert saved is not None, done.stdout + done.stderr
+    ranks = start_two(tmp_path, train_words(tmp_path, out, *words, *data))
+    (status, printed), (other, _) = (rank.wait() for rank in ranks)
+    assert 0 not in (status, other)
+    assert "007.txt is not UTF-8 text" in printed
+    saved = re.search(r"\[stop\] no data: step (\d+) is saved", printed)
+    assert saved is not None, printed
     assert newest(out).name == f"step_{saved[1]}"
 
 
 def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", "--stats-every", "0")
     with subprocess.Popen(
-        command(tmp_path, out, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(tmp_path, out, *ENDLESS), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as launcher:
-        for _ in range(600):
-            if (out / "heartbeat.jsonl").is_file():
-                break
-            time.sleep(0.2)
-        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+        wait_for_a_step(out)
+        ranks = ranks_of(launcher.pid)
         os.kill(ranks[-1], signal.SIGKILL)
         _, said = launcher.communicate(timeout=60)
     assert "another rank is gone" in said
@@ -211,39 +242,18 @@ def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
         (["--data-path", "other.txt"], "fingerprint of the data on rank 1"),
     ],
 )
-def test_ranks_with_different_runs_are_rejected_before_training(words: list[str], key: str, tmp_path: Path) -> None:
+def test_ranks_with_different_runs_are_rejected_before_training(
+    words: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one.txt", "other.txt"):
         (tmp_path / name).write_text(f"some words of {name}\n" * 400)
     out = tmp_path / "run"
     data = DataConfig(source="text", path=str(tmp_path / "one.txt"), prefetch=False)
     file = config_file(tmp_path, small_run(out, batch_size=1, data=data))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    command = [sys.executable, "-m", "nsa.cli", "train", "--config", file, "--out", str(out), "--parallel", "ddp"]
-    # As torchrun would start them, one on each of two machines.
-    ranks = [
-        subprocess.Popen(
-            [*command, *(words if rank else [])],
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "2",
-                "TORCHELASTIC_RUN_ID": "test",
-            },
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 2, said
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", "--config", file, "--out", str(out), "--parallel", "ddp"]
+    for status, said in [rank.wait() for rank in start_two(tmp_path, argv, [*argv, *words])]:
+        assert status == 2, said
         assert key in said
         assert "as on rank 0" in said
     assert not out.exists()
@@ -252,7 +262,7 @@ def test_ranks_with_different_runs_are_rejected_before_training(words: list[str]
 def test_mixed_precision_shards_learn_what_autocast_does(tmp_path: Path) -> None:
     alone = run_alone(tmp_path / "alone", dtype="bfloat16", accum=2, steps=3)
     words = ["--parallel", "fsdp", "--dtype", "bfloat16", "--accum", "2", "--steps", "3", "--gc"]
-    torchrun(tmp_path, tmp_path / "two", *words)
+    train_two(tmp_path, tmp_path / "two", *words)
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=2e-3)
 
 
