@@ -58,6 +58,8 @@ class Fork:
 
     def __init__(self, call: Callable[[], int], printed: Path, **environment: str) -> None:
         self.printed, self.begin = printed, time.monotonic()
+        # What an earlier one wrote.
+        printed.unlink(missing_ok=True)
         self.pid = os.fork()
         if self.pid == 0:
             status = 70

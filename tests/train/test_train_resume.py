@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked import Start
 from training import config_file, lines_of, losses, small_run
 
 from nsa.train.config import TrainConfig
@@ -21,20 +20,13 @@ def config(out: Path) -> TrainConfig:
     return small_run(out, kind="nsa", steps=STEPS, save_every=1, log_every=1, eval_every=8)
 
 
-def start(file: str, out: Path) -> subprocess.Popen[str]:
-    # One thread, as here: how many there are decides the order of sums.
-    code = "import torch; torch.set_num_threads(1); from nsa.cli import main; raise SystemExit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "train", "--config", file, "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(file: str, out: Path) -> Start:
+    return Start(["train", "--config", file, "--out", str(out)], out.parent / "printed")
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
+def finish(run: Start) -> None:
+    status, printed = run.wait()
+    assert status == 0, printed
 
 
 @pytest.mark.slow
@@ -44,14 +36,14 @@ def test_kills_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> Non
     out, whole = tmp_path / "run", tmp_path / "whole"
     file = config_file(tmp_path, config(out))
     for _ in range(pytestconfig.getoption("--kills")):
-        process = start(file, out)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("[boot]")
+        run = start(file, out)
+        while not run.printed.is_file() or "[boot]" not in run.printed.read_text():
+            time.sleep(0.01)
         time.sleep(chance.uniform(0.0, 1.5))
-        process.kill()
-        process.wait()
+        run.kill()
+        run.wait()
     finish(start(file, out))
-    # In a process of its own too: what other tests did to torch may show in the last bit.
+    # In a fork too: what other tests did to torch may show in the last bit.
     finish(start(file, whole))
     assert losses(out) == losses(whole)
     evaluated = {record["step"]: record["loss"] for record in lines_of(out, "eval")}
