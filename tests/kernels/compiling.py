@@ -229,10 +229,12 @@ def stand_in(target: Target, recorder: Recorder, *, gluon: bool = False) -> None
     JITFunction.run = compile_only
 
 
-def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compressed_too: bool) -> None:
+def compile_shape(
+    shape: Shape, recorder: Recorder, *, compressed_too: bool, ungated_too: bool, without_products_too: bool
+) -> None:
     """The launchers, with the library's usual hyperparameters, as training calls them.
 
-    `thorough`: kernels without a product too, and the gradients of a branch alone, which has no gate.
+    `ungated_too`: the gradients of a branch alone. `without_products_too`: the kernels that multiply no matrices.
     """
     import torch
 
@@ -263,7 +265,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
             # Where queries start is added to their positions: the products are those of the same shape without.
             return
         gated = Upstream(do, None, gates[..., i_gate], product[..., i_gate], torch.empty_like(q))
-        for upstream in (Upstream(do), gated) if thorough else (gated,):
+        for upstream in (Upstream(do), gated) if ungated_too else (gated,):
             backward(upstream, saved, branch)
 
     if compressed_too:
@@ -286,7 +288,7 @@ def compile_shape(shape: Shape, recorder: Recorder, *, thorough: bool, compresse
     with recorder.at("selection"):
         how = Selection(sequences, block, stride, select_block, n_select, n_init=1, n_local=2, scale=scale)
         selection.select_blocks(q, k_cmp, lse, how)
-    if not thorough:
+    if not without_products_too:
         return
     with recorder.at("combine"):
         combine.combine_forward(o, o, o, gates)
@@ -306,11 +308,16 @@ def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
         recorder.shape = name
         # The width of a head hardly matters to kernels without a product: one shape of each kind of row is enough.
         # The compressed branch has the sliding one's kernels, less a loop, and the same tiles, but for those that were
-        # measured: on Hopper up to a head_dim of 128.
+        # measured: on Hopper up to a head_dim of 128. A gate adds to the gradients' work: one shape shows them without.
         shape = SHAPES[name]
-        first = i == 0 or shape.packed
-        measured = target == "sm_90" and shape.d_k <= 128 and not shape.offset
-        compile_shape(shape, recorder, thorough=first, compressed_too=first or measured)
+        measured = target == "sm_90" and shape.d_k <= 128 and not (shape.offset or shape.packed)
+        compile_shape(
+            shape,
+            recorder,
+            compressed_too=measured,
+            ungated_too=target == "sm_90" and i == 0,
+            without_products_too=i == 0 or shape.packed,
+        )
     return recorder.found
 
 
