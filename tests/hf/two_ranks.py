@@ -1,12 +1,8 @@
-"""One rank of a model that is divided by tensor parallelism or FSDP; started by tests/hf/test_ranks.py under torchrun.
-
-python -m torch.distributed.run --nproc-per-node 2 tests/hf/two_ranks.py FOLDER OUT tp
-"""
+"""One rank of a model that is divided by tensor parallelism or FSDP; run by tests/hf/test_ranks.py in two processes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -21,8 +17,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def main(folder: Path, out: Path, kind: str) -> None:
-    torch.set_num_threads(1)
+def main(folder: Path, out: Path, kind: str) -> int:
     config = DistributedConfig(tp_size=2) if kind == "tp" else DistributedConfig(fsdp_size=2)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     tokens = torch.tensor(json.loads((folder / "tokens.json").read_text()))
@@ -41,7 +36,4 @@ def main(folder: Path, out: Path, kind: str) -> None:
         out.write_text(json.dumps({name: x.tolist() for name, x in results.items()}))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    return 0

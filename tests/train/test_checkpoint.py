@@ -8,17 +8,16 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Fork, rank_variables
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
@@ -454,47 +453,40 @@ def test_an_export_is_what_load_model_reads(tmp_path: Path, trained: Pair) -> No
     assert_same(load_model(tmp_path).state_dict(), trained[0].state_dict())
 
 
-# In processes of their own. This file is their program, too.
+# In forks: processes of their own, which need not import torch again.
 
 
-def start(*words: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, __file__, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(worker: Callable[[Path], None], folder: Path, printed: str = "printed", **environment: str) -> Fork:
+    return Fork(lambda: worker(folder) or 0, folder / printed, **environment)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out
+def finish(process: Fork) -> str:
+    status, printed = process.wait()
+    assert status == 0, printed
+    return printed
 
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """The worker has saved step 1, trained, and hangs with half of step 2 on the disk."""
-    process = start("hang", str(tmp_path))
+    process = start(worker_hang, tmp_path)
     deadline = time.monotonic() + 60
-    while not any((tmp_path / "step_2.tmp").glob(".rank_00000.safetensors.*")):
-        assert process.poll() is None, process.communicate()
+    while not any((tmp_path / "run" / "step_2.tmp").glob(".rank_00000.safetensors.*")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     run = make(seed=1)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.load(*run) == (1, {"step": 1})
     checkpoints.save(2, *run, {}, wait=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_1", "step_2"]
 
 
 @pytest.mark.slow
 def test_killed_anywhere(tmp_path: Path) -> None:
     """Eight children, each going on from what the one before left, each killed at a random moment."""
-    reached = [int(line) for line in finish(start("killed", str(tmp_path))).splitlines()]
+    reached = [int(line) for line in finish(start(worker_killed, tmp_path)).splitlines()]
     assert reached == sorted(reached), "what was there stays there"
     assert reached[-1] > 0
 
@@ -506,11 +498,8 @@ def test_two_ranks_save_and_one_reads_and_back(tmp_path: Path) -> None:
     torch.manual_seed(1)
     train(*single, 2)
     Checkpoints(tmp_path / "single").save(2, *single, {"rank": 0}, wait=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    for process in [start("ranks", str(tmp_path), **given, RANK=str(rank)) for rank in range(2)]:
+    variables = enumerate(rank_variables(2))
+    for process in [start(worker_ranks, tmp_path, f"printed-{rank}", **given) for rank, given in variables]:
         finish(process)
     for wrap in ("ddp", "fsdp"):
         truth = read_tensors(tmp_path / f"{wrap}-truth.safetensors")
@@ -526,7 +515,7 @@ def test_two_ranks_save_and_one_reads_and_back(tmp_path: Path) -> None:
 
 def worker_hang(folder: Path) -> None:
     run = make()
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(folder / "run")
     train(*run)
     checkpoints.save(1, *run, {"step": 1}, wait=True)
     train(*run)
@@ -536,23 +525,27 @@ def worker_hang(folder: Path) -> None:
 
 def worker_killed(folder: Path) -> None:
     chance = random.Random(5)
+    begun, begins = os.pipe()
     for _ in range(8):
         child = os.fork()
         if child == 0:
-            run, checkpoints = make(), Checkpoints(folder, keep=1)
+            run, checkpoints = make(), Checkpoints(folder / "run", keep=1)
             found = checkpoints.load(*run)
             step = found[0] if found else 0
             while True:
                 with torch.no_grad():
                     for x in run[0].parameters():
                         x.fill_(step)
+                os.write(begins, b".")
                 checkpoints.save(step, *run, {"step": step}, loss=0.0)
                 step += 1
-        time.sleep(0.2 + chance.random() / 4)
+        for _ in range(chance.randint(2, 6)):
+            os.read(begun, 1)
+        time.sleep(chance.random() / 50)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         run = make()
-        found = Checkpoints(folder).load(*run)
+        found = Checkpoints(folder / "run").load(*run)
         step = found[0] if found else 0
         if found:
             assert found[1] == {"step": step}
@@ -584,8 +577,3 @@ def worker_ranks(folder: Path) -> None:
             write_tensors(folder / f"{wrap}-truth.safetensors", truth)
             write_tensors(folder / f"{wrap}-from-single.safetensors", single)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {"hang": worker_hang, "killed": worker_killed, "ranks": worker_ranks}[sys.argv[1]](Path(sys.argv[2]))
