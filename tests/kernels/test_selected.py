@@ -135,7 +135,7 @@ def test_half_precision(tile: str) -> None:
 @pytest.mark.parametrize("documents", [(1, 33, 1, 30), (7, 0, 40), (16, 32, 1)], ids=lambda d: "-".join(map(str, d)))
 def test_documents_do_not_see_each_other(documents: tuple[int, ...], tile: str) -> None:
     case = BASE.but(documents=documents, length=sum(documents), groups=1)
-    check(case, FORWARD[tile], BACKWARD["chunked"])
+    check(case, FORWARD[tile], BACKWARD["chunked"] if tile == "block-chunked" else None)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_documents_do_not_see_each_other(documents: tuple[int, ...], tile: str) 
 )
 @pytest.mark.parametrize("tile", ["query-pairs", "block"])
 def test_odd_shapes(case: Case, tile: str) -> None:
-    check(case, FORWARD[tile], BACKWARD["whole"])
+    check(case, FORWARD[tile], BACKWARD["whole"] if tile == "block" else None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("heads", [1, 3, 6, 16])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(1, torch.float32), (3, torch.float16), (6, torch.float32), (16, torch.float16)], ids=str
+)
 def test_every_block_read_and_masked(heads: int, dtype: torch.dtype) -> None:
     """The method for short sequences: blocks that no query selected, a query's own block, a last block cut short."""
-    case = BASE.but(length=200, batch=2, groups=1, heads=heads, select_block=64, n_select=2, seed=heads)
+    case = BASE.but(length=140, batch=2, groups=1, heads=heads, select_block=64, n_select=2, seed=heads)
     inputs = random_inputs(case, dtype)
     given = on_device(inputs)
     o, lse = selected.selected_forward(*given.of("selected"), given.indices, branch_of(case), method="dense")
