@@ -16,7 +16,7 @@ from nsa.settings import Settings
 from nsa.train import Trainer, load_config
 
 FILE = Path(__file__).parent / "goldens" / "tiny.json"
-STEPS = 8
+STEPS = 20
 
 # Another CPU or library adds up in another order. Parameters that are off by a millionth from the first step on move
 # these losses by 1.4e-5 at most.
