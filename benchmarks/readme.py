@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 from nsa.bench.flash_routes import PACKED, WORTH_IT
 from nsa.bench.report import Heads, Measurements, break_even
@@ -61,10 +63,49 @@ def attention_table() -> str:
     return table(["heads/groups/head_dim", "tokens", "NSA, `triton`", "dense, cuDNN", "dense, FA-2"], lines)
 
 
+def training_rows() -> dict[tuple[str, int, int], Row]:
+    """By implementation, batch and length; the last row of each kind."""
+    return {(row.impl, row.B, row.S): row for row in rows_of("train")}
+
+
+def training_table() -> str:
+    rows, lines = training_rows(), []
+    for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768), (1, 65536)):
+        ours, dense = (rows[f"{impl}-graphs", batch, length] for impl in (NSA, "dense-sdpa"))
+        rates = [row.tokens_per_s or 0.0 for row in (ours, dense)]
+        peaks = [f"{row.peak_gib:.1f}" for row in (ours, dense)]
+        shown = [f"{rate:,.0f}" for rate in rates]
+        lines.append([f"{length:,} x {batch}", *shown, f"{rates[0] / rates[1]:.2f}x", *peaks])
+    return table(["tokens x sequences", "NSA", "dense", "speedup", "NSA, GiB", "dense, GiB"], lines)
+
+
+def decode_table() -> str:
+    rows = {
+        (row.impl, row.mode, row.Hq, row.G, row.Dk, row.B, row.S): row
+        for row in rows_of("decode")
+        if row.suite == "decode"
+    }
+    lines = []
+    for (impl, mode, *shape), row in rows.items():
+        if (impl, mode) == (f"{NSA}-graphs", "decode-1"):
+            dense, limit = (rows[x, mode, *shape].p50_ms for x in (f"{CUDNN}-graphs", "bytes-limit"))
+            times = [f"{x:.3f}" for x in (row.p50_ms, dense, limit)]
+            lines.append([f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", *times, f"{dense / row.p50_ms:.1f}x"])
+    head = ["heads/groups/head_dim", "tokens x rows", "NSA", "dense, cuDNN", "reading NSA's bytes", "speedup"]
+    return table(head, lines)
+
+
 def readme_sentences() -> Iterator[str]:
     """What the text says, in any number of lines."""
-    (compiled,) = [row.tokens_per_s or 0 for row in rows_of("train") if row.impl == "nsa-triton-compiled"]
-    yield f"runs at {compiled:,.0f} tokens per second"
+    rows = training_rows()
+    compiled, plain = (rows[impl, 8, 2048].tokens_per_s or 0 for impl in ("nsa-triton-compiled", "nsa-sdpa-graphs"))
+    yield f"gives {compiled:,.0f} tokens per second, and `--backend sdpa`, which is plain PyTorch, {plain:,.0f}."
+    run = [json.loads(line) for line in (RESULTS / "h200/run-1000-steps.jsonl").read_text().splitlines()]
+    rate = median(record["tokens_per_s"] for record in run if record["kind"] == "heartbeat" and "mfu" in record)
+    start, end = (run[-1][f"loss_{name}"] for name in ("start", "end"))
+    yield f"takes the validation loss from {start:.2f} to {end:.2f} on the default data"
+    yield f"at a median of {rate:,.0f} tokens per second"
+    yield run[0]["command"]
     host = {(row.op, row.impl, row.mode): row.p50_ms for row in rows_of("host") if row.S == 2048}
     layer = {(impl, mode): host["layer", impl, mode] for _, impl, mode in host}
     forward, both = ([layer[impl, mode] for impl in ("nsa-auto", "dense-sdpa")] for mode in ("fwd", "fwd+bwd"))
@@ -188,7 +229,7 @@ def log_sentences() -> Iterator[str]:
 
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
 TABLES: dict[str, Sequence[Callable[[], str]]] = {
-    "README.md": (crossover_table, attention_table),
+    "README.md": (crossover_table, attention_table, training_table, decode_table),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
 }

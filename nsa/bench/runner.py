@@ -120,6 +120,8 @@ class Runner:
                 _, note = measure_if_right(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
             if note:
                 self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
+            # The next task is made before the name is bound again.
+            del task
         print(json.dumps({"rows": [asdict(row) for row in self.rows], "left_out": self.left_out}), flush=True)
         return int(any(note.startswith("wrong") for note in self.left_out.values()))
 

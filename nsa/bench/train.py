@@ -10,6 +10,7 @@ nsa bench train --preset 125m --batch-size 1 2 4 --attention nsa dense --out ben
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -123,6 +124,8 @@ class TrainRunner:
 
     def measure(self, captured: int) -> tuple[list[float], int | None]:
         """Milliseconds of the steps and the peak memory, at least `captured` bytes."""
+        # What the gate compared with.
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = self.run(self.bench.steps)
@@ -196,8 +199,9 @@ def benches(args: argparse.Namespace, runner: Runner) -> Iterator[TrainBench]:
 
 def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     for bench in benches(args, runner):
-        # CUDA graphs of an earlier measurement would keep its memory.
+        # CUDA graphs of an earlier measurement would keep its memory, and so would cycles.
         torch.compiler.reset()
+        gc.collect()
         if args.check_sync:
             TrainRunner(bench).check_sync()
             print("no host synchronization in a training step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from nsa import bench, cli
 from nsa.bench import trained
 from nsa.bench.train import TrainBench, TrainRunner
 from nsa.functional import nsa_attention
-from nsa.model import LM, PRESETS
+from nsa.model import LM, PRESETS, LMConfig
 from nsa.results import COLUMNS, append, origin_columns, quantiles, read_rows
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -92,6 +93,21 @@ def test_every_batch_size_has_a_row(tmp_path: Path) -> None:
     shape = ["--seq-len", "32", "--batch-size", "1", "3", "--steps", "1", "--warmup", "1", "--out", str(path)]
     assert bench.run(parse(*shape)) == 0
     assert [(row.B, row.S) for row in read_rows(path)] == [(1, 32), (3, 32)]
+
+
+def test_a_measurement_holds_no_model_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[LM]] = []
+    alive: list[int] = []
+
+    def counted(config: LMConfig) -> LM:
+        alive.append(sum(model() is not None for model in models))
+        models.append(weakref.ref(made := LM(config)))
+        return made
+
+    monkeypatch.setattr("nsa.bench.train.LM", counted)
+    assert bench.run(parse("--seq-len", "32", "--batch-size", "1", "2", "--steps", "1", "--warmup", "1")) == 0
+    # Each is made and compared with the specification: nothing of the first is left for the second.
+    assert alive == [0, 1, 0, 1]
 
 
 def test_what_is_measured_trains() -> None:
