@@ -197,7 +197,7 @@ class Driver:
 
 
 def stand_in(target: Target, recorder: Recorder, *, gluon: bool = False) -> None:
-    """From here on this process compiles for `target` and launches nothing; Gluon's kernels if it is told to."""
+    """From here on this process compiles for `target` and launches nothing. `gluon`: its kernels, and no others."""
     import triton
     from triton.errors import TritonError
     from triton.runtime.jit import JITFunction
@@ -218,6 +218,8 @@ def stand_in(target: Target, recorder: Recorder, *, gluon: bool = False) -> None
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         """Returns nothing, as the interpreter does: there is no kernel that a `Launch` could keep and call."""
         name, start = self.fn.__name__, time.perf_counter()
+        if name.startswith("hopper") != gluon:
+            return
         try:
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         except (TritonError, RuntimeError) as error:

@@ -19,7 +19,7 @@ from nsa.bench.tune import Candidates, Tuner, error_ratio
 from nsa.progress import Lines
 
 GPU = (9, 0)
-SHAPE = AttentionShape(batch=1, length=70, n_heads=10, n_groups=2, head_dim=16)
+SHAPE = AttentionShape(batch=1, length=40, n_heads=6, n_groups=2, head_dim=16)
 
 
 @pytest.fixture(scope="module")
