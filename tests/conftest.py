@@ -16,7 +16,7 @@ from nsa.backends import routing
 from nsa.backends.triton import tuning
 
 # On CI the same examples every time; at a desk new ones, and failures are remembered in .hypothesis.
-for profile, max_examples in {"nsa": 30, "quick": 12}.items():
+for profile, max_examples in {"nsa": 30, "quick": 8}.items():
     hypothesis.settings.register_profile(
         profile, deadline=None, max_examples=max_examples, derandomize="CI" in os.environ
     )

@@ -527,6 +527,7 @@ def test_the_task_scores_questions_alone_and_has_one_answer() -> None:
         assert answers[-QUESTIONS:] == [value_of[key] for key in questions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

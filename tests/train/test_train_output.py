@@ -78,7 +78,7 @@ def on_a_terminal(folder: Path, *, ignoring: bool) -> tuple[subprocess.Popen[byt
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignoring else signal.SIG_DFL)
         os.login_tty(theirs)
 
-    process = start(folder, steps=400, preexec_fn=prepare, pass_fds=(theirs,))
+    process = start(folder, steps=200, preexec_fn=prepare, pass_fds=(theirs,))
     os.close(theirs)
     return process, ours
 
@@ -106,7 +106,7 @@ def test_a_closed_terminal(ignoring: bool, tmp_path: Path) -> None:
     wait_for(begun)
     os.close(terminal)
     assert process.wait(timeout=120) == 0
-    assert complete(tmp_path, steps=400) == ignoring
+    assert complete(tmp_path, steps=200) == ignoring
     assert (tmp_path / "run" / "checkpoints" / f"step_{steps_done(tmp_path)}").is_dir()
 
 

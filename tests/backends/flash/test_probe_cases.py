@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_standin import BatchFault, LongFault, LongWindow, StandIn, WindowFault
+from flash_standin import BatchFault, LongFault, LongWindow, NotFinite, StandIn, WindowFault
 from probing import FORCED_ON, OWN, PROBLEM, backend_of, no_probe, probe_quickly, sliding
 
 from nsa.backends import sdpa
@@ -27,7 +27,7 @@ LAYOUTS = {"fixed": {}, "varlen": {"packed": True}, "cached": {"cached": True}}
 
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(2, 1, 64), (8, 8, 128)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_window_of_one_key_too_many_is_found_in_bf16(
+def test_one_key_too_many_and_nan_are_found_in_bf16(
     layout: str, heads: int, groups: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process is not a child to be ended.
@@ -38,6 +38,7 @@ def test_a_window_of_one_key_too_many_is_found_in_bf16(
     answers = Answers(str(tmp_path / "answers"))
     assert [run_case(StandIn(), case, "cpu", answers) for case in fixed] == [None] * len(fixed)
     assert any("off by" in str(run_case(LongWindow(), case, "cpu", answers)) for case in fixed)
+    assert all("o is not finite" in str(run_case(NotFinite(), case, "cpu", answers)) for case in fixed)
 
 
 @pytest.mark.slow
