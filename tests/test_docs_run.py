@@ -27,6 +27,7 @@ SMALL = {
     "eval recall": "--device cpu --lengths 512 --keys 2 --hops 1 --samples 1",
     "inspect": "--device cpu --max-tokens 64",
     "convert": "--device cpu --lengths 64",
+    "bench attention": "--device cpu --heads 2/1/16 --lengths 64",
     "bench train": "--device cpu --steps 1 --warmup 1 --seq-len 128",
     "doctor": "--device cpu --seq-len 32 --heads 2 --groups 1 --d-k 16 --d-v 16",
     "doctor --config": "--device cpu",
@@ -34,7 +35,7 @@ SMALL = {
 # What is parsed only, and why.
 NOT_RUN = {
     "torchrun": "starts processes: tests/train/test_train_distributed.py",
-    "bench attention": "needs a GPU",
+    "bench attention --cuda-graphs": "needs a GPU",
     "bench decode": "needs a GPU",
     "bench flash": "needs a GPU",
     "doctor --probe": "starts a process for each library: tests/backends/flash/test_probe.py",

@@ -35,7 +35,7 @@ from nsa.files import make_folder, replace_text
 from nsa.machine import usable_device
 from nsa.origin import commit
 from nsa.progress import aligned_columns, progress, say
-from nsa.train.run_folder import CONFIG
+from nsa.train.run_folder import CONFIG, plain
 from nsa.train.run_model import run_of
 from nsa.train.yaml_file import read_yaml
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or default_out(args.runs[0])
     written = write_results(out, args.eval_command, rows, device, args)
     say(results_table(args.eval_command, rows))
-    say(json.dumps({"out": [str(path) for path in written], "mean": means(rows)}))
+    say(json.dumps(plain({"out": [str(path) for path in written], "mean": means(rows)})))
     return 0
 
 
@@ -160,7 +160,7 @@ def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: 
     origin = {"nsa": nsa.__version__, "commit": commit(), "torch": str(torch.__version__)}
     origin |= {"device": device_name(device), "date": f"{datetime.now():%Y-%m-%d}"}
     values = {**origin, "flags": flags, "mean": means(rows), "rows": rows}
-    replace_text(paths[0], json.dumps(values, indent=1) + "\n")
+    replace_text(paths[0], json.dumps(plain(values), indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'nsa[plots]')")

@@ -23,7 +23,7 @@ from nsa.evaluation.forward import EvalModel
 from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
 from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
 from nsa.generate import generate
-from nsa.model import save_model
+from nsa.model import load_model, save_model
 from nsa.train import Trainer
 
 KINDS = ["nsa", "dense"]
@@ -181,6 +181,18 @@ def test_without_matplotlib_the_picture_is_left_out_and_named(
 def test_a_window_has_at_least_one_token(wrong: str, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "loss", runs[0], "--dataset", "synthetic", "--seq-len", wrong]) == 2
     assert f"seq_len is {wrong}" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_still_json(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_model(Path(runs[0]))
+    model.blocks[0].attention_norm.weight.data.fill_(torch.nan)
+    save_model(model, Path(runs[0]))
+    assert main(["eval", "loss", runs[0], "--dataset", "synthetic", "--seq-len", "8", "--windows", "1"]) == 0
+    text = (Path(runs[0]) / "eval" / "loss.json").read_text()
+    for given in (text, capsys.readouterr().out.splitlines()[-1]):
+        # NaN and Infinity are no JSON: other parsers refuse them.
+        values = json.loads(given, parse_constant=lambda name: pytest.fail(name))
+        assert values["mean"] == {"nsa": "nan"}
 
 
 def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None:

@@ -321,6 +321,8 @@ def test_a_run_that_still_goes_can_be_drawn(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "run" / "report.html"
     assert capsys.readouterr().out == f"wrote {path}\n"
     assert "40 <small>of 180</small>" in path.read_text()
+    assert cli.main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").read_text() == path.read_text()
     log.close()
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from nsa.config import BRANCHES, require
-from nsa.files import replace_text
+from nsa.files import make_folder, replace_text
 from nsa.train.report.charts import Chart, Point, card, cell, histogram, render_page, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
@@ -42,8 +42,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     Raises:
         ValueError: `run` is no folder with metrics.
     """
-    path = run / REPORT if out is None else out
-    replace_text(path, page(run))
+    path, text = run / REPORT if out is None else out, page(run)
+    make_folder(path.parent)
+    replace_text(path, text)
     return path
 
 
