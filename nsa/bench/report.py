@@ -251,17 +251,28 @@ def decode_parts(found: Measurements) -> Iterator[str]:
         yield grid("A decode step and the bandwidth ceiling", head, lines)
 
 
-def train_charts(found: Measurements) -> Iterator[str]:
+def train_parts(found: Measurements) -> Iterator[str]:
+    """Charts of the largest batch at each length, and a table of all."""
+    rows = sorted(found.of("train"), key=lambda row: (row.S, row.B))
     for title, value in (
         ("tokens/s", lambda row: row.tokens_per_s),
         ("peak memory, GiB", lambda row: row.peak_gib),
     ):
-        lines: dict[str, list[Point]] = {}
-        for row in sorted(found.of("train"), key=lambda row: row.S):
-            if value(row):
-                lines.setdefault(f"{row.impl}, {row.Hq}/{row.G}/{row.Dk}", []).append((row.S, value(row)))
+        lines: dict[str, dict[float, float]] = {}
+        for row in rows:
+            if number := value(row):
+                lines.setdefault(f"{row.impl}, {row.Hq}/{row.G}/{row.Dk}", {})[row.S] = number
         if lines:
-            yield Chart(f"Training: {title}", list(lines.items()), log_x=True).html()
+            drawn = [(label, list(points.items())) for label, points in lines.items()]
+            yield Chart(f"Training, largest batch: {title}", drawn, log_x=True).html()
+    if rows:
+        head = ["implementation", "heads", "tokens x batch", "ms per step", "tokens/s", "peak, GiB"]
+        yield grid("Training steps", head, map(train_cells, rows))
+
+
+def train_cells(row: Row) -> list[str]:
+    what = [row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", f"{row.p50_ms:.1f}"]
+    return [*what, f"{row.tokens_per_s or 0:,.0f}", "" if row.peak_gib is None else f"{row.peak_gib:.2f}"]
 
 
 def host_table(found: Measurements) -> Iterator[str]:
@@ -295,7 +306,7 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
             "time": charts_by_heads(found, "milliseconds", PASSES, lambda row: row.p50_ms),
             "memory": charts_by_heads(found, "peak of both passes, GiB", {"bwd": ""}, lambda row: row.peak_gib),
             "time by branch": branch_bars(found),
-            "training": train_charts(found),
+            "training": train_parts(found),
             "decoding": decode_parts(found),
             "host": host_table(found),
             "ceilings": ceiling_parts(found, gpu),

@@ -82,6 +82,16 @@ def test_branches_are_bars_and_shares(tmp_path: Path) -> None:
     assert "NVIDIA H200: time by branch" in text
 
 
+def test_training_has_one_point_per_length_and_a_row_per_batch(tmp_path: Path) -> None:
+    for batch, rate in ((8, 800.0), (1, 100.0)):
+        append(tmp_path / "rows.csv", replace(ROW, B=batch, tokens_per_s=rate))
+    text = draw(tmp_path / "bench.html", tmp_path / "rows.csv")
+    rates = json.loads(unescape(re.findall(r'data-lines="([^"]+)"', text)[0]))
+    assert [shown for _, points in rates for _, shown in points] == ["2048: 800"]
+    assert "<td>2,048 x 1</td>" in text
+    assert "<td>2,048 x 8</td>" in text
+
+
 def test_a_path_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert cli.main(["bench", "report", str(tmp_path), "-o", str(tmp_path / "bench.html")]) == 2

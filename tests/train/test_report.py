@@ -358,6 +358,17 @@ def test_runs_are_compared_by_tokens_and_by_seconds(tmp_path: Path, capsys: pyte
     Checker().feed(text)
 
 
+def test_a_run_keeps_its_color_where_another_has_no_points(tmp_path: Path) -> None:
+    late = logged(tmp_path / "late", [], batch_size=2, seconds=5)
+    early = logged(tmp_path / "early", [4.0, 3.0], batch_size=2, seconds=5)
+    text = write_comparison([late, early], tmp_path / "compare.html").read_text()
+    assert '<span class="key c1">early</span>' in text
+    assert "key c0" not in text
+    shown = [json.loads(unescape(data)) for data in re.findall(r'data-lines="([^"]+)"', text)]
+    assert shown
+    assert all(label == "early" and points for chart in shown for label, points in chart)
+
+
 def test_one_run_is_no_comparison(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="runs is"):
         write_comparison([tmp_path], tmp_path / "compare.html")

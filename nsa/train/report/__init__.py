@@ -174,7 +174,7 @@ def header(run: Path, records: list[Record], beats: list[Record], series: list[S
 
 
 def run_seconds(beats: list[Record]) -> dict[int, float]:
-    """Seconds that the run took up to each heartbeat, without pauses."""
+    """Seconds that the run took from its first heartbeat to each, without pauses."""
     timed = [beat for beat in beats if is_number(beat.get("time")) and isinstance(beat.get("step"), int)]
     seconds, total = {}, 0.0
     for earlier, later in pairwise([*timed[:1], *timed]):

@@ -49,7 +49,8 @@ class Chart:
     log_y: bool = False
 
     def html(self) -> str:
-        return card(f"{escape(self.title)}{legend([label for label, _ in self.lines])}", self.svg())
+        names = [label if points else "" for label, points in self.lines]
+        return card(f"{escape(self.title)}{legend(names)}", self.svg())
 
     def svg(self) -> str:
         xs, ys = ([point[at] for _, points in self.lines for point in points] for at in (0, 1))
@@ -64,6 +65,9 @@ class Chart:
             out.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>')
         shown = []
         for i, (label, points) in enumerate(self.lines):
+            # A line without points keeps its color for the chart that has some.
+            if not points:
+                continue
             few, style = thin(points), f"line c{i % N_COLORS}"
             smooth = self.smooth and len(points) > 20
             out.append(drawn(few, x_of, y_of, style + (" faint" if smooth else "")))

@@ -88,9 +88,9 @@ class RunLines:
 
 LOSS_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
     "Validation loss by tokens": lambda run: run.by_tokens(run.loss("eval")),
-    "Validation loss by seconds": lambda run: run.by_seconds(run.loss("eval")),
+    "Validation loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("eval")),
     "Training loss by tokens": lambda run: run.by_tokens(run.loss("step")),
-    "Training loss by seconds": lambda run: run.by_seconds(run.loss("step")),
+    "Training loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("step")),
 }
 SPEED_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
     "Tokens/s by step": lambda run: run.any_kind("tokens_per_s"),
@@ -130,9 +130,9 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
 
 
 def charts_of(runs: list[RunLines], titles: dict[str, Callable[[RunLines], list[Point]]]) -> list[str]:
-    """A chart per title with a line per run, of those that have one."""
-    lines = {title: [(run.label, points) for run in runs if (points := of(run))] for title, of in titles.items()}
-    return [Chart(title, found).html() for title, found in lines.items() if found]
+    """A chart per title with a line per run, of those that some run has points for."""
+    lines = {title: [(run.label, of(run)) for run in runs] for title, of in titles.items()}
+    return [Chart(title, found).html() for title, found in lines.items() if any(points for _, points in found)]
 
 
 def differences(runs: list[RunLines]) -> Iterator[list[str]]:
