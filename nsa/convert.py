@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     if tokens is not None:
         found = logit_distances(args.source, args.to, tokens, args.lengths, device=device, dtype=args.dtype)
         print(DISTANCE_HEADER, *found, sep="\n")
+        if tokens.shape[1] < max(args.lengths):
+            print(f"the text has {tokens.shape[1]:,} tokens: no comparison at longer --lengths")
     length = max(8192, 2 * c.n_sel * c.l_sel)
     flags = f"--config 125m --seq-len {length} --lr 3e-5 --steps 500 --dataset text --data-path DIR"
     print(f"recover longer contexts with:\n  nsa train --init {args.to} {flags}")

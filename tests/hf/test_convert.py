@@ -12,7 +12,7 @@ import torch
 from hf_models import FAMILIES, LENGTHS, dense_folder, logits_of, text
 from transformers import AutoModelForCausalLM
 
-from nsa.cli import main
+from nsa.cli import main, parser_of
 from nsa.hf.convert import convert_back, convert_folder, phi_as_mean
 from nsa.model.llama import read_weights
 
@@ -121,10 +121,20 @@ def test_the_command_prints_distances_and_what_to_do(tmp_path: Path, capsys: pyt
     assert [row[0] for row in rows] == ["128", "256", "512"]
     assert float(rows[1][2]) < 2e-5
     assert float(rows[2][2]) > 1e-3
-    assert any(line.strip().startswith(f"nsa train --init {tmp_path / 'nsa'}") for line in lines)
+    command = next(line.strip() for line in lines if line.strip().startswith(f"nsa train --init {tmp_path / 'nsa'}"))
+    assert parser_of("train").parse_args(command.split()[2:]).seq_len == 8192
     back = ["convert", "--from", str(tmp_path / "nsa"), "--to", str(tmp_path / "back"), "--recipe", "dense"]
     assert main(back) == 0
     assert (tmp_path / "back" / "model.safetensors").is_file()
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense_folder(tmp_path / "dense")
+    (tmp_path / "text").write_text("x" * 100)
+    words = ["convert", "--from", str(tmp_path / "dense"), "--to", str(tmp_path / "nsa"), "--lengths", "64", "128"]
+    assert main([*words, "--text", str(tmp_path / "text")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("100 tokens" in line and "--lengths" in line for line in lines)
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3", "gated"), ("qwen2", "select"), ("mistral", "select")])
