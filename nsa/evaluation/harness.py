@@ -112,7 +112,8 @@ def check_length(task: str, length: int, tokenizer: Any) -> None:
     elif task == "cwe":
         from lm_eval.tasks.ruler import cwe_utils
 
-        least = tokens(" ".join(cwe_utils.generate_input_output(10, length)[:2])) + 240
+        # Of random words: the longest of some prompts.
+        least = max(tokens(" ".join(cwe_utils.generate_input_output(10, length)[:2])) for _ in range(16)) + 240
     else:
         least = 512
     require(length >= least, "--lengths", length, f"at least {least} for {task} with this tokenizer")

@@ -112,7 +112,7 @@ def test_every_task_runs_without_a_network(folder: Path, tmp_path: Path, task: s
 
 
 @needs_harness
-@pytest.mark.parametrize(("task", "length"), [("vt", 4096), ("cwe", 2048), ("cwe", 4096)])
+@pytest.mark.parametrize(("task", "length"), [("vt", 4096), ("cwe", 1536), ("cwe", 4096)])
 def test_prompts_that_cannot_be_made_are_refused(
     tmp_path: Path, task: str, length: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
