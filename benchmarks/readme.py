@@ -108,6 +108,30 @@ def readme_sentences() -> Iterator[str]:
     yield f"an attention forward takes {host['attention', 'nsa-auto', 'fwd']:.2f} ms"
 
 
+# docs/transformers.md
+
+
+def recovery_table() -> str:
+    """By length and model: the loss as converted, and after the most tokens that all models of that length have seen."""
+    with (RESULTS / "h200/recovery.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["valid_loss"]]
+    lines = []
+    for length in (8192, 32768):
+        arms = ("dense", "gated", "select")
+        curves = {
+            arm: {
+                int(row["tokens"]): float(row["valid_loss"])
+                for row in rows
+                if (row["arm"], int(row["seq_len"])) == (arm, length)
+            }
+            for arm in arms
+        }
+        last = max(set.intersection(*map(set, curves.values())))
+        for arm, losses in curves.items():
+            lines.append([f"{length:,}", arm, f"{losses[0]:.3f}", f"{losses[last]:.3f}", f"{last:,}"])
+    return table(["context", "model", "as converted", "trained on", "after tokens"], lines)
+
+
 # docs/flash-integration.md
 
 
@@ -224,6 +248,7 @@ TABLES: dict[str, Sequence[Callable[[], str]]] = {
     "README.md": (crossover_table, attention_table, training_table, decode_table),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
+    "docs/transformers.md": (recovery_table,),
 }
 SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme_sentences,
