@@ -138,7 +138,7 @@ class Recovery:
     def run_together(self, stages: Mapping[str, Sequence[str]]) -> bool:
         """Run the `nsa` commands of stages that are not done yet, at once; returns whether all stages are done now.
 
-        The output of each goes to `NAME.log`. At the deadline they are told to stop.
+        The output of each goes to `NAME.log`. At the deadline they get SIGTERM.
         """
         paths = os.pathsep.join([str(Path(nsa.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -155,17 +155,17 @@ class Recovery:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-        told = False
+        stopping = False
         while running:
-            until_next = self.left + (STOP_S if told else 0)
+            until_next = self.left + (STOP_S if stopping else 0)
             try:
                 next(iter(running.values())).wait(timeout=max(0.1, min(LINE_EVERY_S, until_next)))
             except subprocess.TimeoutExpired:
                 self.say(", ".join(f"{name} {self.progress_of(name)}" for name in running))
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 self.finish(name, running.pop(name).returncode)
-            if self.left <= 0 and not told:
-                told = True
+            if self.left <= 0 and not stopping:
+                stopping = True
                 for process in running.values():
                     process.send_signal(signal.SIGTERM)
             if self.left < -STOP_S:

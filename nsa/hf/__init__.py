@@ -22,7 +22,7 @@ if find_spec("transformers") is None:
 import transformers
 
 if tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2]) < OLDEST:
-    # Earlier versions build their own cache layers for a layer type that they do not know, without a word.
+    # Earlier versions silently build their own cache layers for a layer type that they do not know.
     raise ImportError(
         f"nsa.hf needs transformers 5.14 or later, and {transformers.__version__} is installed: {INSTALL}"
     )

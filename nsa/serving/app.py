@@ -22,7 +22,7 @@ from nsa.serving.protocol import Answer, ChatRequest, CompletionRequest, Samplin
 from nsa.serving.scheduler import Job, Scheduler, Update
 
 MAX_BODY_BYTES = 2**24
-# How often a request looks whether its client is still there, in seconds.
+# How often a request checks whether its client is still connected, in seconds.
 DISCONNECT_POLL_S = 0.25
 
 
@@ -170,7 +170,7 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise ServingError(413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES:,} bytes")
     except ClientDisconnect:
-        # Nobody reads it, as below.
+        # The response is not read, as below.
         raise ServingError(499, "client_left", "the body is not complete") from None
     except TimeoutError:
         raise ServingError(408, "timeout", f"the body did not arrive within {timeout_s:g} s") from None
@@ -183,7 +183,7 @@ async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> 
     Raises:
         ServingError: The job failed.
     """
-    next_look = time.monotonic() + DISCONNECT_POLL_S
+    next_check = time.monotonic() + DISCONNECT_POLL_S
     try:
         while True:
             try:
@@ -191,8 +191,8 @@ async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> 
                     update = await updates.get()
             except TimeoutError:
                 update = Update()
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + DISCONNECT_POLL_S
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + DISCONNECT_POLL_S
                 if await request.is_disconnected():
                     return
             if update.error is not None:
@@ -211,7 +211,7 @@ async def whole_answer(updates: AsyncIterator[Update], job: Job, form: Answer) -
         texts.append(update.text)
         if update.finish is not None:
             return JSONResponse(form.whole("".join(texts), update.finish, job.n_tokens))
-    # Nobody reads it: the client has left.
+    # The response is not read: the client has disconnected.
     return Response(status_code=499)
 
 

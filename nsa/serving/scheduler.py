@@ -81,7 +81,7 @@ class Job:
         self.draws = draws(self.options, 1, torch.device("cpu"))[0]
 
     def cancel(self) -> None:
-        """Nobody waits any more: the slot is free after the current step."""
+        """The client has disconnected: the slot is free after the current step."""
         self.cancelled = True
 
     @property
