@@ -97,7 +97,8 @@ def readme_sentences() -> Iterator[str]:
     rows = training_rows()
     compiled = rows["nsa-triton-compiled", 8, 2048].tokens_per_s or 0
     longest = rows["nsa-triton-graphs", 1, 65536].tokens_per_s or 0
-    yield f"`--compile --no-cuda-graphs` gives {compiled:,.0f} tokens per second. At 65,536 x 1 NSA runs at {longest:,.0f}."
+    compiled_text = f"`--compile --no-cuda-graphs` gives {compiled:,.0f} tokens per second."
+    yield f"{compiled_text} At 65,536 x 1 NSA runs at {longest:,.0f}."
     host = {(row.op, row.impl, row.mode): row.p50_ms for row in rows_of("host") if row.S == 2048}
     layer = {(impl, mode): host["layer", impl, mode] for _, impl, mode in host}
     forward, both = ([layer[impl, mode] for impl in ("nsa-auto", "dense-sdpa")] for mode in ("fwd", "fwd+bwd"))
@@ -112,7 +113,7 @@ def readme_sentences() -> Iterator[str]:
 
 
 def recovery_table() -> str:
-    """By length and model: the loss as converted, and after the most tokens that all models of that length have seen."""
+    """By length and model: the loss as converted, and after the most tokens that all models of a length have seen."""
     with (RESULTS / "h200/recovery.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["valid_loss"]]
     lines = []
