@@ -45,6 +45,8 @@ ARMS = ("dense", "gated", "select")
 LINE_EVERY_S = 10.0
 # Seconds that stopped runs get to write their checkpoints.
 STOP_S = 25
+# How many times as long a step takes where several runs share the GPU, beyond the time of the other runs' steps.
+SHARING = 1.4
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Scale:
     vocab: int  # of the BPE; 0: bytes
     chars: int
     lr: float
+    # No more than what the dense training ends with, a tenth of `lr`: a higher one undoes some of it first.
     recover_lr: float
     sets: dict[str, Any]
     # Logits are compared over so many tokens.
@@ -83,7 +86,7 @@ SCALES = {
         vocab=16384,
         chars=100_000_000,
         lr=1e-3,
-        recover_lr=3e-4,
+        recover_lr=1e-4,
         sets={"model.attn.rope_theta": 500_000.0, "eval_batches": 8, "sample_tokens": 1},
         compared=(512, 1024, 2048, 4096, 8192, 16384),
     ),
@@ -97,7 +100,7 @@ SCALES = {
         vocab=0,
         chars=300_000,
         lr=3e-3,
-        recover_lr=1e-3,
+        recover_lr=3e-4,
         sets={"eval_batches": 1, "sample_tokens": 1, "model.n_layers": 1},
         compared=(192, 256),
         changes=("n_sel=3", "w=64"),
@@ -253,7 +256,8 @@ class Recovery:
         s = self.scale
         # All run at once: the GPU's time is divided among them.
         per_unit = sum(part * s.step_s[arm][i] for arm in self.arms for i, part in enumerate(s.share))
-        steps = self.planned("recover", list(s.batch_size), (self.left - s.start_s) / (per_unit * self.slowness()))
+        per_unit *= SHARING * self.slowness()
+        steps = self.planned("recover", list(s.batch_size), (self.left - s.start_s) / per_unit)
         if not self.is_done("compared"):
             shutil.rmtree(self.work / "models" / "compared", ignore_errors=True)
         stages = {"compared": self.convert_words("select", "compared", s.compared)}
