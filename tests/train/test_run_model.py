@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from training import small_run
 
 from nsa.cli import main
-from nsa.model import load_model
+from nsa.model import LM, load_model
+from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train import Trainer
 from nsa.train.run_model import load_run, run_of
+from nsa.train.storage import INDEX, Index, TensorChunk
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +38,14 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
     return run
 
 
+def equal_parameters(one: LM, other: LM) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == named and torch.equal(x, y) for (name, x), (named, y) in pairs)
+
+
 def test_the_newest_checkpoint_is_the_model(finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = load_run(stopped)
-    for (name, x), (_, y) in zip(load_model(finished).state_dict().items(), model.state_dict().items(), strict=True):
-        assert torch.equal(x, y), name
+    assert equal_parameters(model, load_model(finished))
     assert not model.training
     assert model.config.attn.backend == "auto"
     assert tokenizer.name == load_run(finished)[1].name
@@ -51,6 +59,27 @@ def test_a_checkpoint_by_name_is_that_step_s(finished: Path, capsys: pytest.Capt
     assert "step 2" in capsys.readouterr().err
     assert run_of(folder) == finished
     assert run_of(finished) == finished
+
+
+def test_the_shards_of_several_ranks_are_put_together(finished: Path, stopped: Path) -> None:
+    """As FSDP writes them: each rank has half of the rows of a matrix, and rank 0 all vectors."""
+    folder = stopped / "checkpoints" / "step_4"
+    index = Index.read(folder)
+    whole = {name: x.clone() for name, x in read_tensors(folder / "rank_00000.safetensors").items()}
+    ranks: list[dict[str, Tensor]] = [{}, {}]
+    tensors = {}
+    for name, stored in index.tensors.items():
+        shards = whole[name].chunk(2) if whole[name].ndim == 2 else (whole[name],)
+        chunks = []
+        for rank, x in enumerate(shards):
+            ranks[rank][name] = x.contiguous()
+            offsets = (rank * len(shards[0]), 0) if len(shards) == 2 else (0,) * x.ndim
+            chunks.append(TensorChunk(offsets, tuple(x.shape), f"rank_{rank:05}.safetensors", name))
+        tensors[name] = replace(stored, chunks=tuple(chunks))
+    files = {f"rank_{rank:05}.safetensors": own for rank, own in enumerate(ranks)}
+    written = {name: write_tensors(folder / name, own) for name, own in files.items()}
+    replace(index, files=written, tensors=tensors).write(folder / INDEX)
+    assert equal_parameters(load_run(stopped)[0], load_model(finished))
 
 
 def test_a_damaged_checkpoint_is_passed_over(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
