@@ -62,7 +62,10 @@ API = {
     "cache": ("Caches", "nsa.NSACache nsa.PagedNSACache nsa.cache.rows.RowCache"),
     "model": ("Models", "nsa.model.LMConfig nsa.model.LM nsa.model.load_model nsa.model.save_model"),
     "generate": ("Generation", "nsa.generate.generate nsa.generate.generate_text nsa.generation.options.Options"),
-    "train": ("Training", "nsa.train.TrainConfig nsa.train.load_config nsa.train.Trainer nsa.train.TrainStep"),
+    "train": (
+        "Training",
+        "nsa.train.TrainConfig nsa.train.load_config nsa.train.Trainer nsa.train.TrainStep nsa.train.run_model.load_run",
+    ),
     "data": ("Data", "nsa.data.DataConfig nsa.data.open_loader nsa.data.load_tokenizer nsa.data.recall"),
     "evaluation": (
         "Evaluation and inspection",
