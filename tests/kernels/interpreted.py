@@ -28,17 +28,19 @@ if INTERPRETED:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
     # Every call of a function in a kernel searches the language for what to replace: a quarter of the time. Nothing is
-    # replaced yet, so that these are all.
+    # replaced yet, so that these are all; in a kernel they have been.
     BUILTINS = {
         place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
         for place in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
     }
 
     def patch_builtin(place: Any, *rest: Any) -> None:
-        for name in BUILTINS[place]:
-            member = getattr(place, name)
-            if tl.core.is_builtin(member):
-                interpreter._patch_attr(place, name, member, *rest)
+        names = BUILTINS[place]
+        if tl.core.is_builtin(getattr(place, names[0])):
+            for name in names:
+                member = getattr(place, name)
+                if tl.core.is_builtin(member):
+                    interpreter._patch_attr(place, name, member, *rest)
 
     interpreter._patch_builtin = patch_builtin
 
