@@ -71,7 +71,7 @@ def measure(length: int, document: int = 0) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_memory_is_linear_in_tokens_however_documents_divide_them() -> None:
+def test_memory_is_linear_in_tokens_whatever_the_documents() -> None:
     """One test: workers that share its parts would each measure the shorter sequence."""
     short, long = measure(2048), measure(4096)
     assert long["total"] < 1024 * MEBIBYTE
