@@ -64,7 +64,8 @@ API = {
     "generate": ("Generation", "nsa.generate.generate nsa.generate.generate_text nsa.generation.options.Options"),
     "train": (
         "Training",
-        "nsa.train.TrainConfig nsa.train.load_config nsa.train.Trainer nsa.train.TrainStep nsa.train.run_model.load_run",
+        "nsa.train.TrainConfig nsa.train.load_config nsa.train.Trainer nsa.train.TrainStep "
+        "nsa.train.run_model.load_run",
     ),
     "data": ("Data", "nsa.data.DataConfig nsa.data.open_loader nsa.data.load_tokenizer nsa.data.recall"),
     "evaluation": (
