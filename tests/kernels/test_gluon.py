@@ -277,9 +277,9 @@ def test_kept_ds_stays_within_its_scratch(sliding: bool, length: int) -> None:
 @pytest.mark.usefixtures("usable")
 @pytest.mark.parametrize("length", [2048, 8192, 65536])
 def test_rows_are_split_into_as_many_parts_whatever_the_length(length: int) -> None:
-    q = torch.empty(1, length, 64, 128, dtype=torch.bfloat16)
+    q, k = key_layout(length, 64), key_layout(length // 16 - 1)
     n_row_tiles = length * 16 // KeyTile().block_m
-    _, dkv = picked(q, torch.empty(1, length // 16 - 1, 4, 128, dtype=torch.bfloat16))
+    dkv = pick_dkv(q, q, k, k, COMPRESSED)
     assert 20 <= n_row_tiles // dkv.min_row_tiles <= 30
 
 
