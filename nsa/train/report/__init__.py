@@ -18,7 +18,7 @@ from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import make_folder, replace_text
-from nsa.train.report.charts import Chart, Point, card, cell, histogram, render_page, section, table, tiles_html
+from nsa.train.report.charts import Chart, Point, bar_chart, card, cell, render_page, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
 
@@ -255,7 +255,7 @@ def distances(records: list[Record]) -> list[str]:
     step = record.get("step")
     when = f", step {step:,}" if isinstance(step, int) else ""
     title = f"Selected blocks by how many blocks back they lie, in bins that double{when}"
-    return [card(title, histogram("Distances", bins, "blocks"))]
+    return [card(title, bar_chart("Distances", bins, "blocks"))]
 
 
 def failures(records: list[Record]) -> dict[str, int] | None:

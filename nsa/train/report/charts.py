@@ -169,7 +169,7 @@ def card(caption: str, content: str) -> str:
     return f'<figure class="card"><figcaption>{caption}</figcaption>{content}</figure>'
 
 
-def histogram(name: str, bins: dict[str, float], unit: str) -> str:
+def bar_chart(name: str, bins: dict[str, float], unit: str) -> str:
     """A bar per bin with its share of all, as SVG."""
     total, most, bars = sum(bins.values()), max(bins.values()), []
     width, floor = (WIDTH - LEFT - RIGHT) / len(bins), HEIGHT - BOTTOM
