@@ -22,6 +22,9 @@ from nsa import settings
 
 log = logging.getLogger("nsa")
 
+# Seconds between two lines of progress where there is no bar.
+LINE_EVERY_S = 10.0
+
 
 def say(text: str, *, error: bool = False) -> None:
     """Print one message to stdout, or to stderr with `error`."""

@@ -24,13 +24,11 @@ from nsa.data.pools import split_texts
 from nsa.data.shards import Shard, ShardWriter, open_shards, unfinished
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
 from nsa.files import locked, replace_text
-from nsa.progress import progress
+from nsa.progress import LINE_EVERY_S, progress
 
 # Characters of the training documents that a BPE is trained on: more does not improve it.
 BPE_CHARACTERS = 100_000_000
 
-# Seconds between two lines of progress.
-LINE_EVERY_S = 10.0
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 

@@ -24,7 +24,6 @@ import torch
 import nsa
 from nsa.config import require, require_positive_int
 from nsa.data import DataConfig
-from nsa.data.prepare import LINE_EVERY_S
 from nsa.data.tokenizer import TOKENIZER_FILE
 from nsa.evaluation.forward import EvalModel, open_models
 from nsa.evaluation.harness import harness_rows
@@ -34,7 +33,7 @@ from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
 from nsa.files import make_folder, replace_text
 from nsa.machine import usable_device
 from nsa.origin import commit
-from nsa.progress import aligned_columns, progress, say
+from nsa.progress import LINE_EVERY_S, aligned_columns, progress, say
 from nsa.train.run_folder import CONFIG, plain
 from nsa.train.run_model import run_of
 from nsa.train.yaml_file import read_yaml

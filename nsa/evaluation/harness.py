@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from nsa.config import require, require_positive_int
-from nsa.data.prepare import LINE_EVERY_S
 from nsa.files import parse_json, read_text
 from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, read_fields, weight_files
-from nsa.progress import progress
+from nsa.progress import LINE_EVERY_S, progress
 from nsa.train.run_folder import run_names
 
 # Names of the harness by our names.

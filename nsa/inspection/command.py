@@ -15,7 +15,7 @@ from nsa.generate import read_source, write_out
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
-from nsa.progress import say
+from nsa.progress import LINE_EVERY_S, progress, say
 from nsa.train.run_model import load_run
 
 
@@ -26,7 +26,21 @@ def run(args: argparse.Namespace) -> int:
     text = args.prompt if args.text is None else read_source(args.text, "--text")
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     model, tokenizer = load_run(args.run, device)
-    found = inspect_model(model, tokenizer, text, top=args.top, max_tokens=args.max_tokens, dtype=dtype)
+    total = model.config.kinds.count("nsa")
+    # Where JSON goes to stdout, nothing else does.
+    shown = None if str(args.json) == "-" else progress(total, unit="layer", every_s=LINE_EVERY_S)
+
+    def show(layer: int) -> None:
+        if shown is not None:
+            shown.show(layer, f"of {args.run.resolve().name}")
+
+    try:
+        found = inspect_model(
+            model, tokenizer, text, top=args.top, max_tokens=args.max_tokens, dtype=dtype, progress=show
+        )
+    finally:
+        if shown is not None:
+            shown.close()
     if len(found.tokens) == args.max_tokens and len(tokenizer.encode(text)) > args.max_tokens:
         say(f"left out: what follows the first {args.max_tokens:,} tokens (--max-tokens)", error=True)
     if args.out is not None:

@@ -139,6 +139,7 @@ def inspect_model(
     top: int = 4,
     max_tokens: int | None = None,
     dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Inspection:
     """Run a text through a model and record what its NSA layers do.
 
@@ -149,6 +150,7 @@ def inspect_model(
         top: Compression blocks recorded per token, layer and group.
         max_tokens: Of a longer text, its first tokens are taken. None: all.
         dtype: Of matmuls, by autocast. None: the parameters'.
+        progress: Called with the number of NSA layers that the text has reached, at each of them.
 
     Raises:
         ValueError: The model has no NSA layer, the text is empty, or a number is less than 1.
@@ -162,7 +164,12 @@ def inspect_model(
     require("nsa" in model.config.kinds, "attention", model.config.attention, "a model with at least one NSA layer")
     row = torch.tensor([tokens], device=model.head_weight.device)
     tops: dict[int, tuple[Tensor, Tensor]] = {}
-    with watching(model) as stats, watching_inputs(model, lambda i, a, x: tops.update({i: most_attended(a, x, top)})):
+
+    def take(index: int, attention: NSAAttention, x: Tensor) -> None:
+        progress(len(tops) + 1)
+        tops[index] = most_attended(attention, x, top)
+
+    with watching(model) as stats, watching_inputs(model, take):
         if dtype is None:
             model.hidden(row)
         else:

@@ -69,9 +69,12 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path, capsys: pytest.Captu
     run, page = str(tmp_path / "run"), tmp_path / "page.html"
     assert main(["inspect", run, "--text", str(file), "-o", str(page), "--max-tokens", "100"]) == 0
     assert "run: 100 tokens" in page.read_text()
-    assert "first 100 tokens" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "first 100 tokens" in printed.err
+    assert "layer 2/2" in printed.out
     assert main(["inspect", run, "--prompt", "some text", "--json", str(tmp_path / "new" / "found.json")]) == 0
     assert json.loads((tmp_path / "new" / "found.json").read_text())["tokens"] == list(b"some text")
+    capsys.readouterr()
     assert main(["inspect", run, "--prompt", "some text", "--json", "-"]) == 0
     assert "".join(json.loads(capsys.readouterr().out)["pieces"]) == "some text"
 
