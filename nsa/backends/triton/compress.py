@@ -35,7 +35,7 @@ POSITION_RUNS = 128
 
 @dataclass(frozen=True)
 class CompressTile:
-    """`elements`: of the output that one CTA holds at a time."""
+    """`elements`: of the tokens that one CTA reads at once."""
 
     elements: int
     num_warps: int
@@ -67,51 +67,62 @@ def token_place(position, base, count, o_t, length, n_slots, PACKED: tl.constexp
 
 
 @triton.jit
+def block_tokens(
+    x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg,
+    STRIDE: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Slots of a tile, which of them hold a block, and `[BLOCK_N, BLOCK_R, BLOCK_D]` pointers to those blocks' first
+    tokens. So many loads are in flight at once: one token after the other would be as many waits for memory."""
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_first, m_used = slot_tokens(first, o_n, n_slots, STRIDE, PACKED)
+    o_t = o_first.to(tl.int64)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    p_x = x + i_b * stride_xb + i_g * stride_xg + (o_t * stride_xt)[:, :, None] + tl.arange(0, BLOCK_D)[None, None, :]
+    return o_n, m_used, p_x
+
+
+@triton.jit
 def mean_forward_kernel(
     x, out, first, n_slots, stride_xb, stride_xt, stride_xg, stride_ob, stride_on, stride_og,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_n, m_used, p_x = block_tokens(
+        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, PACKED, BLOCK_N, BLOCK_R, BLOCK_D
+    )
+    o_r = tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
-    o_first, m_used = slot_tokens(first, o_n, n_slots, STRIDE, PACKED)
-    p_x = x + i_b * stride_xb + i_g * stride_xg + o_first.to(tl.int64)[:, None] * stride_xt + o_d[None, :]
-    m_x = m_used[:, None] & (o_d < D)[None, :]
-    # [BLOCK_N, BLOCK_D]
+    m_d = o_d < D
     b_sum = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    for _ in range(BLOCK):
-        b_sum += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-        p_x += stride_xt
+    for r in range(0, BLOCK, BLOCK_R):
+        m_x = (m_used[:, None] & (r + o_r < BLOCK)[None, :])[:, :, None] & m_d[None, None, :]
+        b_sum += tl.sum(tl.load(p_x + tl.cast(r, tl.int64) * stride_xt, mask=m_x, other=0.0).to(tl.float32), 1)
     p_out = out + i_b * stride_ob + i_g * stride_og + o_n.to(tl.int64)[:, None] * stride_on + o_d[None, :]
-    m_out = (o_n < n_slots)[:, None] & (o_d < D)[None, :]
-    tl.store(p_out, (b_sum / BLOCK).to(out.dtype.element_ty), mask=m_out)
+    tl.store(p_out, (b_sum / BLOCK).to(out.dtype.element_ty), mask=(o_n < n_slots)[:, None] & m_d[None, :])
 
 
 @triton.jit
 def gather_forward_kernel(
     x, pos, out, first, n_slots, stride_xb, stride_xt, stride_xg, stride_pr, stride_ob, stride_on, stride_og,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_n, m_used, p_x = block_tokens(
+        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, PACKED, BLOCK_N, BLOCK_R, BLOCK_D
+    )
     o_d = tl.arange(0, BLOCK_D)
-    o_first, m_used = slot_tokens(first, o_n, n_slots, STRIDE, PACKED)
-    p_x = x + i_b * stride_xb + i_g * stride_xg + o_first.to(tl.int64)[:, None] * stride_xt + o_d[None, :]
-    p_out = out + i_b * stride_ob + i_g * stride_og + o_n.to(tl.int64)[:, None] * stride_on + o_d[None, :]
-    m_d = o_d < D
-    m_x = m_used[:, None] & m_d[None, :]
-    m_out = (o_n < n_slots)[:, None] & m_d[None, :]
-    for r in range(BLOCK):
-        b_pos = tl.load(pos + r * stride_pr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        # [BLOCK_N, BLOCK_D]
-        b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32) + b_pos[None, :]
-        tl.store(p_out, tl.where(m_x, b_x, 0.0).to(out.dtype.element_ty), mask=m_out)
-        p_x += stride_xt
-        p_out += D
+    p_out = out + i_b * stride_ob + i_g * stride_og + (o_n.to(tl.int64) * stride_on)[:, None, None] + o_d[None, None, :]
+    for r in range(0, BLOCK, BLOCK_R):
+        o_r = r + tl.arange(0, BLOCK_R)
+        m_pos = (o_r < BLOCK)[:, None] & (o_d < D)[None, :]
+        b_pos = tl.load(pos + (o_r * stride_pr)[:, None] + o_d[None, :], mask=m_pos, other=0.0).to(tl.float32)
+        m_x = m_used[:, None, None] & m_pos[None, :, :]
+        b_x = tl.load(p_x + tl.cast(r, tl.int64) * stride_xt, mask=m_x, other=0.0).to(tl.float32) + b_pos[None, :, :]
+        m_out = (o_n < n_slots)[:, None, None] & m_pos[None, :, :]
+        tl.store(p_out + (o_r * D)[None, :, None], tl.where(m_x, b_x, 0.0).to(out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
@@ -185,13 +196,14 @@ def plan_forward(
     batch, _, groups, dim = x.shape
     shape = (batch, n_slots, groups, dim if position is None else block * dim)
     block_d = triton.next_power_of_2(dim)
-    block_n = max(1, tile.elements // block_d)
+    block_r = min(triton.next_power_of_2(block), max(1, tile.elements // block_d))
+    block_n = max(1, tile.elements // (block_r * block_d))
     launch = Launch(
         mean_forward_kernel if position is None else gather_forward_kernel,
         (triton.cdiv(n_slots, block_n), groups, batch), n_slots=n_slots,
         **strides(x_btg=x, o_bng=new_layout(shape, x.dtype, x.device)),
         **({} if position is None else strides(p_r=position)), BLOCK=block, STRIDE=stride, D=dim, PACKED=packed,
-        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=tile.num_warps,
+        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
     )  # fmt: skip
     return launch, shape
 
