@@ -11,7 +11,11 @@ from torch import Tensor
 
 from nsa.backends.problem import SIZES, Problem
 from nsa.backends.routing import BackendFailure, Router, router
-from nsa.sequences import AttentionBranches, attention_branches
+from nsa.sequences import AttentionBranches, Saved, Upstream, attention_branches
+
+
+def profiling() -> bool:
+    return bool(torch.autograd._profiler_enabled())
 
 
 class Stage:
@@ -45,7 +49,7 @@ class Stage:
 
     def __call__(self, *args: Any) -> Any:
         compute = self.compute
-        if compute is None or torch.autograd._profiler_enabled():
+        if compute is None or profiling():
             with torch.profiler.record_function(f"nsa::{self.function}"):
                 return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
         try:
@@ -123,6 +127,29 @@ class Plan:
             self.select = find("scores", "select_blocks", attention_shape(q, k_cmp, k_cmp), **kind)
         fixed = all(x is None for x in places)
         self.branches = attention_branches(q, *places, *rest[:-2]) if fixed else None
+
+    def branches_backward(
+        self, upstreams: tuple[Upstream, Upstream, Upstream], saved: tuple[Saved, Saved, Saved],
+        branches: AttentionBranches,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`dq`, then `dk` and `dv` of the compressed, the selected and the sliding branch: at once, if one backend runs
+        them all and offers that, else one after the other."""
+        stages = (self.compressed, self.selected, self.sliding)
+        to_cmp, to_sel, to_win = upstreams
+        if all(x.compute is not None and x.name == stages[0].name for x in stages) and not profiling():
+            together = getattr(stages[0].router.backends[str(stages[0].name)], "branches_backward", None)
+            # What fails here fails in a stage too, which knows what to do then.
+            with suppress(BackendFailure):
+                found: tuple[Tensor, ...] | None = together and together(upstreams, saved, branches)
+                if found is not None:
+                    for x in stages:
+                        x.router.counts.add_call(x.problem.op, str(x.name))
+                    return found
+        # One dq for all three: the first makes it, the others add to it.
+        dq, dk_sel, dv_sel = self.selected(to_sel, saved[1], branches.selected)
+        dq, dk_win, dv_win = self.sliding(to_win._replace(dq=dq), saved[2], branches.sliding)
+        dq, dk_cmp, dv_cmp = self.compressed(to_cmp._replace(dq=dq), saved[0], branches.compressed)
+        return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
 
 def plan_of(

@@ -47,15 +47,15 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
     indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win = outputs
     plan, branches = plan_of(inputs, args[:N_PLACES], args[N_PLACES:], backward=True)
-    compressed, _, selected, sliding = branches
     # The gates' gradients are also what a softmax's gradient is made of.
     outputs, lses = (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win)
-    d_gates, (to_cmp, to_sel, to_win) = plan.combine(do, outputs, lses, gates, k_sel.shape[2])
-    # One dq for all three: the first makes it, the others add to it.
-    dq, dk_sel, dv_sel = plan.selected(to_sel, Saved(q, k_sel, v_sel, o_sel, lse_sel, indices), selected)
-    dq, dk_win, dv_win = plan.sliding(to_win._replace(dq=dq), Saved(q, k_win, v_win, o_win, lse_win), sliding)
-    dq, dk_cmp, dv_cmp = plan.compressed(to_cmp._replace(dq=dq), Saved(q, k_cmp, v_cmp, o_cmp, lse_cmp), compressed)
-    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, d_gates.contiguous()
+    d_gates, upstreams = plan.combine(do, outputs, lses, gates, k_sel.shape[2])
+    saved = (
+        Saved(q, k_cmp, v_cmp, o_cmp, lse_cmp),
+        Saved(q, k_sel, v_sel, o_sel, lse_sel, indices),
+        Saved(q, k_win, v_win, o_win, lse_win),
+    )
+    return *plan.branches_backward(upstreams, saved, branches), d_gates.contiguous()
 
 
 SCHEMAS = schema_arguments(INPUTS, *REST), schema_arguments(f"do {INPUTS} {OUTPUTS}", *REST)

@@ -14,9 +14,8 @@ keys, first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
@@ -38,6 +37,8 @@ from nsa.backends.gluon.tiles import KeyTile, QueryTile
 from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.partials import sum_partials
 from nsa.backends.triton.primitives import COUNTS, seeing_queries, visible_keys
+from nsa.backends.triton.ranged_backward import StartedPass
+from nsa.backends.triton.streams import forked, launching_on
 from nsa.backends.triton.tiles import Visibility, sm_count
 from nsa.sequences import Ranges
 
@@ -257,25 +258,8 @@ def split_sliding(
             )
 
 
-@cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def forked(device: torch.device) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    """The current stream, and another that starts where it is and has joined it again when the block ends. What either
-    uses has to be allocated before the block and freed after it."""
-    here, other = torch.cuda.current_stream(device), second_stream(device)
-    other.wait_stream(here)
-    try:
-        yield here, other
-    finally:
-        here.wait_stream(other)
-
-
 class KeptPlan:
-    """A backward pass in which `dq` comes from the `dS^T` that was kept; called as `RangedBackwardPlan`'s passes are.
+    """A backward pass in which `dq` comes from the `dS^T` that was kept; started as `RangedBackwardPlan`'s are.
 
     Two streams take turns: work of one run fills the SMs that the end of another's leaves idle.
     """
@@ -336,17 +320,15 @@ class KeptPlan:
             launch = KeyLaunch(do, q, k, v, visibility, scale, keys, part)
             self.runs.append((launch, describe_ds(part.kept, q, keys), query_launch(part)))
 
-    def __call__(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges,
-        into: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`dq`, which is `into` if that is given, `dk` and `dv`."""
+    def start(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
+    ) -> StartedPass:
         dtype = k.dtype if self.n_slots == 1 else torch.float32
-        dk = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
-        dv = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
-        dq = into
-        if dq is None:
-            dq = (torch.zeros if self.seams else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+        dk = dk_sum = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
+        dv = dv_sum = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
+        if self.n_slots > 1:
+            dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+            dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         n_streams = min(self.streams, len(self.runs))
         kept = [torch.empty(self.size, dtype=q.dtype, device=q.device) for _ in range(n_streams)]
         for_keys, for_queries = self.visibility.key_tables(ranges), self.visibility.query_tables(ranges)
@@ -356,31 +338,42 @@ class KeptPlan:
                 q=q, do=do, k=k, v=v, lse2=lse2, delta=delta, p_dk=dk, p_dv=dv, ds=kept[i % n_streams], **for_keys
             )
 
-        def queries_of(i: int) -> None:
+        def queries_of(i: int, dq: Tensor) -> None:
             _, describe, launch = self.runs[i]
             ds = describe(kept[i % n_streams])
             launch(ds=ds, k=self.describe_k(k), dq=self.describe_dq(dq), **{**for_keys, **for_queries})
 
-        if n_streams == 2 and q.is_cuda:
-            with forked(q.device) as streams:
+        def sum_up() -> None:
+            if self.n_slots > 1:
+                self.sum_slots(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
+
+        def key_gradients() -> None:
+            """Of a single run."""
+            if len(self.runs) == 1:
+                keys_of(0)
+                sum_up()
+
+        def query_gradient(into: Tensor | None) -> Tensor:
+            dq = into
+            if dq is None:
+                dq = (torch.zeros if self.seams else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+            if len(self.runs) == 1:
+                queries_of(0, dq)
+                return dq
+            # On a CPU both are None, and the runs come one after the other.
+            with forked(q.device) if n_streams == 2 else nullcontext((None, None)) as streams:
                 for i in range(len(self.runs)):
                     here, other = streams[i % 2], streams[1 - i % 2]
-                    with torch.cuda.stream(here):
+                    with launching_on(here):
                         keys_of(i)
-                        if self.seams:
+                        if self.seams and here is not None and other is not None:
                             # The other one's last launch is of the run before.
                             here.wait_stream(other)
-                        queries_of(i)
-        else:
-            for i in range(len(self.runs)):
-                keys_of(i)
-                queries_of(i)
-        if self.n_slots == 1:
-            return dq, dk, dv
-        dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        self.sum_slots(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
-        return dq, dk_sum, dv_sum
+                        queries_of(i, dq)
+            sum_up()
+            return dq
+
+        return StartedPass(dk_sum, dv_sum, key_gradients, query_gradient, reads_keys=True)
 
 
 def split_whole_tiles(tile: KeyTile, block_m: int) -> KeyTile:

@@ -13,8 +13,9 @@ Two kernels after the row statistics (`row_statistics.py`), no atomics, every ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -293,6 +294,18 @@ def split_keys(
     return triton.cdiv(n_rows, part_rows), part_rows
 
 
+class StartedPass(NamedTuple):
+    """A backward pass that has all of its memory, in two steps. `dk` and `dv` are written when both have run; `dq` is
+    what the second returns, which is its argument, added to, if that is not None."""
+
+    dk: Tensor
+    dv: Tensor
+    key_gradients: Callable[[], None]
+    query_gradient: Callable[[Tensor | None], Tensor]
+    # Whether the second step reads what the first one wrote.
+    reads_keys: bool
+
+
 class RangedBackwardPlan:
     """What shapes decide about a backward pass. `n_parts` is 0 where there are no keys."""
 
@@ -392,43 +405,60 @@ class RangedBackwardPlan:
             DESC_Q=self.describe_dkv_rows is not None, DESC_STAT=self.describe_statistics is not None,
         )  # fmt: skip
 
-    def key_gradients(
+    def start(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
-    ) -> tuple[Tensor, Tensor]:
+    ) -> StartedPass:
+        if self.kept is not None:
+            return self.kept.start(do, q, k, v, lse2, delta, ranges)
         dtype = k.dtype if self.n_parts <= 1 else torch.float32
-        dk = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
-        dv = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
-        if self.n_parts == 0:
-            return dk, dv
-        rows, statistics = self.describe_dkv_rows, self.describe_statistics
-        self.dkv(
-            q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do), k=k, v=v,
-            lse2=lse2 if statistics is None else statistics(lse2),
-            delta=delta if statistics is None else statistics(delta), p_dk=dk, p_dv=dv,
-            **self.visibility.key_tables(ranges),
-        )  # fmt: skip
-        if self.n_parts == 1:
-            return dk, dv
-        dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        self.sum_parts(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
-        return dk_sum, dv_sum
+        dk = dk_sum = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
+        dv = dv_sum = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
+        if self.n_parts > 1:
+            dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+            dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        for_keys, for_queries = self.visibility.key_tables(ranges), self.visibility.query_tables(ranges)
 
-    def query_gradient(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges,
-        into: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
-        rows, keys = self.describe_dq_rows, self.describe_dq_keys
-        self.dq(
-            q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do),
-            k=k if keys is None else keys[0](k), v=v if keys is None else keys[1](v), lse2=lse2, delta=delta, p_dq=dq,
-            **self.visibility.query_tables(ranges),
-        )  # fmt: skip
-        return dq
+        def key_gradients() -> None:
+            if self.n_parts == 0:
+                return
+            rows, statistics = self.describe_dkv_rows, self.describe_statistics
+            self.dkv(
+                q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do), k=k, v=v,
+                lse2=lse2 if statistics is None else statistics(lse2),
+                delta=delta if statistics is None else statistics(delta), p_dk=dk, p_dv=dv, **for_keys,
+            )  # fmt: skip
+            if self.n_parts > 1:
+                self.sum_parts(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
+
+        def query_gradient(into: Tensor | None) -> Tensor:
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
+            rows, keys = self.describe_dq_rows, self.describe_dq_keys
+            self.dq(
+                q=q if rows is None else rows[0](q), do=do if rows is None else rows[1](do),
+                k=k if keys is None else keys[0](k), v=v if keys is None else keys[1](v), lse2=lse2, delta=delta,
+                p_dq=dq, **for_queries,
+            )  # fmt: skip
+            return dq
+
+        return StartedPass(dk_sum, dv_sum, key_gradients, query_gradient, reads_keys=False)
 
 
 plan = lru_cache(maxsize=MAX_PLANS)(RangedBackwardPlan)
+
+
+def start_backward(
+    upstream: Upstream, saved: Saved, branch: Compressed | Sliding, tile: BackwardTile | None, *, accumulate: bool
+) -> StartedPass:
+    """Everything but the launches of a backward pass, whose `dq` is added to one that is there if `accumulate`."""
+    do, q = row_contiguous(upstream.do), row_contiguous(saved.q)
+    if do is not upstream.do:
+        upstream = upstream._replace(do=do)
+    k, v = saved.k, saved.v
+    ranges = branch.ranges(k.shape[1])
+    layouts = (layout(do), layout(q), layout(k), layout(v))
+    planned = plan(*layouts, Visibility.of(ranges), branch.scale, tile, accumulate)
+    lse2, delta = row_statistics(upstream, saved, k.shape[2])
+    return planned.start(do, q, k, v, lse2, delta, ranges)
 
 
 def ranged_backward(
@@ -438,15 +468,6 @@ def ranged_backward(
 
     `upstream.dq` is written last: after a failure before that another backend finds it as it was.
     """
-    do, q = row_contiguous(upstream.do), row_contiguous(saved.q)
-    if do is not upstream.do:
-        upstream = upstream._replace(do=do)
-    k, v, into = saved.k, saved.v, upstream.dq
-    ranges = branch.ranges(k.shape[1])
-    layouts = (layout(do), layout(q), layout(k), layout(v))
-    planned = plan(*layouts, Visibility.of(ranges), branch.scale, tile, into is not None)
-    lse2, delta = row_statistics(upstream, saved, k.shape[2])
-    if planned.kept is not None:
-        return planned.kept(do, q, k, v, lse2, delta, ranges, into)
-    dk, dv = planned.key_gradients(do, q, k, v, lse2, delta, ranges)
-    return planned.query_gradient(do, q, k, v, lse2, delta, ranges, into), dk, dv
+    started = start_backward(upstream, saved, branch, tile, accumulate=upstream.dq is not None)
+    started.key_gradients()
+    return started.query_gradient(upstream.dq), started.dk, started.dv
