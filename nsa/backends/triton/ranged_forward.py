@@ -52,6 +52,23 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def load_words(p_word, i_n, i_stop, o_t, n_word_tiles, SELECT_BLOCK: tl.constexpr):
+    """Each row's word of the block that key `i_n` is in, or of the last one that is read."""
+    i_block = tl.maximum(tl.minimum(i_n, i_stop - 1), 0) // SELECT_BLOCK
+    return tl.load(p_word + i_block * n_word_tiles + o_t // 32)
+
+
+@triton.jit
+def softmax_of_rows(b_s, b_m, b_l, b_o, m_row, scale_log2):
+    """`online_softmax` of the rows `m_row`; others see none of these keys."""
+    b_m_new = tl.where(m_row, tl.maximum(b_m, tl.max(b_s, 1) * scale_log2), b_m)
+    # A number per row: cheaper than to hide the scores one by one.
+    b_p = tl.math.exp2(b_s * scale_log2 - tl.where(m_row, b_m_new, float("inf"))[:, None])
+    b_alpha = tl.math.exp2(b_m - b_m_new)
+    return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
+
+
+@triton.jit
 def attend_keys(
     b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -62,7 +79,13 @@ def attend_keys(
 
     With a SELECT_BLOCK, which tiles of keys do not straddle, `p_word` has a word for each block and 32 queries.
     """
+    if SELECT_BLOCK > 0:
+        b_next = load_words(p_word, i_start, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
     for i_n in tl.range(i_start, i_stop, BLOCK_N):
+        if SELECT_BLOCK > 0:
+            # Read one tile ahead, so that no softmax waits for them.
+            b_word = b_next
+            b_next = load_words(p_word, i_n + BLOCK_N, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
         b_k = load_keys(k, i_b, i_g, i_n, n_keys, stride_kb, stride_kn, stride_kg, D_K, BLOCK_N, BLOCK_DK, MASKED, DESC)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
@@ -70,9 +93,10 @@ def attend_keys(
             m_s = (o_n[None, :] >= b_lo[:, None]) & (o_n[None, :] < b_hi[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
         if SELECT_BLOCK > 0:
-            b_word = tl.load(p_word + (i_n // SELECT_BLOCK) * n_word_tiles + o_t // 32)
-            b_s = tl.where(((b_word >> (o_t % 32)) & 1)[:, None] != 0, b_s, float("-inf"))
-        b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
+            m_row = ((b_word >> (o_t % 32)) & 1) != 0
+            b_p, b_m, b_l, b_o = softmax_of_rows(b_s, b_m, b_l, b_o, m_row, scale_log2)
+        else:
+            b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = load_keys(v, i_b, i_g, i_n, n_keys, stride_vb, stride_vn, stride_vg, D_V, BLOCK_N, BLOCK_DV, MASKED, DESC)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     return b_m, b_l, b_o
