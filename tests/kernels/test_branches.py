@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # First: it skips this file where kernels cannot run.
 from interpreted import DEVICE  # isort: skip
 
 from nsa.backends.triton import branches, prepare, ranged, selected, selection
+from nsa.backends.triton.launch import Launch
+from nsa.backends.triton.ranged_backward import StartedPass
 from nsa.sequences import AttentionBranches, Saved, Upstream, attention_branches
 
 Arguments = tuple[tuple[Upstream, Upstream, Upstream], tuple[Saved, Saved, Saved], AttentionBranches]
@@ -54,7 +62,111 @@ def test_side_by_side_is_the_same_to_the_bit() -> None:
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_declines_where_nothing_is_gained(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "MAX_SIDE_BY_SIDE", 64 if dtype == torch.float32 else 1 << 30)
-    assert branches.branches_backward(*problem(dtype)) is None
+class LateStream:
+    """A second stream that runs what was launched on it no sooner than something waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.current = False
+
+    @contextmanager
+    def fork(self, _: torch.device) -> Iterator[tuple[LateStream, LateStream]]:
+        yield self, self
+        self.wait_event(len(self.waiting))
+
+    @contextmanager
+    def launching(self, _: LateStream) -> Iterator[None]:
+        self.current = True
+        yield
+        self.current = False
+
+    def record_event(self) -> int:
+        return len(self.waiting)
+
+    def wait_event(self, event: int) -> None:
+        """The other stream waits for the launches before `event`."""
+        for i, launch in enumerate(self.waiting[:event]):
+            launch()
+            self.waiting[i] = lambda: None
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
+    stream = LateStream()
+    monkeypatch.setattr(branches, "forked", stream.fork)
+    monkeypatch.setattr(branches, "launching_on", stream.launching)
+    return stream
+
+
+def test_a_second_stream_that_runs_late_changes_no_bit(late: LateStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch.__call__
+
+    def defer(self: Launch, **free: Any) -> None:
+        if late.current:
+            late.waiting.append(partial(launch, self, **free))
+        else:
+            launch(self, **free)
+
+    arguments = problem()
+    expected = one_after_the_other(*arguments)
+    monkeypatch.setattr(Launch, "__call__", defer)
+    for got, wanted in zip(branches.side_by_side(*arguments), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert len(late.waiting) >= 2
+
+
+@pytest.mark.parametrize("reads_keys", [False, True])
+def test_dq_waits_for_what_it_reads(reads_keys: bool, late: LateStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    upstreams, saved, over = problem()
+
+    def start(upstream: Upstream, saved: Saved, branch: Any, tile: None, *, accumulate: bool) -> StartedPass:
+        name = type(branch).__name__
+        done.append(f"start {name}")
+
+        def key_gradients() -> None:
+            late.waiting.append(lambda: done.append(f"dk, dv {name}"))
+
+        def query_gradient(into: Tensor | None) -> Tensor:
+            assert into is saved.q
+            assert accumulate
+            assert not late.current
+            done.append(f"dq {name}")
+            return into
+
+        return StartedPass(saved.k, saved.v, key_gradients, query_gradient, reads_keys)
+
+    def run_selected(*_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        done.append("selected")
+        return saved[0].q, saved[1].k, saved[1].v
+
+    monkeypatch.setattr(branches, "start_backward", start)
+    monkeypatch.setattr(branches, "selected_backward", run_selected)
+    branches.side_by_side(upstreams, saved, over)
+    # Memory first; then dq in the order of one stream, whose sums depend on it.
+    assert done[:3] == ["start Sliding", "start Compressed", "selected"]
+    rest = ["dk, dv Sliding", "dq Sliding", "dk, dv Compressed", "dq Compressed"]
+    assert done[3:] == (rest if reads_keys else [*rest[1::2], *rest[::2]])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "expected"),
+    [
+        ("cuda", torch.bfloat16, (1, 8192, 64, 128), True),
+        ("cuda", torch.float32, (8, 2048, 12, 64), True),
+        ("cuda", torch.bfloat16, (1, 8193, 64, 128), False),
+        ("cuda", torch.bfloat16, (0, 8192, 64, 128), False),
+        ("cuda", torch.float16, (8, 2048, 12, 64), False),
+        ("cpu", torch.float32, (8, 2048, 12, 64), False),
+    ],
+    ids=str,
+)
+def test_short_problems_but_in_fp16_run_side_by_side(
+    device: str, dtype: torch.dtype, size: tuple[int, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, "side_by_side", lambda *_: "both")
+    with FakeTensorMode():
+        q = torch.empty(size, dtype=dtype, device=device)
+        saved: Any = (Saved(q, q, q, q, q),) * 3
+        none: Any = None
+        assert branches.branches_backward(none, saved, none) == ("both" if expected else None)

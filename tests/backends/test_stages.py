@@ -1,0 +1,92 @@
+"""A plan of the whole attention: the backward passes of its branches at once, where a backend offers that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_arguments import PLAIN, attention_backward_arguments
+from torch import Tensor
+
+from nsa.backends import sdpa, stages
+from nsa.backends.routing import BackendFailure, Router
+from nsa.ops import fused
+from nsa.settings import Settings
+
+
+class Together:
+    """What `sdpa` offers here; `answer` is raised, if it is an error."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Router:
+    found = Router([sdpa], Settings())
+    monkeypatch.setattr(stages, "router", lambda: found)
+    return found
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Together:
+    together = Together(answer)
+    monkeypatch.setattr(sdpa, "branches_backward", together, raising=False)
+    return together
+
+
+def backward(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return fused.run_backward(*arguments)
+
+
+def count_branches(router: Router) -> list[int]:
+    return [router.counts.calls[op, "sdpa"] for op in ("compressed", "selected", "sliding")]
+
+
+def test_branches_run_at_once_where_that_is_offered(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    marks = tuple(torch.tensor(float(i)) for i in range(7))
+    together = offer(monkeypatch, marks)
+    before = count_branches(router)
+    assert backward(arguments)[:7] == marks
+    assert together.calls == 1
+    assert [b - a for a, b in zip(before, count_branches(router), strict=True)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("answer", [None, BackendFailure("too large")], ids=["declined", "failed"])
+def test_branches_run_in_turn_after_a_refusal(answer: Any, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    expected = backward(arguments)
+    together = offer(monkeypatch, answer)
+    before = count_branches(router)
+    assert all(map(torch.equal, backward(arguments), expected))
+    assert together.calls == 1
+    assert [b - a for a, b in zip(before, count_branches(router), strict=True)] == [1, 1, 1]
+
+
+def test_a_profile_shows_the_branches_one_by_one(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    together = offer(monkeypatch, None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        backward(arguments)
+    assert together.calls == 0
+    assert {f"nsa::{x}_backward" for x in ("compressed", "selected", "sliding")} <= {
+        event.key for event in profile.key_averages()
+    }
+
+
+def test_branches_of_several_backends_run_in_turn(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    together = offer(monkeypatch, None)
+    backward(arguments)
+    (plan,) = [x for x in router.plans.values() if x.compressed.function == "compressed_backward"]
+    monkeypatch.setattr(plan.sliding, "name", "reference")
+    backward(arguments)
+    assert together.calls == 1
