@@ -31,6 +31,12 @@ def rows_of(*names: str, machine: str = "h200") -> list[Row]:
     return [row for name in names for row in read_rows(RESULTS / machine / f"{name}.csv")]
 
 
+def records(name: str) -> list[dict[str, str]]:
+    """The rows of a file with columns of its own."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def measured(*names: str) -> Measurements:
     return Measurements(rows_of(*names))
 
@@ -219,15 +225,29 @@ def flash_sentences() -> Iterator[str]:
 
 
 def fp8_table() -> str:
-    with (RESULTS / "cpu/fp8_cache.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
     lines = []
-    for row in rows:
+    for row in records("cpu/fp8_cache.csv"):
         error = float(row["logit_rms_error"]) / float(row["logit_std"])
         cells = [row["model"], row["dtype"], row["cache"], f"{error:.2%}", f"{float(row['kl']):.1e}"]
         cells += [f"{float(row['same_top_token']):.1%}", f"{float(row['loss']):.3f}"]
         lines.append([*cells, f"{float(row['same_selected_blocks']):.1%}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# docs/kernels.md
+
+
+def bounds_table() -> str:
+    """How busy each unit was in a launch of each kernel; what was busiest is bold."""
+    units = {"tensor": "tensor cores", "exp": "exponentials", "alu": "integer ALU", "issue": "instruction issue"}
+    units |= {"l1": "L1, shared", "l2": "L2", "dram": "DRAM"}
+    lines = []
+    for row in records("h200/ncu.csv"):
+        busy = [f"{float(row[f'{unit}_pct']):.0f}" for unit in units]
+        top = max(busy, key=int)
+        cells = [f"**{x}**" if x == top else x for x in busy]
+        lines.append([row["stage"], f"`{row['kernel']}`", digits(float(row["ms"])), *cells])
+    return table(["stage", "kernel", "ms", *units.values()], lines)
 
 
 # docs/perf-log.md, where it cites a file
@@ -249,6 +269,7 @@ TABLES: dict[str, Sequence[Callable[[], str]]] = {
     "README.md": (crossover_table, attention_table, training_table, decode_table),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
+    "docs/kernels.md": (bounds_table,),
     "docs/transformers.md": (recovery_table,),
 }
 SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
