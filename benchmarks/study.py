@@ -1,6 +1,7 @@
 """The quality study: NSA against dense and sliding attention, its branches and its gate, within a time budget.
 
-    python benchmarks/study.py --minutes 25                                   # on an H200: 125m at 8k tokens
+    python benchmarks/study.py --minutes 9.2 --grace 8 --scale 26m            # on an H200: all of it in ten minutes
+    python benchmarks/study.py --minutes 25                                   # 125m at 8k tokens
     python benchmarks/study.py --minutes 25 --arms nsa dense                  # some arms
     python benchmarks/study.py --scale tiny --minutes 5 --work runs/tiny-study --out runs/tiny-results
 
@@ -8,6 +9,10 @@ Stages: data (Python source found on this machine, mixed with synthetic recall),
 context extension of the finished arms in --extend, evaluation (`nsa eval`), report (CSVs and plots). Call it again to
 continue: an arm whose record is in --out is not run again, one that was stopped resumes from its checkpoint in --work.
 An arm that would not end in time, judged by those before it, is left for the next call.
+
+Where a scale has several slots, as many commands share the GPU, and their own speed means nothing: before them a
+process per shape of model compiles its training step (which also fills the compiler's caches) while the data is
+prepared, and then each measures its step alone on the GPU. Seconds in the results are steps times that.
 """
 
 from __future__ import annotations
@@ -15,182 +20,86 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
+import select
 import shlex
-import signal
 import site
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from arms import (
+    FIRST,
+    KINDS,
+    LONG,
+    SCALES,
+    Arm,
+    Scale,
+    arm_config,
+    extended_name,
+    extensions,
+    make_arms,
+    shape_of,
+    train_values,
+)
+from jobs import Job, Queue
 
-import nsa
 from nsa.config import require
+from nsa.data.config import Batch
 from nsa.data.recall import mixed_documents, python_files, write_corpus
 from nsa.files import replace_text
 from nsa.model import LM, LMConfig
 from nsa.origin import commit
-from nsa.train.config import load_config
+from nsa.train.config import TrainConfig
 from nsa.train.run_folder import METRICS, read_lines
+from nsa.train.step import DTYPES, TrainStep, autocast, to_device, wait_asleep
+from nsa.train.warmup import warm_up
 
 # Seconds that a stopped run gets to write its checkpoint.
 GRACE_S = 60
 # Seconds that no arm takes less than, for the first one.
 LEAST_S = 20
+# Characters of filler of the shortest recall documents.
+SHORTEST = 50
+# Steps before and in a measurement of a step alone on the GPU; the first compile and capture CUDA graphs.
+WARM_STEPS, TIMED_STEPS = 6, 30
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The sizes of a study."""
+def measure_step(config: TrainConfig) -> None:
+    """Compile the training step of a config, print a line, and on a line of input measure it and print its seconds."""
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    size = (config.batch_size, config.model.seq_len)
+    tokens, targets = (torch.randint(config.model.vocab_size, size) for _ in range(2))
+    batch = to_device(Batch(tokens, targets, None), device)
+    warm_up(config, Batch(tokens, targets, None), device, dtype, partial(print, file=sys.stderr))
+    model = LM(config.model).to(device)
+    with torch.no_grad(), autocast(device, dtype):
+        # As validation runs it.
+        model(batch.tokens, batch.targets)
+    options = {"cuda_graphs": config.cuda_graphs, "grad_clip": config.grad_clip, "weight_decay": config.weight_decay}
+    step = TrainStep(model, dtype=dtype, compile=config.compile, **options)
 
-    config: str
-    seq_len: int
-    batch_size: int
-    steps: int
-    # Of the one long run, with a batch of one.
-    long_steps: int
-    lr: float
-    other_lr: float
-    # Of the BPE; 0: bytes.
-    vocab: int
-    # Characters of the corpora: for the arms, for the extension.
-    chars: int
-    long_chars: int
-    # Sequence length and steps of each extension; each starts from the one before.
-    extend: dict[int, int]
-    # Of needle and recall prompts.
-    lengths: tuple[int, ...]
-    samples: int
-    depths: int
-    keys: tuple[int, ...]
-    hops: tuple[int, ...]
-    # Multiple of the MLP's hidden size.
-    round_to: int
-    # Most tokens of an evaluation's forward pass.
-    chunk: int
-    sets: dict[str, Any] = field(default_factory=dict)
+    def run(count: int) -> None:
+        for _ in range(count):
+            step([batch], 1e-5)
+        wait_asleep(device)
 
-
-SCALES = {
-    "125m": Scale(
-        config="125m",
-        seq_len=8192,
-        batch_size=4,
-        steps=900,
-        long_steps=10_000,
-        lr=1e-3,
-        other_lr=2e-3,
-        vocab=16384,
-        chars=120_000_000,
-        long_chars=30_000_000,
-        extend={32768: 120, 65536: 60},
-        lengths=(4096, 8192, 16384, 32768, 65536),
-        samples=4,
-        depths=11,
-        keys=(1, 4, 16, 64),
-        hops=(1, 2, 3, 4),
-        round_to=64,
-        chunk=131072,
-        # Room for longer contexts than the arms are trained on.
-        sets={"model.attn.rope_theta": 500_000.0, "eval_batches": 8},
-    ),
-    "tiny": Scale(
-        config="tiny",
-        seq_len=128,
-        batch_size=2,
-        steps=4,
-        long_steps=6,
-        lr=3e-3,
-        other_lr=6e-3,
-        vocab=0,
-        chars=200_000,
-        long_chars=100_000,
-        extend={256: 2, 512: 2},
-        lengths=(256, 384),
-        samples=1,
-        depths=2,
-        keys=(1, 2),
-        hops=(2,),
-        round_to=8,
-        chunk=256,
-        sets={"eval_batches": 1, "sample_tokens": 1, "model.n_layers": 1, "model.attn.w": 32, "model.attn.n_sel": 3},
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One training run: what it changes, in dotted keys."""
-
-    name: str
-    sets: dict[str, Any]
-    steps: int
-    seq_len: int
-    batch_size: int
-    data: str = "base"
-    # The arm whose parameters it starts from.
-    start: str | None = None
-
-
-def make_arms(scale: Scale) -> list[Arm]:
-    """The arms in the order of their importance."""
-    base = load_config(scale.config, {"device": "cpu", "compile": False, **model_sets(scale)}).model
-    equal_parameters = {"model.hidden": dense_hidden(base, scale.round_to, flops=False)}
-    dense = {"model.attention": "dense", **equal_parameters}
-    changes: dict[str, dict[str, Any]] = {
-        "nsa": {},
-        "dense": dense,
-        "dense-flops": {"model.attention": "dense", "model.hidden": dense_hidden(base, scale.round_to, flops=True)},
-        "sliding": {"model.attention": "sliding", "model.window": base.attn.w, **equal_parameters},
-        **{f"nsa-no-{branch}": {"model.attn.drop_branch": branch} for branch in ("cmp", "sel", "win")},
-        "nsa-gate-bias": {"model.attn.gate_bias": 2.0},
-        "nsa-gate-softmax": {"model.attn.gate": "softmax"},
-        "nsa-gate-no-decay": {"gate_decay": False},
-        "nsa-lr": {"lr": scale.other_lr},
-        "dense-lr": {"lr": scale.other_lr, **dense},
-        "nsa-seed": {"seed": 1},
-        "dense-seed": {"seed": 1, **dense},
-    }
-    arms = [Arm(name, sets, scale.steps, scale.seq_len, scale.batch_size) for name, sets in changes.items()]
-    return [*arms, Arm("nsa-long", {}, scale.long_steps, scale.seq_len, 1)]
-
-
-def model_sets(scale: Scale) -> dict[str, Any]:
-    vocab = {"model.vocab_size": scale.vocab or 256, "model.seq_len": scale.seq_len}
-    return {**vocab, **{key: value for key, value in scale.sets.items() if key.startswith("model.")}}
-
-
-def dense_hidden(nsa: LMConfig, round_to: int, *, flops: bool) -> int:
-    """The MLP's hidden size with which a dense model has NSA's parameters, or NSA's FLOPs per token at this length."""
-
-    def cost(config: LMConfig) -> float:
-        with torch.device("meta"):
-            model = LM(config)
-        return model.flops_per_token(config.seq_len) if flops else sum(model.parameter_counts().values())
-
-    dense = replace(nsa, attention="dense")
-    per_unit = (cost(replace(dense, hidden=dense.hidden + round_to)) - cost(dense)) / round_to
-    hidden = dense.hidden + (cost(nsa) - cost(dense)) / per_unit
-    return max(round_to, round(hidden / round_to) * round_to)
-
-
-def extensions(scale: Scale, arm: Arm) -> list[Arm]:
-    """Runs that continue an arm at longer and longer contexts, with a batch of one and a tenth of its learning rate."""
-    made, start = [], arm.name
-    for seq_len, steps in scale.extend.items():
-        name = extended_name(arm.name, seq_len)
-        sets = {**arm.sets, "lr": round(arm.sets.get("lr", scale.lr) / 10, 9)}
-        made.append(Arm(name, sets, steps, seq_len, 1, data="long", start=start))
-        start = name
-    return made
+    run(WARM_STEPS)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    # Again: the first steps after a pause are slower.
+    run(WARM_STEPS)
+    began = time.perf_counter()
+    run(TIMED_STEPS)
+    print((time.perf_counter() - began) / TIMED_STEPS, flush=True)
 
 
 class Study:
@@ -201,95 +110,152 @@ class Study:
         work: Folder of data and runs, which may be lost between calls.
         out: Folder of results, which are small and kept.
         minutes: The budget of this call.
+        grace_s: Seconds that runs get to save after it.
     """
 
-    def __init__(self, scale: Scale, work: Path, out: Path, minutes: float) -> None:
+    def __init__(self, scale: Scale, work: Path, out: Path, minutes: float, grace_s: float = GRACE_S) -> None:
         self.scale, self.work, self.out = scale, work.resolve(), out.resolve()
-        self.deadline = time.monotonic() + 60 * minutes
-        self.left_out: list[str] = []
+        self.began = time.monotonic()
+        self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, self.slots)
+        # Seconds of a step alone on the GPU, by the shape of an arm.
+        self.step_s: dict[tuple[Any, ...], float] = {}
+        # Of the long run: when it was looked at, and its steps.
+        self.seen: list[tuple[float, int]] = []
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
-        return self.deadline - time.monotonic()
+        return self.queue.left
 
-    def command(self, words: Sequence[str]) -> int | None:
-        """Run one `nsa` command; None where the time was up and it was told to stop."""
-        line = [sys.executable, "-m", "nsa", *words]
-        print(f"[study] {self.left:.0f} s left: nsa {shlex.join(words)}", flush=True)
-        # In the folder of the runs, so that no path of this machine is part of a result.
-        paths = os.pathsep.join([str(Path(nsa.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(line, cwd=self.work, env={**os.environ, "PYTHONPATH": paths})
-        try:
-            return process.wait(timeout=max(1.0, self.left))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return None
-
-    def enough(self, name: str, seconds: float) -> bool:
-        """Whether so many seconds are left; if not, `name` is listed as left out."""
-        if self.left >= seconds:
-            return True
-        self.left_out.append(name)
-        print(f"[study] left for the next call: {name}, about {seconds:.0f} s", flush=True)
-        return False
+    def slots(self) -> int:
+        """Fewer than the scale's while the long run would not end in time beside so many."""
+        run, now = self.work / "runs" / LONG / METRICS, time.monotonic()
+        if not any(job.name == LONG for job in self.queue.running) or not run.is_file():
+            return self.scale.slots
+        if not self.seen or now - self.seen[-1][0] > 10:
+            steps = [record["step"] for record in read_lines(run) if record["kind"] == "step"]
+            self.seen.append((now, max(steps, default=0)))
+        (before, first), (after, last) = self.seen[-4:][0], self.seen[-1]
+        late = last > first and (self.scale.long_steps - last) * (after - before) / (last - first) > self.left - LEAST_S
+        return max(1, self.scale.slots // 2) if late else self.scale.slots
 
     # Stages.
 
+    def run(self, arms: Sequence[Arm], extend: Sequence[str]) -> None:
+        """All stages but the report."""
+        longer = [made for arm in arms if arm.name in extend for made in extensions(self.scale, arm)]
+        # The shortest extensions first.
+        longer.sort(key=lambda arm: arm.seq_len)
+        measuring = self.measure([*arms, *longer])
+        self.data()
+        self.finish_measuring(measuring)
+        seconds = self.step_seconds()
+        self.step_s = {shape_of(arm): seconds[arm.name] for arm in [*arms, *longer] if arm.name in seconds}
+        names = [arm.name for arm in arms]
+        beside = [arm for arm in arms if arm.name == LONG and self.scale.slots > 1]
+        first = [arm for arm in arms if arm.name in FIRST]
+        rest = [arm for arm in arms if arm not in (*beside, *first)]
+        before, after = ([self.train_job(arm) for arm in part] for part in ([*beside, *first, *longer], rest))
+        evals = self.eval_jobs(names, [name for name in extend if name in names])
+        self.queue.run(job for job in (*before, *evals, *after) if job is not None)
+
+    def measure(self, arms: Sequence[Arm]) -> dict[str, subprocess.Popen[str]]:
+        """Start a process for the first arm of each shape that is not measured yet; `finish_measuring` reads them."""
+        known = self.step_seconds()
+        first = {shape_of(arm): arm.name for arm in reversed(arms)}
+        words = [sys.executable, __file__, "--minutes", "0", "--scale", self.scale.name, "--measure"]
+        return {
+            name: subprocess.Popen([*words, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for name in first.values()
+            if self.scale.slots > 1 and self.left > 0 and name not in known
+        }
+
+    def finish_measuring(self, processes: Mapping[str, subprocess.Popen[str]]) -> None:
+        """Wait until all are compiled, or `warm_s` since the start; then let one after the other measure its step."""
+        until = min(self.began + self.scale.warm_s, self.queue.deadline)
+        found, ready = self.step_seconds(), {}
+        waiting = dict(processes)
+        while waiting and time.monotonic() < until:
+            for name, process in list(waiting.items()):
+                if process.poll() is not None or select.select([process.stdout], [], [], 0)[0]:
+                    ready[name] = waiting.pop(name)
+            time.sleep(0.1)
+        for name, process in waiting.items():
+            self.queue.say(f"{name} is not measured: it was not compiled within {self.scale.warm_s:.0f} s")
+            process.kill()
+        for name, process in ready.items():
+            printed, _ = process.communicate("\n")
+            lines = printed.split()
+            if process.returncode == 0:
+                found[name] = float(lines[-1])
+                self.queue.say(f"{name}: {1000 * found[name]:.2f} ms per step alone")
+            else:
+                self.queue.say(f"{name} is not measured: status {process.returncode}")
+        if found:
+            replace_text(self.out / "steps.json", json.dumps(found, indent=1) + "\n")
+
+    def step_seconds(self) -> dict[str, float]:
+        """The measured seconds of a step alone on the GPU, by the name of the arm that was measured."""
+        path = self.out / "steps.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def data(self) -> None:
         """Two corpora with one tokenizer: Python source with recall, and longer documents for the extension."""
+        s = self.scale
         # Characters per token of a BPE; bytes have one.
-        width = 3 if self.scale.vocab else 1
-        lengths = {"base": self.scale.seq_len, "long": max(self.scale.extend)}
-        sizes = {"base": self.scale.chars, "long": self.scale.long_chars}
-        shares = {"base": 0.2, "long": 0.5}
-        files: list[Path] = []
-        for seed, (name, n_chars) in enumerate(sizes.items()):
-            shards = self.work / name
-            if (shards / "manifest.json").is_file() or not self.enough(f"data {name}", LEAST_S):
+        width = 3 if s.vocab else 1
+        sizes = {"base": (s.chars, s.recall_share, s.seq_len), "long": (s.long_chars, 0.5, max(s.extend))}
+        bpe = ["--train-bpe", str(s.vocab)] if s.vocab else []
+        tokenizers = {"base": bpe, "long": ["--tokenizer", "base"]}
+        missing = [name for name in sizes if not (self.work / name / "manifest.json").is_file()]
+        if not missing or self.left < LEAST_S:
+            self.queue.left_out |= dict.fromkeys([f"data {name}" for name in missing], "the time is up")
+            return
+        files, jobs = python_files(python_folders()), []
+        for seed, (name, (n_chars, share, length)) in enumerate(sizes.items()):
+            if name not in missing:
                 continue
-            files = files or python_files(python_folders())
-            corpus = self.work / f"{name}.jsonl"
-            longest = width * lengths[name] * 3 // 4
-            recall_chars = (min(200, longest), longest)
-            texts = mixed_documents(
-                files, n_chars=n_chars, recall_share=shares[name], recall_chars=recall_chars, seed=seed
-            )
-            write_corpus(corpus, texts)
-            bpe = ["--train-bpe", str(self.scale.vocab)] if self.scale.vocab else []
-            tokenizer = bpe if name == "base" else ["--tokenizer", "base"]
-            self.command(["data", "prepare", "--source", "jsonl", "--path", corpus.name, "--out", name, *tokenizer])
-            corpus.unlink()
+            longest = width * length * 3 // 4
+            recall_chars = (min(SHORTEST, longest), longest)
+            texts = mixed_documents(files, n_chars=n_chars, recall_share=share, recall_chars=recall_chars, seed=seed)
+            write_corpus(self.work / f"{name}.jsonl", texts)
+            words = ["data", "prepare", "--source", "jsonl", "--path", f"{name}.jsonl", "--out", name]
+            after = ("data base",) if name == "long" else ()
+            jobs.append(Job(f"data {name}", partial(list, [*words, *tokenizers[name]]), after=after))
+        self.queue.run(jobs)
 
     def record_of(self, arm: Arm) -> Path:
         return self.out / "arms" / f"{arm.name}.json"
 
-    def train(self, arm: Arm) -> bool:
-        """Train an arm and record it; returns whether it is done."""
+    def train_job(self, arm: Arm) -> Job | None:
+        """The training of an arm; None where it is recorded."""
         if self.record_of(arm).is_file():
             steps = json.loads(self.record_of(arm).read_text())["steps"]
             accepted = f"{steps}, as in {self.record_of(arm)}, or another --out and --work"
             require(steps == arm.steps, f"the steps of {arm.name}", arm.steps, accepted)
-            return True
-        if arm.start is not None and not (self.work / "runs" / arm.start / "model.json").is_file():
-            self.left_out.append(f"{arm.name}, which needs the run of {arm.start}")
-            return False
-        if not self.enough(arm.name, self.expected(arm)):
-            return False
-        began, run = time.monotonic(), self.work / "runs" / arm.name
-        words = self.train_command(arm)
-        status = self.command(words)
-        if status not in (0, None):
-            self.left_out.append(f"{arm.name}, which failed with status {status}")
+            return None
+        after = () if arm.start is None else (arm.start,)
+        began: list[float] = []
+
+        def words() -> list[str] | None:
+            began.append(time.monotonic())
+            data = self.work / arm.data / "manifest.json"
+            start = data if arm.start is None else self.work / "runs" / arm.start / "model.json"
+            return self.train_command(arm) if data.is_file() and start.is_file() else None
+
+        def finish() -> bool:
+            return self.keep(arm, time.monotonic() - began[-1])
+
+        extra = arm.name == LONG and self.scale.slots > 1
+        return Job(arm.name, words, finish, after, partial(self.expected, arm), extra)
+
+    def keep(self, arm: Arm, seconds: float) -> bool:
+        """Record an arm; returns whether it came to its end."""
+        run = self.work / "runs" / arm.name
         ends = [record for record in read_lines(run / METRICS) if record["kind"] == "end"]
-        if status != 0 or not ends:
+        if not ends:
             return False
-        record = self.summary(arm, run, ends[-1], words) | {"wall_s": round(time.monotonic() - began, 1)}
+        record = self.summary(arm, run, ends[-1]) | {"wall_s": round(seconds, 1)}
         self.record_of(arm).parent.mkdir(parents=True, exist_ok=True)
         replace_text(self.record_of(arm), json.dumps(record, indent=1) + "\n")
         return True
@@ -298,34 +264,22 @@ class Study:
         """Seconds that an arm takes: as those that are recorded, per token."""
         tokens = arm.steps * arm.batch_size * arm.seq_len
         known = [record for record in self.records() if (record["start"] is None) == (arm.start is None)]
-        return max([LEAST_S, *(record["wall_s"] * tokens / record["tokens"] for record in known)])
+        rates = [record["wall_s"] / record["tokens"] for record in known if record["arm"] != LONG]
+        return max(LEAST_S, tokens * mean(rates) if rates else 0.0)
 
     def train_command(self, arm: Arm) -> list[str]:
-        s = self.scale
-        every = max(1, arm.steps // 10)
-        values: dict[str, Any] = {
-            **model_sets(s),
-            "model.seq_len": arm.seq_len,
-            **s.sets,
-            "eval_every": every,
-            "stats_every": max(1, arm.steps // 5),
-            "log_every": max(1, min(20, every)),
-            "sample_every": 0,
-            "save_every": 0,
-            "warmup": max(1, arm.steps // 10),
-            "lr": s.lr,
-            **arm.sets,
-        }
-        if arm.start is not None:
-            values["init"] = f"runs/{arm.start}"
+        values = train_values(self.scale, arm)
         sets = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
         data = ["--dataset", "shards", "--data-path", arm.data]
         sizes = ["--steps", str(arm.steps), "--batch-size", str(arm.batch_size)]
-        return ["train", "--config", s.config, "--out", f"runs/{arm.name}", *data, *sizes, *sets]
+        return ["train", "--config", self.scale.config, "--out", f"runs/{arm.name}", *data, *sizes, *sets]
 
-    def summary(self, arm: Arm, run: Path, end: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    def summary(self, arm: Arm, run: Path, end: dict[str, Any]) -> dict[str, Any]:
         """What is kept of a run."""
         metrics = read_lines(run / METRICS)
+        shared = self.scale.slots > 1
+        step_s = self.step_s.get(shape_of(arm))
+        own = None if shared else end["tokens_per_s"]
         with torch.device("meta"):
             model = LM(LMConfig.from_dict(json.loads((run / "model.json").read_text())))
         tokens_per_step = arm.batch_size * arm.seq_len
@@ -338,39 +292,48 @@ class Study:
             "steps": arm.steps,
             "tokens": arm.steps * tokens_per_step,
             "loss": end["loss_end"],
-            "tokens_per_s": end["tokens_per_s"],
+            "tokens_per_s": round(tokens_per_step / step_s, 1) if step_s else own,
             "skipped": end["skipped"],
             "fallbacks": end["fallbacks"],
             "gates": next((r["mean"] for r in reversed(metrics) if r["kind"] == "gates"), None),
-            "curve": curve(metrics, tokens_per_step),
+            "curve": curve(metrics, tokens_per_step, step_s=step_s, shared=shared),
             "commit": commit(),
             "torch": str(torch.__version__),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "command": shlex.join(["nsa", *words]),
+            "command": shlex.join(["nsa", *self.train_command(arm)]),
         }
 
-    def evaluate(self, arms: Sequence[str]) -> None:
-        """Needle and recall of the longest extensions, and the loss by position of the arms, side by side."""
+    def eval_jobs(self, arms: Sequence[str], extended: Sequence[str]) -> list[Job]:
+        """Needle and recall of the longest extensions, the loss by position of what they extend, and the needle at
+        lengths up to the training's of all arms, side by side."""
         s = self.scale
-        longest = [extended_name(name, max(s.extend)) for name in arms]
-        runs = {"needle": longest, "recall": longest, "loss": list(arms)}
-        lengths = [str(length) for length in s.lengths]
-        flags = {
-            "needle": ["--lengths", *lengths, "--depths", str(s.depths), "--samples", str(s.samples)],
-            "recall": ["--lengths", *lengths, "--samples", str(s.samples)],
-            "loss": ["--windows", "8"],
-        }
-        flags["recall"] += ["--keys", *map(str, s.keys), "--hops", *map(str, s.hops)]
-        for name, names in runs.items():
-            there = [f"runs/{run}" for run in names if (self.work / "runs" / run / "model.json").is_file()]
-            result = self.out / f"{name}.json"
-            done = result.is_file() and json.loads(result.read_text())["flags"]["runs"] == there
-            if done or not there or not self.enough(f"eval {name}", LEAST_S):
-                continue
-            words = ["eval", name, *there, *flags[name], "--chunk", str(s.chunk), "--out", str(self.out)]
-            status = self.command(words)
-            if status != 0:
-                self.left_out.append(f"eval {name}, which ended with status {status}")
+        longest = [extended_name(name, max(s.extend)) for name in extended]
+        lengths = ["--lengths", *map(str, s.lengths), "--samples", str(s.samples)]
+        many = ["--keys", *map(str, s.keys), "--hops", *map(str, s.hops)]
+        few = ["--lengths", *map(str, s.short_lengths)]
+        kinds = [name for name in arms if name in KINDS]
+        return [
+            self.eval_job("needle", longest, [*lengths, "--depths", str(s.depths)], self.out),
+            self.eval_job("recall", longest, [*lengths, *many], self.out),
+            self.eval_job("loss", extended, ["--windows", "8"], self.out),
+            self.eval_job(
+                "needle", kinds, [*few, "--depths", "5", "--samples", str(s.samples)], self.out / "arms-needle"
+            ),
+        ]
+
+    def eval_job(self, task: str, names: Sequence[str], flags: Sequence[str], out: Path) -> Job:
+        """`nsa eval` of those of the runs that are there, after all of them."""
+
+        def words() -> list[str] | None:
+            there = [f"runs/{name}" for name in names if (self.work / "runs" / name / "model.json").is_file()]
+            result = out / f"{task}.json"
+            if result.is_file() and json.loads(result.read_text())["flags"]["runs"] == there:
+                return []
+            return (
+                ["eval", task, *there, *flags, "--chunk", str(self.scale.chunk), "--out", str(out)] if there else None
+            )
+
+        return Job(f"eval {task} of {'-'.join(names)}", words, after=tuple(names), seconds=lambda: LEAST_S / 2)
 
     # Results.
 
@@ -397,7 +360,7 @@ class Study:
         if gates:
             write_csv(self.out / "gates.csv", gates)
         if find_spec("matplotlib") is None:
-            print("[study] no plots: matplotlib is not installed")
+            self.queue.say("no plots: matplotlib is not installed")
         else:
             draw_curves(records, self.out / "curves.png")
         print(f"{'arm':<20}{'parameters':>14}{'tokens':>14}{'loss':>9}{'tokens/s':>12}")
@@ -412,14 +375,13 @@ def python_folders() -> list[Path]:
     return sorted(path for path in roots if path.name.startswith(("python", "site-", "dist-")) and path.is_dir())
 
 
-def extended_name(arm: str, seq_len: int) -> str:
-    return f"{arm}-{seq_len // 1024}k" if seq_len >= 1024 else f"{arm}-{seq_len}"
-
-
-def curve(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> list[dict[str, Any]]:
+def curve(
+    metrics: Sequence[dict[str, Any]], tokens_per_step: int, *, step_s: float | None = None, shared: bool = False
+) -> list[dict[str, Any]]:
     """The loss by tokens and seconds of training alone: without compilation, validation and waiting in between.
 
-    Training losses are means over the steps since the last point.
+    Training losses are means over the steps since the last point. Of a run that shared the GPU (`shared`), seconds are
+    its steps times `step_s`, or None.
     """
     speeds = {r["step"]: r["step_s"] for r in metrics if r["kind"] == "speed" and "step_s" in r}
     losses = {r["step"]: r["loss"] for r in metrics if r["kind"] == "step"}
@@ -433,7 +395,7 @@ def curve(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> list[dict[
             {
                 "step": step,
                 "tokens": step * tokens_per_step,
-                "seconds": round(seconds, 3),
+                "seconds": round(seconds if not shared else step * step_s, 3) if step_s or not shared else None,
                 "train_loss": round(mean(own), 5) if own else None,
                 "valid_loss": valid.get(step),
             }
@@ -476,6 +438,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=SCALES, default="125m")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="(default: all, the most important first)")
     parser.add_argument("--extend", nargs="*", default=["nsa", "dense"], metavar="ARM", help="(default: nsa dense)")
+    parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds that runs get to save after the budget")
+    parser.add_argument("--measure", metavar="ARM", help="only compile and measure a step; what the study calls")
     parser.add_argument("--steps", type=int, help="of each arm (default: the scale's)")
     parser.add_argument("--work", type=Path, default=Path("runs/study"), help="data and runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/study"), help="results")
@@ -490,19 +454,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = {*(args.arms or []), *args.extend} - set(arms)
     if unknown:
         parser.error(f"no arm {sorted(unknown)}; accepted: {list(arms)}")
-    study = Study(scale, args.work, args.out, args.minutes)
+    if args.measure is not None:
+        longer = {arm.name: arm for name in arms for arm in extensions(scale, arms[name])}
+        measure_step(arm_config(scale, {**arms, **longer}[args.measure]))
+        return 0
+    study = Study(scale, args.work, args.out, args.minutes, args.grace)
     for folder in (study.work, study.out):
         folder.mkdir(parents=True, exist_ok=True)
-    study.data()
-    done = [name for name in args.arms or arms if study.train(arms[name])]
-    extended = [name for name in args.extend if name in done]
-    for name in extended:
-        for arm in extensions(scale, arms[name]):
-            study.train(arm)
-    if extended:
-        study.evaluate(extended)
+    study.run([arms[name] for name in args.arms or arms], args.extend)
     study.report()
-    print(json.dumps({"done": [record["arm"] for record in study.records()], "left": study.left_out}))
+    print(json.dumps({"done": [record["arm"] for record in study.records()], "left": study.queue.left_out}))
     return 0
 
 

@@ -24,7 +24,9 @@ from nsa.files import replacing
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
 # Characters of text per chain in a training document, at least.
-CHARS_PER_CHAIN = 60
+CHARS_PER_CHAIN = 10
+# Chains of a training document, at most.
+MAX_CHAINS = 256
 # Links of a chain in a training document, at most.
 MAX_HOPS = 4
 # Files past this are data written as code.
@@ -66,7 +68,7 @@ def recall_document(rng: Random, filler: Sequence[str]) -> str:
     again at the end."""
     room = max(1, sum(len(line) + 1 for line in filler) // CHARS_PER_CHAIN)
     # As often a few chains as many: log-uniform.
-    count = round(min(room, 64) ** rng.random())
+    count = round(min(room, MAX_CHAINS) ** rng.random())
     # Half of them have no link.
     hops = [max(1, rng.randint(2 - MAX_HOPS, MAX_HOPS)) for _ in range(count)]
     chains = make_chains(rng, hops)
@@ -105,7 +107,9 @@ def mixed_documents(
         files: Text files, each used once: as a document, or as filler, which starts over at its end.
         n_chars: Stop after about so many characters, or where no file is left.
         recall_share: Of recall documents, in characters, 0 to 1.
-        recall_chars: Fewest and most characters of filler of a recall document; their lengths are log-uniform.
+        recall_chars: Fewest and most characters of filler of a recall document. The density of lengths `n` is
+            proportional to `n ** -1.5`: about half of all filler is in documents above a quarter of the longest,
+            and there are enough short ones, from which recall is learned first.
         seed: Decides the order of the files and all else.
 
     Raises:
@@ -122,7 +126,7 @@ def mixed_documents(
     done = recalled = 0
     while done < n_chars:
         if recalled < recall_share * (done + 1):
-            wanted, lines = low * (high / low) ** rng.random(), []
+            wanted, lines = (low**-0.5 + rng.random() * (high**-0.5 - low**-0.5)) ** -2, []
             while wanted > 0:
                 lines.append(next(filler))
                 wanted -= len(lines[-1]) + 1

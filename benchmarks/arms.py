@@ -1,0 +1,264 @@
+"""What the study trains: its scales, and the arms with what each changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nsa.model import LM, LMConfig
+from nsa.train.config import TrainConfig, load_config
+
+# The arm that runs beside the others.
+LONG = "nsa-long"
+# The arms that come before the extensions.
+FIRST = ("nsa", "dense", "dense-flops", "sliding")
+# The arms of a seed and a learning rate that differ in attention.
+KINDS = (*FIRST, "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of a study."""
+
+    name: str
+    config: str
+    seq_len: int
+    batch_size: int
+    steps: int
+    # Of the one long run, with a batch of one.
+    long_steps: int
+    long_seq_len: int
+    lr: float
+    other_lr: float
+    # Of the extensions.
+    extend_lr: float
+    # Of the BPE; 0: bytes.
+    vocab: int
+    # Characters of the corpora: for the arms, for the extension; and the share of recall in the first.
+    chars: int
+    long_chars: int
+    recall_share: float
+    # Sequence length and steps of each extension; each starts from the one before.
+    extend: dict[int, int]
+    # Of needle and recall prompts after the extension, and of needle prompts before it.
+    lengths: tuple[int, ...]
+    short_lengths: tuple[int, ...]
+    samples: int
+    depths: int
+    keys: tuple[int, ...]
+    hops: tuple[int, ...]
+    # Multiple of the MLP's hidden size.
+    round_to: int
+    # Most tokens of an evaluation's forward pass.
+    chunk: int
+    # Commands at once, beside the long run; and the seconds that the processes that measure may take to compile.
+    slots: int = 1
+    warm_s: float = 0.0
+    sets: dict[str, Any] = field(default_factory=dict)
+
+
+SCALES = {
+    "125m": Scale(
+        name="125m",
+        config="125m",
+        seq_len=8192,
+        batch_size=4,
+        steps=900,
+        long_steps=10_000,
+        long_seq_len=8192,
+        lr=1e-3,
+        other_lr=2e-3,
+        extend_lr=1e-4,
+        vocab=16384,
+        chars=120_000_000,
+        long_chars=30_000_000,
+        recall_share=0.2,
+        extend={32768: 120, 65536: 60},
+        lengths=(4096, 8192, 16384, 32768, 65536),
+        short_lengths=(1024, 2048, 4096, 8192),
+        samples=4,
+        depths=11,
+        keys=(1, 4, 16, 64),
+        hops=(1, 2, 3, 4),
+        round_to=64,
+        chunk=131072,
+        # Room for longer contexts than the arms are trained on.
+        sets={"model.attn.rope_theta": 500_000.0, "eval_batches": 8},
+    ),
+    "26m": Scale(
+        name="26m",
+        config="125m",
+        seq_len=8192,
+        batch_size=1,
+        steps=2000,
+        long_steps=10_000,
+        long_seq_len=2048,
+        lr=1.5e-3,
+        other_lr=3e-3,
+        extend_lr=4e-4,
+        vocab=8192,
+        chars=62_000_000,
+        long_chars=26_000_000,
+        recall_share=0.3,
+        extend={32768: 120, 65536: 80},
+        lengths=(4096, 8192, 16384, 32768, 65536),
+        short_lengths=(1024, 2048, 4096, 8192),
+        samples=4,
+        depths=11,
+        keys=(1, 4, 16, 64),
+        hops=(1, 2, 3, 4),
+        round_to=32,
+        chunk=131072,
+        slots=4,
+        warm_s=85.0,
+        sets={
+            "model.n_layers": 6,
+            "model.hidden": 1408,
+            "model.attn.dim": 512,
+            "model.attn.n_heads": 8,
+            "model.attn.rope_theta": 500_000.0,
+            "eval_batches": 16,
+            "sample_tokens": 1,
+        },
+    ),
+    "tiny": Scale(
+        name="tiny",
+        config="tiny",
+        seq_len=128,
+        batch_size=2,
+        steps=4,
+        long_steps=6,
+        long_seq_len=64,
+        lr=3e-3,
+        other_lr=6e-3,
+        extend_lr=3e-4,
+        vocab=0,
+        chars=200_000,
+        long_chars=100_000,
+        recall_share=0.3,
+        extend={256: 2, 512: 2},
+        lengths=(256, 384),
+        short_lengths=(128,),
+        samples=1,
+        depths=2,
+        keys=(1, 2),
+        hops=(2,),
+        round_to=8,
+        chunk=256,
+        slots=2,
+        warm_s=60.0,
+        sets={"eval_batches": 1, "sample_tokens": 1, "model.n_layers": 1, "model.attn.w": 32, "model.attn.n_sel": 3},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training run: what it changes, in dotted keys."""
+
+    name: str
+    sets: dict[str, Any]
+    steps: int
+    seq_len: int
+    batch_size: int
+    data: str = "base"
+    # The arm whose parameters it starts from.
+    start: str | None = None
+
+
+def make_arms(scale: Scale) -> list[Arm]:
+    """The arms in the order of their importance."""
+    base = load_config(scale.config, {"device": "cpu", "compile": False, **model_sets(scale)}).model
+    equal_parameters = {"model.hidden": dense_hidden(base, scale.round_to, flops=False)}
+    dense = {"model.attention": "dense", **equal_parameters}
+    changes: dict[str, dict[str, Any]] = {
+        "nsa": {},
+        "dense": dense,
+        "dense-flops": {"model.attention": "dense", "model.hidden": dense_hidden(base, scale.round_to, flops=True)},
+        "sliding": {"model.attention": "sliding", "model.window": base.attn.w, **equal_parameters},
+        **{f"nsa-no-{branch}": {"model.attn.drop_branch": branch} for branch in ("cmp", "sel", "win")},
+        "nsa-gate-bias": {"model.attn.gate_bias": 2.0},
+        "nsa-gate-softmax": {"model.attn.gate": "softmax"},
+        "nsa-gate-no-decay": {"gate_decay": False},
+        "nsa-lr": {"lr": scale.other_lr},
+        "dense-lr": {"lr": scale.other_lr, **dense},
+        "nsa-seed": {"seed": 1},
+        "dense-seed": {"seed": 1, **dense},
+    }
+    arms = [Arm(name, sets, scale.steps, scale.seq_len, scale.batch_size) for name, sets in changes.items()]
+    return [*arms, Arm(LONG, {"save_every": scale.long_steps // 4}, scale.long_steps, scale.long_seq_len, 1)]
+
+
+def model_sets(scale: Scale) -> dict[str, Any]:
+    vocab = {"model.vocab_size": scale.vocab or 256, "model.seq_len": scale.seq_len}
+    return {**vocab, **{key: value for key, value in scale.sets.items() if key.startswith("model.")}}
+
+
+def dense_hidden(nsa: LMConfig, round_to: int, *, flops: bool) -> int:
+    """The MLP's hidden size with which a dense model has NSA's parameters, or NSA's FLOPs per token at this length."""
+
+    def cost(config: LMConfig) -> float:
+        with torch.device("meta"):
+            model = LM(config)
+        return model.flops_per_token(config.seq_len) if flops else sum(model.parameter_counts().values())
+
+    dense = replace(nsa, attention="dense")
+    per_unit = (cost(replace(dense, hidden=dense.hidden + round_to)) - cost(dense)) / round_to
+    hidden = dense.hidden + (cost(nsa) - cost(dense)) / per_unit
+    return max(round_to, round(hidden / round_to) * round_to)
+
+
+def extensions(scale: Scale, arm: Arm) -> list[Arm]:
+    """Runs that continue an arm at longer and longer contexts, with a batch of one."""
+    made, start = [], arm.name
+    for seq_len, steps in scale.extend.items():
+        name = extended_name(arm.name, seq_len)
+        made.append(Arm(name, {**arm.sets, "lr": scale.extend_lr}, steps, seq_len, 1, data="long", start=start))
+        start = name
+    return made
+
+
+def train_values(scale: Scale, arm: Arm) -> dict[str, Any]:
+    """The config of an arm, in dotted keys."""
+    every = max(1, arm.steps // (10 if arm.start is None else 4))
+    # There is less text for the validation of long sequences.
+    start = (
+        {} if arm.start is None else {"init": f"runs/{arm.start}", "eval_batches": min(4, scale.sets["eval_batches"])}
+    )
+    # The GPU may be shared.
+    speed = {"min_tokens_per_s": 0} if scale.slots > 1 else {}
+    return {
+        **model_sets(scale),
+        "model.seq_len": arm.seq_len,
+        **scale.sets,
+        "eval_every": every,
+        "stats_every": max(1, arm.steps // 5),
+        "log_every": max(1, min(20, every)),
+        "sample_every": 0,
+        "save_every": 0,
+        "warmup": max(1, arm.steps // 10),
+        "lr": scale.lr,
+        **speed,
+        **arm.sets,
+        **start,
+    }
+
+
+def arm_config(scale: Scale, arm: Arm) -> TrainConfig:
+    """The config of an arm's training step, on this machine."""
+    sizes = {"steps": arm.steps, "batch_size": arm.batch_size}
+    return load_config(scale.config, {**train_values(scale, arm), **sizes})
+
+
+def shape_of(arm: Arm) -> tuple[Any, ...]:
+    """Arms of the same shape take the same time per step."""
+    model = {
+        key: value for key, value in arm.sets.items() if key.startswith("model.") and key != "model.attn.gate_bias"
+    }
+    return (*sorted(model.items(), key=str), arm.seq_len, arm.batch_size)
+
+
+def extended_name(arm: str, seq_len: int) -> str:
+    return f"{arm}-{seq_len // 1024}k" if seq_len >= 1024 else f"{arm}-{seq_len}"
