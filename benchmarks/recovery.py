@@ -31,7 +31,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from study import curve, extended_name, python_folders, write_csv
+from arms import extended_name
+from study import curve, python_folders, write_csv
 
 import nsa
 from nsa.data.recall import mixed_documents, python_files, write_corpus

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import json
 import select
 import shlex
@@ -28,6 +29,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -55,12 +57,13 @@ from jobs import Job, Queue
 from nsa.config import require
 from nsa.data.config import Batch
 from nsa.data.recall import mixed_documents, python_files, write_corpus
+from nsa.dtypes import DTYPES
 from nsa.files import replace_text
 from nsa.model import LM, LMConfig
 from nsa.origin import commit
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import METRICS, read_lines
-from nsa.train.step import DTYPES, TrainStep, autocast, to_device, wait_asleep
+from nsa.train.step import TrainStep, autocast, to_device, wait_asleep
 from nsa.train.warmup import warm_up
 
 # Seconds that a stopped run gets to write its checkpoint.
@@ -69,37 +72,50 @@ GRACE_S = 60
 LEAST_S = 20
 # Characters of filler of the shortest recall documents.
 SHORTEST = 50
-# Steps before and in a measurement of a step alone on the GPU; the first compile and capture CUDA graphs.
-WARM_STEPS, TIMED_STEPS = 6, 30
+# Steps before a measurement, which compile and capture CUDA graphs, and the seconds that it takes at least.
+WARM_STEPS, TIMED_S = 6, 0.5
+# Seconds after which a measurement is given up.
+MEASURE_S = 15.0
 
 
-def measure_step(config: TrainConfig) -> None:
-    """Compile the training step of a config, print a line, and on a line of input measure it and print its seconds."""
+def measure_step(config: TrainConfig, lock: Path) -> None:
+    """Compile the training step of a config, print a line, and on a line of input measure it and print its seconds.
+
+    Processes with the same `lock` compile the attention kernels one after the other, each with all cores: the second
+    finds most of them in Triton's cache.
+    """
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     size = (config.batch_size, config.model.seq_len)
     tokens, targets = (torch.randint(config.model.vocab_size, size) for _ in range(2))
     batch = to_device(Batch(tokens, targets, None), device)
-    warm_up(config, Batch(tokens, targets, None), device, dtype, partial(print, file=sys.stderr))
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        warm_up(config, Batch(tokens, targets, None), device, dtype, print)
     model = LM(config.model).to(device)
     with torch.no_grad(), autocast(device, dtype):
         # As validation runs it.
         model(batch.tokens, batch.targets)
-    options = {"cuda_graphs": config.cuda_graphs, "grad_clip": config.grad_clip, "weight_decay": config.weight_decay}
+    options: dict[str, Any] = {
+        "cuda_graphs": config.cuda_graphs,
+        "grad_clip": config.grad_clip,
+        "weight_decay": config.weight_decay,
+    }
     step = TrainStep(model, dtype=dtype, compile=config.compile, **options)
 
-    def run(count: int) -> None:
+    def run(count: int) -> float:
+        began = time.perf_counter()
         for _ in range(count):
             step([batch], 1e-5)
         wait_asleep(device)
+        return time.perf_counter() - began
 
     run(WARM_STEPS)
-    print("ready", flush=True)
+    print("ready", file=sys.__stdout__, flush=True)
     sys.stdin.readline()
-    # Again: the first steps after a pause are slower.
-    run(WARM_STEPS)
-    began = time.perf_counter()
-    run(TIMED_STEPS)
-    print((time.perf_counter() - began) / TIMED_STEPS, flush=True)
+    # The first steps after a pause are slower.
+    run(2)
+    count = 1 + round(TIMED_S / run(1))
+    print(run(count) / count, file=sys.__stdout__, flush=True)
 
 
 class Study:
@@ -162,35 +178,53 @@ class Study:
     def measure(self, arms: Sequence[Arm]) -> dict[str, subprocess.Popen[str]]:
         """Start a process for the first arm of each shape that is not measured yet; `finish_measuring` reads them."""
         known = self.step_seconds()
-        first = {shape_of(arm): arm.name for arm in reversed(arms)}
-        words = [sys.executable, __file__, "--minutes", "0", "--scale", self.scale.name, "--measure"]
-        return {
-            name: subprocess.Popen([*words, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for name in first.values()
-            if self.scale.slots > 1 and self.left > 0 and name not in known
-        }
+        first: dict[tuple[Any, ...], str] = {}
+        for arm in arms:
+            first.setdefault(shape_of(arm), arm.name)
+        words = [sys.executable, __file__, "--minutes", "0", "--scale", self.scale.name]
+        words += ["--work", str(self.work), "--measure"]
+        started = {}
+        for name in first.values():
+            if self.scale.slots > 1 and self.left > 0 and name not in known:
+                with self.queue.log_of(f"measure {name}").open("wb") as log:
+                    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                    started[name] = subprocess.Popen([*words, name], **pipes, text=True)
+        return started
 
     def finish_measuring(self, processes: Mapping[str, subprocess.Popen[str]]) -> None:
         """Wait until all are compiled, or `warm_s` since the start; then let one after the other measure its step."""
         until = min(self.began + self.scale.warm_s, self.queue.deadline)
         found, ready = self.step_seconds(), {}
         waiting = dict(processes)
-        while waiting and time.monotonic() < until:
+        while waiting:
             for name, process in list(waiting.items()):
+                assert process.stdout is not None
                 if process.poll() is not None or select.select([process.stdout], [], [], 0)[0]:
                     ready[name] = waiting.pop(name)
+            if time.monotonic() > until:
+                break
             time.sleep(0.1)
         for name, process in waiting.items():
             self.queue.say(f"{name} is not measured: it was not compiled within {self.scale.warm_s:.0f} s")
             process.kill()
         for name, process in ready.items():
-            printed, _ = process.communicate("\n")
-            lines = printed.split()
-            if process.returncode == 0:
-                found[name] = float(lines[-1])
+            assert process.stdin is not None
+            assert process.stdout is not None
+            line = ""
+            if process.stdout.readline() == "ready\n":
+                process.stdin.write("\n")
+                process.stdin.flush()
+                answered = select.select([process.stdout], [], [], MEASURE_S)[0]
+                line = process.stdout.readline() if answered else ""
+            if line:
+                found[name] = float(line)
                 self.queue.say(f"{name}: {1000 * found[name]:.2f} ms per step alone")
             else:
-                self.queue.say(f"{name} is not measured: status {process.returncode}")
+                self.queue.say(f"{name} is not measured")
+                process.kill()
+        # They end together: what each takes to exit is not waited for before the next one's turn.
+        for process in processes.values():
+            process.communicate()
         if found:
             replace_text(self.out / "steps.json", json.dumps(found, indent=1) + "\n")
 
@@ -456,7 +490,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no arm {sorted(unknown)}; accepted: {list(arms)}")
     if args.measure is not None:
         longer = {arm.name: arm for name in arms for arm in extensions(scale, arms[name])}
-        measure_step(arm_config(scale, {**arms, **longer}[args.measure]))
+        with redirect_stdout(sys.stderr):
+            measure_step(arm_config(scale, {**arms, **longer}[args.measure]), args.work / "compile.lock")
         return 0
     study = Study(scale, args.work, args.out, args.minutes, args.grace)
     for folder in (study.work, study.out):

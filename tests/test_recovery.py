@@ -26,7 +26,7 @@ def recovery() -> Iterator[ModuleType]:
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module("recovery")
     sys.path.remove(str(FOLDER))
-    for name in ("recovery", "study"):
+    for name in ("recovery", "study", "arms", "jobs"):
         del sys.modules[name]
 
 

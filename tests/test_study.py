@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,20 +20,16 @@ from nsa.cli import main as run_nsa
 from nsa.model import LM
 from nsa.train.config import load_config
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "study.py"
+FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("study", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules["study"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["study"]
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("study")
+    sys.path.remove(str(FOLDER))
+    for name in ("study", "arms", "jobs"):
+        del sys.modules[name]
 
 
 def cost(config: Any, sets: dict[str, Any], *, flops: bool) -> float:
@@ -40,7 +38,7 @@ def cost(config: Any, sets: dict[str, Any], *, flops: bool) -> float:
     return model.flops_per_token(model.config.seq_len) if flops else sum(model.parameter_counts().values())
 
 
-@pytest.mark.parametrize("name", ["125m", "tiny"])
+@pytest.mark.parametrize("name", ["125m", "26m", "tiny"])
 @pytest.mark.parametrize(("arm", "flops"), [("dense", False), ("dense-flops", True), ("sliding", False)])
 def test_an_arm_is_as_large_as_it_says(study: ModuleType, name: str, arm: str, flops: bool) -> None:
     scale = study.SCALES[name]
@@ -77,17 +75,88 @@ def test_a_curve_counts_training_alone(study: ModuleType) -> None:
     ]
 
 
+def test_seconds_of_a_run_that_shared_the_gpu_are_measured_ones(study: ModuleType) -> None:
+    metrics = [
+        {"kind": "step", "step": 1, "loss": 4.0},
+        {"kind": "speed", "step": 2, "step_s": 0.5},
+        {"kind": "eval", "step": 2, "loss": 3.0},
+    ]
+    (point,) = study.curve(metrics, 10, step_s=0.1, shared=True)
+    assert point["seconds"] == 0.2
+    (point,) = study.curve(metrics, 10, shared=True)
+    assert point["seconds"] is None
+
+
+def test_arms_that_differ_in_no_kernel_are_measured_once(study: ModuleType) -> None:
+    arms = {arm.name: study.shape_of(arm) for arm in study.make_arms(study.SCALES["26m"])}
+    for name in ("nsa-lr", "nsa-seed", "nsa-gate-bias", "nsa-gate-no-decay"):
+        assert arms[name] == arms["nsa"]
+    assert len(set(arms.values())) == 9
+
+
+def new_queue(study: ModuleType, folder: Path, seconds: float = 30.0, slots: int = 2) -> Any:
+    return study.Queue(folder, time.monotonic() + seconds, 1.0, lambda: slots)
+
+
+class Process:
+    """Ends with status 0 after being asked so many times."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return 0 if self.polls < 0 else None
+
+    def send_signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def test_jobs_take_the_slots_in_order_and_wait_for_others(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[set[str]] = []
+    queue = new_queue(study, tmp_path)
+
+    def start(name: str, words: Sequence[str]) -> Process:
+        began.append({name, *(job.name for job in queue.running)})
+        return Process(2)
+
+    monkeypatch.setattr(queue, "start", start)
+    job = partial(study.Job, words=lambda: ["x"])
+    beside, second = job("beside", extra=True), job("second", after=("first",))
+    queue.run(
+        [beside, job("first"), second, job("third"), study.Job("never", lambda: None), study.Job("no", lambda: [])]
+    )
+    assert began == [{"beside"}, {"beside", "first"}, {"beside", "first", "third"}, {"second"}]
+    assert list(queue.left_out) == ["never"]
+
+
+def test_a_queue_ends_at_its_deadline(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = new_queue(study, tmp_path, seconds=0.5, slots=1)
+    monkeypatch.setattr(queue, "start", lambda name, words: Process(10**9))
+    queue.run([study.Job(name, lambda: ["x"]) for name in ("stuck", "waits")])
+    assert set(queue.left_out) == {"stuck", "waits"}
+
+
 @pytest.fixture
 def commands(study: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run `nsa` in this process, which saves its imports, and list what was run."""
+    """Run `nsa` in this process, which saves its imports, and list what was run; no step is measured."""
     ran: list[str] = []
 
-    def command(self: Any, words: Sequence[str]) -> int:
+    def start(self: Any, name: str, words: Sequence[str]) -> Process:
         ran.append(" ".join(words[:2]) if words[0] != "train" else f"train {words[words.index('--out') + 1]}")
         monkeypatch.chdir(self.work)
-        return run_nsa(list(words))
+        assert run_nsa(list(words)) == 0
+        return Process(0)
 
-    monkeypatch.setattr(study.Study, "command", command)
+    monkeypatch.setattr(study.Queue, "start", start)
+    monkeypatch.setattr(study.Study, "measure", lambda self, arms: {})
+    measured = {"nsa": 0.1, "nsa-256": 0.2, "nsa-512": 0.3, "nsa-no-sel": 0.1, "dense": 0.1}
+    monkeypatch.setattr(study.Study, "step_seconds", lambda self: measured)
     return ran
 
 
@@ -98,18 +167,20 @@ def test_it_runs_end_to_end_and_only_once(
     words = ["--scale", "tiny", "--minutes", "30", "--arms", "nsa", "nsa-no-sel", "dense", "--extend", "nsa", "dense"]
     words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     assert study.main(words) == 0
-    trained = ["nsa", "nsa-no-sel", "dense", "nsa-256", "nsa-512", "dense-256", "dense-512"]
+    trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel"]
     evaluated = ["eval needle", "eval recall", "eval loss"]
-    assert commands == ["data prepare"] * 2 + [f"train runs/{name}" for name in trained] + evaluated
+    trains = [f"train runs/{name}" for name in trained]
+    assert commands == ["data prepare"] * 2 + trains[:-1] + evaluated + trains[-1:] + ["eval needle"]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last["done"]) == sorted(trained)
-    assert last["left"] == []
+    assert last["left"] == {}
     out = tmp_path / "out"
     arms = {row["arm"]: row for row in csv.DictReader((out / "arms.csv").open())}
     assert set(arms) == set(trained)
     curves = list(csv.DictReader((out / "curves.csv").open()))
     assert {row["arm"] for row in curves} == set(trained)
-    assert float(curves[-1]["seconds"]) > 0
+    assert {row["seconds"] for row in curves if row["arm"] == "nsa"} == {str(round(0.1 * n, 3)) for n in range(5)}
+    assert {row["seconds"] for row in curves if row["arm"] == "dense-256"} == {""}
     gates = [row for row in csv.DictReader((out / "gates.csv").open()) if row["arm"] == "nsa-no-sel"]
     assert [float(row["sel"]) for row in gates] == [0.0]
     for name in ("needle", "recall", "loss"):
@@ -141,9 +212,20 @@ def test_a_command_is_told_to_stop_at_the_deadline(
 ) -> None:
     """A run that gets SIGTERM writes a checkpoint (tests/train/test_train_stop.py) and resumes in the next call."""
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\ntrap "echo $3 > stopped; exit 0" TERM\nwhile :; do sleep 0.1; done\n')
+    text = '#!/bin/sh\ntrap "echo $3 > stopped; exit 0" TERM\ntouch started\nwhile :; do sleep 0.1; done\n'
+    program.write_text(text)
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    made = study.Study(study.SCALES["tiny"], tmp_path, tmp_path, minutes=0)
-    assert made.command(["train"]) is None
+    queue = new_queue(study, tmp_path)
+    queue.grace_s = 30.0
+
+    def slots() -> int:
+        # Asked for while a job waits: the time is up once the command can be stopped.
+        if (tmp_path / "started").exists():
+            queue.deadline = time.monotonic()
+        return 1
+
+    queue.slots = slots
+    queue.run([study.Job("run", lambda: ["train"]), study.Job("waits", lambda: ["train"])])
     assert (tmp_path / "stopped").read_text() == "train\n"
+    assert list(queue.left_out) == ["waits"]
