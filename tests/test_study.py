@@ -42,7 +42,7 @@ def cost(config: Any, sets: dict[str, Any], *, flops: bool) -> float:
 @pytest.mark.parametrize(("arm", "flops"), [("dense", False), ("dense-flops", True), ("sliding", False)])
 def test_an_arm_is_as_large_as_it_says(study: ModuleType, name: str, arm: str, flops: bool) -> None:
     scale = study.SCALES[name]
-    base = study.model_sets(scale)
+    base = sys.modules["arms"].model_sets(scale)
     arms = {made.name: made for made in study.make_arms(scale)}
     own = cost(scale.config, base | arms[arm].sets, flops=flops)
     assert own == pytest.approx(cost(scale.config, base, flops=flops), rel=0.02)
