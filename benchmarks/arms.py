@@ -92,16 +92,16 @@ SCALES = {
         config="125m",
         seq_len=8192,
         batch_size=1,
-        steps=1700,
+        steps=2000,
         long_steps=10_000,
         long_seq_len=2048,
-        lr=1.5e-3,
-        other_lr=3e-3,
+        lr=2e-3,
+        other_lr=1e-3,
         extend_lr=4e-4,
         vocab=8192,
-        chars=62_000_000,
+        chars=60_000_000,
         long_chars=26_000_000,
-        recall_share=0.3,
+        recall_share=0.4,
         extend={32768: 100, 65536: 60},
         lengths=(4096, 8192, 16384, 32768, 65536),
         short_lengths=(1024, 2048, 4096, 8192),
@@ -171,12 +171,13 @@ class Arm:
 def make_arms(scale: Scale) -> list[Arm]:
     """The arms in the order of their importance."""
     base = load_config(scale.config, {"device": "cpu", "compile": False, **model_sets(scale)}).model
-    equal_parameters = {"model.hidden": dense_hidden(base, scale.round_to, flops=False)}
+    twin = dense_twin(base, scale.round_to)
+    equal_parameters = {"model.hidden": twin.hidden}
     dense = {"model.attention": "dense", **equal_parameters}
     changes: dict[str, dict[str, Any]] = {
         "nsa": {},
         "dense": dense,
-        "dense-flops": {"model.attention": "dense", "model.hidden": dense_hidden(base, scale.round_to, flops=True)},
+        "dense-flops": dense,
         "sliding": {"model.attention": "sliding", "model.window": base.attn.w, **equal_parameters},
         **{f"nsa-no-{branch}": {"model.attn.drop_branch": branch} for branch in ("cmp", "sel", "win")},
         "nsa-gate-bias": {"model.attn.gate_bias": 2.0},
@@ -187,7 +188,11 @@ def make_arms(scale: Scale) -> list[Arm]:
         "nsa-seed": {"seed": 1},
         "dense-seed": {"seed": 1, **dense},
     }
-    arms = [Arm(name, sets, scale.steps, scale.seq_len, scale.batch_size) for name, sets in changes.items()]
+    fewer = round(scale.steps * flops_per_token(base) / flops_per_token(twin))
+    arms = [
+        Arm(name, sets, fewer if name == "dense-flops" else scale.steps, scale.seq_len, scale.batch_size)
+        for name, sets in changes.items()
+    ]
     return [*arms, Arm(LONG, {"save_every": scale.long_steps // 4}, scale.long_steps, scale.long_seq_len, 1)]
 
 
@@ -196,18 +201,23 @@ def model_sets(scale: Scale) -> dict[str, Any]:
     return {**vocab, **{key: value for key, value in scale.sets.items() if key.startswith("model.")}}
 
 
-def dense_hidden(nsa: LMConfig, round_to: int, *, flops: bool) -> int:
-    """The MLP's hidden size with which a dense model has NSA's parameters, or NSA's FLOPs per token at this length."""
-
-    def cost(config: LMConfig) -> float:
-        with torch.device("meta"):
-            model = LM(config)
-        return model.flops_per_token(config.seq_len) if flops else sum(model.parameter_counts().values())
-
+def dense_twin(nsa: LMConfig, round_to: int) -> LMConfig:
+    """The dense model with NSA's parameters, by the MLP's hidden size."""
     dense = replace(nsa, attention="dense")
-    per_unit = (cost(replace(dense, hidden=dense.hidden + round_to)) - cost(dense)) / round_to
-    hidden = dense.hidden + (cost(nsa) - cost(dense)) / per_unit
-    return max(round_to, round(hidden / round_to) * round_to)
+    per_unit = (parameters(replace(dense, hidden=dense.hidden + round_to)) - parameters(dense)) / round_to
+    hidden = dense.hidden + (parameters(nsa) - parameters(dense)) / per_unit
+    return replace(dense, hidden=max(round_to, round(hidden / round_to) * round_to))
+
+
+def parameters(config: LMConfig) -> int:
+    with torch.device("meta"):
+        return sum(LM(config).parameter_counts().values())
+
+
+def flops_per_token(config: LMConfig) -> float:
+    """Mean FLOPs per token of training at the config's length."""
+    with torch.device("meta"):
+        return LM(config).flops_per_token(config.seq_len)
 
 
 def extensions(scale: Scale, arm: Arm) -> list[Arm]:
@@ -238,7 +248,7 @@ def train_values(scale: Scale, arm: Arm) -> dict[str, Any]:
         "log_every": max(1, min(20, every)),
         "sample_every": 0,
         "save_every": 0,
-        "warmup": max(1, arm.steps // 10),
+        "warmup": max(1, arm.steps // 20),
         "lr": scale.lr,
         **speed,
         **arm.sets,
