@@ -12,10 +12,8 @@ from nsa.train.config import TrainConfig, load_config
 
 # The arm that runs beside the others.
 LONG = "nsa-long"
-# The arms that come before the extensions.
-FIRST = ("nsa", "dense", "dense-flops", "sliding")
 # The arms of a seed and a learning rate that differ in attention.
-KINDS = (*FIRST, "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
+KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
 
 
 @dataclass(frozen=True)

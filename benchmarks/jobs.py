@@ -20,6 +20,12 @@ POLL_S = 0.2
 LINE_EVERY_S = 20.0
 
 
+def environment() -> dict[str, str]:
+    """Of processes that import this `nsa`. Many compile at once, so that each takes one thread for it."""
+    paths = [str(Path(nsa.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @dataclass(frozen=True)
 class Job:
     """One command of the queue."""
@@ -94,13 +100,12 @@ class Queue:
         return True
 
     def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join([str(Path(nsa.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log_of(name).open("ab") as log:
             # In the folder of the runs, so that no path of this machine is part of a result.
             return subprocess.Popen(
                 [sys.executable, "-m", "nsa", *words],
                 cwd=self.work,
-                env={**os.environ, "PYTHONPATH": paths},
+                env=environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -1,6 +1,6 @@
 """The quality study: NSA against dense and sliding attention, its branches and its gate, within a time budget.
 
-    python benchmarks/study.py --minutes 9.2 --grace 8 --scale 26m            # on an H200: all of it in ten minutes
+    python benchmarks/study.py --scale 26m --minutes 9 --grace 7 --pack study.tar.gz    # on an H200: ten minutes
     python benchmarks/study.py --minutes 25                                   # 125m at 8k tokens
     python benchmarks/study.py --minutes 25 --arms nsa dense                  # some arms
     python benchmarks/study.py --scale tiny --minutes 5 --work runs/tiny-study --out runs/tiny-results
@@ -27,6 +27,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -39,7 +40,6 @@ from typing import Any
 
 import torch
 from arms import (
-    FIRST,
     KINDS,
     LONG,
     SCALES,
@@ -52,7 +52,7 @@ from arms import (
     shape_of,
     train_values,
 )
-from jobs import Job, Queue
+from jobs import Job, Queue, environment
 
 from nsa.config import require
 from nsa.data.config import Batch
@@ -62,10 +62,12 @@ from nsa.files import replace_text
 from nsa.model import LM, LMConfig
 from nsa.origin import commit
 from nsa.train.config import TrainConfig
-from nsa.train.run_folder import METRICS, read_lines
+from nsa.train.run_folder import CONFIG, METRICS, REPORT, read_lines
 from nsa.train.step import TrainStep, autocast, to_device, wait_asleep
 from nsa.train.warmup import warm_up
 
+# Of a run, what is packed.
+PACKED = (CONFIG, METRICS, REPORT)
 # Seconds that a stopped run gets to write its checkpoint.
 GRACE_S = 60
 # Seconds that no arm takes less than, for the first one.
@@ -169,7 +171,8 @@ class Study:
         self.step_s = {shape_of(arm): seconds[arm.name] for arm in [*arms, *longer] if arm.name in seconds}
         names = [arm.name for arm in arms]
         beside = [arm for arm in arms if arm.name == LONG and self.scale.slots > 1]
-        first = [arm for arm in arms if arm.name in FIRST]
+        # What there is no result without: the arms to extend, their extensions and the maps of those.
+        first = [arm for arm in arms if arm.name in extend and arm not in beside]
         rest = [arm for arm in arms if arm not in (*beside, *first)]
         before, after = ([self.train_job(arm) for arm in part] for part in ([*beside, *first, *longer], rest))
         evals = self.eval_jobs(names, [name for name in extend if name in names])
@@ -188,7 +191,7 @@ class Study:
             if self.scale.slots > 1 and self.left > 0 and name not in known:
                 with self.queue.log_of(f"measure {name}").open("wb") as log:
                     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-                    started[name] = subprocess.Popen([*words, name], **pipes, text=True)
+                    started[name] = subprocess.Popen([*words, name], **pipes, text=True, env=environment())
         return started
 
     def finish_measuring(self, processes: Mapping[str, subprocess.Popen[str]]) -> None:
@@ -402,6 +405,15 @@ class Study:
             rate = r["tokens_per_s"] or 0
             print(f"{r['arm']:<20}{r['parameters']:>14,}{r['tokens']:>14,}{r['loss']:>9.4f}{rate:>12,.0f}")
 
+    def pack(self, path: Path) -> None:
+        """Write a tar.gz of the results, the logs and what the runs logged: all but data and parameters."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(self.out, self.out.name)
+            for name in ("logs", *(f"runs/*/{file}" for file in PACKED)):
+                for found in sorted(self.work.glob(name)):
+                    archive.add(found, Path(self.out.name, found.relative_to(self.work)))
+
 
 def python_folders() -> list[Path]:
     """Where this machine has Python source: the standard library and the installed packages."""
@@ -477,6 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of each arm (default: the scale's)")
     parser.add_argument("--work", type=Path, default=Path("runs/study"), help="data and runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/study"), help="results")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="an archive of results, logs and metrics to write")
     args = parser.parse_args(argv)
     scale = SCALES[args.scale]
     if args.steps is not None:
@@ -496,8 +509,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     study = Study(scale, args.work, args.out, args.minutes, args.grace)
     for folder in (study.work, study.out):
         folder.mkdir(parents=True, exist_ok=True)
-    study.run([arms[name] for name in args.arms or arms], args.extend)
-    study.report()
+    try:
+        study.run([arms[name] for name in args.arms or arms], args.extend)
+        study.report()
+    finally:
+        if args.pack is not None:
+            study.pack(args.pack)
     print(json.dumps({"done": [record["arm"] for record in study.records()], "left": study.queue.left_out}))
     return 0
 

@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -164,13 +165,29 @@ def commands(study: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
+def test_the_maps_come_before_what_they_do_not_need(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study.Study, "measure", lambda self, arms: {})
+    monkeypatch.setattr(study.Study, "data", lambda self: None)
+    queued: list[str] = []
+    monkeypatch.setattr(study.Queue, "run", lambda self, jobs: queued.extend(job.name for job in jobs))
+    scale = study.SCALES["26m"]
+    study.Study(scale, tmp_path, tmp_path, 1).run(study.make_arms(scale), ["nsa", "dense"])
+    extended = [f"{arm}-{length}k" for length in (32, 64) for arm in ("nsa", "dense")]
+    maps = [f"eval {task} of nsa-64k-dense-64k" for task in ("needle", "recall")]
+    assert queued[:9] == ["nsa-long", "nsa", "dense", *extended, *maps]
+    assert len(queued) == len(set(queued)) == len(study.make_arms(scale)) + len(extended) + 4
+
+
 @pytest.mark.slow
 def test_it_runs_end_to_end_and_only_once(
     study: ModuleType, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--scale", "tiny", "--minutes", "30", "--arms", "nsa", "nsa-no-sel", "dense", "--extend", "nsa", "dense"]
     words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
-    assert study.main(words) == 0
+    packed = tmp_path / "packed" / "study.tar.gz"
+    assert study.main([*words, "--pack", str(packed)]) == 0
     trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel"]
     evaluated = ["eval needle", "eval recall", "eval loss"]
     trains = [f"train runs/{name}" for name in trained]
@@ -192,6 +209,11 @@ def test_it_runs_end_to_end_and_only_once(
     for path in (out.rglob("*.json"), out.rglob("*.csv")):
         assert not any(str(tmp_path) in file.read_text() for file in path)
     assert (out / "curves.png").is_file()
+    with tarfile.open(packed) as archive:
+        names = set(archive.getnames())
+    assert {"out/arms.csv", "out/needle.json", "out/curves.png"} <= names
+    assert {f"out/runs/{name}/{file}" for name in trained for file in study.PACKED} <= names
+    assert not any(name.endswith((".safetensors", ".bin")) for name in names)
 
     # Again: nothing is left to do, even if the runs are gone.
     commands.clear()
