@@ -1,12 +1,13 @@
 """Synthetic recall: text that states the values of keys, and asks for them later.
 
-    # note kato 83921             a value
-    # note bemi kato              a link: bemi has the value of kato
-    # recall bemi kato 83921      a question with its answer, every link down to the value
+    # note kati 583               a value
+    # note bewo kati              a link: bewo has the value of kati
+    # recall bewo kati 583        a question with its answer, every link down to the value
 
 Each step of an answer copies what followed the same key in an earlier line (induction), which is the least that a model
-with two layers learns of attention; what it needs is to attend to that line, however far back. Keys are two syllables,
-which a BPE learns as tokens, and have a space before them wherever they occur, so that they are always split alike.
+with two layers learns of attention; what it needs is to attend to that line, however far back. Keys and values are so
+few, and have a space before them wherever they occur, that a BPE trained on this text has a token for each of them: one
+that splits them asks for several tokens to be matched and copied, which is learned much later.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from nsa.data.documents import SKIPPED_FOLDERS
 from nsa.files import replacing
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
+NOTE_KEYS = [first + second for first in SYLLABLES for second in SYLLABLES[::11]]
+NOTE_VALUES = range(100, 600)
 # Characters of text per chain in a training document, at least.
 CHARS_PER_CHAIN = 10
 # Chains of a training document, at most.
-MAX_CHAINS = 256
+MAX_CHAINS = 128
 # Links of a chain in a training document, at most.
 MAX_HOPS = 4
 # Files past this are data written as code.
@@ -56,10 +59,13 @@ class Chain(NamedTuple):
 
 def make_chains(rng: Random, hops: Sequence[int]) -> list[Chain]:
     """Chains of so many notes each; no two have a key or a value in common."""
-    n = len(SYLLABLES)
-    require(sum(hops) <= n**2, "the sum of hops", sum(hops), f"at most {n**2}, the keys that there are")
-    keys = iter([SYLLABLES[index // n] + SYLLABLES[index % n] for index in rng.sample(range(n**2), sum(hops))])
-    values = rng.sample(range(10_000, 100_000), len(hops))
+    require(
+        sum(hops) <= len(NOTE_KEYS), "the sum of hops", sum(hops), f"at most {len(NOTE_KEYS)}, the keys that there are"
+    )
+    require(
+        len(hops) <= len(NOTE_VALUES), "the number of chains", len(hops), f"at most {len(NOTE_VALUES)}, one per value"
+    )
+    keys, values = iter(rng.sample(NOTE_KEYS, sum(hops))), rng.sample(NOTE_VALUES, len(hops))
     return [Chain(tuple(islice(keys, count)), str(value)) for count, value in zip(hops, values, strict=True)]
 
 

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from nsa.data import DataConfig
 from nsa.data.prepare import prepare
-from nsa.data.recall import make_chains, mixed_documents, python_files, recall_document, write_corpus
+from nsa.data.recall import (
+    NOTE_KEYS,
+    NOTE_VALUES,
+    make_chains,
+    mixed_documents,
+    python_files,
+    recall_document,
+    write_corpus,
+)
+from nsa.data.tokenizer import train_bpe
 
 NOTE, RECALL = re.compile(r"# note (\w+) (\w+)"), re.compile(r"# recall (\w+) (.+)")
 
@@ -50,6 +59,22 @@ def test_a_chain_states_and_asks_for_every_link() -> None:
     a, b, c = chain.keys
     assert chain.notes == [f"# note {c} {chain.value}", f"# note {b} {c}", f"# note {a} {b}"]
     assert chain.question + chain.answer == f"# recall {a} {b} {c} {chain.value}"
+
+
+def test_a_bpe_has_a_token_for_each_key_and_value() -> None:
+    pytest.importorskip("tokenizers")
+    rng = Random(0)
+    tokenizer = train_bpe([recall_document(rng, ["x = 1"] * 200) for _ in range(400)], 4096)
+    for word in (*NOTE_KEYS, *NOTE_VALUES):
+        assert len(tokenizer.encode(f" {word}")) == 1
+    (chain,) = make_chains(rng, [3])
+    assert len(tokenizer.encode(chain.answer)) == 3
+
+
+@pytest.mark.parametrize("hops", [[1001], [1] * 501])
+def test_more_keys_or_values_than_there_are_are_refused(hops: list[int]) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        make_chains(Random(0), hops)
 
 
 def sources(folder: Path, count: int = 60) -> list[Path]:

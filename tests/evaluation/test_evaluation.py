@@ -92,7 +92,7 @@ def test_a_needle_lies_at_its_depth(depth: float) -> None:
     assert len(tokens) == 300
     text = bytes(tokens).decode()
     note = text.index("# note")
-    key, value = text[note + 7 : note + 11], text[note + 12 : note + 17]
+    key, value = text[note:].splitlines()[0].removeprefix("# note ").split()
     assert text.endswith(f"\n# recall {key} {value}")
     assert n_answer == len(f" {value}")
     filler = 300 - len(f"\n# note {key} {value}\n") - len(f"\n# recall {key} {value}")
