@@ -30,8 +30,9 @@ NOTE_VALUES = range(100, 600)
 CHARS_PER_CHAIN = 10
 # Chains of a training document, at most.
 MAX_CHAINS = 128
-# Links of a chain in a training document, at most.
+# Notes of a chain in a training document, at most; and how many chains have more than one.
 MAX_HOPS = 4
+LINKED_SHARE = 0.25
 # Files past this are data written as code.
 MAX_FILE_BYTES = 400_000
 
@@ -75,8 +76,7 @@ def recall_document(rng: Random, filler: Sequence[str]) -> str:
     room = max(1, sum(len(line) + 1 for line in filler) // CHARS_PER_CHAIN)
     # As often a few chains as many: log-uniform.
     count = round(min(room, MAX_CHAINS) ** rng.random())
-    # Half of them have no link.
-    hops = [max(1, rng.randint(2 - MAX_HOPS, MAX_HOPS)) for _ in range(count)]
+    hops = [rng.randint(2, MAX_HOPS) if rng.random() < LINKED_SHARE else 1 for _ in range(count)]
     chains = make_chains(rng, hops)
     placed: list[tuple[float, str]] = []
     for chain in chains:
