@@ -7,7 +7,7 @@
 Each step of an answer copies what followed the same key in an earlier line (induction), which is the least that a model
 with two layers learns of attention; what it needs is to attend to that line, however far back. Keys and values are so
 few, and have a space before them wherever they occur, that a BPE trained on this text has a token for each of them: one
-that splits them asks for several tokens to be matched and copied, which is learned much later.
+that splits them asks for several tokens to be matched and copied, which is learned later.
 """
 
 from __future__ import annotations
