@@ -73,17 +73,18 @@ def attend_keys(
     b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    p_word, o_t, n_word_tiles, SELECT_BLOCK: tl.constexpr, MASKED: tl.constexpr, DESC: tl.constexpr,
+    p_word, o_t, n_word_tiles, SELECT_BLOCK: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
+    DESC: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys `[i_start, i_stop)` into the running softmax, a tile at a time.
 
     With a SELECT_BLOCK, which tiles of keys do not straddle, `p_word` has a word for each block and 32 queries.
+    AHEAD: it is read one tile ahead, so that no softmax waits for it.
     """
-    if SELECT_BLOCK > 0:
+    if SELECT_BLOCK > 0 and AHEAD:
         b_next = load_words(p_word, i_start, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
     for i_n in tl.range(i_start, i_stop, BLOCK_N):
-        if SELECT_BLOCK > 0:
-            # Read one tile ahead, so that no softmax waits for them.
+        if SELECT_BLOCK > 0 and AHEAD:
             b_word = b_next
             b_next = load_words(p_word, i_n + BLOCK_N, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
         b_k = load_keys(k, i_b, i_g, i_n, n_keys, stride_kb, stride_kn, stride_kg, D_K, BLOCK_N, BLOCK_DK, MASKED, DESC)
@@ -93,6 +94,8 @@ def attend_keys(
             m_s = (o_n[None, :] >= b_lo[:, None]) & (o_n[None, :] < b_hi[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
         if SELECT_BLOCK > 0:
+            if not AHEAD:
+                b_word = load_words(p_word, i_n, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
             m_row = ((b_word >> (o_t % 32)) & 1) != 0
             b_p, b_m, b_l, b_o = softmax_of_rows(b_s, b_m, b_l, b_o, m_row, scale_log2)
         else:
@@ -140,6 +143,8 @@ def ranged_forward_kernel(
     b_l = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
+    # With rows by descriptor, ptxas serialises the matmuls of a loop that reads words ahead.
+    AHEAD: tl.constexpr = not DESC_Q
     # Keys [first_lo, last_hi): those before last_lo or from first_hi on are hidden from some row of the tile.
     i_full = first_lo
     if SLIDING or PACKED:
@@ -147,18 +152,18 @@ def ranged_forward_kernel(
         b_m, b_l, b_o = attend_keys(
             b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,
             scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
+            D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, AHEAD, True, DESC_KV,
         )  # fmt: skip
     i_edge = i_full + tl.maximum(first_hi - i_full, 0) // BLOCK_N * BLOCK_N
     b_m, b_l, b_o = attend_keys(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_full, i_edge, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, False, DESC_KV,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, AHEAD, False, DESC_KV,
     )  # fmt: skip
     b_m, b_l, b_o = attend_keys(
         b_q, b_m, b_l, b_o, b_lo, b_hi, i_edge, last_hi, k, v, i_b, i_g, n_keys,
         scale_log2, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, True, DESC_KV,
+        D_K, D_V, BLOCK_N, BLOCK_DK, BLOCK_DV, p_word, o_seen, n_word_tiles, SELECT_BLOCK, AHEAD, True, DESC_KV,
     )  # fmt: skip
 
     m_empty = b_l == 0.0
