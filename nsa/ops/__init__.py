@@ -1,6 +1,9 @@
 """NSA as functions: the whole attention and each of its stages, checked here and computed by a backend.
 
 Tensors are contiguous in their last dimension. Arguments that the functions have in common:
+    q: `[B,S,Hq,Dk]`. Keys and values are `[B,S,G,Dk]` and `[B,S,G,Dv]`, longer than `S` with `q_start`; those of
+        compressed blocks, `k_cmp` and `v_cmp`, `[B,N,G,Dk]` and `[B,N,G,Dv]`.
+    block, stride: tokens per compressed block, and between the starts of two.
     cu_seqlens: int32 `[n+1]`, offsets of the documents of a varlen batch, which is `B = 1`.
     q_start: int32 `[B]`, for queries that are part of longer rows of keys (a cache, a shard of a sequence): query `i`
         of row `b` is token `q_start[b] + i` of its keys. With `cu_seqlens`, that is what describes the keys.
@@ -23,16 +26,8 @@ from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDI
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import ATTENTION, run_backward, run_forward
 
-__all__ = [
-    "attention",
-    "combine",
-    "compress_mean",
-    "compressed_attention",
-    "gather_blocks",
-    "select_blocks",
-    "selected_attention",
-    "sliding_attention",
-]
+__all__ = ["attention", "combine", "compress_mean", "compressed_attention", "gather_blocks", "select_blocks"]
+__all__ += ["selected_attention", "sliding_attention"]
 
 
 def attention(
@@ -62,14 +57,8 @@ def attention(
     """The whole attention: block selection, the three branches and their gated sum, in one op.
 
     Args:
-        q: `[B,S,Hq,Dk]`.
-        k_cmp, v_cmp: compressed keys `[B,N,G,Dk]` and values `[B,N,G,Dv]`, as in `compressed_attention`.
-        k_sel, v_sel: of the selected branch, `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
-        k_win, v_win: of the sliding branch, likewise.
         gates: `[B,S,Hq,3]` in the order compressed, selected, sliding; none negative.
-        block, stride: of compression, in tokens.
-        select_block, n_select, n_init, n_local: as in `select_blocks`.
-        window: as in `sliding_attention`.
+        select_block, n_select, n_init, n_local, window: as in `select_blocks` and `sliding_attention`.
         q_start, window_start: where the queries start in the compressed and selected keys, and in the sliding keys.
 
     Returns:
@@ -95,7 +84,6 @@ def compress_mean(
 
     Args:
         x: `[B,S,G,D]`.
-        block, stride: tokens per block, and between the starts of two blocks.
 
     Returns:
         `[B,N,G,D]`, where `N` is the number of complete blocks. Of a varlen batch it is `S // stride`, which always
@@ -120,7 +108,6 @@ def gather_blocks(
     Args:
         x: `[B,S,G,D]`.
         position: `[block,D]`, added to the tokens of every block.
-        block, stride: tokens per block, and between the starts of two blocks.
 
     Returns:
         `[B,N,G,block*D]`, with `N` and unused slots as in `compress_mean`.
@@ -145,10 +132,7 @@ def compressed_attention(
     """Attention over the compressed blocks that are complete at each query.
 
     Args:
-        q: `[B,S,Hq,Dk]`.
-        k_cmp, v_cmp: `[B,N,G,Dk]` and `[B,N,G,Dv]`, one per block. Of a varlen batch they hold the documents' blocks
-            one after the other, and may have unused slots after them.
-        block, stride: tokens per block, and between the starts of two blocks.
+        k_cmp, v_cmp: of a varlen batch, the documents' blocks one after the other, and maybe unused slots after them.
 
     Returns:
         `o [B,S,Hq,Dv]` and the natural log-sum-exp `lse [B,S,Hq]`, fp32 or fp64.
@@ -178,9 +162,7 @@ def select_blocks(
     """The blocks that each group of each query reads in full. No gradient flows through the selection.
 
     Args:
-        q, k_cmp: `[B,S,Hq,Dk]` and `[B,N,G,Dk]`.
-        lse: `[B,S,Hq]`, what `compressed_attention` returned for them.
-        block, stride: of compression, in tokens.
+        lse: `[B,S,Hq]`, what `compressed_attention` returned for `q` and `k_cmp`.
         select_block: tokens per selection block, a multiple of `stride`.
         n_select: blocks to select, forced ones included.
         n_init, n_local: how many of the first blocks, and of those that end at the query's own, are forced.
@@ -210,8 +192,6 @@ def selected_attention(
     """Attention over the tokens of the selected blocks up to each query.
 
     Args:
-        q: `[B,S,Hq,Dk]`.
-        k, v: `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
         indices: int32 `[B,S,G,n]`, ascending and distinct, -1 at the end.
         select_block: tokens per block.
 
@@ -238,29 +218,22 @@ def sliding_attention(
     """Attention over the `window` tokens that end at each query.
 
     Args:
-        q: `[B,S,Hq,Dk]`.
-        k, v: `[B,S,G,Dk]` and `[B,S,G,Dv]`; longer than `S` with `q_start`.
         window: tokens, the query's own included.
 
     Returns:
         `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
     """
     checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
-    scale = scale or q.shape[-1] ** -0.5
-    return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
+    return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale or q.shape[-1] ** -0.5, backend, strict)
 
 
 def combine(
     o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, backend: str = "auto", strict: bool = False
 ) -> Tensor:
-    """The gated sum of the branches.
+    """The gated sum of the branches, as large as each of them.
 
     Args:
-        o_cmp, o_sel, o_win: `[B,S,Hq,Dv]`.
-        gates: `[B,S,Hq,3]` in that order.
-
-    Returns:
-        `[B,S,Hq,Dv]`.
+        o_cmp, o_sel, o_win, gates: `[B,S,Hq,Dv]`, and `[B,S,Hq,3]` in that order.
     """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

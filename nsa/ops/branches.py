@@ -42,8 +42,7 @@ class Branch:
         op = f"{name}_attention"
         self.forward: Op[tuple[Tensor, Tensor]] = Op(op, schema, self.run_forward, empty_output, outputs=2)
         schema = f"Tensor? do, Tensor? dlse, {schema_arguments(f'{tensors} o lse', *rest)}"
-        fake = fake_gradients(2, 3)
-        backward: Op[Any] = Op(f"{op}_backward", schema, self.run_backward, fake, outputs=3)
+        backward: Op[Any] = Op(f"{op}_backward", schema, self.run_backward, fake_gradients(2, 3), outputs=3)
         self.forward.differentiate(backward, lambda inputs, o_lse: (*inputs[:n], *o_lse, *inputs[n:]), results=2)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
@@ -66,46 +65,36 @@ SELECTED = Branch("selected", Selected, "select_block")
 SLIDING = Branch("sliding", Sliding, "window")
 
 
-def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Tensor:
+def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Any:
     run, selection = prepare_call("scores", "select_blocks", Selection, q, k_cmp, k_cmp, args, backward=False)
     strict = args[-1]
     checks.check_branch_values(selection, k_cmp, "k_cmp", [], strict)
     # The LSE of a row that sees nothing is -inf.
     checks.check_finite(strict, q=q, k_cmp=k_cmp, lse=lse.masked_fill(lse == float("-inf"), 0.0) if strict else lse)
-    indices: Tensor = run(q, k_cmp, lse, selection)
-    return indices
+    return run(q, k_cmp, lse, selection)
 
 
+SELECT_SCHEMA = schema_arguments("q k_cmp lse", PLACES, "block stride select_block n_select n_init n_local", "scale")
 SELECT_BLOCKS: Op[Tensor] = Op(
-    "select_blocks",
-    schema_arguments("q k_cmp lse", PLACES, "block stride select_block n_select n_init n_local", "scale"),
-    run_select_blocks,
-    lambda q, k_cmp, *rest: empty_indices(q, k_cmp, rest[6]),
+    "select_blocks", SELECT_SCHEMA, run_select_blocks, lambda q, k_cmp, *rest: empty_indices(q, k_cmp, rest[6])
 )
 
 
-def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Tensor:
+def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Any:
     checks.check_finite(strict, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates)
     run = stage("combine", "combine_forward", combine_shape(o_cmp, o_cmp.shape[3]), o_cmp, backend, strict)
-    o: Tensor = run(o_cmp, o_sel, o_win, gates)
-    return o.contiguous()
+    return run(o_cmp, o_sel, o_win, gates).contiguous()
 
 
 def run_combine_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, backend, strict = args
-    shape = combine_shape(do, do.shape[3])
-    run = stage("combine", "combine_backward", shape, do, backend, strict, backward=True)
+    run = stage("combine", "combine_backward", combine_shape(do, do.shape[3]), do, backend, strict, backward=True)
     return tuple(x.contiguous() for x in run(do, *inputs))
 
 
-COMBINE: Op[Tensor] = Op(
-    "combine", schema_arguments("o_cmp o_sel o_win gates"), run_combine, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape)
-)
-COMBINE_BACKWARD: Op[tuple[Tensor, ...]] = Op(
-    "combine_backward",
-    schema_arguments("do o_cmp o_sel o_win gates"),
-    run_combine_backward,
-    fake_gradients(1, 4),
-    outputs=4,
+COMBINE_INPUTS = "o_cmp o_sel o_win gates"
+COMBINE: Op[Tensor] = Op("combine", schema_arguments(COMBINE_INPUTS), run_combine, lambda o, *_: o.new_empty(o.shape))
+COMBINE_BACKWARD: Op[Any] = Op(
+    "combine_backward", schema_arguments(f"do {COMBINE_INPUTS}"), run_combine_backward, fake_gradients(1, 4), outputs=4
 )
 COMBINE.differentiate(COMBINE_BACKWARD, lambda inputs, _: inputs)

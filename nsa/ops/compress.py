@@ -28,14 +28,13 @@ class CompressionOp:
         self.backward: Op[Any] = Op(f"{name}_backward", schema, self.run_backward, self.fake_backward, outputs=n)
         self.forward.differentiate(self.backward, lambda inputs, _: (inputs[n], inputs[0].shape[1], *inputs[n + 1 :]))
 
-    def run_forward(self, x: Tensor, *args: Any) -> Tensor:
+    def run_forward(self, x: Tensor, *args: Any) -> Any:
         *position, cu_seqlens, block, stride, backend, strict = args
         checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
         checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
         shape, packed = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
         run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, packed=packed)
-        blocks: Tensor = run(x, *position, pooling_of(x, x.shape[1], cu_seqlens, block, stride))
-        return blocks.contiguous()
+        return run(x, *position, pooling_of(x, x.shape[1], cu_seqlens, block, stride)).contiguous()
 
     def run_backward(
         self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool

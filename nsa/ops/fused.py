@@ -16,8 +16,7 @@ from nsa.sequences import Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
 OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
-ATTENTION_PLACES = "cu_seqlens q_start window_start"
-REST = (ATTENTION_PLACES, "block stride select_block n_select n_init n_local window", "scale")
+REST = ("cu_seqlens q_start window_start", "block stride select_block n_select n_init n_local window", "scale")
 N_INPUTS, N_PLACES = 8, 3
 
 

@@ -18,7 +18,6 @@ from nsa.dtypes import sum_dtype
 from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
-
 PLAIN = (Tensor, torch.nn.Parameter)
 
 R = TypeVar("R")
@@ -27,8 +26,8 @@ R = TypeVar("R")
 def schema_arguments(tensors: str, optional: str = "", integers: str = "", floats: str = "") -> str:
     """Names, separated by spaces, as arguments in torch's schema language. Every op ends in `backend` and `strict`."""
     kinds = {"Tensor": tensors, "Tensor?": optional, "int": integers, "float": floats}
-    kinds |= {"str": "backend", "bool": "strict"}
-    return ", ".join(f"{kind} {name}" for kind, names in kinds.items() for name in names.split())
+    named = [f"{kind} {name}" for kind, names in kinds.items() for name in names.split()]
+    return ", ".join([*named, "str backend", "bool strict"])
 
 
 class Op(Generic[R]):
@@ -44,8 +43,7 @@ class Op(Generic[R]):
         LIBRARY.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nsa::{name}", fake, lib=LIBRARY)
-        self.name = name
-        self.body = body
+        self.name, self.body = name, body
         self.overload = getattr(torch.ops.nsa, name).default
         self.function: type[torch.autograd.Function] | None = None
 
@@ -115,12 +113,8 @@ class Op(Generic[R]):
 
 def is_plain(x: Any) -> bool:
     """Whether nothing but autograd observes the ops on `x`."""
-    return (
-        type(x) in PLAIN
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
-    )
+    transformed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    return type(x) in PLAIN and not transformed and not torch.autograd._profiler_enabled()
 
 
 def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
