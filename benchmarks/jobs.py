@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nsa
 
-# Seconds between two looks at the processes, and between two lines of progress.
+# Seconds between two polls of the processes, and between two lines of progress.
 POLL_S = 0.2
 LINE_EVERY_S = 20.0
 
@@ -50,7 +50,7 @@ class Queue:
         work: The folder in which the commands run; their output goes to `logs/` in it.
         deadline: By `time.monotonic()`.
         grace_s: Seconds that the commands get to save after the deadline.
-        slots: How many run at once, asked for again and again.
+        slots: How many may run at once; called before each start.
     """
 
     def __init__(self, work: Path, deadline: float, grace_s: float, slots: Callable[[], int]) -> None:

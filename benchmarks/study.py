@@ -137,7 +137,7 @@ class Study:
         self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, self.slots)
         # Seconds of a step alone on the GPU, by the shape of an arm.
         self.step_s: dict[tuple[Any, ...], float] = {}
-        # Of the long run: when it was looked at, and its steps.
+        # Of the long run: when its metrics were read, and its steps then.
         self.seen: list[tuple[float, int]] = []
 
     @property
