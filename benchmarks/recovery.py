@@ -1,6 +1,6 @@
 """Recovery of converted models: dense training, conversion to NSA, and training on, within a time budget.
 
-    python benchmarks/recovery.py --minutes 6                 # on an H200: the 125m model at 8k and 32k tokens
+    python benchmarks/recovery.py --minutes 8                 # on an H200: the 125m model at 8k and 32k tokens
     python benchmarks/recovery.py --scale tiny --minutes 2 --work runs/tiny-recovery --out runs/tiny-results
 
 Stages, each a normal `nsa` command: data (Python source found on this machine, mixed with synthetic recall), dense
