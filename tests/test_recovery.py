@@ -126,4 +126,5 @@ def test_the_steps_are_planned_once(recovery: ModuleType, tmp_path: Path) -> Non
     for minutes in (3, 30):
         made = recovery.Recovery(recovery.SCALES["125m"], tmp_path, tmp_path, minutes, recovery.ARMS)
         plans.append(made.planned("recover", [8192, 32768], 60 * minutes))
-    assert plans == [{8192: 180, 32768: 54}] * 2
+    share = recovery.SCALES["125m"].share[1]
+    assert plans == [{8192: 180, 32768: round(share * 180)}] * 2
