@@ -1,7 +1,7 @@
 """What travels below the op boundary: the sequences of a call, each branch's view of them, saved tensors, gradients.
 
 A branch is one object that holds its hyperparameters and the sequences they apply to, and answers what its queries see.
-What follows from lengths on the device is computed when first asked for and kept, so the branches of a call share it.
+What follows from `cu_seqlens` is computed when first asked for and kept, so the branches of a call share it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ class Sequences:
         assert self.cu_seqlens is not None, "only varlen sequences have documents"
         return documents(self.cu_seqlens, self.length, self.q_start)
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        """`[B or 1, S]` position of every query in its document or in its row of keys."""
-        return query_positions(self.batch, self.length, self.cu_seqlens, self.q_start, self.device)
+        """`[B or 1, S]` position of every query in its document or in its row of keys.
+
+        Not kept: plans keep fixed-length sequences, thousands of them, and what is computed while a CUDA graph is
+        captured has no values until the graph runs.
+        """
+        if self.cu_seqlens is not None:
+            return self.documents.position[None]
+        return query_positions(self.batch, self.length, None, self.q_start, self.device)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_arguments import PLAIN, attention_backward_arguments
+from op_arguments import PLAIN, attention_arguments, attention_backward_arguments
 from torch import Tensor
 
 from nsa.backends import sdpa, stages
@@ -90,3 +90,19 @@ def test_branches_of_several_backends_run_in_turn(router: Router, monkeypatch: p
     monkeypatch.setattr(plan.sliding, "name", "reference")
     backward(arguments)
     assert together.calls == 1
+
+
+def tensors_of(x: object) -> list[Tensor]:
+    """Those that an object of ours holds."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, tuple):
+        return [found for part in x for found in tensors_of(part)]
+    return [found for part in getattr(x, "__dict__", {}).values() for found in tensors_of(part)]
+
+
+def test_a_plan_keeps_no_tensor(router: Router) -> None:
+    """There are thousands of plans, and what is computed during a capture has no values until the graph runs."""
+    fused.run_forward(*attention_arguments(PLAIN, "sdpa"))
+    backward(attention_backward_arguments(PLAIN, "sdpa"))
+    assert [tensors_of(plan.branches) for plan in router.plans.values()] == [[], []]

@@ -20,7 +20,7 @@ from nsa.sequences import Selection
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection) -> Tensor:
     batch, length, n_heads, _ = q.shape
     n_cmp, n_groups = k_cmp.shape[1:3]
-    sequences, stride = selection.sequences, selection.stride
+    sequences, stride, positions = selection.sequences, selection.stride, selection.sequences.positions
     select_block, n_select = selection.select_block, selection.n_select
     tiling = compressed_tiling(selection, n_cmp)
     qg, kg = group_queries(q, n_groups), group_keys(k_cmp)
@@ -35,7 +35,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, selection: Selection) -
         # A block longer than the sequence has no more units than the sequence.
         per_select = min(select_block // stride, -(-longest // stride))
         importance = pool_to_blocks(p, -(-longest // select_block), selection.block // stride, per_select)
-        own = torch.div(sequences.positions[:, None, c0:c1, None], select_block, rounding_mode="floor")
+        own = torch.div(positions[:, None, c0:c1, None], select_block, rounding_mode="floor")
         indices[:, c0:c1] = best_blocks(importance, own, n_select, selection.n_init, selection.n_local).transpose(1, 2)
     return indices
 
