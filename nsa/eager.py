@@ -342,7 +342,7 @@ class LayerReplay(BothPasses):
     def __init__(self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], differentiable: bool) -> None:
         angles, self.dtype = angles_of(layer, x, None, 0), x.dtype
         # What `replay_layer` knows it by, and has to stay.
-        self.made_from = layer.config, layer.rope
+        self.made_from = layer.config, layer.rope, layer.gate.config
         self.angles = angles
         self.addresses = addresses(without_biases(Parameters.split(parameters)))
         self.n_parameters, self.parameter_dtype = len(parameters), parameters[0].dtype
@@ -371,8 +371,8 @@ class LayerReplay(BothPasses):
     ) -> tuple[Tensor, ...]:
         """The gradients of `x` and of the parameters."""
         run, backward = partial(self.run_backward, layer, weights), None
-        # They may have been moved since the forward pass.
-        if addresses(weights) == self.addresses:
+        # They may have been moved since the forward pass, and autocast switched on.
+        if addresses(weights) == self.addresses and matmul_dtype(dy) == self.dtype:
             backward = self.find_backward(run, [dy, x, saved])
         if backward is None:
             dx, grads = run(dy, x, saved)
@@ -411,7 +411,7 @@ def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -
     c, dtype, differentiable = layer.config, parameters[0].dtype, torch.is_grad_enabled()
     if not can_replay(x, c.backend, c.strict) or any(p.dtype != dtype or not p.is_contiguous() for p in parameters):
         return None
-    key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), *addresses(parameters))
+    key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), id(layer.gate.config), *addresses(parameters))
     found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(matmul_dtype(x)), parameters, differentiable))
     if found is None:
         return None

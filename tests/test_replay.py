@@ -332,12 +332,14 @@ def differentiated(layer: NSAAttention, x: Tensor) -> Tensor:
     return layer(x.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("change", ["config", "rope"])
+@pytest.mark.parametrize("change", ["config", "rope", "gate"])
 def test_a_layer_that_is_changed_is_captured_again(change: str) -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     before = replayed(layer, x)
     if change == "config":
         layer.config = replace(layer.config, w=3)
+    elif change == "gate":
+        layer.gate.config = replace(layer.config, gate="softmax")
     else:
         layer.rope = Rope(8, 123.0)
     n_replays = router().counts.copy_calls()["graph", "replay"]
@@ -381,6 +383,18 @@ def test_x_may_change_before_backward_under_autocast() -> None:
             y = layer(hidden)
         hidden += y
         found.append(torch.autograd.grad(hidden.sum(), [leaf])[0])
+    assert captures(layer)
+    assert all(torch.equal(dx, found[0]) for dx in found)
+
+
+def test_autocast_of_the_backward_pass_alone_is_not_ignored() -> None:
+    layer, x, dy = new_layer(torch.float32), *torch.randn(2, 1, 37, 24).unbind()
+    found = []
+    for _ in range(CALLS_BEFORE + 3):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(torch.autograd.grad(y, [leaf], dy)[0])
     assert captures(layer)
     assert all(torch.equal(dx, found[0]) for dx in found)
 
