@@ -115,16 +115,15 @@ class ReplayedFunction:
         self.copied = [[i for i, x in enumerate(inputs) if x.dtype == dtype] for dtype in dtypes]
         with self.memory.lock, torch.inference_mode(False), torch.no_grad(), torch.autocast(DEVICE, enabled=False):
             self.copy_in([x.detach() for x in inputs])
-            before = router().counts.copy_calls()
-            # Kernels must be compiled, and tables made.
-            for i, result in enumerate(function(*self.inputs)):
-                pack, like = None, result
-                if not isinstance(result, Tensor):
-                    pack = Pack(result)
-                    like = torch.empty(pack.size // pack.dtype.itemsize, dtype=pack.dtype, device=device)
-                self.packs.append(pack)
-                self.outputs.append(self.memory.buffer(("out", i), cast(Tensor, like)))
-            self.calls = router().counts.copy_calls() - before
+            with router().counts.record() as self.calls:
+                # Kernels must be compiled, and tables made.
+                for i, result in enumerate(function(*self.inputs)):
+                    pack, like = None, result
+                    if not isinstance(result, Tensor):
+                        pack = Pack(result)
+                        like = torch.empty(pack.size // pack.dtype.itemsize, dtype=pack.dtype, device=device)
+                    self.packs.append(pack)
+                    self.outputs.append(self.memory.buffer(("out", i), cast(Tensor, like)))
             if any(backend not in REPLAYABLE for _, backend in self.calls):
                 # It may wait for the device, which a capture does not survive.
                 raise NotCapturableError

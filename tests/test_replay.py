@@ -342,9 +342,9 @@ def test_a_layer_that_is_changed_is_captured_again(change: str) -> None:
         layer.gate.config = replace(layer.config, gate="softmax")
     else:
         layer.rope = Rope(8, 123.0)
-    n_replays = router().counts.copy_calls()["graph", "replay"]
+    n_replays = router().counts.calls["graph", "replay"]
     found = results(layer, x)
-    assert router().counts.copy_calls()["graph", "replay"] == n_replays
+    assert router().counts.calls["graph", "replay"] == n_replays
     layer.captures = Captures()
     assert_same_bits(found, results(layer, x))
     assert not torch.equal(found["y"], before["y"])
@@ -355,9 +355,9 @@ def test_transposed_weights_are_not_replayed() -> None:
     layer, x = new_layer(torch.float32, dim=32), torch.randn(1, 37, 32)
     replayed(layer, x)
     layer.q_proj.weight.data = layer.q_proj.weight.data.t()
-    before = router().counts.copy_calls()["graph", "replay"]
+    before = router().counts.calls["graph", "replay"]
     results(layer, x)
-    assert router().counts.copy_calls()["graph", "replay"] == before
+    assert router().counts.calls["graph", "replay"] == before
 
 
 def test_another_precision_is_captured_again() -> None:
@@ -519,6 +519,29 @@ def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert not overlaps
+
+
+def test_a_graph_counts_no_calls_of_other_threads() -> None:
+    layer, other = new_layer(torch.float32), new_layer(backend="reference")
+    x, done = torch.randn(1, 37, 24), threading.Event()
+
+    def work() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                other(x.double())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with torch.no_grad():
+            for _ in range(CALLS_BEFORE + 1):
+                layer(x)
+    finally:
+        done.set()
+        thread.join()
+    (graph,) = captures(layer)
+    assert {backend for _, backend in graph.forward.calls} == {"sdpa", "replay"}
+    assert set(graph.forward.calls.values()) <= {1, 2}
 
 
 @pytest.mark.parametrize("off", ["setting", "allocator"])

@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -137,18 +138,30 @@ class Counts:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    # By thread: see `record`.
+    recorded: dict[int, Counter[tuple[str, str]]] = field(default_factory=dict, repr=False, compare=False)
 
     def add_call(self, op: str, backend: str) -> None:
         with self.lock:
             self.calls[op, backend] += 1
+            if self.recorded and threading.get_ident() in self.recorded:
+                self.recorded[threading.get_ident()][op, backend] += 1
 
     def add_calls(self, calls: Counter[tuple[str, str]]) -> None:
         with self.lock:
             self.calls.update(calls)
 
-    def copy_calls(self) -> Counter[tuple[str, str]]:
+    @contextmanager
+    def record(self) -> Iterator[Counter[tuple[str, str]]]:
+        """The calls that this thread makes in the block, whatever others do."""
+        thread, calls = threading.get_ident(), Counter[tuple[str, str]]()
         with self.lock:
-            return self.calls.copy()
+            self.recorded[thread] = calls
+        try:
+            yield calls
+        finally:
+            with self.lock:
+                del self.recorded[thread]
 
     def add_failure(self, op: str, backend: str, reason: str) -> int:
         """How often this has now happened."""
