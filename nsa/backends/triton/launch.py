@@ -8,6 +8,7 @@ by `layout`, so everything Triton specializes on is fixed by then, except the al
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -103,22 +104,27 @@ class Launch:
         if runner is not None:
             runner(*values)
             return
-        compiled = self.kernel[self.grid](**free, **self.bound)
+        tensors = (getattr(x, "base", x) for x in free.values())  # of a descriptor, what it describes
+        device = next(x.device for x in tensors if isinstance(x, Tensor))
+        # Triton loads and launches on the current device, which need not be the one of the tensors.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compiled = self.kernel[self.grid](**free, **self.bound)
         # The interpreter compiles nothing.
         if compiled is not None:
-            self.runners[tuple(key)] = runner_of(compiled, self.grid)
+            self.runners[tuple(key)] = runner_of(compiled, self.grid, device.index)
 
 
-def runner_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+def runner_of(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
     """Launches a compiled kernel on the current stream of the device that it was loaded on, as Triton's JIT does, but
     without its launch hooks."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    device = torch.cuda.current_device()
-    current_stream = torch._C._cuda_getCurrentRawStream
+    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    there: AbstractContextManager[Any] = nullcontext()
     x, y, z = grid
 
     def runner(*args: Any) -> None:
-        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args)
+        with there if current_device() == device else torch.cuda.device(device):
+            run(x, y, z, current_stream(device), function, metadata, None, None, None, *args)
 
     return runner
 
