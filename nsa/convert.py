@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,5 +38,5 @@ def run(args: argparse.Namespace) -> int:
             print(f"the text has {tokens.shape[1]:,} tokens: no comparison at longer --lengths")
     length = max(8192, 2 * c.n_sel * c.l_sel)
     flags = f"--config 125m --seq-len {length} --lr 3e-5 --steps 500 --dataset text --data-path DIR"
-    print(f"recover longer contexts with:\n  nsa train --init {args.to} {flags}")
+    print(f"recover longer contexts with:\n  nsa train --init {shlex.quote(str(args.to))} {flags}")
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -53,7 +54,8 @@ class Manifest(NamedTuple):
         path = folder / MANIFEST
         if not path.is_file():
             old = any(folder.glob(f"*{SUFFIX}"))
-            hint = f"; if all files of an older data set are there, `nsa data check --write-manifest {folder}` adds it"
+            command = f"nsa data check --write-manifest {shlex.quote(str(folder))}"
+            hint = f"; if all files of an older data set are there, `{command}` adds it"
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
         values = parse_json(read_text(path, MAX_MANIFEST_BYTES), f"{path} is not JSON")

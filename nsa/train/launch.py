@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +38,7 @@ def launch(config: TrainConfig) -> int:
                 summary = trainer.train(signals)
             if summary is not None and own.first:
                 say(str(summary))
-                say(f'generate with: nsa generate --run {config.out} --prompt "import "')
+                say(f'generate with: nsa generate --run {shlex.quote(str(config.out))} --prompt "import "')
     except StopRequested:
         say("[stop] stopped before the first step: nothing to save")
     except RunStopped as stopped:

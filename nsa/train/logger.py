@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from nsa.files import LOCK, locked
 from nsa.progress import Progress, progress, say
 from nsa.train.distributed import any_rank
 from nsa.train.guards import RunStopped
-from nsa.train.run_folder import RunLog
+from nsa.train.run_folder import CONFIG, RUN_INFO, RunLog
 from nsa.train.run_info import save_run_info
 from nsa.train.run_stats import GpuNumbers, fallbacks, log_line, peak_flops
 
@@ -97,10 +98,17 @@ class Logger:
             self.info_saved = False
             self.save_run_info()
             saved = t.checkpointer.save_if_finite()
-            raise RunStopped(f"{what}; created again, without metrics: {saved}. Resume with: nsa train --resume {out}")
+            command = f"nsa train --resume {shlex.quote(str(out))}"
+            raise RunStopped(f"{what}; created again, without metrics: {saved}. Resume with: {command}")
         if missing:
             self.lock_folder()
             self.log0(f"[log] {out / LOCK} was deleted: the folder is locked again")
+        # Without them the run could not be resumed. A resumed run has not written them before its first step.
+        lost = [out / name for name in (RUN_INFO, CONFIG) if not (out / name).is_file()]
+        if t.ranks.first and self.info_saved and lost:
+            self.info_saved = False
+            self.save_run_info()
+            self.log0(f"[log] {' and '.join(map(str, lost))} was deleted: written again")
         for path in self.files.reopen() if self.files is not None else ():
             self.log0(f"[log] {path} was deleted or replaced: lines from step {t.done} on are in a new file")
 

@@ -7,6 +7,7 @@ logged and timed, and there the run stops if it has to.
 from __future__ import annotations
 
 import math
+import shlex
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
@@ -166,7 +167,7 @@ class Trainer:
         self.logger.close_progress()
         reason = self.signals.received or ("the launcher is gone" if self.ranks.orphaned else "another rank")
         self.logger.log0(f"[stop] {reason}: {saved}")
-        self.logger.log0(f"resume with: nsa train --resume {c.out}")
+        self.logger.log0(f"resume with: nsa train --resume {shlex.quote(str(c.out))}")
         return None
 
     def run_steps(self, watchdog: Watchdog) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,7 @@ def require_checkpoint(run: Path, argument: str) -> None:
     found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
     accepted = (
         f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "
-        f"--config and another --out (or --out {run}, once its {METRICS} is moved away)"
+        f"--config and another --out (or --out {shlex.quote(str(run))}, once its {METRICS} is moved away)"
     )
     require(found, argument, str(run), accepted)
 

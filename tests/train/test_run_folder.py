@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -138,6 +140,42 @@ def test_deleted_or_replaced_log_is_rewritten_and_reported(
     assert [line["kind"] for line in lines if "step" not in line and line.get("kind") != "end"] == ["theirs"] * replaced
     assert min(line["step"] for line in lines if "step" in line) == 4
     assert max(line["step"] for line in lines if "step" in line) == 6
+
+
+@pytest.mark.parametrize("names", [("config.yaml",), ("run.json",), ("config.yaml", "run.json")])
+def test_a_deleted_config_is_written_again(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: dict[str, bytes] = {}
+
+    def lose(trainer: Trainer) -> None:
+        kept.update({name: (tmp_path / name).read_bytes() for name in names})
+        for name in names:
+            (tmp_path / name).unlink()
+
+    assert changed_before(small_run(tmp_path, log_every=1), {3: lose}).train() is not None
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[log]")]
+    assert len(said) == 1
+    assert all(str(tmp_path / name) in said[0] for name in names)
+    assert {name: (tmp_path / name).read_bytes() for name in names} == kept
+    assert cli.main(["train", "--resume", str(tmp_path)]) == 0
+
+
+def test_commands_printed_for_a_folder_with_spaces_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "it's a $run"
+
+    def printed(start: str) -> list[str]:
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(start)]
+        return shlex.split(line.removeprefix(f"{start} nsa"))
+
+    stop: dict[int, Change] = {3: lambda trainer: trainer.signals.handle(signal.SIGTERM, None)}
+    assert changed_before(small_run(run), stop).train() is None
+    assert cli.main(printed("resume with:")) == 0
+    assert cli.main([*printed("generate with:"), "--max-new-tokens", "1"]) == 0
+    deleted = changed_before(small_run(run, steps=9, log_every=1), {7: lambda trainer: shutil.rmtree(run)})
+    with pytest.raises(RunStopped) as stopped:
+        deleted.train()
+    assert cli.main(shlex.split(str(stopped.value).partition("Resume with: nsa")[2])) == 0
 
 
 def test_a_lock_that_is_deleted_alone_is_taken_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
