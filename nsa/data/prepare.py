@@ -222,6 +222,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         require_positive_int("--limit-tokens", args.limit_tokens)
     if args.train_bpe is not None:
         check_bpe_vocabulary("--train-bpe", args.train_bpe)
+    if args.on_bad == "skip":
+        # It may be the user's, or of a data set whose files are elsewhere.
+        require(not (out / SKIPPED_FILE).exists(), "--out", str(out), f"a folder without {SKIPPED_FILE}")
     skipped = Skipped()
     sizes = {"bpe_vocab_size": args.train_bpe, "shard_tokens": args.shard_tokens, "limit_tokens": args.limit_tokens}
     try:

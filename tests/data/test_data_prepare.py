@@ -157,6 +157,17 @@ def test_bad_documents_stop_it_or_are_left_out_and_listed(
     assert command("check", str(out)) == 0
 
 
+def test_a_list_of_skipped_documents_is_not_replaced(tmp_path: Path) -> None:
+    path, _ = bad_jsonl(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "skipped.jsonl").write_text("notes")
+    with pytest.raises(ValueError, match=r"skipped\.jsonl"):
+        command("prepare", "--source", "jsonl", "--path", str(path), "--out", str(out), "--on-bad", "skip")
+    assert [file.name for file in out.iterdir()] == ["skipped.jsonl"]
+    assert (out / "skipped.jsonl").read_text() == "notes"
+
+
 def test_unreadable_row_group_counts_all_its_rows_as_skipped(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "corpus.parquet"
