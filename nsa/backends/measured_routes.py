@@ -79,7 +79,7 @@ def load_routes(path: Path) -> tuple[MeasuredRoute, ...]:
         content = json.loads(path.read_text())
         # Earlier versions wrote "preferences".
         return tuple(map(read_route, content["preferences"] if "preferences" in content else content["routes"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a table of routes: {type(error).__name__}: {error}") from error
 
 

@@ -33,7 +33,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from nsa.config import require
-from nsa.files import TEMPORARY, is_at, open_no_link
+from nsa.files import TEMPORARY, is_at, open_no_link, parse_json
 
 RUNS = Path("runs")
 
@@ -181,15 +181,16 @@ def open_lines(path: Path, resume: bool) -> IO[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that may still be written to, without incomplete lines; none of a missing file."""
+    """The JSON objects of a file that may still be written to, without incomplete lines and those whose step is no
+    number of a step; none of a missing file."""
     if not path.exists():
         return []
     records = []
     for line in path.read_bytes().rpartition(b"\n")[0].decode(errors="replace").splitlines():
         # A disk that was full, or a machine that lost power, can tear a line that others follow.
-        with suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+        with suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if type(step := record.get("step", 0)) is int and 0 <= step < 2**63]
 
 
 def plain(value: Any) -> Any:

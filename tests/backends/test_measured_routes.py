@@ -113,3 +113,7 @@ def test_the_file_of_routes_is_read_and_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             load_routes(path)
         assert str(path) in str(error.value)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="RecursionError") as error:
+        load_routes(path)
+    assert str(path) in str(error.value)

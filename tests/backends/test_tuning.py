@@ -142,6 +142,7 @@ def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", r"the file is \[\]; accepted: an object"),
         ('{"hopper": {}}', "the file has 'hopper'; accepted: GPU families, as in sm_90"),
         ('{"sm_90": {"tile": {}}}', "sm_90 has 'tile'; accepted: thresholds, tiles"),

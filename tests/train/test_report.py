@@ -184,6 +184,23 @@ def test_a_torn_line_is_dropped_on_resume(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == len(before) + 1
 
 
+ODD = ["1" + "0" * 400, "1" * 5000, "[" * 100_000 + "]" * 100_000, '"x"', "[]", "{}", "true", "null", "-1", "1e308"]
+
+
+@pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("key", ["kind", "step", "loss", "mean", "counts", "text", "sample", "time", "fallbacks"])
+def test_a_line_with_anything_in_it_is_drawn_or_left_out(key: str, value: str, tmp_path: Path) -> None:
+    full_run(tmp_path).close()
+    (tmp_path / "run.json").write_text(f'{{"{key}": {value}}}')
+    for name in ("metrics.jsonl", "heartbeat.jsonl"):
+        lines = (tmp_path / name).read_text().splitlines(keepends=True)
+        odd = [f"{line.rstrip()[:-1]}, {json.dumps(key)}: {value}}}\n" for line in lines[-3:]]
+        (tmp_path / name).write_text("".join([*lines, *odd]))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), str(tmp_path), "-o", str(tmp_path / "two.html")]) == 0
+    assert {step for line in read_lines(tmp_path / "metrics.jsonl") if (step := line["step"])} <= set(range(1, 41))
+
+
 def test_a_new_run_begins_with_empty_files(tmp_path: Path) -> None:
     full_run(tmp_path).close()
     log = RunLog(tmp_path, resume=False, tensorboard=False)

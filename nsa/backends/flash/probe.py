@@ -136,7 +136,7 @@ def read_outcomes(path: Path) -> list[Outcome] | None:
     """None if the file is missing or not ours."""
     try:
         return [Outcome(**outcome) for outcome in json.loads(path.read_text())["outcomes"]]
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return None
 
 

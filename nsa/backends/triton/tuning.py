@@ -224,7 +224,7 @@ def parse_tuned(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"tiles file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"tiles file {path} is not JSON: {error}") from None
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from nsa.config import BRANCHES, require
-from nsa.files import make_folder, replace_text
+from nsa.files import make_folder, parse_json, replace_text
 from nsa.train.report.charts import Chart, Point, bar_chart, card, cell, render_page, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
@@ -105,7 +105,8 @@ def gather(records: list[Record], beats: list[Record]) -> list[Series]:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # An integer of any length is none: it may be too large for a float.
+    return math.isfinite(value) if isinstance(value, float) else type(value) is int and abs(value) < 2**63
 
 
 # Titles of charts; other fields follow under their own name.
@@ -290,7 +291,7 @@ def environment_table(run: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except ValueError:
         return first_file(run, (path.name,))
     return [table({name: as_text(value) for name, value in flatten("", values)})]

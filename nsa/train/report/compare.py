@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from nsa.config import require
-from nsa.files import make_folder, replace_text
+from nsa.files import make_folder, parse_json, replace_text
 from nsa.train.report import Record, as_text, duration, failures, flatten, gather, lines_of, run_seconds, settings_of
 from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
 from nsa.train.run_folder import RUN_INFO, run_names
@@ -146,6 +145,6 @@ def differences(runs: list[RunLines]) -> Iterator[list[str]]:
 def run_info(run: Path) -> dict[str, Any]:
     """What `run.json` says, dotted; nothing where there is none that can be read."""
     try:
-        return dict(flatten("", json.loads((run / RUN_INFO).read_text(encoding="utf-8"))))
+        return dict(flatten("", parse_json((run / RUN_INFO).read_text(encoding="utf-8"))))
     except (OSError, ValueError):
         return {}
