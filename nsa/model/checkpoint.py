@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ def save_model(model: LM, folder: Path) -> Path:
     return path
 
 
+def read_model_values(folder: Path) -> dict[str, Any]:
+    """What the `model.json` of a run or its export holds; a ValueError if it is missing or not JSON."""
+    require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
+    with name_in_errors(folder / CONFIG):
+        return parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
+
+
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
     """Load a model that `save_model` wrote, in eval mode.
 
@@ -54,9 +62,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
     Raises:
         ValueError: A file is missing, damaged, or does not match the other; the message names it.
     """
-    require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
-    with name_in_errors(folder / CONFIG):
-        values = parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
+    values = read_model_values(folder)
     path = parameters_file(folder)
     parameters = read_parameters(path)
     with name_in_errors(folder / CONFIG), torch.device("meta"):

@@ -4,19 +4,21 @@ nsa train                                              # a minute or two on two 
 nsa train --attention dense                            # the same with dense attention: the A/B is one flag
 nsa train --config 125m --batch-size 8 --steps 2000    # on a GPU: bf16, compiled, CUDA graphs
 nsa train --resume runs/tiny-nsa-20261115-120000       # resume; so does the same --out a second time
-nsa train --init models/converted --config 125m-32k    # start from a Transformers folder
+nsa train --init models/converted --config 125m-32k    # start from a Transformers folder, or a run
 torchrun --nproc-per-node 8 -m nsa train --config 125m
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from nsa import settings
 from nsa.commands.train import CONFIG_KEYS, OTHERS
 from nsa.config import require
+from nsa.model.config import LMConfig
 from nsa.progress import say, warn_on_first_rank
 from nsa.train.config import TrainConfig, load_config, moved, parse_set
 from nsa.train.run_folder import require_checkpoint
@@ -67,12 +69,19 @@ def config_from(args: argparse.Namespace, env: settings.Settings) -> TrainConfig
 
 
 def init_keys(folder: Path) -> dict[str, Any]:
-    """The keys of a config that come from a Transformers folder: the model, but for its length, and the tokenizer."""
-    # Imports torch.
-    from nsa.model.llama import lm_config, read_fields
+    """The keys of a config that come from a Transformers folder, a run or its export: the model, but for its length,
+    and the tokenizer."""
+    # These import torch.
+    from nsa.model.checkpoint import CONFIG, name_in_errors, read_model_values
+    from nsa.model.llama import CONFIG_FILE, lm_config, read_fields
 
-    model = lm_config(read_fields(folder), seq_len=1).to_dict()
-    names = ("vocab_size", "n_layers", "hidden", "attention", "tie_embeddings", "norm_eps")
+    names: Iterable[str] = ("vocab_size", "n_layers", "hidden", "attention", "tie_embeddings", "norm_eps")
+    if (folder / CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
+        with name_in_errors(folder / CONFIG):
+            model = LMConfig.from_dict(read_model_values(folder)).to_dict()
+        names = model.keys() - {"attn", "seq_len"}
+    else:
+        model = lm_config(read_fields(folder), seq_len=1).to_dict()
     attn = {f"model.attn.{name}": value for name, value in model["attn"].items() if name not in ("backend", "strict")}
     found = {"init": str(folder), "data.tokenizer": str(folder), **{f"model.{name}": model[name] for name in names}}
     return found | attn

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import lines_of, small_run
+from training import config_file, lines_of, small_run
 
 from nsa import cli
 from nsa.config import IGNORED
@@ -336,3 +336,14 @@ def test_parameters_that_do_not_fit_are_named(tmp_path: Path) -> None:
         Trainer(other)
     with pytest.raises(ValueError, match="folder is"):
         Trainer(replace(other, init=str(tmp_path / "nowhere")))
+
+
+def test_the_init_flag_takes_the_model_of_a_run(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first", "nsa", steps=1)
+    Trainer(first).train()
+    other = replace(first, out=tmp_path / "other", model=replace(first.model, hidden=32, seq_len=64))
+    words = ["train", "--config", config_file(tmp_path, other), "--init", str(first.out), "--out", str(other.out)]
+    assert cli.main(words) == 0
+    assert load_model(other.out).config == replace(first.model, seq_len=64)
+    (first.out / "model.json").write_text("{}")
+    assert cli.main(words) == 2
