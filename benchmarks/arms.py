@@ -10,8 +10,6 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arm that runs beside the others.
-LONG = "nsa-long"
 # The arms of a seed and a learning rate that differ in attention.
 KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
 
@@ -25,9 +23,6 @@ class Scale:
     seq_len: int
     batch_size: int
     steps: int
-    # Of the one long run, with a batch of one.
-    long_steps: int
-    long_seq_len: int
     lr: float
     other_lr: float
     # Of the extensions.
@@ -51,7 +46,7 @@ class Scale:
     round_to: int
     # Most tokens of an evaluation's forward pass.
     chunk: int
-    # Commands at once, beside the long run; and the seconds that the processes that measure may take to compile.
+    # Commands at once; and the seconds that the processes that measure may take to compile.
     slots: int = 1
     warm_s: float = 0.0
     sets: dict[str, Any] = field(default_factory=dict)
@@ -63,8 +58,6 @@ FULL = Scale(
     seq_len=8192,
     batch_size=4,
     steps=900,
-    long_steps=10_000,
-    long_seq_len=8192,
     lr=1e-3,
     other_lr=2e-3,
     extend_lr=1e-4,
@@ -91,8 +84,7 @@ SCALES = {
         FULL,
         name="26m",
         batch_size=1,
-        steps=2000,
-        long_seq_len=2048,
+        steps=3000,
         lr=2e-3,
         other_lr=1e-3,
         extend_lr=4e-4,
@@ -120,8 +112,6 @@ SCALES = {
         seq_len=128,
         batch_size=2,
         steps=4,
-        long_steps=6,
-        long_seq_len=64,
         lr=3e-3,
         other_lr=6e-3,
         extend_lr=3e-4,
@@ -180,11 +170,10 @@ def make_arms(scale: Scale) -> list[Arm]:
         "dense-seed": {"seed": 1, **dense},
     }
     fewer = round(scale.steps * flops_per_token(base) / flops_per_token(twin))
-    arms = [
+    return [
         Arm(name, sets, fewer if name == "dense-flops" else scale.steps, scale.seq_len, scale.batch_size)
         for name, sets in changes.items()
     ]
-    return [*arms, Arm(LONG, {"save_every": scale.long_steps // 4}, scale.long_steps, scale.long_seq_len, 1)]
 
 
 def model_sets(scale: Scale) -> dict[str, Any]:

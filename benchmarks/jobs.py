@@ -39,8 +39,6 @@ class Job:
     after: tuple[str, ...] = ()
     # Seconds without which it does not start.
     seconds: Callable[[], float] = lambda: 0.0
-    # Whether it runs beside the others without one of their slots.
-    extra: bool = False
 
 
 class Queue:
@@ -50,11 +48,14 @@ class Queue:
         work: The folder in which the commands run; their output goes to `logs/` in it.
         deadline: By `time.monotonic()`.
         grace_s: Seconds that the commands get to save after the deadline.
-        slots: How many may run at once; called before each start.
+        slots: How many may run at once.
+        saved: Called after each job that has a result.
     """
 
-    def __init__(self, work: Path, deadline: float, grace_s: float, slots: Callable[[], int]) -> None:
-        self.work, self.deadline, self.grace_s, self.slots = work, deadline, grace_s, slots
+    def __init__(
+        self, work: Path, deadline: float, grace_s: float, slots: int, saved: Callable[[], None] = lambda: None
+    ) -> None:
+        self.work, self.deadline, self.grace_s, self.slots, self.saved = work, deadline, grace_s, slots, saved
         self.running: dict[Job, subprocess.Popen[bytes]] = {}
         # By name, why a job has no result.
         self.left_out: dict[str, str] = {}
@@ -85,9 +86,8 @@ class Queue:
 
     def begin(self, job: Job, waiting: set[str]) -> bool:
         """Start a job if it can start now; returns whether it waits no longer."""
-        busy = sum(not other.extra for other in self.running)
         pending = waiting | {other.name for other in self.running}
-        if any(name in pending for name in job.after) or (not job.extra and busy >= self.slots()):
+        if any(name in pending for name in job.after) or len(self.running) >= self.slots:
             return False
         words = job.words()
         if words is None:
@@ -124,6 +124,7 @@ class Queue:
             del self.running[job]
             if status == 0 and job.finish():
                 self.say(f"{job.name} is done")
+                self.saved()
                 continue
             self.leave(job, f"it ended with status {status}")
             with suppress(FileNotFoundError):

@@ -3,6 +3,7 @@
     python benchmarks/study.py --scale 26m --minutes 9 --grace 7 --pack study.tar.gz    # on an H200: ten minutes
     python benchmarks/study.py --minutes 25                                   # 125m at 8k tokens
     python benchmarks/study.py --minutes 25 --arms nsa dense                  # some arms
+    python benchmarks/study.py --scale 26m --minutes 0 --out RESULTS          # CSVs and plots of the records in RESULTS
     python benchmarks/study.py --scale tiny --minutes 5 --work runs/tiny-study --out runs/tiny-results
 
 Stages: data (Python source found on this machine, mixed with synthetic recall), arms (each a normal `nsa train`),
@@ -23,6 +24,7 @@ import fcntl
 import json
 import select
 import shlex
+import signal
 import site
 import subprocess
 import sys
@@ -41,7 +43,6 @@ from typing import Any
 import torch
 from arms import (
     KINDS,
-    LONG,
     SCALES,
     Arm,
     Scale,
@@ -58,7 +59,8 @@ from nsa.config import require
 from nsa.data.config import Batch
 from nsa.data.recall import mixed_documents, python_files, write_corpus
 from nsa.dtypes import DTYPES
-from nsa.files import replace_text
+from nsa.evaluation.plots import draw_evaluation
+from nsa.files import replace_text, replacing
 from nsa.model import LM, LMConfig
 from nsa.origin import commit
 from nsa.train.config import TrainConfig
@@ -66,6 +68,7 @@ from nsa.train.run_folder import CONFIG, METRICS, REPORT, read_lines
 from nsa.train.step import TrainStep, autocast, to_device, wait_asleep
 from nsa.train.warmup import warm_up
 
+TASKS = ("needle", "recall", "loss")
 # Of a run, what is packed.
 PACKED = (CONFIG, METRICS, REPORT)
 # Seconds that a stopped run gets to write its checkpoint.
@@ -129,33 +132,28 @@ class Study:
         out: Folder of results, which are small and kept.
         minutes: The budget of this call.
         grace_s: Seconds that runs get to save after it.
+        packed: Archive of results, logs and metrics, written after each command.
     """
 
-    def __init__(self, scale: Scale, work: Path, out: Path, minutes: float, grace_s: float = GRACE_S) -> None:
-        self.scale, self.work, self.out = scale, work.resolve(), out.resolve()
+    def __init__(
+        self,
+        scale: Scale,
+        work: Path,
+        out: Path,
+        minutes: float,
+        grace_s: float = GRACE_S,
+        packed: Path | None = None,
+    ) -> None:
+        self.scale, self.work, self.out, self.packed = scale, work.resolve(), out.resolve(), packed
         self.began = time.monotonic()
-        self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, self.slots)
+        self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, scale.slots, self.pack)
         # Seconds of a step alone on the GPU, by the shape of an arm.
         self.step_s: dict[tuple[Any, ...], float] = {}
-        # Of the long run: when its metrics were read, and its steps then.
-        self.seen: list[tuple[float, int]] = []
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.queue.left
-
-    def slots(self) -> int:
-        """Fewer than the scale's while the long run would not end in time beside so many."""
-        run, now = self.work / "runs" / LONG / METRICS, time.monotonic()
-        if not any(job.name == LONG for job in self.queue.running) or not run.is_file():
-            return self.scale.slots
-        if not self.seen or now - self.seen[-1][0] > 10:
-            steps = [record["step"] for record in read_lines(run) if record["kind"] == "step"]
-            self.seen.append((now, max(steps, default=0)))
-        (before, first), (after, last) = self.seen[-4:][0], self.seen[-1]
-        late = last > first and (self.scale.long_steps - last) * (after - before) / (last - first) > self.left - LEAST_S
-        return max(1, self.scale.slots // 2) if late else self.scale.slots
 
     # Stages.
 
@@ -170,11 +168,10 @@ class Study:
         seconds = self.step_seconds()
         self.step_s = {shape_of(arm): seconds[arm.name] for arm in [*arms, *longer] if arm.name in seconds}
         names = [arm.name for arm in arms]
-        beside = [arm for arm in arms if arm.name == LONG and self.scale.slots > 1]
         # What there is no result without: the arms to extend, their extensions and the maps of those.
-        first = [arm for arm in arms if arm.name in extend and arm not in beside]
-        rest = [arm for arm in arms if arm not in (*beside, *first)]
-        before, after = ([self.train_job(arm) for arm in part] for part in ([*beside, *first, *longer], rest))
+        first = [arm for arm in arms if arm.name in extend]
+        rest = [arm for arm in arms if arm.name not in extend]
+        before, after = ([self.train_job(arm) for arm in part] for part in ([*first, *longer], rest))
         evals = self.eval_jobs(names, [name for name in extend if name in names])
         self.queue.run(job for job in (*before, *evals, *after) if job is not None)
 
@@ -226,8 +223,14 @@ class Study:
                 self.queue.say(f"{name} is not measured")
                 process.kill()
         # They end together: what each takes to exit is not waited for before the next one's turn.
-        for process in processes.values():
-            process.communicate()
+        end = time.monotonic() + MEASURE_S
+        for name, process in processes.items():
+            try:
+                process.communicate(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.queue.say(f"{name} was measured and does not exit")
+                process.kill()
+                process.communicate()
         if found:
             replace_text(self.out / "steps.json", json.dumps(found, indent=1) + "\n")
 
@@ -283,8 +286,7 @@ class Study:
         def finish() -> bool:
             return self.keep(arm, time.monotonic() - began[-1])
 
-        extra = arm.name == LONG and self.scale.slots > 1
-        return Job(arm.name, words, finish, after, partial(self.expected, arm), extra)
+        return Job(arm.name, words, finish, after, partial(self.expected, arm))
 
     def keep(self, arm: Arm, seconds: float) -> bool:
         """Record an arm; returns whether it came to its end."""
@@ -301,7 +303,7 @@ class Study:
         """Seconds that an arm takes: as those that are recorded, per token."""
         tokens = arm.steps * arm.batch_size * arm.seq_len
         known = [record for record in self.records() if (record["start"] is None) == (arm.start is None)]
-        rates = [record["wall_s"] / record["tokens"] for record in known if record["arm"] != LONG]
+        rates = [record["wall_s"] / record["tokens"] for record in known]
         return max(LEAST_S, tokens * mean(rates) if rates else 0.0)
 
     def train_command(self, arm: Arm) -> list[str]:
@@ -400,15 +402,21 @@ class Study:
             self.queue.say("no plots: matplotlib is not installed")
         else:
             draw_curves(records, self.out / "curves.png")
+            # Where results were packed on a machine without matplotlib.
+            for found in (path for task in TASKS for path in self.out.rglob(f"{task}.json")):
+                if not found.with_suffix(".png").is_file():
+                    draw_evaluation(found.stem, json.loads(found.read_text())["rows"], found.with_suffix(".png"))
         print(f"{'arm':<20}{'parameters':>14}{'tokens':>14}{'loss':>9}{'tokens/s':>12}")
         for r in sorted(records, key=lambda r: (r["start"] is not None, r["loss"])):
             rate = r["tokens_per_s"] or 0
             print(f"{r['arm']:<20}{r['parameters']:>14,}{r['tokens']:>14,}{r['loss']:>9.4f}{rate:>12,.0f}")
 
-    def pack(self, path: Path) -> None:
+    def pack(self) -> None:
         """Write a tar.gz of the results, the logs and what the runs logged: all but data and parameters."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(path, "w:gz") as archive:
+        if self.packed is None:
+            return
+        self.packed.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.packed) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             archive.add(self.out, self.out.name)
             for name in ("logs", *(f"runs/*/{file}" for file in PACKED)):
                 for found in sorted(self.work.glob(name)):
@@ -506,15 +514,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(sys.stderr):
             measure_step(arm_config(scale, {**arms, **longer}[args.measure]), args.work / "compile.lock")
         return 0
-    study = Study(scale, args.work, args.out, args.minutes, args.grace)
+    study = Study(scale, args.work, args.out, args.minutes, args.grace, args.pack)
     for folder in (study.work, study.out):
         folder.mkdir(parents=True, exist_ok=True)
+    # `timeout` sends it: what runs is then stopped, and what there is reported.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         study.run([arms[name] for name in args.arms or arms], args.extend)
-        study.report()
     finally:
-        if args.pack is not None:
-            study.pack(args.pack)
+        signal.signal(signal.SIGTERM, before)
+        try:
+            study.report()
+        finally:
+            study.pack()
     print(json.dumps({"done": [record["arm"] for record in study.records()], "left": study.queue.left_out}))
     return 0
 
