@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from nsa.bench.flash_routes import PACKED, WORTH_IT
 from nsa.bench.report import Heads, Measurements, break_even
+from nsa.evaluation.plots import short
 from nsa.results import Row, read_rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,7 +32,7 @@ def rows_of(*names: str, machine: str = "h200") -> list[Row]:
     return [row for name in names for row in read_rows(RESULTS / machine / f"{name}.csv")]
 
 
-def records(name: str) -> list[dict[str, str]]:
+def records(name: str | Path) -> list[dict[str, str]]:
     """The rows of a file with columns of its own."""
     with (RESULTS / name).open(newline="") as file:
         return list(csv.DictReader(file))
@@ -113,6 +114,55 @@ def recovery_table() -> str:
         for arm, losses in curves.items():
             lines.append([f"{length:,}", arm, f"{losses[0]:.3f}", f"{losses[last]:.3f}", f"{last:,}"])
     return table(["context", "model", "as converted", "trained on", "after tokens"], lines)
+
+
+# docs/evaluation.md
+
+
+def arms_table(file: Path) -> str:
+    """The study's runs, by context and loss."""
+    lines = []
+    for row in sorted(records(file), key=lambda row: (int(row["seq_len"]), float(row["loss"]))):
+        cells = [short(int(row["seq_len"])), f"`{row['arm']}`", f"{int(row['parameters']) / 1e6:.1f}M"]
+        cells += [f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['loss']):.3f}"]
+        lines.append([*cells, f"{float(row['tokens_per_s']):,.0f}" if row["tokens_per_s"] else ""])
+    return table(["context", "arm", "parameters", "tokens", "validation loss", "tokens per second"], lines)
+
+
+def accuracy_table(title: str, file: Path) -> str:
+    """By run, task and length: right answers; of needles over all depths."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in records(file):
+        task = "needle" if row["task"] == "needle" else f"{row['task']} {row['value']}"
+        found.setdefault((row["run"], task), {}).setdefault(int(row["length"]), []).append(float(row["accuracy"]))
+    lengths = sorted({length for scores in found.values() for length in scores})
+    lines = [
+        [f"`{run}`", task, *(f"{sum(scores[n]) / len(scores[n]):.0%}" for n in lengths)]
+        for (run, task), scores in found.items()
+    ]
+    return table([title, "task", *map(short, lengths)], lines)
+
+
+def long_table(file: Path) -> str:
+    """The long run at each validation."""
+    lines = [
+        [f"{int(row['step']):,}", f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['seconds']):.0f}"]
+        + [f"{float(row[key]):.3f}" if row[key] else "" for key in ("train_loss", "valid_loss")]
+        for row in records(file)
+    ]
+    return table(["step", "tokens", "seconds", "training loss", "validation loss"], lines)
+
+
+def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str]]:
+    """Of those results that are there."""
+    tables = {
+        "study/arms.csv": arms_table,
+        "study/needle.csv": partial(accuracy_table, "after the extension"),
+        "study/recall.csv": partial(accuracy_table, "recall after the extension"),
+        "study/arms-needle/needle.csv": partial(accuracy_table, "before the extension"),
+        "long.csv": long_table,
+    }
+    return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
 
 
 # docs/flash-integration.md
@@ -243,6 +293,7 @@ def log_sentences() -> Iterator[str]:
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
 TABLES: dict[str, Sequence[Callable[[], str]]] = {
     "README.md": (crossover_table, attention_table, decode_table),
+    "docs/evaluation.md": evaluation_tables(),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
     "docs/kernels.md": (bounds_table,),
@@ -295,12 +346,13 @@ def draw(out: Path) -> None:
     pyplot.close(figure)
 
 
-def write(page: Path) -> None:
-    """Replace each table of `page` that has the head of one of its tables here."""
-    name = str(page.resolve().relative_to(RESULTS.resolve().parents[1]))
-    blocks = {new.split("\n")[0]: new for new in (make() for make in TABLES.get(name, ()))}
-    parts = page.read_text().split("\n\n")
-    page.write_text("\n\n".join(blocks.get(part.split("\n")[0], part) for part in parts))
+def write(page: Path, tables: Iterable[Callable[[], str]]) -> None:
+    """Replace each table of `page` that has the head of one of `tables`; those that it lacks go to its end."""
+    blocks = {new.split("\n")[0]: new for new in (make() for make in tables)}
+    parts = page.read_text().rstrip("\n").split("\n\n")
+    heads = [part.split("\n")[0] for part in parts]
+    parts = [blocks.get(head, part) for head, part in zip(heads, parts, strict=True)]
+    page.write_text("\n\n".join([*parts, *(new for head, new in blocks.items() if head not in heads)]) + "\n")
 
 
 if __name__ == "__main__":
@@ -309,7 +361,8 @@ if __name__ == "__main__":
     parser.add_argument("--plot", type=Path, help="write the picture of README.md here instead")
     args = parser.parse_args()
     if args.write is not None:
-        write(args.write)
+        name = str(args.write.resolve().relative_to(RESULTS.resolve().parents[1]))
+        write(args.write, TABLES.get(name, ()))
     if args.plot is not None:
         draw(args.plot)
     if args.write is None and args.plot is None:

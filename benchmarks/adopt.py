@@ -1,0 +1,76 @@
+"""Put the archives of a study and of a long run into `benchmarks/results`, and their tables into docs/evaluation.md.
+
+    python benchmarks/adopt.py study.tar.gz long22.tgz
+
+The first is what `benchmarks/study.py --pack` wrote; logs and metrics in it are left out. The second holds the folder
+of a run without its parameters: config.yaml, metrics.jsonl, run.json. Its curve becomes `long.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import readme
+from study import curve, write_csv
+
+from nsa.config import require
+from nsa.train.run_folder import CONFIG, METRICS, RUN_INFO, read_lines
+from nsa.train.yaml_file import read_yaml
+
+# Of a study's archive, what is no result.
+LEFT_OUT = ("logs", "runs")
+
+
+def adopt(archive: Path, results: Path) -> Path:
+    """Write what an archive holds to `results`.
+
+    Returns:
+        The folder or the file.
+
+    Raises:
+        ValueError: It is the archive of neither a study nor a run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        arms = next(Path(folder).glob("*/arms.csv"), None)
+        if arms is not None:
+            out = results / "study"
+            shutil.copytree(arms.parent, out, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
+            return out
+        run = next((path.parent for path in Path(folder).glob(f"*/{METRICS}")), None)
+        require(run is not None, "archive", str(archive), "one of benchmarks/study.py, or of a run with its metrics")
+        assert run is not None
+        write_long(run, results / "long.csv")
+        return results / "long.csv"
+
+
+def write_long(run: Path, out: Path) -> None:
+    """Of a run: its curve at each validation, with the tokens and seconds that it took."""
+    config, info = read_yaml(run / CONFIG), json.loads((run / RUN_INFO).read_text())["environment"]
+    metrics = read_lines(run / METRICS)
+    tokens_per_step = config["batch_size"] * config["accum"] * config["model"]["seq_len"]
+    points = [point for point in curve(metrics, tokens_per_step) if point["valid_loss"] is not None]
+    origin = {"gpu": info["gpu"], "torch": info["torch"], "commit": info["commit"]}
+    write_csv(out, [{"seq_len": config["model"]["seq_len"], **point, **origin} for point in points])
+
+
+def main(argv: Sequence[str] | None = None, root: Path = readme.RESULTS.parents[1]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE")
+    results = root / "benchmarks" / "results" / "h200"
+    for archive in parser.parse_args(argv).archives:
+        print(f"wrote {adopt(archive, results)}")
+    readme.write(root / "docs" / "evaluation.md", readme.evaluation_tables(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Archives of a study and of a long run become results files, and tables of docs/evaluation.md."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+MODULES = ("adopt", "readme", "study", "arms", "jobs")
+
+
+@pytest.fixture(scope="module")
+def adopt() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("adopt")
+    sys.path.remove(str(ROOT / "benchmarks"))
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def packed(folder: Path) -> Path:
+    with tarfile.open(folder.with_suffix(".tar.gz"), "w:gz") as archive:
+        archive.add(folder, folder.name)
+    return folder.with_suffix(".tar.gz")
+
+
+@pytest.fixture
+def study_archive(tmp_path: Path) -> Path:
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs" / "nsa.log").write_text("of no use\n")
+    arms = ["arm,seq_len,parameters,tokens,loss,tokens_per_s", "dense,8192,26000000,24576000,3.25,"]
+    (out / "arms.csv").write_text("\n".join([*arms, "nsa,8192,26100000,24576000,3.125,1000000.0"]) + "\n")
+    cells = [("needle", 0.0, 1), ("needle", 1.0, 0), ("needle", 0.5, 1), ("needle", 0.25, 1)]
+    with (out / "needle.csv").open("w") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["run", "task", "length", "value", "accuracy"])
+        rows.writerows(["nsa-64k", task, 65536, value, accuracy] for task, value, accuracy in cells)
+    return packed(out)
+
+
+@pytest.fixture
+def run_archive(tmp_path: Path) -> Path:
+    run = tmp_path / "long22"
+    run.mkdir()
+    config = {"batch_size": 2, "accum": 1, "model": {"seq_len": 4096}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "run.json").write_text(json.dumps({"environment": {"gpu": "G", "torch": "2.11", "commit": "abc"}}))
+    metrics = [
+        {"kind": "eval", "step": 0, "loss": 5.5},
+        {"kind": "step", "step": 1, "loss": 5.0},
+        {"kind": "speed", "step": 1000, "step_s": 0.01},
+        {"kind": "eval", "step": 1000, "loss": 1.25},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    return packed(run)
+
+
+def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_archive: Path, tmp_path: Path) -> None:
+    results, page = tmp_path / "benchmarks" / "results" / "h200", tmp_path / "docs" / "evaluation.md"
+    for folder in (results, page.parent):
+        folder.mkdir(parents=True)
+    page.write_text("# Evaluation\n\nText.\n")
+    for _ in range(2):
+        assert adopt.main([str(study_archive), str(run_archive)], tmp_path) == 0
+        heading, text, *tables = page.read_text().split("\n\n")
+        assert (heading, text) == ("# Evaluation", "Text.")
+        arms, needles, long = (table.strip().split("\n") for table in tables)
+        assert arms[2:] == [
+            "| 8k | `nsa` | 26.1M | 24.6M | 3.125 | 1,000,000 |",
+            "| 8k | `dense` | 26.0M | 24.6M | 3.250 |  |",
+        ]
+        assert needles[2:] == ["| `nsa-64k` | needle | 75% |"]
+        assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
+    assert not (results / "study" / "logs").exists()
+
+
+def test_another_archive_is_refused(adopt: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="archive is"):
+        adopt.adopt(packed(tmp_path / "other"), tmp_path)
