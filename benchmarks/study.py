@@ -146,7 +146,7 @@ class Study:
     ) -> None:
         self.scale, self.work, self.out, self.packed = scale, work.resolve(), out.resolve(), packed
         self.began = time.monotonic()
-        self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, scale.slots, self.pack)
+        self.queue = Queue(self.work, self.began + 60 * minutes, grace_s, scale.slots, self.save)
         # Seconds of a step alone on the GPU, by the shape of an arm.
         self.step_s: dict[tuple[Any, ...], float] = {}
 
@@ -380,24 +380,30 @@ class Study:
         files = sorted((self.out / "arms").glob("*.json")) if (self.out / "arms").is_dir() else []
         return [json.loads(path.read_text()) for path in files]
 
-    def report(self) -> None:
-        """CSVs and plots of all arms that are recorded."""
+    def save(self) -> None:
+        """CSVs of all arms that are recorded, and the archive: all that is left if this process is killed."""
         records = self.records()
-        if not records:
-            return
         left_out = ("start", "gates", "curve", "command", "fallbacks")
-        rows = [{name: value for name, value in record.items() if name not in left_out} for record in records]
-        write_csv(self.out / "arms.csv", rows)
-        curves = [{"arm": record["arm"], **point} for record in records for point in record["curve"]]
-        write_csv(self.out / "curves.csv", curves)
         gates = [
             {"arm": record["arm"], "layer": layer, **values}
             for record in records
             for layer, values in enumerate(record["gates"] or [])
             if values
         ]
-        if gates:
-            write_csv(self.out / "gates.csv", gates)
+        for name, rows in (
+            ("arms", [{key: value for key, value in record.items() if key not in left_out} for record in records]),
+            ("curves", [{"arm": record["arm"], **point} for record in records for point in record["curve"]]),
+            ("gates", gates),
+        ):
+            if rows:
+                write_csv(self.out / f"{name}.csv", rows)
+        self.pack()
+
+    def report(self) -> None:
+        """Plots and a table of all arms that are recorded."""
+        records = self.records()
+        if not records:
+            return
         if find_spec("matplotlib") is None:
             self.queue.say("no plots: matplotlib is not installed")
         else:
@@ -526,7 +532,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             study.report()
         finally:
-            study.pack()
+            study.save()
     print(json.dumps({"done": [record["arm"] for record in study.records()], "left": study.queue.left_out}))
     return 0
 

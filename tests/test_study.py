@@ -229,12 +229,18 @@ def test_a_study_that_is_terminated_packs_what_there_is(
 ) -> None:
     """`timeout` sends SIGTERM at the end of a call."""
     work, out, packed = (tmp_path / name for name in ("work", "out", "study.tar.gz"))
-    packs: list[bool] = []
+    results = {"out/arms/nsa.json", "out/arms.csv", "out/curves.csv", "out/needle.json"}
+
+    def names() -> set[str]:
+        with tarfile.open(packed) as archive:
+            return set(archive.getnames())
 
     def run(self: Any, arms: Sequence[Any], extend: Sequence[str]) -> None:
-        self.queue.saved()
-        packs.append(packed.is_file())
         write_results(out)
+        # After each command: nothing can be packed after SIGKILL.
+        self.queue.saved()
+        assert results <= names()
+        packed.unlink()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
@@ -245,10 +251,7 @@ def test_a_study_that_is_terminated_packs_what_there_is(
         study.main(words)
     assert ended.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
-    # After each command too: nothing can be packed after SIGKILL.
-    assert packs == [True]
-    with tarfile.open(packed) as archive:
-        assert {"out/arms/nsa.json", "out/arms.csv", "out/curves.csv", "out/needle.json"} <= set(archive.getnames())
+    assert results <= names()
 
 
 def write_results(out: Path) -> None:
