@@ -24,12 +24,12 @@ from nsa.data.documents import SKIPPED_FOLDERS
 from nsa.files import replacing
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
-NOTE_KEYS = [first + second for first in SYLLABLES for second in SYLLABLES[::11]]
-NOTE_VALUES = range(100, 600)
+NOTE_KEYS = [first + second for first in SYLLABLES for second in SYLLABLES[::22]]
+NOTE_VALUES = range(350, 600)
 # Characters of text per chain in a training document, at least.
 CHARS_PER_CHAIN = 10
 # Chains of a training document, at most.
-MAX_CHAINS = 128
+MAX_CHAINS = 124
 # Notes of a chain in a training document, at most; and how many chains have more than one.
 MAX_HOPS = 4
 LINKED_SHARE = 0.25

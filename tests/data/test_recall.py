@@ -71,7 +71,7 @@ def test_a_bpe_has_a_token_for_each_key_and_value() -> None:
     assert len(tokenizer.encode(chain.answer)) == 3
 
 
-@pytest.mark.parametrize("hops", [[1001], [1] * 501])
+@pytest.mark.parametrize("hops", [[501], [1] * 251])
 def test_more_keys_or_values_than_there_are_are_refused(hops: list[int]) -> None:
     with pytest.raises(ValueError, match="at most"):
         make_chains(Random(0), hops)
