@@ -19,14 +19,16 @@ STEPS = {
     "64/4/128x1 paged": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged fp8": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x4": (64, 4, 128, 4, 65536, "bfloat16"),
+    "64/4/128x4 paged": (64, 4, 128, 4, 65536, "bfloat16"),
     "12/2/64x1": (12, 2, 64, 1, 131072, "bfloat16"),
     "16/2/256x1 fp32": (16, 2, 256, 1, 8192, "float32"),
 }
 
 
-def compile_steps(steps: list[str], target: str) -> list[Compiled]:
+def compile_steps(steps: list[str], target: str, *, gluon: bool = False) -> list[Compiled]:
+    """`gluon`: its kernels, and no others."""
     recorder = Recorder(TARGETS[target].arch, branch="decode")
-    stand_in(TARGETS[target], recorder)
+    stand_in(TARGETS[target], recorder, gluon=gluon)
     for step in steps:
         recorder.shape = step
         compile_step(step)
@@ -77,8 +79,9 @@ def main() -> None:
     parser.add_argument("--target", default="sm_90", choices=TARGETS)
     parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--out", type=Path, help="where to write JSON, in place of a table to read")
+    parser.add_argument("--gluon", action="store_true", help="the Gluon kernels, and no others")
     arguments = parser.parse_args()
-    found = compile_steps(arguments.steps, arguments.target)
+    found = compile_steps(arguments.steps, arguments.target, gluon=arguments.gluon)
     if arguments.out is None:
         print(table(arguments.target, found))
     else:

@@ -32,6 +32,9 @@ class Tile(Tensor):
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tile:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def tile(x: Tensor) -> Tile:
     return x.as_subclass(Tile)
@@ -245,9 +248,13 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     return tile(torch.where(mask, pointer.flat[torch.where(mask, offset, 0)], other))
 
 
-def store(pointer: Pointer, x: Tensor, mask: Tensor) -> None:
+def store(pointer: Pointer, x: Tensor, mask: Tensor, eviction_policy: str = "") -> None:
     offset, x, mask = torch.broadcast_tensors(*(y.as_subclass(Tensor) for y in (pointer.offset, x, mask)))
     pointer.flat[offset[mask]] = x[mask]
+
+
+def atomic_add(pointer: Pointer, x: int, sem: str) -> None:
+    pointer.flat[pointer.offset] += x
 
 
 def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -283,6 +290,7 @@ def ignored(*args: Any, **kwargs: Any) -> None:
 
 gl = SimpleNamespace(
     float32=torch.float32,
+    int32=torch.int32,
     int64=torch.int64,
     minimum=either(torch.minimum, min),
     maximum=either(torch.maximum, max),
@@ -292,6 +300,8 @@ gl = SimpleNamespace(
     exp2=torch.exp2,
     log2=torch.log2,
     cast=lambda x, dtype: x.to(dtype) if isinstance(x, Tensor) else x,
+    full=lambda shape, x, dtype, layout: tile(torch.full(shape, x, dtype=dtype)),
+    gather=lambda x, index, axis: x.gather(axis, index),
     zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
     arange=lambda start, stop, layout: tile(torch.arange(start, stop)),
     convert_layout=lambda x, layout: x,
@@ -305,6 +315,7 @@ gl = SimpleNamespace(
     BlockedLayout=ignored,
     load=load,
     store=store,
+    atomic_add=atomic_add,
     allocate_shared_memory=allocate_shared_memory,
     warp_specialize=warp_specialize,
 )
@@ -341,5 +352,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     emulated = plain(kernel)
     arguments = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     GRID.programs = grid[0]
+    PARTITION.products, PARTITION.stores = [], []
     for GRID.program in range(grid[0]):
         emulated(**arguments)
+        assert not PARTITION.products, "something is still in flight at the end"

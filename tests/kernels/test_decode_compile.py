@@ -14,16 +14,18 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from compiling import TARGETS, Compiled
 
+from nsa.backends import gluon
+
 HERE = Path(__file__).parent
 FORMS = ("64/4/128x1", "64/4/128x1 paged", "64/4/128x1 paged fp8")
 # The sines' reduction of large angles, which is not taken, has an array of its own in memory.
 TRIGONOMETRIC = {"append_kernel", "mean_kernel", "outer_kernel"}
 
 
-def compiled(folder: Path) -> list[Compiled]:
+def compiled(folder: Path, *options: str) -> list[Compiled]:
     out = folder / "kernels.json"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HERE / "compile_decode.py"), "--target", "sm_90", "--steps", *FORMS]
+    command = [sys.executable, str(HERE / "compile_decode.py"), "--target", "sm_90", *options]
     path = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
     subprocess.run([*command, "--out", str(out)], check=True, env={**environment, "PYTHONPATH": path}, timeout=600)
     return [Compiled(**kernel) for kernel in json.loads(out.read_text())]
@@ -32,7 +34,7 @@ def compiled(folder: Path) -> list[Compiled]:
 @pytest.mark.slow
 def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
     """One test: workers that share its parts would each compile all kernels."""
-    found = compiled(tmp_path)
+    found = compiled(tmp_path, "--steps", *FORMS)
     assert {x.kernel: x.error for x in found if x.error} == {}
     # Seven with an MLP, and the mean in the place of its two.
     assert sum(x.shape == FORMS[0] for x in found) == 8
@@ -45,3 +47,16 @@ def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
         assert x.spills <= (16 if x.kernel in TRIGONOMETRIC or "fp8" in x.shape else 0), x.kernel
     # No reduction mistakes its warps.
     assert {x.kernel: x.mistaken for x in found if x.mistaken} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon.import_failure() is not None, reason=str(gluon.import_failure()))
+def test_ctas_that_stay_fit_twice_on_an_sm(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--gluon", "--steps", "64/4/128x1", "64/4/128x4", "64/4/128x4 paged")
+    assert {x.kernel: x.error for x in found if x.error} == {}
+    # Tiles of 16 rows and paged caches stay with Triton.
+    assert [x.shape for x in found] == ["64/4/128x4"]
+    x = found[0]
+    assert 2 * (x.shared + 1024) <= TARGETS["sm_90"].shared + 1024
+    assert 2 * 32 * x.warps * x.registers <= 65536
+    assert (x.spills, x.overwritten, x.mistaken) == (0, [], [])

@@ -59,6 +59,18 @@ class QueryTile(Tile):
     streams: int = 2
 
 
+@dataclass(frozen=True)
+class StepTile(Tile):
+    """Of a decode step: `num_stages` tiles of keys and values in a ring, `ctas_per_sm` CTAs that stay on an SM."""
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int | None = 224
+    ctas_per_sm: int = 2
+
+
 # Tiles that are picked, or were near to it: 128 keys for long ranges, 64 for short ones.
 FORWARD = {
     64: (ForwardTile(block_n=128, num_stages=4), ForwardTile(block_n=64, num_stages=4)),
@@ -120,3 +132,14 @@ def pick_dq(k: Layout, visibility: Visibility) -> QueryTile | None:
     """
     short_runs = not visibility.sliding and (visibility.packed or k.shape[1] > MOST_KEPT_KEYS)
     return None if visibility.offset or short_runs else QueryTile()
+
+
+def pick_step(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
+    """The tile of the compressed branch of a decode step, over stores that are neither paged nor in fp8; None where
+    Triton's kernel runs, with its tiles of `block_n` keys. The batch has no say in it, and so none in results."""
+    head_dim, tile = q.shape[3], StepTile()
+    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim == 64 or block_n != tile.block_n:
+        return None
+    # Fewer rows fit into a smaller tile, and there Triton is as fast or faster.
+    rows = q.shape[1] * q.shape[2] // k.shape[2]
+    return tile if tile.block_m // 2 < rows <= tile.block_m and describable(k) and describable(v) else None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from nsa import settings
+from nsa.backends.gluon import tiles as gluon_tiles
 from nsa.backends.routing import CallUnsupported
 from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
@@ -26,6 +27,9 @@ from nsa.backends.triton.primitives import LOG2_E
 from nsa.backends.triton.selection import MAX_RATIO, MAX_SELECT_BLOCKS
 from nsa.backends.triton.tiles import block_width
 from nsa.geometry import n_compressed
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.decode import CompressedStep
 
 # Rows of a tile: a step with more reads its keys once per tile, most of them from the L2 cache.
 MAX_ROWS = 64
@@ -172,7 +176,7 @@ class DecodePlan:
         attend = {"scale_log2": how.scale * LOG2_E, "DK": d_k, "DV": d_v, "BLOCK_M": block_m}
         attend |= {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
-        pooling |= {"SPLIT_TILES": split_tiles, "N_SPLITS": n_splits, "ROW_TILES": row_tiles, "CARRY": carry}
+        pooling |= {"SPLIT_TILES": split_tiles, "N_SPLITS": n_splits, "CARRY": carry}
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
         selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
@@ -181,29 +185,41 @@ class DecodePlan:
         absent |= {} if counted else {"counts": None}
         absent |= {} if form.page and commits else {"limits": None}
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
-        self.attend_compressed = Launch(
-            compressed_split_kernel,
-            (pairs * n_splits * row_tiles,),
-            **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
-            **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
-            PAGE=max(1, form.page // how.stride),
-            **step,
-            **attend,
-            **pooling,
-            ROWS=rows,
-            R_PAD=r_pad,
-            OVERLAP=overlap,
-            BLOCK_N=cmp_n,
-            STAGES=tile.buffers + extra_stages,
-            num_warps=tile.warps,
-            **overlapping,
-        )
+        plain = not (form.page or form.fp8) and r_pad == ratio
+        hopper_tile = gluon_tiles.pick_step(q, *compressed, cmp_n) if plain else None
+        self.attend_compressed: Launch | CompressedStep
+        if hopper_tile is None:
+            self.attend_compressed = Launch(
+                compressed_split_kernel,
+                (pairs * n_splits * row_tiles,),
+                **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
+                **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
+                PAGE=max(1, form.page // how.stride),
+                **step,
+                **attend,
+                **pooling,
+                ROW_TILES=row_tiles,
+                ROWS=rows,
+                R_PAD=r_pad,
+                OVERLAP=overlap,
+                BLOCK_N=cmp_n,
+                STAGES=tile.buffers + extra_stages,
+                num_warps=tile.warps,
+                **overlapping,
+            )
+        else:
+            from nsa.backends.gluon.decode import CompressedStep
+
+            bound = {**strides(q_bth=q), **step, **pooling, **overlapping, "scale_log2": how.scale * LOG2_E}
+            bound |= {"T": n_tokens, "D": d_k, "OVERLAP": overlap}
+            self.attend_compressed = CompressedStep(*compressed, hopper_tile, pairs * n_splits, bound)
         self.select = Launch(
             select_step_kernel,
             (pairs * n_tokens,),
             **step,
             **pooling,
             **selection,
+            ROW_TILES=row_tiles,
             H_PAD=triton.next_power_of_2(heads),
             N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
