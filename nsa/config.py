@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import reprlib
 import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nsa.lazy import renamed_attributes
 
@@ -41,12 +44,10 @@ class RopeScaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            require_positive_number(f"rope_scaling.{name}", getattr(self, name))
+        check_fields(self, prefix="rope_scaling.")
         require(self.factor >= 1, "rope_scaling.factor", self.factor, "a number of at least 1")
         low, high = self.low_freq_factor, self.high_freq_factor
         require(high > low, "rope_scaling.high_freq_factor", high, f"a number above low_freq_factor = {low}")
-        require_positive_int("rope_scaling.original_max_len", self.original_max_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,32 +98,17 @@ class NSAConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "l", "d", "l_sel", "n_sel", "w"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("n_init", "n_local"):
-            require_int(name, getattr(self, name), at_least=0)
-        for name in ("phi_hidden", "gate_hidden"):
-            if getattr(self, name) is not None:
-                require_positive_int(name, getattr(self, name))
+        check_fields(self, {"n_init": 0, "n_local": 0}, skip=("gate_bias",))
         check_heads(self.n_heads, self.n_kv_groups, heads_name="n_heads", groups_name="n_kv_groups")
         require(self.d_k % 2 == 0, "d_k", self.d_k, "an even head_dim, because RoPE rotates pairs")
         check_compression(self.l, self.d, block_name="l", stride_name="d")
         names = {"stride": "d", "select_block": "l_sel", "n_select": "n_sel"}
         check_selection(self.d, self.l_sel, self.n_sel, self.n_init, self.n_local, names=names)
-        for name in ("share_kv", "qkv_bias", "qk_norm", "strict"):
-            require_bool(name, getattr(self, name))
         check_backend(self.backend)
-        options = {"phi": ("mlp", "mean"), "compress_rope": ("after", "before"), "gate": ("sigmoid", "softmax")}
-        for name, accepted in options.items():
-            require(getattr(self, name) in accepted, name, getattr(self, name), f"one of {accepted}")
-        for name in ("force_branch", "drop_branch"):
-            require(getattr(self, name) in (None, *BRANCHES), name, getattr(self, name), f"None or one of {BRANCHES}")
         both = self.force_branch is not None and self.drop_branch is not None
         require(not both, "drop_branch", self.drop_branch, f"None with force_branch = {self.force_branch!r}")
         finite = isinstance(self.gate_bias, int | float) and abs(self.gate_bias) <= sys.float_info.max
         require(finite and not isinstance(self.gate_bias, bool), "gate_bias", self.gate_bias, "a finite number")
-        for name in ("rope_theta", "qk_norm_eps"):
-            require_positive_number(name, getattr(self, name))
         valid = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
         require(valid, "rope_scaling", self.rope_scaling, "None or a RopeScaling")
 
@@ -181,6 +167,43 @@ def check_field_names(name: str, values: dict[str, Any], cls: type) -> None:
     unknown, missing = sorted(set(values) - known, key=str), sorted(needed - set(values))
     require(not unknown, f"the keys of {name}", unknown, f"only {sorted(known)}")
     require(not missing, f"the keys of {name}", sorted(values, key=str), f"at least {missing} too")
+
+
+field_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+
+
+def check_fields(
+    config: Any, at_least: Mapping[str, int] | None = None, *, prefix: str = "", skip: Collection[str] = ()
+) -> None:
+    """Check each field of a dataclass by its type: a bool, an int of at least 1, a positive finite float, or one of the
+    values of a `Literal`; None where the type says so. Fields of other types are not checked.
+
+    Args:
+        config: The dataclass.
+        at_least: The least value of fields where it is not the above; 0 for a float.
+        prefix: What names in errors start with.
+        skip: Fields that are not checked either.
+
+    Raises:
+        ValueError: Names the first field that is wrong.
+    """
+    for name, hint in field_types(type(config)).items():
+        value, label = getattr(config, name), prefix + name
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if name in skip or (value is None and NoneType in kinds):
+            continue
+        kind, *others = (kind for kind in kinds if kind is not NoneType)
+        least = (at_least or {}).get(name, 1)
+        if get_origin(kind) is Literal and not others:
+            values = get_args(kind)
+            accepted = f"one of {values}" if len(values) > 1 else repr(values[0])
+            require(value in values, label, value, f"None or {accepted}" if NoneType in kinds else accepted)
+        elif kind is bool:
+            require_bool(label, value)
+        elif kind is int:
+            require_int(label, value, at_least=least)
+        elif kind is float and not (least == 0 and value == 0 and value is not False):
+            require_positive_number(label, value)
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nsa.config import require, require_bool, require_positive_int, require_positive_number
+from nsa.config import check_fields, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,12 +71,7 @@ class DataConfig:
             require(self.path is None, "data.path", self.path, f"None, because {self.source} reads no file of yours")
         on_hub = self.source == "fineweb_edu" or self.source.startswith(HUB)
         require(self.name is None or on_hub, "data.name", self.name, "None, except for a data set of the hub")
-        require(self.on_stall in get_args(OnStall), "data.on_stall", self.on_stall, f"one of {get_args(OnStall)}")
-        require_positive_number("data.stall_timeout_s", self.stall_timeout_s)
-        for name in ("doc_batch", "queue", "shuffle_tokens"):
-            require_positive_int(f"data.{name}", getattr(self, name))
-        for name in ("pack", "prefetch"):
-            require_bool(f"data.{name}", getattr(self, name))
+        check_fields(self, prefix="data.")
         for name in ("tokenizer", "text_key"):
             value = getattr(self, name)
             unset = name == "tokenizer" and value is None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nsa.config import require, require_bool, require_int, require_positive_int, require_positive_number
+from nsa.config import check_fields, require
 
 # Below it, logits divided by the temperature may overflow in fp32.
 MIN_TEMPERATURE = 1e-6
@@ -63,16 +63,7 @@ class Options:
     load_cache: Path | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "lookup_ngram", "prefill_chunk"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("seed", "prompt_lookup"):
-            require_int(name, getattr(self, name), at_least=0)
-        if self.max_len is not None:
-            require_int("max_len", self.max_len, at_least=2)
-        require_bool("cuda_graph", self.cuda_graph)
-        require(self.quantize in (None, "fp8"), "quantize", self.quantize, "None or 'fp8'")
-        if self.page_size is not None:
-            require_positive_int("page_size", self.page_size)
+        check_fields(self, {"seed": 0, "prompt_lookup": 0, "max_len": 2}, skip=("end", "temperature", "top_p", "min_p"))
         for name in ("save_cache", "load_cache"):
             path = getattr(self, name)
             require(path is None or isinstance(path, Path | str), name, path, "a path")
@@ -83,11 +74,8 @@ class Options:
         finite = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
         accepted = f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}"
         require(finite, "temperature", self.temperature, accepted)
-        if self.top_k is not None:
-            require_positive_int("top_k", self.top_k)
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
-        require_positive_number("repetition_penalty", self.repetition_penalty)
         for name in ("top_k", "top_p", "min_p"):
             value = getattr(self, name)
             accepted = "None with temperature = 0, which takes the most likely token"

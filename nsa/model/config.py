@@ -8,11 +8,8 @@ from typing import Any, Literal, get_args
 from nsa.config import (
     NSAConfig,
     check_field_names,
+    check_fields,
     require,
-    require_bool,
-    require_int,
-    require_positive_int,
-    require_positive_number,
 )
 
 AttentionKind = Literal["nsa", "dense", "sliding", "longformer", "bigbird"]
@@ -45,12 +42,7 @@ class LMConfig:
     random_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_layers", "hidden", "seq_len", "window", "n_global", "block"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("n_random", "random_seed"):
-            require_int(name, getattr(self, name), at_least=0)
-        require_bool("tie_embeddings", self.tie_embeddings)
-        require_positive_number("norm_eps", self.norm_eps)
+        check_fields(self, {"n_random": 0, "random_seed": 0})
         accepted = f"one of {ATTENTION_KINDS}, or a tuple of n_layers = {self.n_layers} of them"
         if isinstance(self.attention, tuple):
             require(len(self.attention) == self.n_layers, "attention", self.attention, accepted)

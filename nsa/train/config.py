@@ -25,15 +25,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 from nsa import settings
-from nsa.config import (
-    NSAConfig,
-    require,
-    require_bool,
-    require_int,
-    require_positive_int,
-    require_positive_number,
-    shortened,
-)
+from nsa.config import NSAConfig, check_fields, require, shortened
 from nsa.data.config import DataConfig
 from nsa.files import replace_text
 from nsa.model.config import PRESETS, LMConfig
@@ -58,6 +50,10 @@ ENVIRONMENT = {
 
 # Keys whose defaults depend on the machine.
 MACHINE = {"device", "dtype", "compile", "cuda_graphs", "parallel", "grad_compression"}
+
+# Numbers that may be 0: counts of steps, and fractions.
+STEP_COUNTS = ("warmup", "decay", "eval_every", "sample_every", "stats_every", "save_every")
+MAY_BE_0 = (*STEP_COUNTS, "seed", "lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour")
 
 # Keys without a default that may be missing.
 OPTIONAL = {"data", "out"}
@@ -129,24 +125,7 @@ class TrainConfig:
     price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accum", "log_every", "eval_batches", "sample_tokens", "keep", "max_skips"):
-            require_positive_int(name, getattr(self, name))
-        for name in ("warmup", "decay", "seed", "eval_every", "sample_every", "stats_every", "save_every"):
-            require_int(name, getattr(self, name), at_least=0)
-        for name in ("lr", "grad_clip", "watchdog_s"):
-            require_positive_number(name, getattr(self, name))
-        for name in ("lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour"):
-            value = getattr(self, name)
-            unset = name == "min_tokens_per_s" and value is None
-            # False equals 0, but is no number.
-            if not unset and (value is False or value != 0):
-                require_positive_number(name, value)
-        for name in ("compile", "cuda_graphs", "gc", "gate_decay"):
-            require_bool(name, getattr(self, name))
-        hints = get_type_hints(type(self))
-        for name in ("schedule", "dtype", "parallel", "grad_compression"):
-            choices = get_args(hints[name])
-            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {choices}")
+        check_fields(self, dict.fromkeys(MAY_BE_0, 0))
         left, on_gpu = self.steps - self.warmup, self.device.startswith("cuda")
         device = re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is not None
         wsd = self.schedule == "wsd"
