@@ -400,7 +400,7 @@ def attributes_of(path: Path) -> set[str]:
 # Interfaces that several modules have: commands; suites of benchmarks; backends, where some functions only import the
 # one that computes; the launchers of `backends/triton` and `backends/gluon`; a module's logger and type variable.
 COMMANDS = {"add_arguments", "main", "run"}
-SUITE = {"SUITE", "clock", "tasks"}
+SUITE = {"clock", "tasks"}
 BACKEND = {"compile_ahead", "decode_step", "name", "prepare_backward", "select_blocks", "supports"}
 LAUNCHER = {"candidates", "default_tile", "describe_keys", "describe_rows"}
 LAUNCHER |= {"pick_forward", "pick_backward", "plan", "plan_forward", "plan_backward"}

@@ -269,4 +269,4 @@ def usable(named: list[str] | None, shape: AttentionShape, runner: Runner) -> It
             runner.leave_out(impl, reason)
 
 
-SUITE = Suite(tasks, clock)
+run = Suite(tasks, clock).run

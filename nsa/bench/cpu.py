@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.bench import SUITES, run_suite
-from nsa.commands.bench import add_arguments
+from nsa import bench
+from nsa.commands.bench import SUITES, add_arguments
 
 CPU_COMMANDS = (
     "attention --branches --heads 4/1/32 --lengths 256 1024 4096",
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"nsa bench {command} --device cpu", flush=True)
         own = parser.parse_args([*command.split(), "--device", "cpu"])
         own.out, own.commit = args.out, args.commit
-        status = max(status, run_suite(own))
+        status = max(status, bench.run(own))
     others = sorted(set(SUITES) - {"branches", *(command.split()[0] for command in CPU_COMMANDS)})
     print(f"not in this suite: {', '.join(others)}")
     return status

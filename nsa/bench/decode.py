@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import reference
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task, captured, cuda_events
+from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.results import quantiles
@@ -149,10 +149,8 @@ class CachedStep:
         return gate.worst_ratio([self.dense()[:1].transpose(1, 2)], [plain], [exact])
 
 
-class ReplayClock:
+class ReplayClock(TaskClock):
     """Milliseconds per replay of a call captured in a CUDA graph, one figure per round of replays back to back."""
-
-    suffix = ""
 
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
         return replay_times(each.call), None
@@ -216,4 +214,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
                     yield from decode_tasks(shape, args.smooth, rate, runner)
 
 
-SUITE = Suite(tasks, lambda args, device: ReplayClock())
+run = Suite(tasks, lambda args, device: ReplayClock()).run

@@ -289,4 +289,4 @@ def clock(args: argparse.Namespace, device: str) -> TaskClock:
     return CudaClock(graphs=True, warmup_ms=0, measure_ms=20.0, max_calls=20)
 
 
-SUITE = Suite(tasks, clock, finish=finish)
+run = Suite(tasks, clock, finish=finish).run

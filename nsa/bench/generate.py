@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa.bench import gate
 from nsa.bench.decode import MAX_REPLAYS, copy_rate, replay_times
-from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
+from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
 from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
@@ -121,10 +121,8 @@ def prefills(model: LM, length: int, chunk: int) -> Iterator[Pass]:
     yield from (Pass(mode, call, tokens=length) for mode, call in calls.items())
 
 
-class GenerateClock:
+class GenerateClock(TaskClock):
     """Steps are replayed as CUDA graphs; prefill is called eagerly."""
-
-    suffix = ""
 
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
         timer = replay_times if each.mode == "decode-1" else CudaClock().times
@@ -163,4 +161,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
         yield Task("generate", args.preset, "nsa-triton", shape, passes, partial(cached_error, nsa))
 
 
-SUITE = Suite(tasks, lambda args, device: GenerateClock())
+run = Suite(tasks, lambda args, device: GenerateClock()).run

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa.attention import NSAAttention
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, Inputs, attention_task, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task
+from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
 from nsa.results import quantiles
@@ -47,10 +47,8 @@ def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: 
         yield Task("host", "layer", impl, shape, passes, error)
 
 
-class HostClock:
+class HostClock(TaskClock):
     """Milliseconds of the host per call, for each repetition of `CALLS`; prints the wall time, with the GPU, too."""
-
-    suffix = ""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -111,4 +109,4 @@ def show_launches(args: argparse.Namespace, runner: Runner) -> None:
         print(task.title, "   ".join(f"{mode} {count} launches" for mode, count in counts.items()), flush=True)
 
 
-SUITE = Suite(tasks, lambda args, device: HostClock(device), finish=show_launches)
+run = Suite(tasks, lambda args, device: HostClock(device), finish=show_launches).run

@@ -1,6 +1,6 @@
 """The runner of all suites: a task passes its gate, then each of its passes is timed and becomes a row.
 
-A suite (`SUITE` of its module) describes what to time and what is right. The rest is here: gate, timing, memory, rows,
+A suite describes what to time and what is right. The rest is here: gate, timing, memory, rows,
 output, and what could not be measured.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,17 +56,14 @@ class Task:
         return f"{self.shape!s:<26} {self.op:<10} {self.impl:<18}"
 
 
-class TaskClock(Protocol):
-    """How a pass is timed."""
+class TaskClock(ABC):
+    """How a pass is timed; `suffix`: of the implementation's name in a row."""
 
-    @property
-    def suffix(self) -> str:
-        """Of the implementation's name in a row."""
-        ...
+    suffix: str = ""
 
+    @abstractmethod
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
         """Milliseconds of single calls, and the peak memory in bytes where it is known."""
-        ...
 
 
 def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
@@ -182,7 +180,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class CudaClock:
+class CudaClock(TaskClock):
     """Single calls by CUDA events, with a cold L2 cache. The host does not wait for a call, so its own time shows only
     where it is slower than the GPU; with `graphs` a call is replayed as one CUDA graph and its time does not show."""
 
@@ -224,10 +222,9 @@ def cuda_events(count: int) -> list[tuple[Any, Any]]:
 
 
 @dataclass(frozen=True)
-class CpuClock:
+class CpuClock(TaskClock):
     """Single calls by the clock of the CPU."""
 
-    suffix: str = ""
     measure_ms: float = MEASURE_MS
     max_calls: int = 50
 

@@ -22,8 +22,8 @@ import torch
 
 from nsa.backends.routing import router
 from nsa.bench import gate
-from nsa.bench.runner import Pass, Place, Runner, Suite, Task, default_place
-from nsa.config import require, require_positive_int
+from nsa.bench.runner import Pass, Place, Runner, Suite, Task, TaskClock, default_place
+from nsa.config import check_fields, require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.dtypes import DTYPES, dtype_name
 from nsa.model import LM, LMConfig
@@ -51,8 +51,7 @@ class TrainBench:
     gc: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "warmup"):
-            require_positive_int(name, getattr(self, name))
+        check_fields(self)
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
 
     def __str__(self) -> str:
@@ -164,10 +163,8 @@ class TrainRunner:
         self.wait()
 
 
-class StepClock:
+class StepClock(TaskClock):
     """The steps of a run, which times them itself."""
-
-    suffix = ""
 
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
         found: Any = each.call()
@@ -209,4 +206,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             yield TrainRunner(bench).task()
 
 
-SUITE = Suite(tasks, lambda args, device: StepClock(), place)
+run = Suite(tasks, lambda args, device: StepClock(), place).run

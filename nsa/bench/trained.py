@@ -86,4 +86,4 @@ def layer_error(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], confi
     return gate.sampled_error(forward, leaves, partial(gate.expect_nsa, config, indices))
 
 
-SUITE = Suite(tasks, clock)
+run = Suite(tasks, clock).run

@@ -20,19 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run a benchmark suite, or plot its rows. `nsa bench SUITE --help` explains one suite."
     parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 --batch-size 8"
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
-    add_train(suites.add_parser("train", help="throughput of the training step"))
-    add_attention(suites.add_parser("attention", help="attention, whole and by branch, next to dense"))
-    add_attention(suites.add_parser("branches", help="the stages of NSA one by one, and its selected branch by others"))
-    add_decode(suites.add_parser("decode", help="a decode step over a cache, next to dense and the bytes limit"))
-    add_generate(suites.add_parser("generate", help="decode steps and prefill of a whole model, next to dense"))
-    add_host(suites.add_parser("host", help="host time and launches of an eager call of attention and of a layer"))
-    add_trained(suites.add_parser("trained", help="attention on the tensors of a trained model, next to noise"))
-    add_flash(suites.add_parser("flash", help="where FlashAttention is faster, and the routes file from that"))
-    add_tune(suites.add_parser("tune", help="tune the tiles of the kernels, and write the fastest into a file"))
-    add_cpu(suites.add_parser("cpu", help="small attention, layer and training benchmarks that run anywhere"))
-    add_plot(suites.add_parser("plot", help="plot the rows of the other suites"))
-    add_report(suites.add_parser("report", help="draw the rows of the other suites on one page"))
-    add_compare(suites.add_parser("compare", help="two files of rows: what became slower or needs more memory"))
+    for name, (summary, add) in (SUITES | ROW_COMMANDS).items():
+        add(suites.add_parser(name, help=summary))
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -192,3 +181,24 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=path, metavar="A", help="a CSV file or a folder")
     parser.add_argument("after", type=path, metavar="B", help="a CSV file or a folder")
     parser.add_argument("--bound", type=float, default=0.05, help="as a fraction (default: %(default)s)")
+
+
+# By name: what it measures, and its flags.
+SUITES = {
+    "train": ("throughput of the training step", add_train),
+    "attention": ("attention, whole and by branch, next to dense", add_attention),
+    "branches": ("the stages of NSA one by one, and its selected branch by others", add_attention),
+    "decode": ("a decode step over a cache, next to dense and the bytes limit", add_decode),
+    "generate": ("decode steps and prefill of a whole model, next to dense", add_generate),
+    "host": ("host time and launches of an eager call of attention and of a layer", add_host),
+    "trained": ("attention on the tensors of a trained model, next to noise", add_trained),
+    "flash": ("where FlashAttention is faster, and the routes file from that", add_flash),
+    "tune": ("tune the tiles of the kernels, and write the fastest into a file", add_tune),
+}
+# What runs others of them, or reads their rows.
+ROW_COMMANDS = {
+    "cpu": ("small attention, layer and training benchmarks that run anywhere", add_cpu),
+    "plot": ("plot the rows of the other suites", add_plot),
+    "report": ("draw the rows of the other suites on one page", add_report),
+    "compare": ("two files of rows: what became slower or needs more memory", add_compare),
+}

@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import NSAConfig, bench, cli, ops, reference
 from nsa.bench import attention, gate, peers
 from nsa.bench.attention import AttentionShape, Inputs
-from nsa.bench.runner import Pass, Runner, Task
+from nsa.bench.runner import Pass, Runner, Task, TaskClock
 from nsa.reference.visibility import sees_selected
 from nsa.results import read_rows
 
@@ -30,7 +30,7 @@ def parse(*words: str) -> argparse.Namespace:
     return cli.parser_of("bench").parse_args(list(words))
 
 
-class OneCall:
+class OneCall(TaskClock):
     """Calls a pass once; its time is what the call returns."""
 
     suffix = "-timed"
