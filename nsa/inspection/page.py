@@ -22,7 +22,7 @@ from nsa.files import make_folder, replace_text
 from nsa.inspection.record import Inspection, LayerRecord
 from nsa.tensor_file import raw
 from nsa.train.report import distances
-from nsa.train.report.charts import POINTS, Chart, cell, render_page, tiles_html
+from nsa.train.report.charts import POINTS, Chart, heat_table, render_page, tiles_html
 
 # No block, in 16 bits.
 NONE = 0xFFFF
@@ -90,15 +90,8 @@ def key_numbers(inspection: Inspection) -> dict[str, str]:
 
 
 def gate_map(inspection: Inspection) -> str:
-    head = "".join(f"<th>{branch}</th>" for branch in BRANCHES)
-    rows = "".join(
-        f"<tr><th>{layer}</th>" + "".join(cell(record.gate_mean[branch]) for branch in BRANCHES) + "</tr>"
-        for layer, record in inspection.layers.items()
-    )
-    return (
-        '<figure class="card"><figcaption>Mean gate by layer</figcaption>'
-        f'<div class="scroll"><table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table></div></figure>'
-    )
+    means = {layer: record.gate_mean for layer, record in inspection.layers.items()}
+    return heat_table("Mean gate by layer", BRANCHES, means)
 
 
 def histogram(inspection: Inspection) -> str:

@@ -382,18 +382,19 @@ def from_environment(env: settings.Settings) -> dict[str, Any]:
     return found | ({"gc": False} if env.no_gc else {})
 
 
-def put_value(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key`; a mapping is merged into an existing one."""
+def put_value(tree: dict[str, Any], key: str, value: Any, once: str = "") -> None:
+    """Set the dotted `key`; a mapping is merged into an existing one. `once`: what an error calls a key that is set
+    already."""
     head, _, rest = key.partition(".")
+    nested = isinstance(tree.get(head), dict)
+    if nested and (rest or isinstance(value, dict)):
+        for inner, x in ({rest: value} if rest else value).items():
+            put_value(tree[head], inner, x, once)
+        return
+    require(not once or head not in tree, once, "given twice, dotted and nested", "each key once")
+    tree[head] = {} if rest else value
     if rest:
-        if not isinstance(tree.get(head), dict):
-            tree[head] = {}
-        put_value(tree[head], rest, value)
-    elif isinstance(value, dict) and isinstance(tree.get(head), dict):
-        for inner, x in value.items():
-            put_value(tree[head], inner, x)
-    else:
-        tree[head] = value
+        put_value(tree[head], rest, value, once)
 
 
 def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -403,22 +404,8 @@ def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str,
         name = f"{prefix}{key}"
         require(isinstance(key, str), f"the key {name} in {where}", key, "text, in quotes if need be")
         value = unfolded(value, where, f"{name}.") if isinstance(value, dict) else value
-        head, *parts = key.split(".")
-        for part in reversed(parts):
-            value = {part: value}
-        merge(result, head, value, f"{name} in {where}")
+        put_value(result, key, value, once=f"{name} in {where}")
     return result
-
-
-def merge(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Add a value that is not there yet."""
-    if key not in tree:
-        tree[key] = value
-        return
-    both = isinstance(tree[key], dict) and isinstance(value, dict)
-    require(both, where, "given twice, dotted and nested", "each key once")
-    for inner, x in value.items():
-        merge(tree[key], inner, x, where)
 
 
 def check_config_key(name: str) -> None:
@@ -464,6 +451,7 @@ def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings under dotted names."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")

@@ -18,7 +18,8 @@ from typing import Any
 
 from nsa.config import BRANCHES, require
 from nsa.files import make_folder, parse_json, replace_text
-from nsa.train.report.charts import Chart, Point, bar_chart, card, cell, render_page, section, table, tiles_html
+from nsa.train.config import flat
+from nsa.train.report.charts import Chart, Point, bar_chart, card, heat_table, render_page, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
 
@@ -188,7 +189,7 @@ def run_seconds(beats: list[Record]) -> dict[int, float]:
 def settings_of(run: Path) -> dict[str, Any]:
     """The keys of the run's config, dotted; none where it has no config that can be read."""
     try:
-        return dict(flatten("", read_yaml(run / CONFIG)))
+        return dict(flat(read_yaml(run / CONFIG)))
     except (OSError, ValueError):
         return {}
 
@@ -220,13 +221,7 @@ def gates(records: list[Record]) -> list[str]:
         if len(by_step) > 1:
             parts.append(Chart(f"{title}, mean of the layers", over_time).html())
         step, layers = list(by_step.items())[-1]
-        rows = "".join(
-            f"<tr><th>{index}</th>" + "".join(cell(layer.get(branch)) for branch in BRANCHES) + "</tr>"
-            for index, layer in layers.items()
-        )
-        head = "".join(f"<th>{branch}</th>" for branch in BRANCHES)
-        heat = f'<table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table>'
-        parts.append(card(f"{title} by layer, step {step:,}", heat))
+        parts.append(heat_table(f"{title} by layer, step {step:,}", BRANCHES, layers))
     return parts
 
 
@@ -291,19 +286,10 @@ def environment_table(run: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = flat(parse_json(path.read_bytes()))
     except ValueError:
         return first_file(run, (path.name,))
-    return [table({name: as_text(value) for name, value in flatten("", values)})]
-
-
-def flatten(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """The values of nested dictionaries under dotted names."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from flatten(f"{name}.{key}" if name else str(key), entry)
-    else:
-        yield name, value
+    return [table({name: as_text(value) for name, value in values})]
 
 
 def as_text(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -216,10 +216,18 @@ def section(title: str, parts: Iterable[str]) -> str:
     return f'<section><h2>{escape(title)}</h2><div class="cards">{content}</div></section>' if content else ""
 
 
-def cell(value: float | None) -> str:
-    if value is None:
-        return "<td></td>"
-    return f'<td style="--v:{100 * min(max(value, 0.0), 1.0):.0f}%">{value:.2f}</td>'
+def heat_table(caption: str, names: Sequence[str], layers: Mapping[int, Mapping[str, float]]) -> str:
+    """A row per layer with its fraction of each name, the larger the darker; empty where it has none."""
+
+    def cell(value: float | None) -> str:
+        if value is None:
+            return "<td></td>"
+        return f'<td style="--v:{100 * min(max(value, 0.0), 1.0):.0f}%">{value:.2f}</td>'
+
+    head = "".join(f"<th>{name}</th>" for name in names)
+    cells = {layer: "".join(cell(values.get(name)) for name in names) for layer, values in layers.items()}
+    rows = "".join(f"<tr><th>{layer}</th>{shown}</tr>" for layer, shown in cells.items())
+    return card(caption, f'<div class="scroll"><table class="heat"><tr><th>layer</th>{head}</tr>{rows}</table></div>')
 
 
 def table(values: dict[str, str]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 from nsa.config import require
 from nsa.files import make_folder, parse_json, replace_text
-from nsa.train.report import Record, as_text, duration, failures, flatten, gather, lines_of, run_seconds, settings_of
+from nsa.train.config import flat
+from nsa.train.report import Record, as_text, duration, failures, gather, lines_of, run_seconds, settings_of
 from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
 from nsa.train.run_folder import RUN_INFO, run_names
 
@@ -145,6 +146,6 @@ def differences(runs: list[RunLines]) -> Iterator[list[str]]:
 def run_info(run: Path) -> dict[str, Any]:
     """What `run.json` says, dotted; nothing where there is none that can be read."""
     try:
-        return dict(flatten("", parse_json((run / RUN_INFO).read_text(encoding="utf-8"))))
+        return dict(flat(parse_json((run / RUN_INFO).read_bytes())))
     except (OSError, ValueError):
         return {}
