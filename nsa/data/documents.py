@@ -192,7 +192,7 @@ class JsonLines(IndexedDocuments):
             return ""
         text = values.get(self.text_key) if isinstance(values, dict) else None
         if isinstance(text, str):
-            return encodable(text, where, self.on_bad)
+            return document_text(text, where, self.text_key, self.on_bad)
         found = type(values).__name__
         if isinstance(values, dict):
             found = shorten(str({key: type(value).__name__ for key, value in sorted(values.items())}), 300)
@@ -247,7 +247,7 @@ class Parquet(IndexedDocuments):
 
     def text(self, cell: Any, where: str) -> str:
         try:
-            return text_or_empty(cell.as_py(), where, self.text_key, self.on_bad)
+            return document_text(cell.as_py(), where, self.text_key, self.on_bad)
         # Text that is not UTF-8 is found only here.
         except UnicodeDecodeError as error:
             self.on_bad(where, f"is not UTF-8 text: {error}", 1)
@@ -290,8 +290,7 @@ class HubDocuments:
     def text(self, row: dict[str, Any], number: int) -> str:
         require(self.text_key in row, "data.text_key", self.text_key, f"a column of {self.name}: {sorted(row)}")
         where = f"document {number:,} of {self.name}"
-        text = text_or_empty(row[self.text_key], where, self.text_key, self.on_bad)
-        return encodable(text, where, self.on_bad)
+        return document_text(row[self.text_key], where, self.text_key, self.on_bad)
 
 
 def fingerprint(path: Path) -> str:
@@ -305,22 +304,19 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def text_or_empty(text: object, where: str, text_key: str, on_bad: OnBad) -> str:
-    """A cell's text; "" for None, and for what is no text."""
-    if not (text is None or isinstance(text, str)):
-        on_bad(where, f"has no text: {text_key!r} is a {type(text).__name__}", 1)
+def document_text(value: object, where: str, text_key: str, on_bad: OnBad) -> str:
+    """A cell's text; "" for None, and for what tokenizers do not take: JSON can spell half a surrogate pair."""
+    if value is None:
         return ""
-    return text or ""
-
-
-def encodable(text: str, where: str, on_bad: OnBad) -> str:
-    """`text` if UTF-8 can encode it, else "": JSON can spell half a surrogate pair, on which tokenizers would fail."""
+    if not isinstance(value, str):
+        on_bad(where, f"has no text: {text_key!r} is a {type(value).__name__}", 1)
+        return ""
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         on_bad(where, f"is not text that UTF-8 can encode: {error}", 1)
         return ""
-    return text
+    return value
 
 
 def standard_library(root: Path | None = None) -> TextFiles:
