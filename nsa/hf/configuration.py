@@ -11,6 +11,10 @@ from nsa.config import NSAConfig, require
 from nsa.model.llama import MODEL_TYPE, attention_config
 
 LAYER_TYPE = "nsa_attention"
+# How tensor parallelism divides an attention: these by heads; phi and the norms see only the heads of a rank.
+BY_HEADS = ("q_proj", "k_proj", "v_proj", "k_cmp_proj", "v_cmp_proj", "k_win_proj", "v_win_proj", "gate.outer")
+PHIS = [f"{phi}{part}" for phi in ("phi_k", "phi_v") for part in ("", ".inner", ".outer")]
+REPLICATED = ("q_norm", "k_norm", *PHIS)
 
 
 @strict
@@ -25,24 +29,9 @@ class NSALlamaConfig(PreTrainedConfig):
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
-    # `phi` and the norms of queries and keys see only the heads of a rank.
     base_model_tp_plan: ClassVar = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.k_cmp_proj": "colwise",
-        "layers.*.self_attn.v_cmp_proj": "colwise",
-        "layers.*.self_attn.k_win_proj": "colwise",
-        "layers.*.self_attn.v_win_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_k": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_v": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_k.inner": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_k.outer": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_v.inner": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.phi_v.outer": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.gate.outer": "colwise",
+        **{f"layers.*.self_attn.{name}": "colwise" for name in BY_HEADS},
+        **{f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in REPLICATED},
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -283,15 +283,9 @@ class NSALlamaForCausalLM(NSALlamaPreTrainedModel, GenerationMixin):
         """Compute logits, and the loss of `labels`.
 
         Args:
-            input_ids: int `[B, T]`; this and what is not below as in `NSALlamaModel.forward`.
-            attention_mask: `[B, past + T]`.
-            position_ids: `[1, T]`.
-            past_key_values: A cache.
-            inputs_embeds: `[B, T, D]`.
+            input_ids: int `[B, T]`; this and all that is not below as in `NSALlamaModel.forward`.
             labels: int64 `[B, T]`, as `input_ids`: they are shifted here. -100 is ignored.
-            use_cache: Whether to make a cache.
             logits_to_keep: Only the logits of the last so many tokens, 0 for all; or of these places `[n]`.
-            cu_seq_lens_q: int32 `[n + 1]`.
             **kwargs: `num_items_in_batch` of the loss; `output_hidden_states`.
 
         Returns:
