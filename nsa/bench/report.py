@@ -15,13 +15,13 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
+from nsa.backends.gpu import GPUS, gpu_kind
 from nsa.bench.compare import files_of_rows, latest_rows
 from nsa.config import NSAConfig, require
 from nsa.files import make_folder, replace_text
 from nsa.geometry import n_compressed
 from nsa.results import Row, read_rows
 from nsa.train.report.charts import Chart, Point, grid, render_page, section, stacked_bars, table, tiles_html
-from nsa.train.run_stats import PEAK_FLOPS
 
 RESULTS_FOLDER = Path("benchmarks/results")
 GRAPHS = "-graphs"
@@ -32,8 +32,6 @@ DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa")
 MODE_SUMS = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
 PASSES = {"fwd": ", forward", "bwd": ", backward"}
 BRANCH_OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
-# Of the vendors, by a part of the GPU's name, in bytes per second.
-PEAK_BYTES = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.864e12, "RTX 4090": 1.008e12}
 # Two matmuls forward, five backward.
 BACKWARD_FLOPS = 2.5
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -141,10 +139,6 @@ def row_bytes(row: Row) -> float:
     return {"compress": size * row.G * row.Dk * 17 / 16, "combine": size * row.Hq * (4 * row.Dv + 3)}.get(row.op, 0.0)
 
 
-def ceiling(table: dict[str, float], gpu: str) -> float | None:
-    return next((peak for name, peak in table.items() if name in gpu), None)
-
-
 # The parts of the page.
 
 
@@ -217,9 +211,10 @@ def branch_bars(found: Measurements) -> Iterator[str]:
 
 def ceiling_parts(found: Measurements, gpu: str) -> Iterator[str]:
     """Shares of the matmul rate, and of memory's for ops that are bound by it."""
-    flops, rate = ceiling(PEAK_FLOPS, gpu), ceiling(PEAK_BYTES, gpu)
-    if flops is None or rate is None:
+    kind = gpu_kind(gpu)
+    if kind is None:
         return
+    _, flops, rate = GPUS[kind]
 
     def share(row: Row) -> float | None:
         return 1e5 * row_flops(row) / row.p50_ms / flops if row.dtype != "float32" else None

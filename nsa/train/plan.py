@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from nsa import settings
+from nsa.backends.gpu import GPUS, gpu_kind
 from nsa.config import require, require_positive_int, require_positive_number
 from nsa.data import DataConfig, Tokenizer
 from nsa.data.documents import IndexedDocuments, TextFiles
@@ -37,12 +38,8 @@ from nsa.progress import aligned_columns
 from nsa.results import Row, read_rows
 from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
-from nsa.train.run_stats import PEAK_FLOPS
 
 GIB = 2**30
-
-# As the vendor states it.
-MEMORY_GIB = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "RTX 4090": 24}
 
 # The fraction of the peak where nothing similar was measured; the 125M model reaches 0.25 on the H200.
 ASSUMED_FRACTION = 0.2
@@ -136,7 +133,7 @@ def plan_run(
 
     Args:
         config: the run.
-        gpu: the kind of GPU, one of `MEMORY_GIB`.
+        gpu: the kind of GPU, one of `GPUS`.
         gpus: how many of them.
         price: of one GPU per hour.
         rows: measurements of training steps.
@@ -152,7 +149,7 @@ def plan_run(
     require(config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16', whose peaks are known")
     # Before the whole model is built for its FLOPs: it may have a billion layers.
     memory = estimate_memory(config, gpus)
-    gib, limit = memory.total / GIB, ABSURD * MEMORY_GIB[name]
+    gib, limit = memory.total / GIB, ABSURD * GPUS[name].memory_gib
     require(gib <= limit, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
     # Several ranks turn graphs off.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
@@ -168,11 +165,11 @@ def plan_run(
     step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
     total = step * config.steps
-    fits = gib + RESERVED_GIB <= MEMORY_GIB[name]
+    fits = gib + RESERVED_GIB <= GPUS[name].memory_gib
     cost = None if price is None else total / 3600 * price * gpus
     source = f"{source}; a third more FLOPs for gc" if recomputed else source
     times = (tokens / step, step, total, cost)
-    return RunPlan(name, gpus, memory, MEMORY_GIB[name], fits, tokens, *times, rate.basis, source)
+    return RunPlan(name, gpus, memory, GPUS[name].memory_gib, fits, tokens, *times, rate.basis, source)
 
 
 def launch_s(config: LMConfig) -> float:
@@ -181,10 +178,10 @@ def launch_s(config: LMConfig) -> float:
 
 
 def known_gpu(name: str) -> str:
-    found = next((gpu for gpu in MEMORY_GIB if gpu.lower() == name.lower()), None)
+    found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
     if found is None:
-        near = nearest(name, MEMORY_GIB)
-        raise ValueError(f"gpu is {name!r}; accepted: one of {sorted(MEMORY_GIB)}; the nearest is {near}")
+        near = nearest(name, GPUS)
+        raise ValueError(f"gpu is {name!r}; accepted: one of {sorted(GPUS)}; the nearest is {near}")
     return found
 
 
@@ -279,8 +276,8 @@ class Measured:
     def of(cls, row: Row, kind: str) -> Measured | None:
         """None for a row of anything but training with attention of this `kind`. Rows name no model, but those of
         `nsa bench train` are of the presets, which their heads identify."""
-        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in row.gpu), None)
-        if row.op != "train" or row.tokens_per_s is None or peak is None or row.dtype == "float32":
+        gpu = gpu_kind(row.gpu)
+        if row.op != "train" or row.tokens_per_s is None or gpu is None or row.dtype == "float32":
             return None
         heads = {"n_heads": row.Hq, "n_kv_groups": row.G, "d_k": row.Dk, "d_v": row.Dv}
         preset = next((p for p in PRESETS.values() if heads.items() <= vars(p.attn).items()), None)
@@ -290,7 +287,7 @@ class Measured:
         backend = row.impl.removeprefix(f"{kind}-").removesuffix(MODES[mode])
         model = LMConfig.from_dict({**preset.to_dict(), "attention": kind, "seq_len": row.S})
         gc = backend.endswith(GC)
-        return cls(row, model, backend.removesuffix(GC), gc, mode, row.tokens_per_s, peak)
+        return cls(row, model, backend.removesuffix(GC), gc, mode, row.tokens_per_s, GPUS[gpu].flops)
 
     @property
     def flops(self) -> float:
@@ -317,7 +314,7 @@ def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity
     def estimate(why: str) -> Rate:
         source = f"from FLOPs alone, at most {fraction:.2g} of the peak; {why}"
         source += "; the reference needs more memory than shown" if wanted == "reference" else ""
-        return Rate(fraction * PEAK_FLOPS[gpu], source, "estimated")
+        return Rate(fraction * GPUS[gpu].flops, source, "estimated")
 
     if len(kinds) > 1:
         return estimate(f"no mixture of {' and '.join(kinds)} was measured")
@@ -337,7 +334,7 @@ def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity
         return estimate(f"no model of similar size was measured with backend {wanted} {how}")
     if not here:
         reached = best.flops / best.peak_flops
-        return Rate(reached * PEAK_FLOPS[gpu], f"{reached:.1%} of the peak, as {best}", "assumed", best.gc)
+        return Rate(reached * GPUS[gpu].flops, f"{reached:.1%} of the peak, as {best}", "assumed", best.gc)
     if is_of_run(best, config, mode):
         return Rate(best.flops, str(best), "measured", best.gc)
     return Rate(best.flops, f"scaled by FLOPs from {best}", "scaled", best.gc)

@@ -18,6 +18,7 @@ from typing import get_args
 import torch
 
 from nsa import settings
+from nsa.backends.gpu import gpu_kind
 from nsa.backends.routing import Router
 from nsa.data import Batch
 from nsa.data.config import Split
@@ -25,7 +26,7 @@ from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
-from nsa.train.plan import GIB, MEMORY_GIB, RESULTS, RunPlan, estimate_memory, flops_of, in_ms, measurements, plan_run
+from nsa.train.plan import GIB, RESULTS, RunPlan, estimate_memory, flops_of, in_ms, measurements, plan_run
 from nsa.train.run_info import check_folder, open_data, problem_of
 from nsa.train.step import TrainStep
 
@@ -115,8 +116,7 @@ def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
     """The plan for the GPU of this machine; None on a CPU, for a GPU whose peak is not known, or in fp32."""
     if not config.device.startswith("cuda") or config.dtype == "float32":
         return None
-    name = torch.cuda.get_device_name(config.device)
-    gpu = next((known for known in MEMORY_GIB if known in name), None)
+    gpu = gpu_kind(torch.cuda.get_device_name(config.device))
     if gpu is None:
         return None
     return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from nsa.attention import NSAAttention, NSAStats
+from nsa.backends.gpu import GPUS, gpu_kind
 from nsa.backends.routing import counts_so_far
 from nsa.data import Batch
 from nsa.model import LM
 from nsa.train.step import autocast
-
-# Dense bf16 and fp16 FLOP/s as the vendor states them, by a part of the name that torch gives the GPU.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class Clock:
@@ -136,10 +134,8 @@ def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> tuple[dict[s
 
 def peak_flops(device: torch.device) -> float | None:
     """None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    gpu = gpu_kind(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else GPUS[gpu].flops
 
 
 class GpuNumbers:
