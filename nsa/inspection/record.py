@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa.attention import NSAAttention
 from nsa.config import BRANCHES, NSAConfig, require, require_positive_int
@@ -169,7 +168,7 @@ def inspect_model(
         progress(len(tops) + 1)
         tops[index] = most_attended(attention, x, top)
 
-    with watching(model) as stats, watching_inputs(model, take):
+    with watching(model, take) as stats:
         if dtype is None:
             model.hidden(row)
         else:
@@ -183,25 +182,6 @@ def inspect_model(
     pieces = [stream.push([token]) for token in tokens]
     pieces[-1] += stream.close()
     return Inspection(model.config.attn, tokens, pieces, layers)
-
-
-@contextmanager
-def watching_inputs(model: LM, take: Callable[[int, NSAAttention, Tensor], None]) -> Iterator[None]:
-    """In this block, `take` is called with the number, the module and the input `[B, S, dim]` of every NSA layer."""
-    handles = []
-    for index, block in enumerate(model.blocks):
-        if isinstance(block.attention, NSAAttention):
-
-            def ask(module: nn.Module, args: tuple[Any, ...], index: int = index) -> None:
-                assert isinstance(module, NSAAttention)
-                take(index, module, args[0])
-
-            handles.append(block.attention.register_forward_pre_hook(ask))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def most_attended(attention: NSAAttention, x: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from nsa.attention import NSAAttention, NSAStats
 from nsa.backends.gpu import GPUS, gpu_kind
@@ -92,18 +92,24 @@ def log_line(loss: float, lr: float, speed: Mapping[str, float], steps_left: int
 
 
 @contextmanager
-def watching(model: LM) -> Iterator[dict[int, NSAStats]]:
-    """Collect the statistics of every NSA layer of the forwards in this block, by layer; removes its hooks."""
+def watching(
+    model: LM, before: Callable[[int, NSAAttention, Tensor], None] = lambda index, attention, x: None
+) -> Iterator[dict[int, NSAStats]]:
+    """Collect the statistics of every NSA layer of the forwards in this block, by layer; removes its hooks.
+
+    `before` is called with the number, the module and the input `[B, S, dim]` of each of these layers.
+    """
     found: dict[int, NSAStats] = {}
     handles = []
     for index, block in enumerate(model.blocks):
         attention = block.attention
         if isinstance(attention, NSAAttention):
 
-            def ask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            def ask(module: Any, args: Any, kwargs: dict[str, Any], index: int = index) -> tuple[Any, dict[str, Any]]:
+                before(index, module, args[0])
                 return args, {**kwargs, "return_stats": True}
 
-            def take(module: nn.Module, args: tuple[Any, ...], result: Any, index: int = index) -> Any:
+            def take(module: Any, args: Any, result: Any, index: int = index) -> Any:
                 y, found[index] = result
                 return y
 
