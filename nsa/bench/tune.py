@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,24 +115,17 @@ def fastest(outcomes: Sequence[TileTime]) -> TileTime | None:
 
 def crossover(times: Mapping[int, tuple[float, float]]) -> int:
     """The smallest size from which on the first method is faster; one past the largest size if it never is."""
-    start = max(times) + 1
-    for size in sorted(times, reverse=True):
-        first, second = times[size]
-        if first >= second:
-            break
-        start = size
-    return start
+    return min(sizes_won(times, reverse=True), default=max(times) + 1)
 
 
 def last_faster_size(times: Mapping[int, tuple[float, float]]) -> int:
     """The largest size up to which the first method is faster; 0 if it is slower at the smallest."""
-    end = 0
-    for size in sorted(times):
-        first, second = times[size]
-        if first >= second:
-            break
-        end = size
-    return end
+    return max(sizes_won(times, reverse=False), default=0)
+
+
+def sizes_won(times: Mapping[int, tuple[float, float]], *, reverse: bool) -> Iterator[int]:
+    """Sizes in order, or from the largest on, up to the first at which the first method is not faster."""
+    return takewhile(lambda size: times[size][0] < times[size][1], sorted(times, reverse=reverse))
 
 
 class Tuner:
@@ -246,27 +241,24 @@ def run(args: argparse.Namespace) -> int:
     steps += (1 + len(SPARSE_METHODS)) * len(DENSE_LENGTHS) if compare_dense else 0
     require(steps > 0, "--kernels", " ".join(kernels), "a kernel that these --heads use")
 
-    bar = progress(steps)
     out = args.out or tuning.user_file()
     if out is None:
         raise ValueError("--out is not given; accepted: a file, because there is no home folder for the default one")
-    tuner = Tuner(out, gpu, origin_columns(torch.device("cuda"), args.commit), bar, CudaClock().times)
+    origin = origin_columns(torch.device("cuda"), args.commit)
     outcomes: dict[Candidates, list[TileTime]] = {}
     times: dict[int, tuple[float, float]] = {}
     dense_times: dict[int, tuple[float, float]] = {}
-    try:
-        with torch.no_grad():
-            for shape in dict.fromkeys(search.shape for search in searches):
-                bench = Workbench(shape, args.smooth)
-                for search in searches:
-                    if search.shape == shape:
-                        outcomes[search] = tuner.measure(search, partial(bench.run, search.kernel))
-            if compare:
-                times = tuner.compare_methods(args.length, args.smooth)
-            if compare_dense:
-                dense_times = tuner.compare_dense(args.smooth)
-    finally:
-        bar.close()
+    with closing(progress(steps)) as bar, torch.no_grad():
+        tuner = Tuner(out, gpu, origin, bar, CudaClock().times)
+        for shape in dict.fromkeys(search.shape for search in searches):
+            bench = Workbench(shape, args.smooth)
+            for search in searches:
+                if search.shape == shape:
+                    outcomes[search] = tuner.measure(search, partial(bench.run, search.kernel))
+        if compare:
+            times = tuner.compare_methods(args.length, args.smooth)
+        if compare_dense:
+            dense_times = tuner.compare_dense(args.smooth)
     print(render_tiles(outcomes))
     for heads, (query, block) in times.items():
         print(f"selected forward, {heads} heads per group: {query:.3f} ms by query, {block:.3f} ms by block")

@@ -11,7 +11,7 @@ import json
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import get_args
@@ -161,8 +161,7 @@ def write_shards(
 ) -> None:
     """Up to the limit; beyond it only until each split has a document, without which no run starts."""
     total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
-    shown = progress(total, unit="chunk", every_s=LINE_EVERY_S)
-    try:
+    with closing(progress(total, unit="chunk", every_s=LINE_EVERY_S)) as shown:
         # The order does not matter: training shuffles the windows.
         wanted = writers
         for done, chunk in enumerate(documents.chunks(0, 0, 0, None), 1):
@@ -176,8 +175,6 @@ def write_shards(
                 wanted = {split: writer for split, writer in writers.items() if not writer.tokens}
                 if not wanted:
                     return
-    finally:
-        shown.close()
 
 
 def training_texts(documents: Documents) -> Iterator[str]:

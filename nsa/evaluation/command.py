@@ -12,8 +12,8 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +32,8 @@ from nsa.evaluation.plots import draw_evaluation
 from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
 from nsa.files import make_folder, replace_text
 from nsa.machine import usable_device
-from nsa.origin import commit
 from nsa.progress import LINE_EVERY_S, aligned_columns, progress, say
+from nsa.results import origin_columns
 from nsa.train.run_folder import CONFIG, plain
 from nsa.train.run_model import run_of
 from nsa.train.yaml_file import read_yaml
@@ -67,23 +67,19 @@ def own_rows(args: argparse.Namespace, device: torch.device) -> Rows:
 
 def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
     rows: Rows = []
-    shown = progress(len(subjects) * args.windows, unit="window", every_s=LINE_EVERY_S)
-    try:
+    with closing(progress(len(subjects) * args.windows, unit="window", every_s=LINE_EVERY_S)) as shown:
         for index, subject in enumerate(subjects):
             seq_len = subject.model.config.seq_len if args.seq_len is None else args.seq_len
-            show = partial(show_windows, shown.show, index * args.windows, subject.name)
+
+            def show(done: int, before: int = index * args.windows, name: str = subject.name) -> None:
+                shown.show(before + done, name)
+
             data = data_of(run_of(subject.run), args)
             loss, bins = evaluate_loss(subject, data, seq_len=seq_len, windows=args.windows, progress=show)
             shared = {"run": subject.name, "length": seq_len}
             rows.append({**shared, "begin": 0, "end": seq_len, "loss": loss, "tokens": sum(b.tokens for b in bins)})
             rows += [{**shared, **vars(b)} for b in bins]
-    finally:
-        shown.close()
     return rows
-
-
-def show_windows(show: Callable[[int, str], None], before: int, text: str, done: int) -> None:
-    show(before + done, text)
 
 
 def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
@@ -105,18 +101,15 @@ def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
         text = args.haystack.read_text(encoding="utf-8")
         texts = lambda: iter([text])  # noqa: E731
     rows: Rows = []
-    shown = progress(len(subjects) * len(cells), unit="cell", every_s=LINE_EVERY_S)
+    with closing(progress(len(subjects) * len(cells), unit="cell", every_s=LINE_EVERY_S)) as shown:
 
-    def show(name: str, score: Score) -> None:
-        rows.append({"run": name, **score.cell._asdict(), **vars(score)})
-        del rows[-1]["cell"]
-        shown.show(len(rows), f"{name}: {score.cell.task} {score.cell.value:g}, {score.cell.length:,} tokens")
+        def show(name: str, score: Score) -> None:
+            rows.append({"run": name, **score.cell._asdict(), **vars(score)})
+            del rows[-1]["cell"]
+            shown.show(len(rows), f"{name}: {score.cell.task} {score.cell.value:g}, {score.cell.length:,} tokens")
 
-    try:
         for subject in subjects:
             evaluate_cells(subject, cells, samples=args.samples, texts=texts, progress=partial(show, subject.name))
-    finally:
-        shown.close()
     return rows
 
 
@@ -156,9 +149,15 @@ def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: 
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     flags |= {"runs": [str(run) for run in args.runs]}
     del flags["out"]
-    origin = {"nsa": nsa.__version__, "commit": commit(), "torch": str(torch.__version__)}
-    origin |= {"device": device_name(device), "date": f"{datetime.now():%Y-%m-%d}"}
-    values = {**origin, "flags": flags, "mean": means(rows), "rows": rows}
+    origin = origin_columns(device)
+    values = {
+        "nsa": nsa.__version__,
+        "device": origin.pop("gpu"),
+        **origin,
+        "flags": flags,
+        "mean": means(rows),
+        "rows": rows,
+    }
     replace_text(paths[0], json.dumps(plain(values), indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
     if find_spec("matplotlib") is None:
@@ -167,10 +166,6 @@ def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: 
         paths.append(out / f"{name}.png")
         draw_evaluation(name, rows, paths[-1])
     return paths
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def csv_text(rows: Rows) -> str:

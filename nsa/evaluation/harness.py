@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ def harness_rows(args: argparse.Namespace, device: torch.device) -> list[dict[st
     for folder in args.runs:
         check_no_code(folder)
     rows: list[dict[str, Any]] = []
-    shown = progress(len(args.runs) * len(args.tasks) * len(args.lengths), unit="cell", every_s=LINE_EVERY_S)
-    try:
+    total = len(args.runs) * len(args.tasks) * len(args.lengths)
+    with closing(progress(total, unit="cell", every_s=LINE_EVERY_S)) as shown:
         for folder, name in zip(args.runs, run_names(args.runs), strict=True):
             model = open_folder(folder, args, device)
             for task in args.tasks:
@@ -53,8 +54,6 @@ def harness_rows(args: argparse.Namespace, device: torch.device) -> list[dict[st
                     rows.append({"run": name, "task": task, "length": length})
                     rows[-1] |= evaluate(model, folder, task, length, args.samples)
                     shown.show(len(rows), f"{name}: {task}, {length:,} tokens")
-    finally:
-        shown.close()
     return rows
 
 
