@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,7 @@ def run(args: argparse.Namespace) -> int:
     """`nsa generate`: text on stdout as it is generated, speeds on stderr."""
     device = usable_device(args.device)
     require_int("--seed", args.seed, at_least=0)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    more = ("prompt_lookup", "lookup_ngram", "max_len", "prefill_chunk", "cuda_graph")
-    caches = ("quantize", "page_size", "save_cache", "load_cache")
-    options = Options(**{name: getattr(args, name) for name in names + more + caches})
+    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options) if field.name != "end"})
     folder = args.run or newest_run()
     model, tokenizer = load_run(folder, device)
     if args.dtype is not None:

@@ -82,12 +82,7 @@ def count_launches(call: Callable[[], Any], wait: Callable[[], None]) -> int:
 
 def eager_passes(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
     """The forward pass, and both in one call."""
-
-    def alone() -> Tensor:
-        with torch.no_grad():
-            return forward()
-
-    yield Pass("fwd", alone)
+    yield Pass("fwd", torch.no_grad()(forward))
     yield Pass("fwd+bwd", lambda: torch.autograd.grad(forward().sum(), leaves))
 
 
