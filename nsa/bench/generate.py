@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa.bench import gate
 from nsa.bench.decode import MAX_REPLAYS, copy_rate, replay_times
 from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
+from nsa.bench.train import ModelShape
 from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
@@ -28,24 +29,6 @@ from nsa.model.config import AttentionKind
 DEVICE, DTYPE = "cuda", torch.bfloat16
 # Tokens on which a cached step is compared with the reference: so few that every block is selected.
 PROMPT_TOKENS = 255
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The heads of a model, rows and tokens."""
-
-    config: LMConfig
-    batch: int
-    length: int
-
-    def __str__(self) -> str:
-        return f"B={self.batch} S={self.length}"
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """The shape columns of a row."""
-        c = self.config.attn
-        return {"B": self.batch, "S": self.length, "Hq": c.n_heads, "G": c.n_kv_groups, "Dk": c.d_k, "Dv": c.d_v}
 
 
 class ModelStep:

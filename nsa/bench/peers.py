@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.backends import triton
 from nsa.config import NSAConfig
+from nsa.model.alternatives import tile_lists
 
 DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDNN_ATTENTION}
 # Queries and keys per block of a block mask.
@@ -77,25 +78,15 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Forward:
     return forward
 
 
-def is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
-
-
-def block_mask(masked: list[Tensor], full: list[Tensor], sees: Callable[..., Tensor], length: int) -> BlockMask:
-    """From counts and indices of the key blocks that `sees` masks, and of those that are full."""
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    blocks: dict[str, Any] = dict(zip(names, (*masked, *full), strict=False))
-    return BlockMask.from_kv_blocks(**blocks, BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(length, length))
-
-
 def causal_mask(length: int, device: torch.device) -> BlockMask:
     """All blocks before a query's own are full. Built from indices: a mask of all scores would not fit at 128k."""
     n_blocks = -(-length // MASK_BLOCK)
     own = torch.arange(n_blocks, dtype=torch.int32, device=device)
     order = own.expand(n_blocks, n_blocks)
-    partial_blocks = (torch.ones_like(own), (order + own[:, None]) % n_blocks)
-    masked, full = ([x.contiguous()[None, None] for x in pair] for pair in (partial_blocks, (own, order)))
-    return block_mask(masked, full, is_causal, length)
+    # One that the mask cuts through, then those that are full.
+    lists = (torch.ones_like(own), (order + own[:, None]) % n_blocks, own, order)
+    one, cut, count, full = (x.contiguous()[None, None] for x in lists)
+    return BlockMask.from_kv_blocks(one, cut, count, full, MASK_BLOCK, lambda b, h, q, k: q >= k, (length, length))
 
 
 def selected_mask(indices: Tensor, n_heads: int, select_block: int) -> BlockMask:
@@ -116,12 +107,11 @@ def selected_mask(indices: Tensor, n_heads: int, select_block: int) -> BlockMask
     table = table[..., :-1].contiguous()
     rows = F.pad(table, (0, 0, 0, n_blocks * MASK_BLOCK - length)).unflatten(2, (n_blocks, MASK_BLOCK)).any(dim=3)
     blocks = rows.unflatten(-1, (n_blocks, -1)).any(dim=-1).repeat_interleave(n_heads // n_groups, dim=1)
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return table[b, h // (n_heads // n_groups), q, k // select_block] & (q >= k)
 
-    return block_mask([blocks.sum(dim=-1, dtype=torch.int32), order], [], sees, length)
+    return BlockMask.from_kv_blocks(*tile_lists(blocks), None, None, MASK_BLOCK, sees, (length, length))
 
 
 def flex_selected(config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Forward:

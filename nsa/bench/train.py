@@ -36,6 +36,25 @@ LR = 1e-5
 GATE_TOKENS = 256
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """The heads of a model, rows and tokens."""
+
+    config: LMConfig
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        c = self.config.attn
+        return f"{c.n_heads}/{c.n_kv_groups}/{c.d_k} B={self.batch} S={self.length}"
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The shape columns of a row."""
+        c = self.config.attn
+        return {"B": self.batch, "S": self.length, "Hq": c.n_heads, "G": c.n_kv_groups, "Dk": c.d_k, "Dv": c.d_v}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainBench:
     """The configuration of one measurement; a ValueError if a count or the dtype is wrong."""
@@ -54,16 +73,9 @@ class TrainBench:
         check_fields(self)
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
 
-    def __str__(self) -> str:
-        attn = self.model.attn
-        return f"{attn.n_heads}/{attn.n_kv_groups}/{attn.d_k} B={self.batch_size} S={self.model.seq_len}"
-
     @property
-    def columns(self) -> dict[str, int]:
-        """The shape columns of a row."""
-        attn = self.model.attn
-        heads = {"Hq": attn.n_heads, "G": attn.n_kv_groups, "Dk": attn.d_k, "Dv": attn.d_v}
-        return {"B": self.batch_size, "S": self.model.seq_len, **heads}
+    def shape(self) -> ModelShape:
+        return ModelShape(self.model, self.batch_size, self.model.seq_len)
 
 
 class TrainRunner:
@@ -115,7 +127,7 @@ class TrainRunner:
         )
         # Replaying a graph allocates nothing: the memory of its capture counts.
         captured = torch.cuda.max_memory_allocated() if self.bench.cuda_graphs else 0
-        return Task("train", "train", self.impl(), self.bench, partial(self.passes, captured), self.error)
+        return Task("train", "train", self.impl(), self.bench.shape, partial(self.passes, captured), self.error)
 
     def passes(self, captured: int) -> Iterator[Pass]:
         tokens = self.bench.batch_size * self.bench.model.seq_len

@@ -300,12 +300,12 @@ def flex_mask(seen: Tensor, block: int, length: int) -> BlockMask:
     padded = torch.nn.functional.pad(table, (0, missing, 0, missing))
     tiles = padded.view(n_tiles, per_tile, n_tiles, per_tile).transpose(1, 2).flatten(2)
     # On the diagonal causality cuts through.
-    full = tiles.all(dim=-1).tril(-1)
+    full = tiles.all(dim=-1).tril(-1)[None, None]
     lists = (*tile_lists(tiles.any(dim=-1) & ~full), *tile_lists(full))
     return BlockMask.from_kv_blocks(*lists, FLEX_TILE, visible, (length, length))
 
 
 def tile_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """`[Q, K]` bool to the count per row and the indices, set ones first: int32 `[1, 1, Q]` and `[1, 1, Q, K]`."""
+    """`[..., Q, K]` bool to the count per row and the indices, set ones first: int32 `[..., Q]` and `[..., Q, K]`."""
     numbers = tiles.int().argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
+    return tiles.sum(dim=-1, dtype=torch.int32), numbers.int()
