@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from nsa.settings import SETTINGS, Settings, Source
 from nsa.train import preflight, run_info
 from nsa.train.config import TrainConfig, find_config, load_config, parse_set
 from nsa.train.yaml_file import read_yaml
+
+INDENT = "  "
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ def render_report(report: Report) -> str:
         "self-test": f"{selftest.describe_shapes(report.forward.problem)}\n{render_checks(report.checks)}",
         "verdict": render_verdict(report),
     }
-    return "\n\n".join(f"{title}\n{indent(body)}" for title, body in sections.items())
+    return "\n\n".join(f"{title}\n{indent(body, INDENT)}" for title, body in sections.items())
 
 
 def render_versions(report: Report) -> str:
@@ -410,10 +413,6 @@ def format_table(rows: Iterable[Sequence[str]]) -> str:
     return aligned_columns(rows, left=len(rows[0]))
 
 
-def indent(text: str) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
-
-
 def load_settings(args: argparse.Namespace) -> Settings:
     """The settings from the arguments and this process's environment."""
     file = settings.read_file(args.settings_file) if args.settings_file else None
@@ -492,7 +491,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
     if args.probe or args.repro:
         attn = None if config is None else config.model.attn
         text, probe_failures = probe(router, problem, attn, args.repro)
-        print(f"probe\n{indent(text)}\n")
+        print(f"probe\n{indent(text, INDENT)}\n")
     if problem.device == "cuda" and any(map(selftest.compiles_kernels, router.backends.values())):
         say("the first self-test on a machine compiles the kernels: about half a minute ...", error=True)
     report = diagnose(problem, router, probe_failures=probe_failures)
@@ -502,7 +501,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         problems, notes = check_run(config, report, router, device_given(args))
         ready = not problems
         record |= {"ready": ready, "problems": problems, "notes": notes}
-        print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run')}")
+        print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run', INDENT)}")
         print(f"\n{list_problems(problems) if problems else '[OK] Environment validated'}")
     if args.json:
         print(json.dumps(record, allow_nan=False))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from nsa import settings
 from nsa.backends import triton
 from nsa.backends.gpu import nvidia_driver
 from nsa.config import require
+from nsa.origin import package_version
 from nsa.settings import Settings
 
 # Known problems of Triton, by first and last version.
@@ -83,12 +83,8 @@ def triton_version() -> str | None:
     """Without importing Triton; None where there is none."""
     if not triton.installed():
         return None
-    for distribution in ("triton", "pytorch-triton", "triton-windows"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
+    found = map(package_version, ("triton", "pytorch-triton", "triton-windows"))
+    return next(filter(None, found), "of unknown version")
 
 
 def triton_notes(version: str | None) -> list[str]:

@@ -26,6 +26,8 @@ DENSE = {"dense-fa2": SDPBackend.FLASH_ATTENTION, "dense-cudnn": SDPBackend.CUDN
 MASK_BLOCK = 128
 
 Forward = Callable[[], Tensor]
+# A context in which a compiled backward pass may run again on one graph, as timing does.
+keeps_buffers = partial(functorch_config.patch, donated_buffer=False)
 
 
 def missing(impl: str, device: str, shape: Any) -> str | None:
@@ -57,12 +59,6 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by torch's SDPA, as the backends are enabled."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def keeps_buffers() -> AbstractContextManager[Any]:
-    """In which a compiled backward pass may run again on one graph, as timing does."""
-    context: AbstractContextManager[Any] = functorch_config.patch(donated_buffer=False)
-    return context
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Forward:

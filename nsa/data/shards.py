@@ -15,7 +15,6 @@ SIGBUS.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import struct
@@ -37,6 +36,7 @@ from nsa.data.pools import Pool, Window
 from nsa.data.shuffle import Permutation
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
 from nsa.files import naming_file, sync_file, sync_folder
+from nsa.tensor_file import raw
 
 MAGIC = b"NSATOKEN"
 SHARD_VERSION = 2
@@ -300,9 +300,7 @@ class ShardWriter:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    # Without NumPy, which nothing else here needs.
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return bytes(raw(tensor.contiguous()))
 
 
 class ShardPool(Pool):

@@ -125,7 +125,7 @@ class Inspection:
 
 def rounded(x: Tensor) -> list[Any]:
     """To four decimals, which are shorter in JSON than fp32's."""
-    values: list[Any] = x.double().mul(1e4).round().div(1e4).tolist()
+    values: list[Any] = x.double().round(decimals=4).tolist()
     return values
 
 
