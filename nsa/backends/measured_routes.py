@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nsa.backends.gpu import gpu_family
 from nsa.backends.problem import OPS, Problem
-from nsa.config import BACKENDS, require
+from nsa.config import BACKENDS, check_fields, require
 from nsa.origin import configs_folder
 
 # Keys of files written by earlier versions.
@@ -38,11 +38,8 @@ class MeasuredRoute:
         family = isinstance(self.gpu, str) and gpu_family(self.gpu) == self.gpu
         require(family, "gpu", self.gpu, "a GPU family, as 'NVIDIA A100', or 'cpu'")
         require(self.op in OPS, "op", self.op, f"one of {OPS}")
-        require(self.mode in (None, "fwd", "bwd"), "mode", self.mode, "'fwd', 'bwd', or nothing for both")
-        varlen = self.packed is None or isinstance(self.packed, bool)
-        require(varlen, "packed", self.packed, "true, false, or nothing for both")
-        require(is_count(self.min_length), "min_length", self.min_length, "an integer >= 0")
-        longest = self.max_length is None or (is_count(self.max_length) and self.max_length >= self.min_length)
+        check_fields(self, {"min_length": 0, "max_length": 0})
+        longest = self.max_length is None or self.max_length >= self.min_length
         require(longest, "max_length", self.max_length, f"an integer >= min_length, {self.min_length}, or nothing")
         dims = self.head_dims is None or (isinstance(self.head_dims, tuple) and bool(self.head_dims))
         dims = dims and all(map(is_count, self.head_dims or ()))
