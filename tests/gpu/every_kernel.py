@@ -35,11 +35,13 @@ CASES = {
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **KNOBS),
 }
 METHODS = ("query", "block", "dense")
-# Tokens per step, how blocks are compressed, and the cache's form.
-STEPS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "one token": (1, "mlp", {}),
-    "five tokens": (5, "mean", {}),
-    "pages in fp8": (3, "mlp", {"page_size": 64, "n_pages": 10, "quantize": "fp8"}),
+# Tokens per step, heads, groups, head_dim, how blocks are compressed, and the cache's form.
+STEPS: dict[str, tuple[int, tuple[int, int, int], str, dict[str, Any]]] = {
+    "one token": (1, (12, 2, 64), "mlp", {}),
+    "five tokens": (5, (12, 2, 64), "mean", {}),
+    "pages in fp8": (3, (12, 2, 64), "mlp", {"page_size": 64, "n_pages": 10, "quantize": "fp8"}),
+    # On Hopper in Gluon.
+    "four tokens, 16 heads per group": (4, (16, 1, 128), "mean", {}),
 }
 
 
@@ -88,10 +90,12 @@ def run(case: Case, dtype: torch.dtype) -> None:
     torch.cuda.synchronize()
 
 
-def decode(n_tokens: int, phi: str, form: dict[str, Any]) -> None:
+def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str, Any]) -> None:
     """Steps of a layer past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
     knobs: dict[str, Any] = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 100, "phi": phi}
-    config = NSAConfig(dim=64, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, backend="triton", **knobs)
+    n_heads, n_groups, head_dim = shape
+    heads: dict[str, Any] = {"n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
+    config = NSAConfig(dim=64, **heads, backend="triton", **knobs)
     layer = NSAAttention(config).cuda().bfloat16()
     cache = layer.new_cache(2, 320, **form)
     if isinstance(cache, PagedNSACache):
