@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ LONG = {
 
 
 @pytest.fixture
-def picked(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+def picked(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     """Picked for small problems too, on an H200 of one SM."""
 
     def pick(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
@@ -37,7 +38,9 @@ def picked(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     monkeypatch.setattr(tiles, "pick_step", pick)
     monkeypatch.setattr(decode, "sm_count", lambda device: 1)
     plan.plan_decode.cache_clear()
-    return emulator
+    yield emulator
+    # No other test is to find these plans.
+    plan.plan_decode.cache_clear()
 
 
 @pytest.mark.parametrize("name", [*CASES, *LONG])
