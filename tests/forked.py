@@ -58,13 +58,14 @@ class Fork:
 
     def __init__(self, call: Callable[[], int], printed: Path, **environment: str) -> None:
         self.printed, self.begin = printed, time.monotonic()
-        # What an earlier one wrote.
+        # Without what an earlier one wrote, and there even if the fork is killed before it can print.
         printed.unlink(missing_ok=True)
+        printed.touch()
         self.pid = os.fork()
         if self.pid == 0:
             status = 70
             try:
-                output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                output = os.open(printed, os.O_WRONLY)
                 for descriptor in (1, 2):
                     os.dup2(output, descriptor)
                 sys.stdout = os.fdopen(1, "w", buffering=1)
