@@ -58,14 +58,13 @@ class Fork:
 
     def __init__(self, call: Callable[[], int], printed: Path, **environment: str) -> None:
         self.printed, self.begin = printed, time.monotonic()
-        # Without what an earlier one wrote, and there even if the fork is killed before it can print.
+        # What an earlier one wrote.
         printed.unlink(missing_ok=True)
-        printed.touch()
         self.pid = os.fork()
         if self.pid == 0:
             status = 70
             try:
-                output = os.open(printed, os.O_WRONLY)
+                output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 for descriptor in (1, 2):
                     os.dup2(output, descriptor)
                 sys.stdout = os.fdopen(1, "w", buffering=1)
@@ -86,7 +85,9 @@ class Fork:
             if time.monotonic() - self.begin > LIMIT_S:
                 self.kill()
             time.sleep(0.01)
-        return os.waitstatus_to_exitcode(ended[1]), self.printed.read_text(errors="replace")
+        # One that was killed at once has not made the file yet.
+        printed = self.printed.read_text(errors="replace") if self.printed.is_file() else ""
+        return os.waitstatus_to_exitcode(ended[1]), printed
 
 
 class Start(Fork):
