@@ -305,8 +305,6 @@ def log_sentences() -> Iterator[str]:
         for length in (32768, 65536)
     }
     yield f"at 32k {pairs[32768][0]} against {pairs[32768][1]}, at 64k {pairs[65536][0]} against {pairs[65536][1]}"
-    smooth = {row.mode: row.p50_ms for row in rows_of("attention-smooth")}
-    yield f"takes {' / '.join(digits(smooth[mode]) for mode in BOTH)}."
 
 
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
