@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import reference
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events
+from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events, side_stream
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.results import quantiles
@@ -168,7 +168,7 @@ def replay_times(call: Callable[[], object]) -> list[float]:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / count
 
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with side_stream():
         replay = captured(call)
         rough = replays(3)
         count = max(1, min(REPLAYS, round(ROUNDS_MS / ROUNDS / rough)))

@@ -11,8 +11,9 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -70,13 +71,22 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
     """`fwd` and, with leaves, `bwd`, whose peak memory is that of both passes."""
     yield Pass("fwd", torch.no_grad()(forward))
     if leaves:
-        out = forward()
-        grad = torch.randn_like(out)
+
+        @cache
+        def ran() -> tuple[Tensor, Tensor]:
+            """The output and its gradient; made when the peak of both passes is known, to which they must not add."""
+            out = forward()
+            return out, torch.randn_like(out)
 
         def both() -> object:
-            return torch.autograd.grad(forward(), leaves, grad)
+            out = forward()
+            return torch.autograd.grad(out, leaves, torch.randn_like(out))
 
-        yield Pass("bwd", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), both)
+        def backward() -> object:
+            out, grad = ran()
+            return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+        yield Pass("bwd", backward, both)
 
 
 def measure_if_right(error: Callable[[], float], measure: Callable[[], Found]) -> tuple[Found | None, str]:
@@ -106,10 +116,8 @@ class Runner:
     def run(self, tasks: Iterable[Task]) -> int:
         """Run all tasks and print a summary as one line of JSON; returns 1 if one was wrong, else 0."""
         for task in tasks:
-            # A graph is captured on a side stream, and a backward pass runs where its forward pass did.
-            side = isinstance(self.clock, CudaClock)
-            stream = torch.cuda.stream(torch.cuda.Stream()) if side else nullcontext()
-            with task.within(), stream:
+            # A backward pass runs where its forward pass did, so both are on the stream that a graph is captured on.
+            with task.within(), side_stream() if isinstance(self.clock, CudaClock) else nullcontext():
                 _, note = measure_if_right(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
             if note:
                 self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
@@ -186,8 +194,9 @@ class CudaClock(TaskClock):
     max_calls: int = MAX_CALLS
 
     def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        each.call()
-        peak = peak_bytes(each.peak_of or each.call)
+        peak_of = each.peak_of or each.call
+        peak_of()
+        peak = peak_bytes(peak_of)
         call = captured(each.call) if self.graphs else each.call
         return self.times(call), peak
 
@@ -209,6 +218,17 @@ class CudaClock(TaskClock):
         if rough < self.warmup_ms:
             timed(round(self.warmup_ms / rough))
         return timed(max(MIN_CALLS, min(self.max_calls, round(self.measure_ms / rough))))
+
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """On a stream that a graph can be captured on: it starts when the tensors made so far are written, and what follows
+    waits for it."""
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
 
 
 def cuda_events(count: int) -> list[tuple[Any, Any]]:

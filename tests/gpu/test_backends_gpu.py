@@ -285,6 +285,7 @@ def test_decoding_never_waits_and_replays_as_a_cuda_graph(backend: str) -> None:
         token = x[:, :1].clone()
         # Warm up on a copy, on a side stream, as capture asks for.
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             attn(token, cache=copy.deepcopy(cache))
         torch.cuda.current_stream().wait_stream(stream)

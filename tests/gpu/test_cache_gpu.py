@@ -61,6 +61,7 @@ def captured(attn: Any, cache: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
     """A step as a CUDA graph, captured after a step that is taken back."""
     fed = x.clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             attn(fed, cache=cache)

@@ -1,0 +1,53 @@
+"""What a benchmark compares and counts on a GPU: finished inputs, and the memory of one call."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.bench.attention import AttentionShape
+from nsa.bench.runner import CudaClock, Pass, Runner, Task, forward_and_backward
+from nsa.results import read_rows
+
+SHAPE = AttentionShape(1, 64, 1, 1, 16)
+CYCLES = 10**8
+MIB = 1 << 20
+
+
+def run(task: Iterator[Task], out: Path) -> int:
+    runner = Runner(CudaClock(measure_ms=1.0), torch.float32, "cuda", argparse.Namespace(out=out, commit="abc"))
+    return runner.run(task)
+
+
+def test_a_task_starts_when_its_inputs_are_written(tmp_path: Path) -> None:
+    def tasks() -> Iterator[Task]:
+        x = torch.zeros(MIB, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(CYCLES)
+        x.fill_(1.0)
+        passes = partial(forward_and_backward, x.sum, ())
+        yield Task("attention", "sum", "torch", SHAPE, passes, lambda: float(x.sum() != MIB) * 2)
+
+    assert run(tasks(), tmp_path / "rows.csv") == 0
+
+
+def test_the_peak_of_a_backward_pass_is_that_of_one_call(tmp_path: Path) -> None:
+    def tasks() -> Iterator[Task]:
+        x = torch.ones(64 * MIB, device="cuda", requires_grad=True)
+
+        def passes() -> Iterator[Pass]:
+            return forward_and_backward(lambda: x * 2.0, (x,))
+
+        yield Task("attention", "double", "torch", SHAPE, passes, lambda: 0.0)
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() / 2**30
+    run(tasks(), tmp_path / "rows.csv")
+    peak = {row.mode: row.peak_gib for row in read_rows(tmp_path / "rows.csv")}
+    # x, the output, and of the backward pass the upstream gradient and its own result.
+    assert peak == pytest.approx({"fwd": before + 0.5, "bwd": before + 1.0}, abs=0.05)
