@@ -62,8 +62,8 @@ def attention_table() -> str:
     def cell(impl: str, shape: str, length: int) -> str:
         return " / ".join(digits(found.ms(impl, SHAPES[shape], length, [mode])) for mode in BOTH)
 
-    cases = [("64/4/128", n) for n in (8192, 32768)] + [("32/8/128", n) for n in (32768, 65536)]
-    cases += [("12/2/64", n) for n in (65536, 131072)]
+    lengths = {"64/4/128": (8192, 32768, 65536, 131072), "32/8/128": (32768, 65536), "12/2/64": (65536, 131072)}
+    cases = [(shape, n) for shape, each in lengths.items() for n in each]
     lines = [[shape, f"{n:,}", *(cell(impl, shape, n) for impl in (NSA, CUDNN, FA2))] for shape, n in cases]
     return table(["heads/groups/head_dim", "tokens", "NSA, `triton`", "dense, cuDNN", "dense, FA-2"], lines)
 
@@ -75,7 +75,7 @@ def training_rows() -> dict[tuple[str, int, int], Row]:
 
 def training_table() -> str:
     rows, lines = training_rows(), []
-    for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768)):
+    for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768), (1, 65536)):
         ours, dense = (rows[f"{impl}-graphs", batch, length] for impl in (NSA, "dense-sdpa"))
         rates = [row.tokens_per_s or 0.0 for row in (ours, dense)]
         lines.append([f"{length:,} x {batch}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}x"])
