@@ -35,11 +35,11 @@ def adopt(archive: Path, results: Path) -> Path:
         The folder or the file.
 
     Raises:
-        ValueError: It is the archive of neither a study nor a run.
+        ValueError: It is the archive of neither a study nor a run, or a name in it leads out of it.
     """
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+            unpack(packed, Path(folder))
         arms = next(Path(folder).glob("*/arms.csv"), None)
         if arms is not None:
             out = results / "study"
@@ -50,6 +50,16 @@ def adopt(archive: Path, results: Path) -> Path:
         assert run is not None
         write_long(run, results / "long.csv")
         return results / "long.csv"
+
+
+def unpack(packed: tarfile.TarFile, folder: Path) -> None:
+    """The plain files of an archive. `extractall(filter="data")` came with Python 3.11.4."""
+    for member in packed:
+        path = Path(folder, member.name).resolve()
+        require(path.is_relative_to(folder.resolve()), "a name in the archive", member.name, "one inside of it")
+        if member.isfile():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]
 
 
 def write_long(run: Path, out: Path) -> None:

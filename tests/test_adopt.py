@@ -88,3 +88,12 @@ def test_another_archive_is_refused(adopt: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="archive is"):
         adopt.adopt(packed(tmp_path / "other"), tmp_path)
+
+
+def test_a_name_that_leads_out_of_the_archive_is_refused(adopt: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "arms.csv").write_text("arm\n")
+    archive = tmp_path / "bad.tar.gz"
+    with tarfile.open(archive, "w:gz") as made:
+        made.add(tmp_path / "arms.csv", "../arms.csv")
+    with pytest.raises(ValueError, match="name in the archive"):
+        adopt.adopt(archive, tmp_path / "results")
