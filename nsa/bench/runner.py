@@ -73,8 +73,8 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
     if leaves:
 
         @cache
-        def ran() -> tuple[Tensor, Tensor]:
-            """The output and its gradient; made when the peak of both passes is known, to which they must not add."""
+        def output() -> tuple[Tensor, Tensor]:
+            """With its gradient. Computed after the peak of both passes was measured, which must not include it."""
             out = forward()
             return out, torch.randn_like(out)
 
@@ -83,7 +83,7 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
             return torch.autograd.grad(out, leaves, torch.randn_like(out))
 
         def backward() -> object:
-            out, grad = ran()
+            out, grad = output()
             return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
         yield Pass("bwd", backward, both)
@@ -222,8 +222,8 @@ class CudaClock(TaskClock):
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """On a stream that a graph can be captured on: it starts when the tensors made so far are written, and what follows
-    waits for it."""
+    """Run on a stream that a graph can be captured on. It waits for the work before the block, and the work after the
+    block waits for it."""
     here, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(here)
     with torch.cuda.stream(side):

@@ -68,7 +68,7 @@ def test_a_branch_matches_the_fp64_reference(
 @pytest.mark.parametrize("length", [33, 300, 2049])
 def test_decode_matches_the_fp64_reference(library, branch: str, queries: int, length: int) -> None:
     if branch == "compressed" and queries > 1:
-        pytest.skip("not supported")
+        pytest.skip("declined: several queries of a cache start in the middle of a compressed block")
     case = Case(length=length, batch=3, groups=2, heads=8, d_k=128, d_v=128, **PAPER)
     assert check(backend_of(library), branch, case, torch.bfloat16, queries, with_lse=False) == []
 

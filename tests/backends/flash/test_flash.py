@@ -156,7 +156,7 @@ def test_unused_key_slots_of_varlen_have_zero_gradients() -> None:
 def test_decode_matches_the_reference(branch: str, queries: int, room: int) -> None:
     case = Case(length=40, batch=3, groups=2, heads=3, d_k=8, d_v=8, window=6)
     if branch == "compressed" and queries > 1:
-        pytest.skip("not supported")
+        pytest.skip("declined: several queries of a cache start in the middle of a compressed block")
     inputs = random_inputs(case, torch.float32)
     q, k, v = inputs.of(branch)
     q, q_start = q[:, :queries].contiguous(), torch.tensor([0, 9, 40 - queries], dtype=torch.int32)
