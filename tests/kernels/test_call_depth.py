@@ -13,12 +13,18 @@ import torch
 from interpreted import DEVICE  # isort: skip
 
 import nsa
+from nsa.backends.triton import selected
 from nsa.backends.triton.launch import Launch
 
 PACKAGE = Path(nsa.__file__).parent
 LIMIT = 7
-# Kernels one frame below the others: those of phi, of blocks that queries have in common, and of the inverted index.
-DEEPER = {"gather_forward_kernel", "split_kernel", "mark_kernel", "count_kernel", "place_kernel", "cut_kernel"}
+COMPRESSION = {"mlp": "gather_forward_kernel", "mean": "mean_forward_kernel"}
+INDEX = {"mark_kernel", "count_kernel", "place_kernel", "cut_kernel"}
+SELECTED = {
+    "dense": {"mark_kernel"},
+    "block": {"split_kernel", *INDEX, "block_kernel", "common_kernel"},
+    "query": {"split_kernel", "common_kernel", "query_kernel"},
+}
 
 
 def frames(stack: traceback.StackSummary) -> list[str]:
@@ -27,10 +33,16 @@ def frames(stack: traceback.StackSummary) -> list[str]:
     return [*own[own.index("attention.forward") :], "launch.__call__"]
 
 
-@pytest.mark.parametrize("length", [40, 300], ids=["short", "long"])
+@pytest.mark.parametrize("phi", ["mlp", "mean"])
+@pytest.mark.parametrize("method", ["dense", "block", "query"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_layer_launches_kernels_within_few_frames(length: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_launches_kernels_within_few_frames(
+    phi: str, method: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = []
+    plan = selected.plan_forward
+    # It otherwise depends on the GPU and the length.
+    monkeypatch.setattr(selected, "plan_forward", lambda *args: plan(*args[:-1], method))
 
     def recorded(self: Launch, **free: Any) -> None:
         """In place of the launch: no value is read back, so what was not computed changes no path."""
@@ -38,13 +50,13 @@ def test_layer_launches_kernels_within_few_frames(length: int, training: bool, m
 
     monkeypatch.setattr(Launch, "__call__", recorded)
     config = nsa.NSAConfig(
-        dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=16, backend="triton"
+        dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=64, n_sel=4, w=16, backend="triton", phi=phi
     )
     layer = nsa.NSAAttention(config).to(DEVICE)
     with torch.set_grad_enabled(training):
-        layer(torch.randn(1, length, 32, device=DEVICE, requires_grad=training))
+        layer(torch.randn(1, 600, 32, device=DEVICE, requires_grad=training))
 
     attention = {"ranged_forward_kernel", "score_kernel", "select_kernel", "combine_forward_kernel"}
-    assert attention | {"gather_forward_kernel"} <= dict(launched).keys()
+    assert attention | SELECTED[method] | {COMPRESSION[phi]} <= dict(launched).keys()
     for kernel, path in launched:
-        assert len(path) <= LIMIT + (kernel in DEEPER), f"{kernel}: {' > '.join(path)}"
+        assert len(path) <= LIMIT, f"{kernel}: {' > '.join(path)}"

@@ -262,9 +262,13 @@ def built(case: Case, indices: Tensor, segment: int, *, fit: int = 2**31) -> lis
     shapes = Shapes(layout(heads), layout(keys), layout(keys), layout(indices), case.select_block, n_documents)
     tables = block_tables(branch_of(case).sequences, case.length, case.select_block)
     plans = index_plans(shapes, bytes_per_query=1, budget=fit, segment=segment, in_order=True)
-    return [
-        (chunk, found) for plan in plans for chunk, found in zip(plan.chunks, plan.build(indices, tables), strict=True)
-    ]
+    found = []
+    for plan in plans:
+        steps, segments = plan.steps(indices, tables)
+        for step in steps:
+            step()
+        found += zip(plan.chunks, segments, strict=True)
+    return found
 
 
 def pairs_by_block(case: Case, indices: Tensor) -> dict[tuple[int, int], list[int]]:

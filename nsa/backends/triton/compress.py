@@ -208,7 +208,11 @@ def plan_forward(
     return launch, shape
 
 
-def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: CompressTile) -> Tensor:
+def compress_forward(x: Tensor, *position_pooling: Any, tile: CompressTile = DEFAULT_TILE) -> Tensor:
+    """Of `x [B,S,G,D]` and a `Pooling`: `[B,N,G,D]`, the mean of each block. With a `position [l,D]` before the
+    `Pooling`: `[B,N,G,l*D]`, contiguous: the tokens of each block, position added."""
+    pooling: Pooling = position_pooling[-1]
+    position: Tensor | None = position_pooling[0] if len(position_pooling) > 1 else None
     first = slot_table(pooling)
     launch, shape = plan_forward(
         layout(x), None if position is None else layout(position), pooling.count, pooling.block, pooling.stride,
@@ -224,14 +228,7 @@ def forward(x: Tensor, position: Tensor | None, pooling: Pooling, tile: Compress
     return out
 
 
-def compress_mean_forward(x: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> Tensor:
-    """`x [B,S,G,D]` to `[B,N,G,D]`: the mean of each block."""
-    return forward(x, None, pooling, tile)
-
-
-def gather_blocks_forward(x: Tensor, position: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> Tensor:
-    """`x [B,S,G,D]` and `position [l,D]` to `[B,N,G,l*D]`, contiguous: the tokens of each block, position added."""
-    return forward(x, position, pooling, tile)
+compress_mean_forward = gather_blocks_forward = compress_forward
 
 
 @lru_cache(maxsize=MAX_PLANS)

@@ -13,7 +13,7 @@ keys which no query of the tile selected, so it is for sequences of which every 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -212,11 +212,14 @@ class RangedForwardPlan:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor) -> None:
         """Writes `o` and natural `lse`, contiguous. `tables`: those of `Visibility.query_tables`, and `p_word`."""
+        self.launch(**self.described(q, k, v), p_o=o, p_lse=lse, **tables)
+
+    def described(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+        """As the kernel takes them, by descriptor or by pointer."""
         describe_q, describe_kv = self.describe_q, self.describe_kv
-        self.launch(
-            q=q if describe_q is None else describe_q(q), k=k if describe_kv is None else describe_kv[0](k),
-            v=v if describe_kv is None else describe_kv[1](v), p_o=o, p_lse=lse, **tables,
-        )  # fmt: skip
+        if describe_kv is None:
+            return {"q": q if describe_q is None else describe_q(q), "k": k, "v": v}
+        return {"q": q if describe_q is None else describe_q(q), "k": describe_kv[0](k), "v": describe_kv[1](v)}
 
 
 @lru_cache(maxsize=MAX_PLANS)

@@ -311,7 +311,10 @@ class BlockBackward:
             gradients = [(dk_part, dk, dk_part, dk), (dv_part, dv, dv_part, dv)]
         doc_start, offset, first_token, end_token, start = tables
         for index, launches in zip(self.indexes, self.launches, strict=True):
-            chunks = zip(index.build(indices, tables), launches, strict=True)
+            steps, segments = index.steps(indices, tables)
+            for step in steps:
+                step()
+            chunks = zip(segments, launches, strict=True)
             for (pair, low, high, last, item, order), (differentiate, sum_slots, sum_keys) in chunks:
                 differentiate(
                     p_q=q, p_k=k, p_v=v, p_do=do, p_lse2=lse2, p_delta=delta, p_dq=dq_part, p_dk=dk_part,

@@ -12,6 +12,7 @@ adds the partials of the rest: its matmuls then overlap with another CTA's wait 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -239,13 +240,13 @@ class SplitPlan:
             BLOCK_S=triton.next_power_of_2(shapes.n_select), num_warps=4 if run >= 16 else 2,
         )  # fmt: skip
 
-    def __call__(self, indices: Tensor, tables: Tables) -> CommonSplit:
+    def __call__(self, indices: Tensor, tables: Tables) -> tuple[CommonSplit, partial[None]]:
+        """The split, and the launch that fills it, for the caller to run: from here it would be a frame deeper."""
         split = CommonSplit(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
-        self.split(
-            p_indices=indices, p_rest=split.rest, p_common=split.common, p_n_common=split.n_common,
+        return split, partial(
+            self.split, p_indices=indices, p_rest=split.rest, p_common=split.common, p_n_common=split.n_common,
             p_doc_start=tables.doc_start, **tables.start,
         )  # fmt: skip
-        return split
 
 
 def common_launch(

@@ -7,6 +7,7 @@ grows with the square of the length, so it is for short sequences.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa.backends.triton.ranged_forward import RangedForwardPlan
@@ -38,4 +39,8 @@ class DenseForward:
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
     ) -> None:
         """Writes `o` and natural `lse`."""
-        self.attend(q, k, v, o, lse, p_word=self.bitmap(indices, tables), **tables.start)
+        word = torch.zeros(self.bitmap.shape, dtype=torch.int32, device=q.device)
+        self.bitmap.mark(
+            p_indices=indices, p_word=word, p_doc_start=tables.doc_start, p_block_offset=tables.offset, **tables.start
+        )
+        self.attend.launch(**self.attend.described(q, k, v), p_o=o, p_lse=lse, p_word=word, **tables.start)

@@ -337,11 +337,15 @@ class BlockForward:
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
     ) -> None:
         """Writes `o` and natural `lse`."""
-        split = self.split(indices, tables)
+        split, launch_split = self.split(indices, tables)
+        launch_split()
         partial = torch.empty(self.n_partials, self.d_v, dtype=q.dtype, device=q.device)
         partial_lse = torch.empty(self.n_partials, dtype=torch.float32, device=q.device)
         for index, launches in zip(self.indexes, self.launches, strict=True):
-            for segments, (attend, common) in zip(index.build(split.rest, tables), launches, strict=True):
+            steps, chunks = index.steps(split.rest, tables)
+            for step in steps:
+                step()
+            for segments, (attend, common) in zip(chunks, launches, strict=True):
                 attend(
                     p_q=q, p_k=k, p_v=v, p_o=partial, p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
                     p_item=segments.item, p_low=segments.low, p_high=segments.high,
@@ -377,7 +381,8 @@ class QueryForward:
     ) -> None:
         """Writes `o` and natural `lse`."""
         if self.split is not None:
-            split = self.split(indices, tables)
+            split, launch_split = self.split(indices, tables)
+            launch_split()
             indices = split.rest
             self.common(
                 p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_n_common=split.n_common,

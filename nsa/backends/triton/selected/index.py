@@ -21,6 +21,7 @@ Everything that shapes decide is in an `IndexPlan`, which launchers cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -355,13 +356,13 @@ def halve_blocks(indices: Tensor) -> Tensor:
 
 
 class Bitmap:
-    """Launches over the pairs of queries `[query_0, query_1)`; `mark` alone makes the bitmap."""
+    """Launches over the pairs of queries `[query_0, query_1)`; `mark` alone makes the bitmap, of zeros of its `shape`:
+    rows, blocks, tiles of 32 queries."""
 
     def __init__(self, shapes: Shapes, query_0: int, query_1: int) -> None:
         length = query_1 - query_0
         self.shape = (shapes.rows, shapes.n_blocks, triton.cdiv(length, WORD))
         self.size = shapes.rows * shapes.n_blocks * self.shape[2]
-        self.device = shapes.q.device
         self.grid = (triton.cdiv(length * shapes.n_select, PAIRS_PER_CTA), shapes.rows)
         self.bound: dict[str, Any] = {
             **strides(_btg=shapes.indices),
@@ -376,14 +377,6 @@ class Bitmap:
             "BLOCK": PAIRS_PER_CTA,
         }
         self.mark = Launch(mark_kernel, self.grid, **self.bound)
-
-    def __call__(self, indices: Tensor, tables: Tables = FIXED_LENGTH) -> Tensor:
-        """`[rows, blocks, tiles of 32 queries]` int32"""
-        word = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
-        self.mark(
-            p_indices=indices, p_word=word, p_doc_start=tables.doc_start, p_block_offset=tables.offset, **tables.start
-        )
-        return word
 
 
 class Chunk(NamedTuple):
@@ -473,28 +466,35 @@ class IndexPlan:
             RANK=self.ranked, BLOCK=RANKED_PER_CTA, OTHERS=COMPARED_PER_STEP,
         )  # fmt: skip
 
-    def build(self, indices: Tensor, tables: Tables) -> list[Segments]:
-        """One for each chunk."""
+    def steps(self, indices: Tensor, tables: Tables) -> tuple[list[partial[Any]], list[Segments]]:
+        """What builds the index, for the caller to run in this order: from here it would be a frame deeper. And what
+        it then holds of each chunk."""
         views = torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes)
         word, total, pair, low, high, last, item = views[:7]
-        word.zero_()
         doc_start, offset, *_, start = tables
-        self.bitmap.mark(p_indices=indices, p_word=word, p_doc_start=doc_start, p_block_offset=offset, **start)
-        self.count(p_word=word, p_count=total)
-        total.cumsum_(0)
-        self.place(
-            p_indices=indices, p_word=word, p_sum=total, p_pair=pair, p_doc_start=doc_start, p_block_offset=offset,
-            **start,
-        )  # fmt: skip
-        self.cut(p_total=total, p_low=low, p_high=high, p_last_segment=last, p_item=item)
+        pairs = {"p_indices": indices, "p_word": word, "p_doc_start": doc_start, "p_block_offset": offset, **start}
+        items = {"p_low": low, "p_high": high, "p_last_segment": last, "p_item": item}
+        steps: list[partial[Any]] = [
+            partial(word.zero_),
+            partial(self.bitmap.mark, **pairs),
+            partial(self.count, p_word=word, p_count=total),
+            partial(total.cumsum_, 0),
+            partial(self.place, p_sum=total, p_pair=pair, **pairs),
+            partial(self.cut, p_total=total, **items),
+        ]
         n = self.per_chunk
+        segments = [Segments(pair, *views[i : i + n]) for i in range(3, len(views), n)]
         if self.in_order:
-            self.order(p_order=views[7], p_pair=pair, p_item=item, p_low=low, p_high=high, p_last_segment=last)
+            steps.append(partial(self.order, p_order=views[7], p_pair=pair, **items))
             if not self.ranked:
-                for i, chunk in enumerate(self.chunks):
-                    order = views[7 + i * n][: chunk.n_segments]
-                    order.copy_(order.argsort(stable=True))
-        return [Segments(pair, *views[i : i + n]) for i in range(3, len(views), n)]
+                steps.append(partial(self.sort, segments))
+        return steps, segments
+
+    def sort(self, segments: list[Segments]) -> None:
+        for chunk, one in zip(self.chunks, segments, strict=True):
+            assert one.order is not None
+            order = one.order[: chunk.n_segments]
+            order.copy_(order.argsort(stable=True))
 
 
 def index_plans(
