@@ -7,7 +7,7 @@ What follows from `cu_seqlens` is computed when first asked for and kept, so the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ class Ranges:
     n_keys: int
     sliding: bool
     span: int
-    stride: int = 1
+    stride: int
 
     @cached_property
     def lo(self) -> Tensor:
@@ -170,8 +170,9 @@ class OverBlocks:
     block: int
     stride: int
 
-    def ranges(self, n_keys: int) -> Ranges:
-        return Ranges(self.sequences, n_keys, sliding=False, span=self.block, stride=self.stride)
+    def view(self, n_keys: int) -> tuple[bool, int, int]:
+        """`sliding, span, stride` of its `Ranges`."""
+        return False, self.block, self.stride
 
     def capacity(self, n_keys: int) -> int:
         """Tokens of which `n_keys` blocks are all."""
@@ -193,12 +194,17 @@ class Sliding:
     window: int
     scale: float
 
-    def ranges(self, n_keys: int) -> Ranges:
+    def view(self, n_keys: int) -> tuple[bool, int, int]:
+        """`sliding, span, stride` of its `Ranges`."""
         # A longer window sees no more keys, and could not be added to a position in 32 bits.
-        return Ranges(self.sequences, n_keys, sliding=True, span=min(self.window, max(1, n_keys)))
+        return True, min(self.window, max(1, n_keys)), 1
 
     def capacity(self, n_keys: int) -> int:
         return n_keys
+
+
+def ranges_of(branch: OverBlocks | Sliding, n_keys: int) -> Ranges:
+    return Ranges(branch.sequences, n_keys, *branch.view(n_keys))
 
 
 @dataclass(eq=False)
@@ -253,6 +259,21 @@ class Pooling:
         """Of each packed token: position, first slot of its document, how many slots that has."""
         assert self.sequences.cu_seqlens is not None
         return compressed_of_tokens(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
+
+
+@lru_cache(maxsize=1024)
+def fixed_length(kind: type, batch: int, length: int, device: torch.device, *hyperparameters: float) -> Any:
+    return kind(Sequences(batch, length, device), *hyperparameters)
+
+
+def branch_of(
+    kind: type, like: Tensor, length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, *hyperparameters: float
+) -> Any:
+    """A `kind` of branch, or a `Pooling`, of sequences of `length` with the batch and device of `like`. Of fixed-length
+    ones it holds no tensor, and is made once for all calls. Sizes are integers, no symbols of a compiler."""
+    if cu_seqlens is None and q_start is None:
+        return fixed_length(kind, like.shape[0], length, like.device, *hyperparameters)
+    return kind(Sequences(like.shape[0], length, like.device, cu_seqlens, q_start), *hyperparameters)
 
 
 class AttentionBranches(NamedTuple):

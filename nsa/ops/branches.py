@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import Stage, attention_shape, combine_shape, stage
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
-from nsa.sequences import Compressed, Saved, Selected, Selection, Sequences, Sliding, Upstream
+from nsa.sequences import Compressed, Saved, Selected, Selection, Sliding, Upstream, branch_of
 
 PLACES = "cu_seqlens q_start"
 
@@ -25,7 +25,7 @@ def prepare_call(
     """What runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
     cu_seqlens, q_start, *hyperparameters, backend, strict = args
     flags = {"backward": backward, "packed": cu_seqlens is not None, "cached": q_start is not None}
-    branch = kind(Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start), *hyperparameters)
+    branch = branch_of(kind, q, q.shape[1], cu_seqlens, q_start, *hyperparameters)
     return stage(op, function, attention_shape(q, k, v), q, backend, strict, **flags), branch
 
 
@@ -49,7 +49,8 @@ class Branch:
         indices, args = args[: self.indices], args[self.indices :]
         run, branch = prepare_call(self.name, f"{self.name}_forward", self.kind, q, k, v, args, backward=False)
         checks.check_branch_values(branch, k, self.keys, indices, args[-1])
-        checks.check_finite(args[-1], **{"q": q, self.keys: k, self.values: v})
+        if args[-1]:
+            checks.check_finite(True, **{"q": q, self.keys: k, self.values: v})
         return run(q, k, v, *indices, branch)
 
     def run_backward(self, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import compress_shape, stage
 from nsa.ops.registry import Op, schema_arguments
-from nsa.sequences import Pooling, Sequences
+from nsa.sequences import Pooling, Sequences, branch_of
 
 
 class CompressionOp:
@@ -31,10 +31,11 @@ class CompressionOp:
     def run_forward(self, x: Tensor, *args: Any) -> Any:
         *position, cu_seqlens, block, stride, backend, strict = args
         checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
-        checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
+        if strict:
+            checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
         shape, packed = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
         run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, packed=packed)
-        return run(x, *position, pooling_of(x, x.shape[1], cu_seqlens, block, stride)).contiguous()
+        return run(x, *position, branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)).contiguous()
 
     def run_backward(
         self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool
@@ -42,23 +43,20 @@ class CompressionOp:
         head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
         shape, packed = compress_shape(dout, length, head_dim), cu_seqlens is not None
         run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, packed=packed)
-        grads = run(dout, pooling_of(dout, length, cu_seqlens, block, stride))
+        grads = run(dout, branch_of(Pooling, dout, length, cu_seqlens, None, block, stride))
         return tuple(x.contiguous() for x in grads) if self.gathers else grads.contiguous()
 
     def fake_forward(self, x: Tensor, *args: Any) -> Tensor:
         *_, cu_seqlens, block, stride, _, _ = args
         batch, length, groups, head_dim = x.shape
-        n_blocks = pooling_of(x, length, cu_seqlens, block, stride).count
+        # Not `branch_of`, which remembers: a length may be a symbol here.
+        n_blocks = Pooling(Sequences(batch, length, x.device, cu_seqlens), block, stride).count
         return x.new_empty(batch, n_blocks, groups, head_dim * block if self.gathers else head_dim)
 
     def fake_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, *_: Any) -> Any:
         head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
         dx = dout.new_empty(dout.shape[0], length, dout.shape[2], head_dim)
         return (dx, dout.new_empty(block, head_dim)) if self.gathers else dx
-
-
-def pooling_of(like: Tensor, length: int, cu_seqlens: Tensor | None, block: int, stride: int) -> Pooling:
-    return Pooling(Sequences(like.shape[0], length, like.device, cu_seqlens), block, stride)
 
 
 COMPRESS_MEAN = CompressionOp("compress_mean", gathers=False)

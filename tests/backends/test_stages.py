@@ -9,9 +9,11 @@ import torch
 from op_arguments import PLAIN, attention_arguments, attention_backward_arguments
 from torch import Tensor
 
+from nsa import ops
 from nsa.backends import sdpa, stages
 from nsa.backends.routing import BackendFailure, Router
 from nsa.ops import fused
+from nsa.sequences import Sliding, branch_of
 from nsa.settings import Settings
 
 
@@ -106,3 +108,14 @@ def test_a_plan_keeps_no_tensor(router: Router) -> None:
     fused.run_forward(*attention_arguments(PLAIN, "sdpa"))
     backward(attention_backward_arguments(PLAIN, "sdpa"))
     assert [tensors_of(plan.branches) for plan in router.plans.values()] == [[], []]
+
+
+def test_a_branch_of_fixed_length_keeps_no_tensor() -> None:
+    """It is shared by all calls of a shape, like a plan."""
+    q, k, v = (torch.randn(1, 40, 2, 8, requires_grad=True) for _ in range(3))
+    o, _ = ops.sliding_attention(q, k, v, window=5, scale=0.5, backend="sdpa")
+    o.sum().backward()
+    branch = branch_of(Sliding, q, 40, None, None, 5, 0.5)
+    assert branch is branch_of(Sliding, q, 40, None, None, 5, 0.5)
+    assert tensors_of(branch) == []
+    assert tensors_of(branch.sequences) == []

@@ -1,9 +1,13 @@
-"""How many functions of ours a call of the layer goes through before a kernel is launched: each costs host time."""
+"""What a call costs the host: functions of ours before a kernel is launched, and objects that are made on the way."""
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from interpreted import DEVICE  # isort: skip
 
 import nsa
+from nsa import ops, settings
 from nsa.backends.triton import selected
 from nsa.backends.triton.launch import Launch
 
@@ -60,3 +65,60 @@ def test_layer_launches_kernels_within_few_frames(
     assert attention | SELECTED[method] | {COMPRESSION[phi]} <= dict(launched).keys()
     for kernel, path in launched:
         assert len(path) <= LIMIT, f"{kernel}: {' > '.join(path)}"
+
+
+# What is made in every call: the key that a plan is found by, and tuples of this call's own tensors.
+PER_CALL = {"Layout", "LayerAngles", "Parameters", "CommonSplit", "Segments", "Saved", "Upstream", "StartedPass"}
+
+
+def constructors() -> dict[CodeType, str]:
+    """The code that makes an object of each dataclass and NamedTuple of ours that is loaded, and its name."""
+    loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nsa"]
+    found = {x for module in loaded for x in vars(module).values() if isinstance(x, type)}
+    own = [x for x in found if x.__module__.startswith("nsa.") and (is_dataclass(x) or hasattr(x, "_make"))]
+    return {(x.__init__ if is_dataclass(x) else x.__new__).__code__: x.__name__ for x in own}
+
+
+def layer_call(phi: str) -> Callable[[], torch.Tensor]:
+    config = nsa.NSAConfig(
+        dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=16, backend="triton", phi=phi
+    )
+    layer, x = nsa.NSAAttention(config).to(DEVICE), torch.randn(1, 40, 32, device=DEVICE, requires_grad=True)
+    return lambda: layer(x)
+
+
+def op_call(op: Callable[..., Any], **sizes: int) -> Callable[[], torch.Tensor]:
+    q, k, v = (torch.randn(1, 40, n, 16, device=DEVICE, requires_grad=True) for n in (2, 1, 1))
+    tensors = (k,) if op is ops.compress_mean else (q, k, v)
+    return lambda: op(*tensors, **sizes, backend="triton")[0]
+
+
+CALLS = {
+    "layer": lambda: layer_call("mlp"),
+    "layer with means": lambda: layer_call("mean"),
+    "compress_mean": lambda: op_call(ops.compress_mean, block=8, stride=4),
+    "sliding_attention": lambda: op_call(ops.sliding_attention, window=16),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_warm_call_makes_no_descriptions(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from the shapes of fixed-length sequences is made in the first call of these shapes."""
+    monkeypatch.setattr(Launch, "__call__", lambda self, **free: None)
+    monkeypatch.setattr(settings, "current", lambda: settings.Settings.load(environ={"NSA_REPLAY": "0"}))
+    run, made = CALLS[call](), set()
+    run().sum().backward()
+    names = constructors()
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in names:
+            made.add(names[frame.f_code])
+
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(record)
+        try:
+            run().sum().backward()
+        finally:
+            sys.setprofile(None)
+    assert "Layout" in made
+    assert made <= PER_CALL

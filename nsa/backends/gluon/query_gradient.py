@@ -40,7 +40,7 @@ from nsa.backends.triton.primitives import COUNTS, seeing_queries, visible_keys
 from nsa.backends.triton.ranged_backward import StartedPass
 from nsa.backends.triton.streams import forked, launching_on
 from nsa.backends.triton.tiles import Visibility, sm_count
-from nsa.sequences import Ranges
+from nsa.sequences import Compressed, Sliding
 
 
 @gluon.jit
@@ -321,7 +321,7 @@ class KeptPlan:
             self.runs.append((launch, describe_ds(part.kept, q, keys), query_launch(part)))
 
     def start(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, branch: Compressed | Sliding
     ) -> StartedPass:
         dtype = k.dtype if self.n_slots == 1 else torch.float32
         dk = dk_sum = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
@@ -331,7 +331,8 @@ class KeptPlan:
             dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         n_streams = min(self.streams, len(self.runs))
         kept = [torch.empty(self.size, dtype=q.dtype, device=q.device) for _ in range(n_streams)]
-        for_keys, for_queries = self.visibility.key_tables(ranges), self.visibility.query_tables(ranges)
+        seen = (branch, k.shape[1])
+        for_keys, for_queries = self.visibility.key_tables(*seen), self.visibility.query_tables(*seen)
 
         def keys_of(i: int) -> None:
             self.runs[i][0](

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nsa.backends.gated import without_gate
 from nsa.backends.sdpa.ranged import Tiling, tiled_backward, tiled_forward
-from nsa.sequences import Compressed, Saved, Selection, Sliding, Upstream
+from nsa.sequences import Compressed, Saved, Selection, Sliding, Upstream, ranges_of
 
 # Queries per tile. The sliding branch computes `tile * (tile + window)` scores for `tile * window` visible ones; in the
 # compressed branch the keys of a tile do not depend on its size.
@@ -22,7 +22,7 @@ def compressed_tiling(branch: Compressed | Selection, n_keys: int) -> Tiling:
         return n_keys if sequences.q_start is not None else min(n_keys, c1 // branch.stride)
 
     tile = min(COMPRESSED_TILE, sequences.length)
-    return Tiling(branch.ranges(n_keys), tile=tile, along=False, before=0, n_slice_keys=n_slice_keys)
+    return Tiling(ranges_of(branch, n_keys), tile=tile, along=False, before=0, n_slice_keys=n_slice_keys)
 
 
 def sliding_tiling(branch: Sliding, n_keys: int) -> Tiling:
@@ -34,7 +34,7 @@ def sliding_tiling(branch: Sliding, n_keys: int) -> Tiling:
         return reach + tile + n_keys - length
 
     tile = min(SLIDING_TILE, length)
-    return Tiling(branch.ranges(n_keys), tile=tile, along=True, before=reach, n_slice_keys=n_slice_keys)
+    return Tiling(ranges_of(branch, n_keys), tile=tile, along=True, before=reach, n_slice_keys=n_slice_keys)
 
 
 def compressed_forward(q: Tensor, k: Tensor, v: Tensor, branch: Compressed) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,9 @@ from nsa.backends.triton.tiles import (
     pick_backward,
     row_contiguous,
     sm_count,
+    visibility_of,
 )
-from nsa.sequences import Compressed, Ranges, Saved, Sliding, Upstream
+from nsa.sequences import Compressed, Saved, Sliding, Upstream
 
 if TYPE_CHECKING:
     from nsa.backends.gluon.query_gradient import KeptPlan
@@ -406,17 +407,18 @@ class RangedBackwardPlan:
         )  # fmt: skip
 
     def start(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, ranges: Ranges
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, branch: Compressed | Sliding
     ) -> StartedPass:
         if self.kept is not None:
-            return self.kept.start(do, q, k, v, lse2, delta, ranges)
+            return self.kept.start(do, q, k, v, lse2, delta, branch)
         dtype = k.dtype if self.n_parts <= 1 else torch.float32
         dk = dk_sum = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
         dv = dv_sum = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
         if self.n_parts > 1:
             dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
             dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        for_keys, for_queries = self.visibility.key_tables(ranges), self.visibility.query_tables(ranges)
+        seen = (branch, k.shape[1])
+        for_keys, for_queries = self.visibility.key_tables(*seen), self.visibility.query_tables(*seen)
 
         def key_gradients() -> None:
             if self.n_parts == 0:
@@ -454,11 +456,10 @@ def start_backward(
     if do is not upstream.do:
         upstream = upstream._replace(do=do)
     k, v = saved.k, saved.v
-    ranges = branch.ranges(k.shape[1])
     layouts = (layout(do), layout(q), layout(k), layout(v))
-    planned = plan(*layouts, Visibility.of(ranges), branch.scale, tile, accumulate)
+    planned = plan(*layouts, visibility_of(branch, k.shape[1]), branch.scale, tile, accumulate)
     lse2, delta = row_statistics(upstream, saved, k.shape[2])
-    return planned.start(do, q, k, v, lse2, delta, ranges)
+    return planned.start(do, q, k, v, lse2, delta, branch)
 
 
 def ranged_backward(

@@ -44,6 +44,7 @@ from nsa.backends.triton.tiles import (
     describe_rows,
     pick_forward,
     row_contiguous,
+    visibility_of,
 )
 from nsa.sequences import Compressed, Sliding
 
@@ -240,10 +241,9 @@ def ranged_forward(
 ) -> tuple[Tensor, Tensor]:
     """`o [B,S,Hq,Dv]` in the dtype of `q` and `lse [B,S,Hq]` in fp32, over the branch's keys `k`, `v [B,N,G,D]`."""
     q = row_contiguous(q)
-    ranges = branch.ranges(k.shape[1])
-    visibility = Visibility.of(ranges)
+    visibility = visibility_of(branch, k.shape[1])
     planned = plan(layout(q), layout(k), layout(v), visibility, branch.scale, tile)
     o = torch.empty(planned.o_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(planned.lse_shape, dtype=torch.float32, device=q.device)
-    planned(q, k, v, o, lse, **visibility.query_tables(ranges))
+    planned(q, k, v, o, lse, **visibility.query_tables(branch, k.shape[1]))
     return o, lse

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ import triton
 from torch import Tensor
 
 from nsa.backends.triton import tuning
-from nsa.backends.triton.launch import BoxDescriptor, Layout
-from nsa.sequences import Ranges
+from nsa.backends.triton.launch import MAX_PLANS, BoxDescriptor, Layout
+from nsa.sequences import Compressed, Sliding, ranges_of
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,6 @@ class Visibility(NamedTuple):
     packed: bool
     offset: bool
 
-    @staticmethod
-    def of(ranges: Ranges) -> Visibility:
-        sequences = ranges.sequences
-        packed = sequences.cu_seqlens is not None
-        offset = sequences.q_start is not None and not packed
-        return Visibility(ranges.sliding, ranges.span, ranges.stride, packed, offset)
-
     @property
     def constants(self) -> dict[str, Any]:
         return {"SLIDING": self.sliding, "SPAN": self.span, "STRIDE": self.stride, "PACKED": self.packed}
@@ -84,18 +78,28 @@ class Visibility(NamedTuple):
         """The arguments, of these that only varlen rows have, that are None in every call."""
         return {} if self.packed else dict.fromkeys(tables)
 
-    def query_tables(self, ranges: Ranges) -> dict[str, Tensor]:
+    def query_tables(self, branch: Compressed | Sliding, n_keys: int) -> dict[str, Tensor]:
         """The tables by which a kernel finds the keys that a query sees, by argument name."""
         if self.packed:
+            ranges = ranges_of(branch, n_keys)
             return {"p_lo": ranges.lo.int(), "p_hi": ranges.hi.int()}
-        return {} if ranges.sequences.q_start is None else start_table(ranges.sequences.q_start)
+        return {} if branch.sequences.q_start is None else start_table(branch.sequences.q_start)
 
-    def key_tables(self, ranges: Ranges) -> dict[str, Tensor]:
+    def key_tables(self, branch: Compressed | Sliding, n_keys: int) -> dict[str, Tensor]:
         """The same for a kernel that asks which queries see a key."""
         if self.packed:
-            first, end = ranges.keys
+            first, end = ranges_of(branch, n_keys).keys
             return {"p_first": first.int(), "p_end": end.int()}
-        return {} if ranges.sequences.q_start is None else start_table(ranges.sequences.q_start)
+        return {} if branch.sequences.q_start is None else start_table(branch.sequences.q_start)
+
+
+# Made once for all calls that see alike.
+known_visibility = lru_cache(maxsize=MAX_PLANS)(Visibility)
+
+
+def visibility_of(branch: Compressed | Sliding, n_keys: int) -> Visibility:
+    packed = branch.sequences.cu_seqlens is not None
+    return known_visibility(*branch.view(n_keys), packed, branch.sequences.q_start is not None and not packed)
 
 
 def start_table(q_start: Tensor) -> dict[str, Tensor]:
