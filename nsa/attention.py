@@ -30,6 +30,7 @@ from nsa.decoding import fused_step
 from nsa.functional import attention_kwargs
 from nsa.geometry import compressed_starts, n_compressed, n_compressed_of, query_positions
 from nsa.rope import Angles, Rope
+from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES, SLIDING_NAMES
 
 
 class NSAAttention(nn.Module):
@@ -218,21 +219,20 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The gated sum of the branches, and the selected blocks. Of a branch that the gate is pinned to, only what it
         needs is computed, unless `every_branch` is; what was not selected is -1."""
-        c, kwargs = self.config, attention_kwargs(self.config)
+        c = self.config
+        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_start": q_start}
         if c.force_branch is None or every_branch:
-            kwargs |= {"cu_seqlens": cu_seqlens, "q_start": q_start, "window_start": window_start}
-            return ops.attention(q, *compressed, *selected, *window, gates, **kwargs)
-        options: dict[str, Any] = {"backend": c.backend, "strict": c.strict, "cu_seqlens": cu_seqlens}
+            places["window_start"] = window_start
+            return ops.attention(q, *compressed, *selected, *window, gates, **(places | attention_kwargs(c)))
         nothing = q.new_full((*q.shape[:2], c.n_kv_groups, c.n_sel), -1, dtype=torch.int32)
         if c.force_branch == "win":
-            o, _ = ops.sliding_attention(q, *window, window=c.w, q_start=window_start, **options)
-            return o, nothing
-        o, lse = ops.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start, **options)
+            places["q_start"] = window_start
+            return ops.sliding_attention(q, *window, **(places | attention_kwargs(c, SLIDING_NAMES)))[0], nothing
+        o, lse = ops.compressed_attention(q, *compressed, **(places | attention_kwargs(c, COMPRESSED_NAMES)))
         if c.force_branch == "cmp":
             return o, nothing
-        del kwargs["window"], kwargs["backend"], kwargs["strict"]
-        indices = ops.select_blocks(q, compressed[0], lse, q_start=q_start, **kwargs, **options)
-        o, _ = ops.selected_attention(q, *selected, indices, select_block=c.l_sel, q_start=q_start, **options)
+        indices = ops.select_blocks(q, compressed[0], lse, **(places | attention_kwargs(c, SELECTION_NAMES)))
+        o, _ = ops.selected_attention(q, *selected, indices, **(places | attention_kwargs(c, SELECTED_NAMES)))
         return o, indices
 
     def check(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.config import check_compression, check_heads, check_selection, require, require_bool, require_positive_int
+from nsa.config import AT_LEAST, check_compression, check_heads, check_selection, require, require_bool, require_int
 from nsa.dtypes import sum_dtype
 from nsa.geometry import compressed_offsets, documents, n_compressed
+from nsa.sequences import ATTENTION_NAMES, COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES, SLIDING_NAMES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT_NAMES = "float16, bfloat16, float32 or float64"
@@ -105,10 +106,10 @@ def check_token_count(q: Tensor, k: Tensor, q_start: Tensor | None, name: str = 
 
 
 def check_compressed_count(
-    q: Tensor, n_keys: int, block: int, stride: int, cu_seqlens: Tensor | None, q_start: Tensor | None
+    q: Tensor, n_keys: int, named: dict[str, Any], cu_seqlens: Tensor | None, q_start: Tensor | None
 ) -> None:
     if cu_seqlens is None and q_start is None:
-        expected = n_compressed(q.shape[1], block, stride)
+        expected = n_compressed(q.shape[1], named["block"], named["stride"])
         if n_keys != expected:
             require(False, "k_cmp.shape[1]", n_keys, f"{expected} blocks for {q.shape[1]} tokens")
 
@@ -132,6 +133,18 @@ def check_sequences(
         check_tensor(start, q_start, "B", (torch.int32,), "int32")
         check_same(start, "device", q_start.device, "q", q.device)
         check_same(start, "shape[0]", q_start.shape[0], "q", q.shape[0])
+
+
+def check_hyperparameters(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    """The `values` by name, all of them checked."""
+    named = dict(zip(names, values, strict=True))
+    if "block" in named:
+        check_compression(named["block"], named["stride"])
+    if "n_select" in named:
+        check_selection(*(named[x] for x in ("stride", "select_block", "n_select", "n_init", "n_local")))
+    for name, value in named.items():
+        require_int(name, value, at_least=AT_LEAST.get(name, 1))
+    return named
 
 
 def check_routing(backend: str, strict: bool, scale: float | None = None) -> None:
@@ -164,17 +177,17 @@ def check_gather_blocks(x: Tensor, position: Tensor, *args: Any) -> None:
 
 @once_per_layout
 def check_compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, block, stride, scale, backend, strict = args
+    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
-    check_compression(block, stride)
+    named = check_hyperparameters(COMPRESSED_NAMES, values)
     check_sequences(q, cu_seqlens, q_start)
-    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
     check_routing(backend, strict, scale)
 
 
 @once_per_layout
 def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, block, stride, select_block, n_select, n_init, n_local, scale, backend, strict = args
+    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_queries(q)
     check_key("k_cmp", k_cmp, q, "B N G Dk")
     check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
@@ -182,16 +195,15 @@ def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> No
     check_tensor("lse", lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
     check_same("lse", "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
     check_same("lse", "device", lse.device, "q", q.device)
-    check_compression(block, stride)
-    check_selection(stride, select_block, n_select, n_init, n_local)
+    named = check_hyperparameters(SELECTION_NAMES, values)
     check_sequences(q, cu_seqlens, q_start)
-    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
     check_routing(backend, strict, scale)
 
 
 @once_per_layout
 def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, select_block, scale, backend, strict = args
+    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
     check_token_count(q, k, q_start)
     check_tensor("indices", indices, "B S G n", (torch.int32,), "int32")
@@ -199,17 +211,17 @@ def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *
     check_same("indices", "shape[:3]", tuple(indices.shape[:3]), "q and k", expected)
     require(indices.shape[3] >= 1, "indices.shape", tuple(indices.shape), "at least one slot")
     check_same("indices", "device", indices.device, "q", q.device)
-    require_positive_int("select_block", select_block)
+    check_hyperparameters(SELECTED_NAMES, values)
     check_sequences(q, cu_seqlens, q_start)
     check_routing(backend, strict, scale)
 
 
 @once_per_layout
 def check_sliding_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, window, scale, backend, strict = args
+    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
     check_token_count(q, k, q_start)
-    require_positive_int("window", window)
+    check_hyperparameters(SLIDING_NAMES, values)
     check_sequences(q, cu_seqlens, q_start)
     check_routing(backend, strict, scale)
 
@@ -237,18 +249,16 @@ def check_gates(gates: Tensor, like: Tensor, name: str) -> None:
 @once_per_layout
 def check_attention(*args: Any) -> None:
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start, *rest = args
-    block, stride, select_block, n_select, n_init, n_local, window, scale, backend, strict = rest
+    *values, scale, backend, strict = rest
     for branch, k, v in (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win)):
         check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
         check_same(f"k_{branch}", "shape[2]", k.shape[2], "k_cmp", k_cmp.shape[2])
         check_same(f"v_{branch}", "shape[3]", v.shape[3], "v_cmp", v_cmp.shape[3])
     check_gates(gates, q, "q")
-    check_compression(block, stride)
-    check_selection(stride, select_block, n_select, n_init, n_local)
-    require_positive_int("window", window)
+    named = check_hyperparameters(ATTENTION_NAMES, values)
     check_sequences(q, cu_seqlens, q_start)
     check_sequences(q, cu_seqlens, window_start, start="window_start")
-    check_compressed_count(q, k_cmp.shape[1], block, stride, cu_seqlens, q_start)
+    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
     check_token_count(q, k_sel, q_start, "k_sel")
     check_token_count(q, k_win, window_start, "k_win")
     check_routing(backend, strict, scale)

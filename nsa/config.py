@@ -26,6 +26,11 @@ SHORT.maxlevel = 4
 # Targets that are not scored: the default of torch's cross-entropy.
 IGNORED = -100
 
+# Hyperparameters that the paper has a letter for, by the names that they have in `nsa.ops`.
+PAPER_NAMES = {"block": "l", "stride": "d", "select_block": "l_sel", "n_select": "n_sel", "window": "w"}
+# The least value of those that may be 0; of the others it is 1.
+AT_LEAST = {"n_init": 0, "n_local": 0}
+
 # "auto" and all backends, whether this machine can run them or not.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 
@@ -98,7 +103,7 @@ class NSAConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, {"n_init": 0, "n_local": 0}, skip=("gate_bias",))
+        check_fields(self, AT_LEAST, skip=("gate_bias",))
         check_heads(self.n_heads, self.n_kv_groups, heads_name="n_heads", groups_name="n_kv_groups")
         require(self.d_k % 2 == 0, "d_k", self.d_k, "an even head_dim, because RoPE rotates pairs")
         check_compression(self.l, self.d, block_name="l", stride_name="d")

@@ -18,6 +18,7 @@ from nsa.backends.routing import router
 from nsa.cache import NSACache, PagedNSACache
 from nsa.cache.store import bits
 from nsa.eager import is_plain_linear
+from nsa.functional import hyperparameters_of
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -52,7 +53,7 @@ def fused_step(
     ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
     new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
     phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
-    how = decode.Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, cache.max_len)
+    how = decode.Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, cache.max_len)
     o, indices = triton.decode_step(
         new,
         stores_of(decode, cache),

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from nsa.dtypes import matmul_dtype
+from nsa.functional import hyperparameters_of
 from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
@@ -180,7 +181,7 @@ N_KEPT = 6
 def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
     """The last arguments of `nsa::attention`."""
     c = layer.config
-    return c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, c.backend, c.strict
+    return *hyperparameters_of(c), c.d_k**-0.5, c.backend, c.strict
 
 
 class LayerNode(torch.autograd.Function):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from nsa import ops
 from nsa.checks import check_queries, once_per_layout
-from nsa.config import NSAConfig, require
+from nsa.config import PAPER_NAMES, NSAConfig, require
+from nsa.sequences import ATTENTION_NAMES
+
+# The values of all hyperparameters, in the order of the arguments of `nsa::attention`.
+hyperparameters_of: Callable[[NSAConfig], tuple[int, ...]] = attrgetter(
+    *(PAPER_NAMES.get(x, x) for x in ATTENTION_NAMES)
+)
 
 
 def nsa_attention(
@@ -45,11 +53,11 @@ def nsa_attention(
     return o
 
 
-def attention_kwargs(config: NSAConfig) -> dict[str, Any]:
-    """The hyperparameters of `nsa.ops.attention` that `config` holds."""
-    blocks = {"block": config.l, "stride": config.d, "select_block": config.l_sel, "window": config.w}
-    counts = {"n_select": config.n_sel, "n_init": config.n_init, "n_local": config.n_local}
-    return {**blocks, **counts, "backend": config.backend, "strict": config.strict}
+def attention_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:
+    """What `config` holds of the arguments of `nsa.ops.attention`, or of the op of one stage with hyperparameters
+    `names`."""
+    values = {name: getattr(config, PAPER_NAMES.get(name, name)) for name in names}
+    return {**values, "backend": config.backend, "strict": config.strict}
 
 
 @once_per_layout

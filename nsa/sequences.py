@@ -1,13 +1,15 @@
 """What travels below the op boundary: the sequences of a call, each branch's view of them, saved tensors, gradients.
 
 A branch is one object that holds its hyperparameters and the sequences they apply to, and answers what its queries see.
+Its fields say what hyperparameters there are: the ops' schemas and checks, and what a layer passes, follow from them.
 What follows from `cu_seqlens` is computed when first asked for and kept, so the branches of a call share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -285,31 +287,28 @@ class AttentionBranches(NamedTuple):
     sliding: Sliding
 
 
+def hyperparameters(kind: type) -> tuple[str, ...]:
+    """The names of those of a `kind` of branch: integers, in the order of its op's arguments."""
+    return tuple(field.name for field in fields(kind) if field.name not in ("sequences", "scale"))
+
+
+BRANCH_KINDS = (Compressed, Selection, Selected, Sliding)
+COMPRESSED_NAMES, SELECTION_NAMES, SELECTED_NAMES, SLIDING_NAMES = map(hyperparameters, BRANCH_KINDS)
+# Of the whole attention, each once; and of their values and the scale, those of each branch.
+ATTENTION_NAMES = tuple(dict.fromkeys((*COMPRESSED_NAMES, *SELECTION_NAMES, *SELECTED_NAMES, *SLIDING_NAMES)))
+OWN = [itemgetter(*map(ATTENTION_NAMES.index, hyperparameters(kind)), -1) for kind in BRANCH_KINDS]
+
+
 def attention_branches(
-    q: Tensor,
-    cu_seqlens: Tensor | None,
-    q_start: Tensor | None,
-    window_start: Tensor | None,
-    block: int,
-    stride: int,
-    select_block: int,
-    n_select: int,
-    n_init: int,
-    n_local: int,
-    window: int,
-    scale: float,
+    q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, window_start: Tensor | None, *values: float
 ) -> AttentionBranches:
-    """Of the queries `q [B,S,Hq,Dk]`, with the arguments of `nsa.ops.attention`."""
+    """Of the queries `q [B,S,Hq,Dk]`; `values` of the `ATTENTION_NAMES` and of the scale."""
     sequences = in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
     if window_start is not q_start:
         # A cache hands out fewer sliding keys than it has selected ones: the queries start elsewhere in them.
         in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, window_start)
-    return AttentionBranches(
-        Compressed(sequences, block, stride, scale),
-        Selection(sequences, block, stride, select_block, n_select, n_init, n_local, scale),
-        Selected(sequences, select_block, scale),
-        Sliding(in_window, window, scale),
-    )
+    seen = (sequences, sequences, sequences, in_window)
+    return AttentionBranches._make(kind(x, *own(values)) for kind, x, own in zip(BRANCH_KINDS, seen, OWN, strict=True))
 
 
 class Saved(NamedTuple):

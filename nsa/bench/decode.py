@@ -24,6 +24,7 @@ from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
 from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events, side_stream
 from nsa.config import require
+from nsa.functional import hyperparameters_of
 from nsa.geometry import n_compressed
 from nsa.results import quantiles
 
@@ -63,7 +64,7 @@ class CachedStep:
 
         self.shape, self.config, self.tile, self.attend = shape, shape.config("triton"), tile, decode_attention
         c, self.generator = self.config, torch.Generator("cuda").manual_seed(0)
-        self.how = Hyperparameters(c.l, c.d, c.l_sel, c.n_sel, c.n_init, c.n_local, c.w, c.d_k**-0.5, shape.length)
+        self.how = Hyperparameters._make((*hyperparameters_of(c), c.d_k**-0.5, shape.length))
         self.q = self.normal(shape.n_tokens, shape.n_heads)
         if smooth:
             self.q = (smooth**0.5 * self.q[:, :1] + (1 - smooth) ** 0.5 * self.q).contiguous()

@@ -14,7 +14,8 @@ from nsa.backends.triton import combine, selected, selection, tiles, tuning
 from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile
 from nsa.backends.triton.tuning import GpuFamily, Tuned
 from nsa.bench.attention import AttentionShape, Inputs
-from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
+from nsa.functional import hyperparameters_of
+from nsa.sequences import Pooling, Saved, Sequences, Upstream, attention_branches
 
 DTYPE = torch.bfloat16
 # Candidate numbers of waves that the key-major kernel splits its work into.
@@ -82,11 +83,8 @@ class Workbench:
         inputs = Inputs.of(shape, dtype, device, smooth)
         self.q, self.k, self.v, self.gates = (x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
         sequences = Sequences(shape.batch, shape.length, self.q.device)
-        self.over_blocks = Compressed(sequences, config.l, config.d, scale)
-        self.over_selected = Selected(sequences, config.l_sel, scale)
-        self.over_window = Sliding(sequences, config.w, scale)
-        counts = (config.n_sel, config.n_init, config.n_local)
-        self.selection = Selection(sequences, config.l, config.d, config.l_sel, *counts, scale)
+        branches = attention_branches(self.q, None, None, None, *hyperparameters_of(config), scale)
+        self.over_blocks, self.selection, self.over_selected, self.over_window = branches
         pooling = Pooling(sequences, config.l, config.d)
         self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, pooling) for x in (self.k, self.v))
         self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, self.over_blocks)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import Stage, attention_shape, combine_shape, stage
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
-from nsa.sequences import Compressed, Saved, Selected, Selection, Sliding, Upstream, branch_of
+from nsa.sequences import Compressed, Saved, Selected, Selection, Sliding, Upstream, branch_of, hyperparameters
 
 PLACES = "cu_seqlens q_start"
 
@@ -23,24 +23,22 @@ def prepare_call(
     op: str, function: str, kind: type, q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], *, backward: bool
 ) -> tuple[Stage, Any]:
     """What runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
-    cu_seqlens, q_start, *hyperparameters, backend, strict = args
+    cu_seqlens, q_start, *values, backend, strict = args
     flags = {"backward": backward, "packed": cu_seqlens is not None, "cached": q_start is not None}
-    branch = branch_of(kind, q, q.shape[1], cu_seqlens, q_start, *hyperparameters)
+    branch = branch_of(kind, q, q.shape[1], cu_seqlens, q_start, *values)
     return stage(op, function, attention_shape(q, k, v), q, backend, strict, **flags), branch
 
 
 class Branch:
-    """`nsa::<name>_attention` and its backward. `kind(sequences, *hyperparameters, scale)` is what backends are given;
-    `hyperparameters` are the names of its integers, in that order."""
+    """`nsa::<name>_attention` and its backward, for a `kind` of branch, which is what backends are given."""
 
-    def __init__(self, name: str, kind: type, hyperparameters: str, *, keys: str = "k", values: str = "v") -> None:
+    def __init__(self, name: str, kind: type, *, keys: str = "k", values: str = "v") -> None:
         self.name, self.kind, self.keys, self.values = name, kind, keys, values
         self.indices = int(kind is Selected)
         n = 3 + self.indices
-        tensors, rest = f"q {keys} {values}" + " indices" * self.indices, (PLACES, hyperparameters, "scale")
-        schema = schema_arguments(tensors, *rest)
-        op = f"{name}_attention"
-        self.forward: Op[tuple[Tensor, Tensor]] = Op(op, schema, self.run_forward, empty_output, outputs=2)
+        tensors, rest = f"q {keys} {values}" + " indices" * self.indices, (PLACES, hyperparameters(kind), "scale")
+        op, run = f"{name}_attention", self.run_forward
+        self.forward: Op[tuple[Tensor, Tensor]] = Op(op, schema_arguments(tensors, *rest), run, empty_output, outputs=2)
         schema = f"Tensor? do, Tensor? dlse, {schema_arguments(f'{tensors} o lse', *rest)}"
         backward: Op[Any] = Op(f"{op}_backward", schema, self.run_backward, fake_gradients(2, 3), outputs=3)
         self.forward.differentiate(backward, lambda inputs, o_lse: (*inputs[:n], *o_lse, *inputs[n:]), results=2)
@@ -61,9 +59,9 @@ class Branch:
         return run(upstream, Saved(q, k, v, o, lse, *indices), branch)
 
 
-COMPRESSED = Branch("compressed", Compressed, "block stride", keys="k_cmp", values="v_cmp")
-SELECTED = Branch("selected", Selected, "select_block")
-SLIDING = Branch("sliding", Sliding, "window")
+COMPRESSED = Branch("compressed", Compressed, keys="k_cmp", values="v_cmp")
+SELECTED = Branch("selected", Selected)
+SLIDING = Branch("sliding", Sliding)
 
 
 def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Any:
@@ -75,10 +73,12 @@ def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Any:
     return run(q, k_cmp, lse, selection)
 
 
-SELECT_SCHEMA = schema_arguments("q k_cmp lse", PLACES, "block stride select_block n_select n_init n_local", "scale")
-SELECT_BLOCKS: Op[Tensor] = Op(
-    "select_blocks", SELECT_SCHEMA, run_select_blocks, lambda q, k_cmp, *rest: empty_indices(q, k_cmp, rest[6])
-)
+def fake_select_blocks(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
+    return empty_indices(q, k_cmp, rest[3 + hyperparameters(Selection).index("n_select")])
+
+
+SELECT_SCHEMA = schema_arguments("q k_cmp lse", PLACES, hyperparameters(Selection), "scale")
+SELECT_BLOCKS: Op[Tensor] = Op("select_blocks", SELECT_SCHEMA, run_select_blocks, fake_select_blocks)
 
 
 def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Any:

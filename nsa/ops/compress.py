@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import compress_shape, stage
 from nsa.ops.registry import Op, schema_arguments
-from nsa.sequences import Pooling, Sequences, branch_of
+from nsa.sequences import Pooling, Sequences, branch_of, hyperparameters
 
 
 class CompressionOp:
@@ -22,9 +22,9 @@ class CompressionOp:
     def __init__(self, name: str, *, gathers: bool) -> None:
         self.name, self.gathers = name, gathers
         n = 1 + gathers
-        schema = schema_arguments("x position" if gathers else "x", "cu_seqlens", "block stride")
+        schema = schema_arguments("x position" if gathers else "x", "cu_seqlens", hyperparameters(Pooling))
         self.forward: Op[Tensor] = Op(name, schema, self.run_forward, self.fake_forward)
-        schema = schema_arguments("dout", "cu_seqlens", "length block stride")
+        schema = schema_arguments("dout", "cu_seqlens", ("length", *hyperparameters(Pooling)))
         self.backward: Op[Any] = Op(f"{name}_backward", schema, self.run_backward, self.fake_backward, outputs=n)
         self.forward.differentiate(self.backward, lambda inputs, _: (inputs[n], inputs[0].shape[1], *inputs[n + 1 :]))
 

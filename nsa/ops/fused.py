@@ -12,12 +12,13 @@ from torch import Tensor
 from nsa import checks
 from nsa.backends.stages import plan_of
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
-from nsa.sequences import Saved
+from nsa.sequences import ATTENTION_NAMES, Saved
 
 INPUTS = "q k_cmp v_cmp k_sel v_sel k_win v_win gates"
 OUTPUTS = "indices o_cmp lse_cmp o_sel lse_sel o_win lse_win"
-REST = ("cu_seqlens q_start window_start", "block stride select_block n_select n_init n_local window", "scale")
+REST = ("cu_seqlens q_start window_start", ATTENTION_NAMES, "scale")
 N_INPUTS, N_PLACES = 8, 3
+N_SELECT = N_INPUTS + N_PLACES + ATTENTION_NAMES.index("n_select")
 
 
 def run_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -35,9 +36,9 @@ def run_forward(*args: Any) -> tuple[Tensor, ...]:
     return o.contiguous(), indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
-def fake_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    (o, _), *branches = (empty_output(q, k_cmp, v_cmp) for _ in range(4))
-    return o, empty_indices(q, k_cmp, rest[11]), *(x for pair in branches for x in pair)
+def fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    (o, _), *branches = (empty_output(*args) for _ in range(4))
+    return o, empty_indices(args[0], args[1], args[N_SELECT]), *(x for pair in branches for x in pair)
 
 
 def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ graph holds both and nothing else of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,10 +23,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 R = TypeVar("R")
 
 
-def schema_arguments(tensors: str, optional: str = "", integers: str = "", floats: str = "") -> str:
+def schema_arguments(tensors: str, optional: str = "", integers: Sequence[str] = (), floats: str = "") -> str:
     """Names, separated by spaces, as arguments in torch's schema language. Every op ends in `backend` and `strict`."""
-    kinds = {"Tensor": tensors, "Tensor?": optional, "int": integers, "float": floats}
-    named = [f"{kind} {name}" for kind, names in kinds.items() for name in names.split()]
+    kinds = {"Tensor": tensors.split(), "Tensor?": optional.split(), "int": integers, "float": floats.split()}
+    named = [f"{kind} {name}" for kind, names in kinds.items() for name in names]
     return ", ".join([*named, "str backend", "bool strict"])
 
 
