@@ -103,6 +103,29 @@ def compress_shape(x: Tensor, length: int, head_dim: int) -> tuple[int, ...]:
     return x.shape[0], length, length, x.shape[2], x.shape[2], head_dim, head_dim
 
 
+def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[Tensor, ...] | None:
+    """What `function` gives for all `stages` at once, if one backend runs them all and offers that; else None."""
+    router, problem, name = stages[0].router, stages[0].problem, str(stages[0].name)
+    failed = router.failed and (problem, function) in router.failed
+    if failed or any(x.compute is None or x.name != name for x in stages):
+        return None
+    compute: Any = getattr(router.backends[name], function, None)
+    failures: tuple[type[Exception], ...] = (BackendFailure,)
+    try:
+        if hasattr(compute, "resolve"):
+            compute, more = compute.resolve()
+            failures += more
+        found: tuple[Tensor, ...] | None = compute and compute(*args)
+    except failures as failure:
+        router.failed[problem, function] = str(failure)
+        router.note_failure(name, problem, function, str(failure), f"{name}, branch by branch")
+        return None
+    if found is not None:
+        for x in stages:
+            router.counts.add_call(x.problem.op, name)
+    return found
+
+
 class Plan:
     """What runs each stage of one attention, forward or backward; for fixed-length sequences also what each branch
     sees, which then follows from shapes alone."""
@@ -134,17 +157,12 @@ class Plan:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`dq`, then `dk` and `dv` of the compressed, the selected and the sliding branch: at once, if one backend runs
         them all and offers that, else one after the other."""
-        stages = (self.compressed, self.selected, self.sliding)
         to_cmp, to_sel, to_win = upstreams
-        if all(x.compute is not None and x.name == stages[0].name for x in stages) and not profiling():
-            together = getattr(stages[0].router.backends[str(stages[0].name)], "branches_backward", None)
-            # What fails here fails in a stage too, which knows what to do then.
-            with suppress(BackendFailure):
-                found: tuple[Tensor, ...] | None = together and together(upstreams, saved, branches)
-                if found is not None:
-                    for x in stages:
-                        x.router.counts.add_call(x.problem.op, str(x.name))
-                    return found
+        stages = (self.compressed, self.selected, self.sliding)
+        # A profile shows them one by one.
+        found = None if profiling() else run_together(stages, "branches_backward", upstreams, saved, branches)
+        if found is not None:
+            return found
         # One dq for all three: the first makes it, the others add to it.
         dq, dk_sel, dv_sel = self.selected(to_sel, saved[1], branches.selected)
         dq, dk_win, dv_win = self.sliding(to_win._replace(dq=dq), saved[2], branches.sliding)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa import checks
-from nsa.backends.stages import plan_of
+from nsa.backends.stages import plan_of, run_together
 from nsa.ops.registry import Op, empty_indices, empty_output, fake_gradients, schema_arguments
 from nsa.sequences import ATTENTION_NAMES, Saved
 
@@ -30,8 +30,12 @@ def run_forward(*args: Any) -> tuple[Tensor, ...]:
         checks.check_attention_values(inputs, branches, rest[-1])
     o_cmp, lse_cmp = plan.compressed(q, k_cmp, v_cmp, compressed)
     indices = plan.select(q, k_cmp, lse_cmp, selection)
-    o_sel, lse_sel = plan.selected(q, k_sel, v_sel, indices, selected)
-    o_win, lse_win = plan.sliding(q, k_win, v_win, sliding)
+    both = (plan.selected, plan.sliding)
+    found = run_together(both, "selected_sliding_forward", q, k_sel, v_sel, indices, k_win, v_win, branches)
+    o_sel, lse_sel, o_win, lse_win = found or (
+        *plan.selected(q, k_sel, v_sel, indices, selected),
+        *plan.sliding(q, k_win, v_win, sliding),
+    )
     o = plan.combine(o_cmp, o_sel, o_win, gates)
     return o.contiguous(), indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 

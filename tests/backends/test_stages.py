@@ -38,9 +38,9 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Router:
     return found
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Together:
+def offer(monkeypatch: pytest.MonkeyPatch, answer: Any, name: str = "branches_backward") -> Together:
     together = Together(answer)
-    monkeypatch.setattr(sdpa, "branches_backward", together, raising=False)
+    monkeypatch.setattr(sdpa, name, together, raising=False)
     return together
 
 
@@ -92,6 +92,34 @@ def test_branches_of_several_backends_run_in_turn(router: Router, monkeypatch: p
     monkeypatch.setattr(plan.sliding, "name", "reference")
     backward(arguments)
     assert together.calls == 1
+
+
+@pytest.mark.parametrize("refusal", [None, BackendFailure("too large")], ids=["declined", "failed"])
+def test_two_forward_passes_run_in_turn_after_a_refusal(
+    refusal: Any, router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = attention_arguments(PLAIN, "sdpa")
+    expected = fused.run_forward(*arguments)
+    together = offer(monkeypatch, refusal, "selected_sliding_forward")
+    before = count_branches(router)
+    for _ in range(2):
+        assert all(map(torch.equal, fused.run_forward(*arguments), expected))
+    assert [b - a for a, b in zip(before, count_branches(router), strict=True)] == [2, 2, 2]
+    # What failed is logged, counted and not tried again.
+    failed = refusal is not None
+    assert together.calls == 2 - failed
+    assert [*router.counts.failures] == [("selected", "sdpa", "too large")] * failed
+    assert caplog.text.count("sdpa failed in selected_sliding_forward") == failed
+
+
+def test_two_forward_passes_run_at_once_if_offered(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = attention_arguments(PLAIN, "sdpa")
+    expected = tuple(2 * x for x in fused.run_forward(*arguments)[4:])
+    together = offer(monkeypatch, expected, "selected_sliding_forward")
+    before = count_branches(router)
+    assert all(map(torch.equal, fused.run_forward(*arguments)[4:], expected))
+    assert together.calls == 1
+    assert [b - a for a, b in zip(before, count_branches(router), strict=True)] == [1, 1, 1]
 
 
 def tensors_of(x: object) -> list[Tensor]:
