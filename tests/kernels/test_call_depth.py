@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,7 +18,9 @@ from interpreted import DEVICE  # isort: skip
 
 import nsa
 from nsa import ops, settings
-from nsa.backends.triton import selected
+from nsa.backends import gluon
+from nsa.backends.gluon import tiles
+from nsa.backends.triton import branches, ranged_forward, selected
 from nsa.backends.triton.launch import Launch
 
 PACKAGE = Path(nsa.__file__).parent
@@ -30,6 +32,7 @@ SELECTED = {
     "block": {"split_kernel", *INDEX, "block_kernel", "common_kernel"},
     "query": {"split_kernel", "common_kernel", "query_kernel"},
 }
+FUSED = "hopper_selected_sliding_kernel"
 
 
 def frames(stack: traceback.StackSummary) -> list[str]:
@@ -38,33 +41,68 @@ def frames(stack: traceback.StackSummary) -> list[str]:
     return [*own[own.index("attention.forward") :], "launch.__call__"]
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    found = []
+
+    def recorded(self: Launch, **free: Any) -> None:
+        """In place of the launch: no value is read back, so what was not computed changes no path."""
+        found.append((self.kernel.__name__, frames(traceback.extract_stack())))
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    return found
+
+
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on Hopper, in a process without TRITON_INTERPRET. No other test is to find these plans."""
+    plans = (branches.plan_forward, ranged_forward.plan)
+    monkeypatch.setattr(gluon, "unavailable", lambda: None)
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+def run_layer(length: int, training: bool, dtype: torch.dtype = torch.float32, **changed: Any) -> None:
+    sizes = {"n_heads": 2, "d_k": 16, "d_v": 16, **changed}
+    config = nsa.NSAConfig(dim=32, n_kv_groups=1, l=8, d=4, l_sel=64, n_sel=4, w=16, backend="triton", **sizes)
+    layer = nsa.NSAAttention(config).to(DEVICE, dtype)
+    with torch.set_grad_enabled(training):
+        layer(torch.randn(1, length, 32, device=DEVICE, dtype=dtype, requires_grad=training))
+
+
+def assert_few_frames(launched: list[tuple[str, list[str]]], expected: set[str]) -> None:
+    assert {*expected, "score_kernel", "select_kernel", "combine_forward_kernel"} <= dict(launched).keys()
+    for kernel, path in launched:
+        assert len(path) <= LIMIT, f"{kernel}: {' > '.join(path)}"
+
+
 @pytest.mark.parametrize("phi", ["mlp", "mean"])
 @pytest.mark.parametrize("method", ["dense", "block", "query"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_layer_launches_kernels_within_few_frames(
-    phi: str, method: str, training: bool, monkeypatch: pytest.MonkeyPatch
+    phi: str, method: str, training: bool, launched: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = []
     plan = selected.plan_forward
     # It otherwise depends on the GPU and the length.
     monkeypatch.setattr(selected, "plan_forward", lambda *args: plan(*args[:-1], method))
+    run_layer(600, training, phi=phi)
+    assert_few_frames(launched, {"ranged_forward_kernel", COMPRESSION[phi], *SELECTED[method]})
 
-    def recorded(self: Launch, **free: Any) -> None:
-        """In place of the launch: no value is read back, so what was not computed changes no path."""
-        launched.append((self.kernel.__name__, frames(traceback.extract_stack())))
 
-    monkeypatch.setattr(Launch, "__call__", recorded)
-    config = nsa.NSAConfig(
-        dim=32, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=64, n_sel=4, w=16, backend="triton", phi=phi
-    )
-    layer = nsa.NSAAttention(config).to(DEVICE)
-    with torch.set_grad_enabled(training):
-        layer(torch.randn(1, 600, 32, device=DEVICE, requires_grad=training))
-
-    attention = {"ranged_forward_kernel", "score_kernel", "select_kernel", "combine_forward_kernel"}
-    assert attention | SELECTED[method] | {COMPRESSION[phi]} <= dict(launched).keys()
-    for kernel, path in launched:
-        assert len(path) <= LIMIT, f"{kernel}: {' > '.join(path)}"
+@pytest.mark.skipif(gluon.import_failure() is not None, reason="needs Gluon")
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_fused_branches_launch_within_few_frames(
+    training: bool, launched: list[tuple[str, list[str]]], usable: None
+) -> None:
+    run_layer(1100, training, torch.float16, n_heads=16, d_k=128, d_v=128)
+    assert_few_frames(launched, {"hopper_forward_kernel", "split_kernel", "block_kernel", FUSED, *INDEX})
+    # By itself, neither of the two.
+    assert [kernel for kernel, _ in launched].count("hopper_forward_kernel") == 1
+    assert "common_kernel" not in dict(launched)
 
 
 # What is made in every call: the key that a plan is found by, and tuples of this call's own tensors.

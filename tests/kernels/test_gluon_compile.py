@@ -14,27 +14,34 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 import sass
 from compiling import TARGETS
-from gluon_compiling import SHAPES, Compiled, Loop, hazards, order, read
+from gluon_compiling import SHAPES, Compiled, Loop, hazards, n_loads, order, read
 
 from nsa.backends import gluon
 
 # By shape and branch, those that run there: the others of a backward pass are Triton's.
 FORWARD, KEYS, QUERIES = "hopper_forward_kernel", "hopper_dkv_kernel", "hopper_dq_kernel"
+FUSED = "hopper_selected_sliding_kernel"
 RUN = {
     ("64/4/128", "compressed"): {FORWARD, KEYS, QUERIES},
     ("64/4/128", "sliding"): {FORWARD, KEYS, QUERIES},
     ("32/8/128 packed", "compressed"): {FORWARD, KEYS},
     ("32/8/128 packed", "sliding"): {FORWARD, KEYS, QUERIES},
+    # Not packed, there.
+    ("64/4/128", "fused"): {FUSED},
+    ("32/8/128 packed", "fused"): {FUSED},
+    ("32/8/64", "fused"): set(),
+    ("12/2/128", "fused"): set(),
 }
 # Per loop. Forward: the softmax of one tile while the values of the one before are multiplied. dk, dv: the exponentials
-# while dP is computed, dS while dV is. dq is bound by memory.
+# while dP is computed, dS while dV is. dq is bound by memory; so is the fused kernel, which adds while it multiplies.
 ORDER = {
     FORWARD: ["product", "wait 1", "exp", "wait 0"],
     KEYS: ["product", "wait 1", "exp", "product", "wait 1", "product", "wait 0"],
     QUERIES: ["product", "wait 0"],
+    FUSED: ["product", "wait 0", "exp", "product", "wait 0"],
 }
-# Masked and unmasked, in each of two warpgroups; dq has no mask.
-LOOPS = {FORWARD: 4, KEYS: 4, QUERIES: 2}
+# Masked and unmasked, in each of two warpgroups; dq has no mask, the fused kernel a loop over common blocks too.
+LOOPS = {FORWARD: 4, KEYS: 4, QUERIES: 2, FUSED: 6}
 # Words in a loop, where dS is kept: coordinates of its tile.
 KEPT_SPILLS = 12
 
@@ -57,7 +64,7 @@ def compiled(shape: str, folder: Path) -> list[Compiled]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_compile_into_the_order_that_is_fast(shape: str, tmp_path: Path) -> None:
     found = compiled(shape, tmp_path)
-    expected = {branch: RUN.get((shape, branch), {FORWARD}) for branch in ("compressed", "sliding")}
+    expected = {branch: RUN.get((shape, branch), {FORWARD}) for branch in ("compressed", "sliding", "fused")}
     assert {(x.branch, x.kernel) for x in found} == {(b, k) for b, kernels in expected.items() for k in kernels}
     wrong = []
     for x in found:
@@ -67,6 +74,9 @@ def test_kernels_compile_into_the_order_that_is_fast(shape: str, tmp_path: Path)
         if sass.serialized(x.products, x.waits):
             wrong.append(f"{where}: {x.products} products with {x.waits} waits")
         wrong += [f"{where}: {what}" for what in x.overwritten]
+        # The others leave results of functions unused, and so their loads.
+        if x.kernel == FUSED and x.lost_loads:
+            wrong.append(f"{where}: {x.lost_loads} loads were taken for dead")
         kept = x.kernel == KEYS and QUERIES in expected[x.branch]
         if len(x.loops) != LOOPS[x.kernel]:
             wrong.append(f"{where}: {len(x.loops)} loops with products")
@@ -118,3 +128,21 @@ def test_a_spill_in_a_loop_is_found() -> None:
     (loop,) = read(LOOP.replace("MUFU.EX2 R4, R24 ;", "LDL R4, [R1] ;"))
     assert loop.spills == 1
     assert (order(sass.instructions(LOOP)), hazards(sass.instructions(LOOP))) == (read(LOOP)[0].order, [])
+
+
+def test_loads_are_counted_as_often_as_they_run() -> None:
+    source = """
+  tt.func public @kernel(%p: !tt.ptr<i32>) {
+    %0 = tt.load %p : !tt.ptr<i32>
+    tt.call @"twice__(1,)c"(%p) : (!tt.ptr<i32>) -> ()
+    tt.call @"twice__(1,)c"(%p) : (!tt.ptr<i32>) -> ()
+  }
+  tt.func private @"twice__(1,)c"(%p: !tt.ptr<i32>) {
+    %0 = tt.load %p : !tt.ptr<i32>
+    tt.call @one(%p) : (!tt.ptr<i32>) -> ()
+  }
+  tt.func private @one(%p: !tt.ptr<i32>) {
+    %0 = tt.load %p : !tt.ptr<i32>
+  }
+"""
+    assert n_loads(source) == 5

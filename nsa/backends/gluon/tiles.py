@@ -71,6 +71,19 @@ class StepTile(Tile):
     ctas_per_sm: int = 2
 
 
+@dataclass(frozen=True)
+class FusedTile(Tile):
+    """The selected and the sliding branch at once: two warpgroups of 64 rows each, a warp that loads tiles of keys, and
+    one that loads `ring` slots of partial outputs."""
+
+    block_m: int = 128
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = 168
+    ring: int = 3
+
+
 # Tiles that are picked, or were near to it: 128 keys for long ranges, 64 for short ones.
 FORWARD = {
     64: (ForwardTile(block_n=128, num_stages=4), ForwardTile(block_n=64, num_stages=4)),
@@ -143,3 +156,17 @@ def pick_step(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
     # Fewer rows fit into a smaller tile, and there Triton is as fast or faster.
     rows = q.shape[1] * q.shape[2] // k.shape[2]
     return tile if tile.block_m // 2 < rows <= tile.block_m and describable(k) and describable(v) else None
+
+
+def pick_fused(
+    q: Layout, k: Layout, v: Layout, k_win: Layout, v_win: Layout, run: int, select_block: int
+) -> FusedTile | None:
+    """The tile of the selected and the sliding forward pass at once, where blocks that `run` neighbouring queries have
+    in common are attended to together; None where each branch has a kernel of its own."""
+    tile, n_groups, head_dim = FusedTile(), k.shape[2], q.shape[3]
+    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim != 128:
+        return None
+    described = whole_queries(q, n_groups) and all(describable(x) for x in (k, v, k_win, v_win))
+    # A run is a tile of rows, and a block a tile of keys.
+    fits = run * (q.shape[2] // n_groups) == tile.block_m and select_block == tile.block_n
+    return tile if described and fits else None

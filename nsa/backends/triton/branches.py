@@ -1,4 +1,5 @@
-"""The backward passes of all branches, side by side where that is faster.
+"""Branches that run together where that is faster: the forward passes of the selected and the sliding one in the same
+kernel, the backward passes of all side by side.
 
 The gradients of keys and values of the compressed and the sliding branch need nothing of the selected branch, which
 starts with small kernels, builds an index and ends with sums bound by memory. On a second stream they fill the SMs that
@@ -7,13 +8,28 @@ it leaves idle. `dq` is added up in the same order as on one stream, so the resu
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from nsa.backends.gluon import tiles as gluon_tiles
+from nsa.backends.stages import profiling
+from nsa.backends.triton.launch import MAX_PLANS, Layout, layout
 from nsa.backends.triton.ranged_backward import start_backward
-from nsa.backends.triton.selected import selected_backward
+from nsa.backends.triton.selected import SelectedForwardTile, is_short, pick_forward, selected_backward
+from nsa.backends.triton.selected.common import run_length
+from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.backends.triton.streams import forked, launching_on
+from nsa.backends.triton.tiles import capability, row_contiguous
 from nsa.sequences import AttentionBranches, Saved, Upstream
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.selected_sliding import SelectedSlidingForward
 
 # Elements of `q`. In larger problems each kernel fills the GPU by itself.
 MAX_SIDE_BY_SIDE = 1 << 26
@@ -50,3 +66,56 @@ def side_by_side(
                 here.wait_event(event)
             one.query_gradient(dq)
     return dq, compressed.dk, compressed.dv, dk_sel, dv_sel, window.dk, window.dv
+
+
+def pick_together(
+    shapes: Shapes, k_win: Layout, v_win: Layout
+) -> tuple[SelectedForwardTile, gluon_tiles.FusedTile] | None:
+    """The tiles of the selected and the sliding forward pass in one kernel; None where each branch runs by itself."""
+    q, k, v = shapes.q, shapes.k, shapes.v
+    blocks = pick_forward(shapes.heads, shapes.d_k, shapes.d_v, q.dtype, gpu=capability(q.device))
+    if blocks.method != "block" or is_short(shapes):
+        return None
+    blocks = replace(blocks, common_m=gluon_tiles.FusedTile().block_m)
+    run = run_length(shapes.heads, blocks.common_m, shapes.select_block, shapes.n_select)
+    tile = gluon_tiles.pick_fused(q, k, v, k_win, v_win, run, shapes.select_block)
+    return None if tile is None else (blocks, tile)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def plan_forward(
+    q: Layout, k: Layout, v: Layout, indices: Layout, k_win: Layout, v_win: Layout, select_block: int, window: int,
+    scale: float,
+) -> SelectedSlidingForward | None:  # fmt: skip
+    """None where each branch runs by itself."""
+    shapes = Shapes(q, k, v, indices, select_block, None, False)
+    tiles = pick_together(shapes, k_win, v_win)
+    if tiles is None:
+        return None
+    from nsa.backends.gluon.selected_sliding import SelectedSlidingForward
+
+    return SelectedSlidingForward(shapes, k_win, v_win, window, scale, *tiles)
+
+
+def selected_sliding_forward(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, k_win: Tensor, v_win: Tensor, branches: AttentionBranches
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """`o` and natural `lse` of the selected branch, over `k`, `v`, then of the sliding; None: one after the other."""
+    selected, sliding = branches.selected, branches.sliding
+    places = (selected.sequences.cu_seqlens, selected.sequences.q_start, sliding.sequences.q_start)
+    same_length = q.shape[1] == k.shape[1] == k_win.shape[1]
+    if any(x is not None for x in places) or not same_length or selected.scale != sliding.scale:
+        return None
+    q, k, v, indices = row_contiguous(q), row_contiguous(k), row_contiguous(v), row_contiguous(indices)
+    plan = plan_forward(
+        layout(q), layout(k), layout(v), layout(indices), layout(k_win), layout(v_win), selected.select_block,
+        sliding.view(k_win.shape[1])[1], selected.scale,
+    )  # fmt: skip
+    if plan is None:
+        return None
+    o, o_win = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    lse, lse_win = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    tables = block_tables(selected.sequences, k.shape[1], selected.select_block)
+    with record_function("nsa::selected_sliding_forward") if profiling() else nullcontext():
+        plan(q, k, v, indices, tables, o, lse, k_win, v_win, o_win, lse_win)
+    return o, lse, o_win, lse_win

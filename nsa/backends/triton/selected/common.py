@@ -30,18 +30,25 @@ LONGEST_RUN = WORD
 # Comparisons of a run's selections with those of its first query that a CTA holds at once.
 MOST_COMPARED = 1 << 14
 
+# Numbers that are kept of a run.
+RUN_FIELDS = tl.constexpr(4)
+
 # Bytes of partials in flight to a CTA, which then has little else to do than to wait for them.
 PART_BYTES = 64 << 10
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
-    p_indices, p_rest, p_common, p_n_common, p_doc_start,
+    p_indices, p_rest, p_common, p_runs, p_doc_start,
     n_tokens, n_groups, n_runs, stride_b, stride_t, stride_g,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
-    """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1."""
+    """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1.
+
+    `p_runs`, of each run: how many are common; the fewest and the most blocks that are left of a query; the first token
+    of the last common block if some query lies in it or before it, else 0.
+    """
     i_run = tl.program_id(0)
     i_row = tl.program_id(1)
     i_b = (i_row // n_groups).to(tl.int64)
@@ -81,12 +88,17 @@ def split_kernel(
     b_place = tl.cumsum(b_common, 0) - b_common
     o_list = (i_row.to(tl.int64) * n_runs + i_run) * N_SELECT
     tl.store(p_common + o_list + b_place, b_first, mask=m_common)
-    tl.store(p_n_common + i_row * n_runs + i_run, tl.sum(b_common))
+    p_runs += (i_row.to(tl.int64) * n_runs + i_run) * RUN_FIELDS
+    tl.store(p_runs, tl.sum(b_common))
+    n_kept = tl.sum(b_kept, 1)
+    tl.store(p_runs + 1, tl.min(tl.where(m_t, n_kept, N_SELECT)))
+    tl.store(p_runs + 2, tl.max(n_kept))
+    tl.store(p_runs + 3, tl.max(tl.where(m_common & (b_first + SELECT_BLOCK > i_t + start), b_first, 0)))
 
     b_place = tl.cumsum(b_kept, 1) - b_kept
     p_rest += (((i_b * n_tokens + o_t) * n_groups + i_g) * N_SELECT)[:, None]
     tl.store(p_rest + b_place, b_index, mask=m_pair & (b_kept > 0))
-    m_gap = o_slot[None, :] >= tl.sum(b_kept, 1)[:, None]
+    m_gap = o_slot[None, :] >= n_kept[:, None]
     tl.store(p_rest + o_slot[None, :], tl.full([RUN, BLOCK_S], -1, tl.int32), mask=m_pair & m_gap)
 
 
@@ -118,7 +130,7 @@ def add_parts(
 
 @triton.jit(do_not_specialize=COUNTS)
 def common_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_common, p_n_common, p_rest, p_part, p_part_lse,
+    p_q, p_k, p_v, p_o, p_lse, p_common, p_runs, p_rest, p_part, p_part_lse,
     scale_log2, n_tokens, n_groups, n_runs, row_0, query_0, n_queries,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -151,7 +163,7 @@ def common_kernel(
     p_k += i_b * stride_kb + i_g * stride_kg
     p_v += i_b * stride_vb + i_g * stride_vg
     p_list = p_common + (i_row.to(tl.int64) * n_runs + i_run) * N_SELECT
-    n_common = tl.load(p_n_common + i_row * n_runs + i_run)
+    n_common = tl.load(p_runs + (i_row.to(tl.int64) * n_runs + i_run) * RUN_FIELDS)
 
     b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -217,7 +229,7 @@ class CommonSplit(NamedTuple):
     """A selection in two: what the queries of each run have in common, and the rest of every query's."""
 
     common: Tensor  # [rows, runs, n] int32 first tokens
-    n_common: Tensor  # [rows, runs] int32
+    runs: Tensor  # [rows, runs, RUN_FIELDS] int32, see `split_kernel`
     rest: Tensor  # [B, S, G, n] int32
 
 
@@ -230,7 +242,7 @@ class SplitPlan:
         self.device = shapes.q.device
         n_lists = shapes.rows * n_runs
         n_pairs = shapes.rows * shapes.n_tokens * shapes.n_select
-        self.sizes = [aligned_size(n_lists * shapes.n_select), aligned_size(n_lists), aligned_size(n_pairs)]
+        self.sizes = [aligned_size(n_lists * shapes.n_select), n_lists * RUN_FIELDS.value, aligned_size(n_pairs)]
         self.size = sum(self.sizes)
         # The problem that is left.
         self.rest = shapes.with_indices(shapes.n_select, shapes.select_block)
@@ -244,7 +256,7 @@ class SplitPlan:
         """The split, and the launch that fills it, for the caller to run: from here it would be a frame deeper."""
         split = CommonSplit(*torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes))
         return split, partial(
-            self.split, p_indices=indices, p_rest=split.rest, p_common=split.common, p_n_common=split.n_common,
+            self.split, p_indices=indices, p_rest=split.rest, p_common=split.common, p_runs=split.runs,
             p_doc_start=tables.doc_start, **tables.start,
         )  # fmt: skip
 

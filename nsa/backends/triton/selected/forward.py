@@ -19,6 +19,7 @@ Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -299,11 +300,12 @@ def needs_int64(scratch: int, *inputs: Layout) -> bool:
 
 
 class BlockForward:
-    """The plan of `block`."""
+    """The plan of `block`. A subclass may have another kernel than `common_kernel` add up the partials of a chunk."""
 
     method = "block"
 
     def __init__(self, shapes: Shapes, scale: float, tile: SelectedForwardTile) -> None:
+        self.shapes, self.scale, self.tile = shapes, scale, tile
         self.split = SplitPlan(shapes, tile.common_m)
         heads, d_v = shapes.heads, shapes.d_v
         segment = max(1, tile.segment // heads)
@@ -316,9 +318,10 @@ class BlockForward:
             segment=segment,
             in_order=True,
         )
-        self.n_partials = per_query * max(x.n_rows * x.n_queries for index in self.indexes for x in index.chunks)
-        self.d_v = d_v
-        wide = needs_int64(self.n_partials * d_v, shapes.q)
+        # Of a chunk, at most.
+        n_queries = max(x.n_rows * x.n_queries for index in self.indexes for x in index.chunks)
+        self.partials = (n_queries, shapes.n_select, heads, d_v)
+        wide = needs_int64(n_queries * per_query * d_v, shapes.q)
 
         def attend(chunk: Chunk) -> Launch:
             return Launch(
@@ -328,34 +331,39 @@ class BlockForward:
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
 
-        self.launches = [
-            [(attend(chunk), attend_common(shapes, self.split, scale, tile, chunk)) for chunk in index.chunks]
-            for index in self.indexes
-        ]
+        self.launches = [[(attend(x), self.merge(x)) for x in index.chunks] for index in self.indexes]
+
+    def merge(self, chunk: Chunk) -> Launch:
+        """What adds up the partials of a chunk."""
+        return attend_common(self.shapes, self.split, self.scale, self.tile, chunk)
+
+    def merged(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, o: Tensor, lse: Tensor, partial: Tensor, *others: Tensor
+    ) -> dict[str, Any]:
+        """What `merge` takes besides the split and the partials' LSEs."""
+        return {"p_q": q, "p_k": k, "p_v": v, "p_o": o, "p_lse": lse, "p_part": partial, **tables.start}
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, tables: Tables, o: Tensor, lse: Tensor, *others: Tensor
     ) -> None:
-        """Writes `o` and natural `lse`."""
+        """Writes `o` and natural `lse`. `others`: for `merged`."""
         split, launch_split = self.split(indices, tables)
         launch_split()
-        partial = torch.empty(self.n_partials, self.d_v, dtype=q.dtype, device=q.device)
-        partial_lse = torch.empty(self.n_partials, dtype=torch.float32, device=q.device)
+        partial = torch.empty(self.partials, dtype=q.dtype, device=q.device)
+        partial_lse = torch.empty(self.partials[:3], dtype=torch.float32, device=q.device)
+        merged = self.merged(q, k, v, tables, o, lse, partial, *others)
         for index, launches in zip(self.indexes, self.launches, strict=True):
             steps, chunks = index.steps(split.rest, tables)
             for step in steps:
                 step()
-            for segments, (attend, common) in zip(chunks, launches, strict=True):
+            for segments, (attend, merge) in zip(chunks, launches, strict=True):
                 attend(
                     p_q=q, p_k=k, p_v=v, p_o=partial, p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
                     p_item=segments.item, p_low=segments.low, p_high=segments.high,
                     p_last_segment=segments.last_segment, p_first_token=tables.first_token,
                     p_end_token=tables.end_token, **tables.start,
                 )  # fmt: skip
-                common(
-                    p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_n_common=split.n_common,
-                    p_rest=split.rest, p_part=partial, p_part_lse=partial_lse, **tables.start,
-                )  # fmt: skip
+                merge(p_common=split.common, p_runs=split.runs, p_rest=split.rest, p_part_lse=partial_lse, **merged)
 
 
 class QueryForward:
@@ -385,7 +393,7 @@ class QueryForward:
             launch_split()
             indices = split.rest
             self.common(
-                p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_n_common=split.n_common,
+                p_q=q, p_k=k, p_v=v, p_o=o, p_lse=lse, p_common=split.common, p_runs=split.runs,
                 p_rest=split.rest, p_part=None, p_part_lse=None, **tables.start,
             )  # fmt: skip
         self.attend(
