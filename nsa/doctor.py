@@ -85,7 +85,7 @@ class Report:
     backends: tuple[BackendState, ...]
     # The file that the Triton kernels read their tiles from, or the error in it.
     tiles: str
-    # Which of the two sets of kernels run the compressed and the sliding branch of the problem, and why.
+    # Which kernels of the Triton backend run the branches of the problem, and why.
     kernel_set: str
     # Which branches may use FlashAttention and why, and its libraries.
     flash: Mapping[str, str]
@@ -153,7 +153,7 @@ def diagnose(
         runtime=runtime(),
         backends=backend_states(router),
         tiles=tiles_origin(router.config),
-        kernel_set=kernel_set(problem),
+        kernel_set=triton.kernel_set(problem),
         flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
@@ -205,19 +205,6 @@ def tiles_origin(config: Settings) -> str:
         return f"WRONG: {error}"
     # Kernels read their tiles once per process, from the file that the environment names.
     return found if file == tuning.user_file() else f"{found}; the self-test did not run with these"
-
-
-def kernel_set(problem: Problem) -> str:
-    """Whether the launch plans of the Triton backend take its own kernels or those for Hopper."""
-    if not triton.installed():
-        return "none, the triton package is not installed"
-    if problem.device != "cuda" or not torch.cuda.is_available():
-        return "Triton; those in Gluon are for CUDA GPUs of sm_90"
-    # Imports Triton.
-    from nsa.backends.gluon import tiles
-
-    why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
-    return "Gluon, where it was measured faster, else Triton" if why_not is None else f"Triton; {why_not}"
 
 
 def flash_states(router: Router) -> dict[str, str]:
@@ -321,7 +308,7 @@ def render_versions(report: Report) -> str:
 
 def render_backends(report: Report) -> str:
     rows = [(b.name, "yes" if b.available else f"{'BROKEN' if b.broken else 'no'}: {b.note}") for b in report.backends]
-    kernels = f"kernels of the compressed and sliding branch: {report.kernel_set}"
+    kernels = f"kernels of the branches: {report.kernel_set}"
     return "\n".join([format_table(rows), f"tiles of the kernels: {report.tiles}", kernels])
 
 

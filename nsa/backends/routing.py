@@ -58,6 +58,7 @@ class Backend(Protocol):
             `supports`; `named` if it was asked for by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
+        kernel_set(problem) -> str: Which of its kernels run an attention, for `explain`.
         configure(settings): Of a module: returns the backend to use in its place.
 
     A function may have `resolve()`, which returns the function to call in its place and the exceptions, besides
@@ -122,10 +123,13 @@ class Explanation:
 
     problem: Problem
     routes: Mapping[str, Route]
+    kernels: Mapping[str, str] = field(default_factory=dict)  # by backend, of those that run an op
 
     def __str__(self) -> str:
         width = max(map(len, (*OPS, *self.routes))) + 1
-        return "\n".join([f"routes for {self.problem}", *(r.describe(part, width) for part, r in self.routes.items())])
+        routes = [route.describe(part, width) for part, route in self.routes.items()]
+        kernels = [f"kernels of {name}: {which}" for name, which in self.kernels.items()]
+        return "\n".join([f"routes for {self.problem}", *routes, *kernels])
 
 
 @dataclass
@@ -443,7 +447,9 @@ class Router:
             before = self.route(replace(one, backward=False), backend)
             if before.chosen != routes[op].chosen:
                 routes[f"{op} (forward)"] = before
-        return Explanation(problem, routes)
+        chosen = dict.fromkeys(str(route.chosen) for route in routes.values())
+        kernels = {name: which for name in chosen if (which := self.ask(name, "kernel_set", problem)) is not None}
+        return Explanation(problem, routes, kernels)
 
 
 def problem_for_op(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:
@@ -546,7 +552,7 @@ def explain(
         block, stride, window: The layer's hyperparameters `l`, `d` and `w`, which give each branch's number of keys.
 
     Returns:
-        The routes by op; `str()` of it is readable.
+        The routes by op, and which kernels a backend with several sets of them takes; `str()` of it is readable.
 
     Raises:
         ValueError: An argument is wrong, or `backend` is unknown.

@@ -22,8 +22,8 @@ from interpreted import INTERPRETED  # isort: skip
 import test_offset
 from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs, poison, split
 
-from nsa import doctor
 from nsa.backends import gluon
+from nsa.backends import triton as backend
 from nsa.backends.gluon import forward, query_gradient
 from nsa.backends.gluon.query_gradient import KeptPlan
 from nsa.backends.gluon.tiles import (
@@ -36,8 +36,10 @@ from nsa.backends.gluon.tiles import (
     unsupported,
 )
 from nsa.backends.problem import Problem
+from nsa.backends.routing import Router
 from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
+from nsa.settings import Settings
 
 if not INTERPRETED:
     pytest.skip("the emulator runs beside Triton's interpreter", allow_module_level=True)
@@ -303,18 +305,30 @@ def test_what_is_not_supported_is_named(gpu: Any, dtype: torch.dtype, d_k: int, 
 
 
 @pytest.mark.usefixtures("usable")
-def test_the_doctor_reports_which_set_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_which_set_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(
-        batch=1, n_queries=4096, n_keys=4096, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16
+        batch=1, n_queries=8192, n_keys=8192, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16
     )
-    assert "Triton" in doctor.kernel_set(problem)
+    assert "Triton" in backend.kernel_set(problem)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(backend, "supports", lambda problem: None)
     on_gpu = dataclasses.replace(problem, device="cuda")
-    assert doctor.kernel_set(on_gpu).startswith("Gluon")
-    assert "float32" in doctor.kernel_set(dataclasses.replace(on_gpu, dtype=torch.float32))
+    together = "selected and sliding forward in one kernel"
+    found = Router([backend], Settings()).explain(on_gpu)
+    assert found.kernels["triton"].startswith("Gluon")
+    assert together in str(found)
+    apart: list[dict[str, Any]] = [
+        {"packed": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"d_k": 64, "d_v": 64},
+        {"n_heads": 24}, {"n_heads": 128},
+    ]  # fmt: skip
+    for other in apart:
+        which = backend.kernel_set(dataclasses.replace(on_gpu, **other))
+        assert which.startswith("Gluon")
+        assert together not in which, other
+    assert "float32" in backend.kernel_set(dataclasses.replace(on_gpu, dtype=torch.float32))
     monkeypatch.setattr(gluon, "unavailable", lambda: "another Triton")
-    assert doctor.kernel_set(on_gpu) == "Triton; another Triton"
+    assert backend.kernel_set(on_gpu) == "Triton; another Triton"
 
 
 @pytest.fixture

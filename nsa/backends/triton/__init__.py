@@ -90,6 +90,23 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
+def kernel_set(problem: Problem) -> str:
+    """Whether the launch plans of an attention take the kernels in Triton or those for Hopper, and why."""
+    if not installed():
+        return "none, the triton package is not installed"
+    if problem.device != "cuda" or not torch.cuda.is_available():
+        return "Triton; those in Gluon are for CUDA GPUs of sm_90"
+    # Imports Triton.
+    from nsa.backends.gluon import tiles
+    from nsa.backends.triton import branches
+
+    why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
+    if why_not is not None:
+        return f"Triton; {why_not}"
+    how = "in one kernel" if branches.runs_together(problem) else "one after the other"
+    return f"Gluon, where it was measured faster, else Triton; selected and sliding forward {how}"
+
+
 @cache
 def load(module: str) -> tuple[ModuleType, tuple[type[Exception], ...]]:
     """The module of that name, and what Triton raises where a GPU cannot take a kernel."""

@@ -18,14 +18,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nsa.backends.gluon import tiles as gluon_tiles
+from nsa.backends.problem import Problem
 from nsa.backends.stages import profiling
-from nsa.backends.triton.launch import MAX_PLANS, Layout, layout
+from nsa.backends.triton.launch import MAX_PLANS, Layout, layout, new_layout
 from nsa.backends.triton.ranged_backward import start_backward
 from nsa.backends.triton.selected import SelectedForwardTile, is_short, pick_forward, selected_backward
 from nsa.backends.triton.selected.common import run_length
 from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.backends.triton.streams import forked, launching_on
 from nsa.backends.triton.tiles import capability, row_contiguous
+from nsa.config import NSAConfig
 from nsa.sequences import AttentionBranches, Saved, Upstream
 
 if TYPE_CHECKING:
@@ -80,6 +82,20 @@ def pick_together(
     run = run_length(shapes.heads, blocks.common_m, shapes.select_block, shapes.n_select)
     tile = gluon_tiles.pick_fused(q, k, v, k_win, v_win, run, shapes.select_block)
     return None if tile is None else (blocks, tile)
+
+
+def runs_together(problem: Problem) -> bool:
+    """Whether `selected_sliding_forward` runs an attention with contiguous inputs and the default selection."""
+    if problem.packed or problem.cached:
+        return False
+
+    def of(n_heads: int, size: int, dtype: torch.dtype = problem.dtype) -> Layout:
+        return new_layout((problem.batch, problem.n_keys, n_heads, size), dtype, torch.device(problem.device))
+
+    k, v = of(problem.n_groups, problem.d_k), of(problem.n_groups, problem.d_v)
+    indices = of(problem.n_groups, NSAConfig.n_sel, torch.int32)
+    shapes = Shapes(of(problem.n_heads, problem.d_k), k, v, indices, NSAConfig.l_sel, None, False)
+    return pick_together(shapes, k, v) is not None
 
 
 @lru_cache(maxsize=MAX_PLANS)
