@@ -18,12 +18,14 @@ from helpers import Case, branches, random_inputs
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, PagedNSACache
+from nsa.backends.triton import branches as together
 from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
 from nsa.sequences import Saved, Upstream
 
 KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
+ONE_SLOT = {"n_select": 1, "n_init": 0, "n_local": 0}
 CASES = {
     "plain, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **KNOBS),
     "packed, one-token documents": Case(
@@ -32,6 +34,8 @@ CASES = {
     "batch, wider keys": Case(length=131, batch=2, groups=2, heads=3, d_k=192, d_v=128, **KNOBS),
     # On Hopper, with the packed case, the kernels in Gluon.
     "plain, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS),
+    # Longer than what is read densely: there the selected and the sliding branch in one kernel.
+    "plain, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS | ONE_SLOT),
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **KNOBS),
 }
 METHODS = ("query", "block", "dense")
@@ -70,6 +74,7 @@ def run(case: Case, dtype: torch.dtype) -> None:
             selected.selected_forward(q, k, v, indices, over.selected, method="block")
     selected.plan_forward.cache_clear()
     o_win, lse_win = ranged.sliding_forward(q, k, v, over.sliding)
+    together.selected_sliding_forward(q, k, v, indices, k, v, over)
     saved_win = Saved(q, k, v, o_win, lse_win)
     ranged.sliding_backward(upstream, saved_win, over.sliding)
     gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from nsa import reference
-from nsa.backends.triton import combine, compress, ranged, selected, selection
+from nsa.backends.triton import branches, combine, compress, ranged, selected, selection
 from nsa.geometry import n_compressed
-from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
+from nsa.sequences import (
+    Compressed,
+    Pooling,
+    Saved,
+    Selected,
+    Selection,
+    Sequences,
+    Sliding,
+    Upstream,
+    attention_branches,
+)
 
 LENGTH = 1 << 20
 HEADS, GROUPS, WIDTH = 64, 4, 128
@@ -131,6 +141,17 @@ def test_compressed_and_selected() -> None:
     visible = selects & (token <= last_queries()[:, None])[:, None]
     over_selected = Selected(SEQUENCES, SELECT_BLOCK, SCALE)
     compare(selected.selected_forward, selected.selected_backward, q, k, v, over_selected, visible, TAIL, indices)
+
+    # In one kernel, where there is one for both: `None` elsewhere.
+    over = attention_branches(q, None, None, None, *hyperparameters.values(), WINDOW, SCALE)
+    together = branches.selected_sliding_forward(q, k, v, indices, k, v, over)
+    if together is not None:
+        names, tails = ("o_sel", "lse_sel", "o_win", "lse_win"), [tail_of(x).clone() for x in together]
+        del together
+        apart = [tail_of(x).clone() for x in selected.selected_forward(q, k, v, indices, over_selected)]
+        apart += [tail_of(x).clone() for x in ranged.sliding_forward(q, k, v, over.sliding)]
+        for name, ours, theirs in zip(names, tails, apart, strict=True):
+            close(ours, theirs.double(), name)
 
 
 def test_combine() -> None:
