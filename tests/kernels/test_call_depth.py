@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on Hopper, in a process without TRITON_INTERPRET. No other test is to find these plans."""
-    plans = (branches.plan_forward, ranged_forward.plan)
+    plans = (branches.plan_forward, branches.runs_together, ranged_forward.plan)
     monkeypatch.setattr(gluon, "unavailable", lambda: None)
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     for plan in plans:

@@ -37,6 +37,7 @@ from nsa.backends.gluon.tiles import (
 )
 from nsa.backends.problem import Problem
 from nsa.backends.routing import Router
+from nsa.backends.triton import branches
 from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
 from nsa.settings import Settings
@@ -326,6 +327,7 @@ def test_explain_reports_which_set_runs(monkeypatch: pytest.MonkeyPatch) -> None
         which = backend.kernel_set(dataclasses.replace(on_gpu, **other))
         assert which.startswith("Gluon")
         assert together not in which, other
+    branches.runs_together.cache_clear()
     assert "float32" in backend.kernel_set(dataclasses.replace(on_gpu, dtype=torch.float32))
     monkeypatch.setattr(gluon, "unavailable", lambda: "another Triton")
     assert backend.kernel_set(on_gpu) == "Triton; another Triton"

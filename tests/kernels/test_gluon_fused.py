@@ -68,7 +68,7 @@ def draw_forced(case: Case, indices: Tensor) -> Tensor:
 @pytest.fixture
 def offered(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     """As on an H200 of three SMs."""
-    plans = (branches.plan_forward, ranged_forward.plan)
+    plans = (branches.plan_forward, branches.runs_together, ranged_forward.plan)
     monkeypatch.setattr(gluon, "unavailable", lambda: None)
     monkeypatch.setattr(selected_sliding, "sm_count", lambda device: 3)
     for plan in plans:

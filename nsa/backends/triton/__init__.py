@@ -21,6 +21,7 @@ from nsa import settings
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure
+from nsa.config import NSAConfig
 from nsa.sequences import Upstream
 
 name = "triton"
@@ -91,7 +92,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def kernel_set(problem: Problem) -> str:
-    """Whether the launch plans of an attention take the kernels in Triton or those for Hopper, and why."""
+    """Whether the launch plans of an attention, with the default selection, take the kernels in Triton or those for
+    Hopper, and why."""
     if not installed():
         return "none, the triton package is not installed"
     if problem.device != "cuda" or not torch.cuda.is_available():
@@ -103,7 +105,17 @@ def kernel_set(problem: Problem) -> str:
     why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
     if why_not is not None:
         return f"Triton; {why_not}"
-    how = "in one kernel" if branches.runs_together(problem) else "one after the other"
+    shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
+    rest = (
+        problem.n_groups,
+        problem.d_v,
+        NSAConfig.n_sel,
+        NSAConfig.l_sel,
+        problem.dtype,
+        torch.device(problem.device),
+    )
+    together = not (problem.packed or problem.cached) and branches.runs_together(shape, *rest)
+    how = "in one kernel" if together else "one after the other"
     return f"Gluon, where it was measured faster, else Triton; selected and sliding forward {how}"
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nsa.backends.gluon import tiles as gluon_tiles
-from nsa.backends.problem import Problem
 from nsa.backends.stages import profiling
 from nsa.backends.triton.launch import MAX_PLANS, Layout, layout, new_layout
 from nsa.backends.triton.ranged_backward import start_backward
@@ -27,7 +26,6 @@ from nsa.backends.triton.selected.common import run_length
 from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.backends.triton.streams import forked, launching_on
 from nsa.backends.triton.tiles import capability, row_contiguous
-from nsa.config import NSAConfig
 from nsa.sequences import AttentionBranches, Saved, Upstream
 
 if TYPE_CHECKING:
@@ -84,18 +82,18 @@ def pick_together(
     return None if tile is None else (blocks, tile)
 
 
-def runs_together(problem: Problem) -> bool:
-    """Whether `selected_sliding_forward` runs an attention with contiguous inputs and the default selection."""
-    if problem.packed or problem.cached:
-        return False
-
-    def of(n_heads: int, size: int, dtype: torch.dtype = problem.dtype) -> Layout:
-        return new_layout((problem.batch, problem.n_keys, n_heads, size), dtype, torch.device(problem.device))
-
-    k, v = of(problem.n_groups, problem.d_k), of(problem.n_groups, problem.d_v)
-    indices = of(problem.n_groups, NSAConfig.n_sel, torch.int32)
-    shapes = Shapes(of(problem.n_heads, problem.d_k), k, v, indices, NSAConfig.l_sel, None, False)
-    return pick_together(shapes, k, v) is not None
+@lru_cache(maxsize=MAX_PLANS)
+def runs_together(
+    q_shape: tuple[int, ...], n_groups: int, d_v: int, n_select: int, select_block: int, dtype: torch.dtype,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether `selected_sliding_forward` runs an attention of fixed-length sequences whose inputs are contiguous."""
+    batch, length, n_heads, d_k = q_shape
+    q, k, v = (
+        new_layout((batch, length, *x), dtype, device) for x in ((n_heads, d_k), (n_groups, d_k), (n_groups, d_v))
+    )
+    indices = new_layout((batch, length, n_groups, n_select), torch.int32, device)
+    return pick_together(Shapes(q, k, v, indices, select_block, None, False), k, v) is not None
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -121,6 +119,10 @@ def selected_sliding_forward(
     places = (selected.sequences.cu_seqlens, selected.sequences.q_start, sliding.sequences.q_start)
     same_length = q.shape[1] == k.shape[1] == k_win.shape[1]
     if any(x is not None for x in places) or not same_length or selected.scale != sliding.scale:
+        return None
+    # First, because layouts take the host longer.
+    sizes = (q.shape, k.shape[2], v.shape[3], indices.shape[3], selected.select_block)
+    if not runs_together(*sizes, q.dtype, q.device):
         return None
     q, k, v, indices = row_contiguous(q), row_contiguous(k), row_contiguous(v), row_contiguous(indices)
     plan = plan_forward(
