@@ -30,12 +30,9 @@ def run_forward(*args: Any) -> tuple[Tensor, ...]:
         checks.check_attention_values(inputs, branches, rest[-1])
     o_cmp, lse_cmp = plan.compressed(q, k_cmp, v_cmp, compressed)
     indices = plan.select(q, k_cmp, lse_cmp, selection)
-    both = (plan.selected, plan.sliding)
-    found = run_together(both, "selected_sliding_forward", q, k_sel, v_sel, indices, k_win, v_win, branches)
-    o_sel, lse_sel, o_win, lse_win = found or (
-        *plan.selected(q, k_sel, v_sel, indices, selected),
-        *plan.sliding(q, k_win, v_win, sliding),
-    )
+    o_sel, lse_sel, o_win, lse_win = run_together(
+        (plan.selected, plan.sliding), "selected_sliding_forward", q, k_sel, v_sel, indices, k_win, v_win, branches
+    ) or (*plan.selected(q, k_sel, v_sel, indices, selected), *plan.sliding(q, k_win, v_win, sliding))
     o = plan.combine(o_cmp, o_sel, o_win, gates)
     return o.contiguous(), indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
@@ -52,8 +49,7 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win = outputs
     plan, branches = plan_of(inputs, args[:N_PLACES], args[N_PLACES:], backward=True)
     # The gates' gradients are also what a softmax's gradient is made of.
-    outputs, lses = (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win)
-    d_gates, upstreams = plan.combine(do, outputs, lses, gates, k_sel.shape[2])
+    d_gates, upstreams = plan.combine(do, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, k_sel.shape[2])
     saved = (
         Saved(q, k_cmp, v_cmp, o_cmp, lse_cmp),
         Saved(q, k_sel, v_sel, o_sel, lse_sel, indices),
