@@ -110,32 +110,6 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert torch.equal(indices[b], indices_alone[0])
 
 
-@pytest.mark.parametrize(("n_heads", "n_groups", "head_dim", "length"), [(64, 4, 128, 65536), (12, 2, 64, 131072)])
-def test_splits_per_cta_do_not_change_bits(n_heads: int, n_groups: int, head_dim: int, length: int) -> None:
-    """Of a batch that fills the GPU a CTA reads several splits, of a row alone one."""
-    from nsa.backends.triton.decode import DecodeTile
-    from nsa.bench.decode import CachedStep, DecodeShape
-
-    step = CachedStep(DecodeShape(32, length, n_heads, n_groups, head_dim, 1), 0.0)
-    for b in range(0, 32, 2):
-        # All around the ends of splits, which have 8,192 tokens.
-        step.start[b] = max(0, length - 1 - 4096 * b + 16 * (b % 5 - 2)) % length
-    o, indices = step.nsa()
-    for span in (1, 4):
-        step.tile = DecodeTile(span=span)
-        for actual, expected in zip(step.nsa(), (o, indices), strict=True):
-            assert torch.equal(actual, expected)
-    step.tile, stores = None, (step.compressed, step.selected, step.window)
-    for b in (0, 2, 6, 30, 31):
-        row = slice(b, b + 1)
-        alone = [tuple(x[row] for x in pair) for pair in stores]
-        # Copies are aligned, as those of the batch are.
-        gates, start = step.gates[row].clone(), step.start[row].clone()
-        actual = step.attend(step.q[row], *alone, gates, start, step.how)
-        assert torch.equal(actual[0], o[row])
-        assert torch.equal(actual[1], indices[row])
-
-
 def attention_of(layer: NSAAttention, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The decode kernels on projections that do not depend on the batch either: cuBLAS's may."""
     from nsa.backends.triton.decode import Hyperparameters, decode_attention

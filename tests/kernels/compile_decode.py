@@ -13,12 +13,9 @@ from pathlib import Path
 from compiling import TARGETS, Compiled, Recorder, stand_in, table
 
 PAGE = 64
-# Rows of a step, and of one that fills the GPU: memory that nobody writes to is not taken.
-BATCH, LARGE_BATCH = 2, 32
 # heads/groups/head_dim x new tokens, how long the cache is, and its form
 STEPS = {
     "64/4/128x1": (64, 4, 128, 1, 65536, "bfloat16"),
-    "64/4/128x1 large batch": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged fp8": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x4": (64, 4, 128, 4, 65536, "bfloat16"),
@@ -47,21 +44,20 @@ def compile_step(step: str) -> None:
 
     heads, groups, width, tokens, max_len, name = STEPS[step]
     block, stride, dtype = 32, 16, getattr(torch, name)
-    batch = LARGE_BATCH if "large batch" in step else BATCH
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tensor(batch, length, groups, width), tensor(batch, length, groups, width)
+        return tensor(2, length, groups, width), tensor(2, length, groups, width)
 
     how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, width**-0.5, max_len)
-    new = Projected(tensor(batch, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
+    new = Projected(tensor(2, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
     pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
-    lengths = torch.zeros(batch, dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
     pages = scales = None
     if "paged" in step:
-        pages = Pages(torch.zeros(batch, max_len // PAGE, dtype=torch.int32), lengths, PAGE)
+        pages = Pages(torch.zeros(2, max_len // PAGE, dtype=torch.int32), lengths, PAGE)
         pairs = (pairs[0], pair(PAGE // stride), pair(PAGE), pairs[3])
     if "fp8" in step:
         scales = tuple((k[..., 0].float(), v[..., 0].float()) for k, v in pairs[1:])
@@ -75,7 +71,7 @@ def compile_step(step: str) -> None:
         tensor(width),
     )
     for phi in ((mlp, mlp), None):
-        decode_step(new, stores, tensor(batch, tokens, heads, 3), how, phi=phi)
+        decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -175,48 +175,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         alone = inputs.run(slice(b, b + 1))
         assert torch.equal(alone[0], o[b : b + 1])
         assert torch.equal(alone[1], indices[b : b + 1])
-
-
-# A split has 32 tokens, a group of four 128, the cache three groups.
-SPANNED = StepCase(
-    lengths=(0, 32, 33, 128, 129, 250, 299),
-    heads=2,
-    groups=1,
-    max_len=300,
-    block=2,
-    stride=1,
-    select_block=4,
-    n_select=5,
-)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        pytest.param({}, id="one token"),
-        pytest.param({"tokens": 2, "lengths": (0, 31, 127, 298)}, id="two tokens"),
-        pytest.param(
-            {"tokens": 5, "heads": 13, "lengths": (290,), "dtype": torch.float16},
-            id="more rows than a tile",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_splits_per_cta_do_not_change_bits(changed: dict[str, Any]) -> None:
-    case = replace(SPANNED, **changed)
-    one, four = (StepInputs(replace(case, tile=replace(SMALL, span=span))) for span in (1, 4))
-    o, indices = four.run()
-    for actual, expected in zip(one.run(), (o, indices), strict=True):
-        assert torch.equal(actual, expected)
-    expected, expected_indices = four.expected()
-    assert torch.equal(indices, expected_indices)
-    tolerance = TOLERANCE[case.dtype]
-    torch.testing.assert_close(o.double(), expected, atol=tolerance, rtol=tolerance)
-    # Maxima of splits that are far apart.
-    one.q *= 30
-    four.q *= 30
-    for actual, expected in zip(one.run(), four.run(), strict=True):
-        assert torch.equal(actual, expected)
 
 
 def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

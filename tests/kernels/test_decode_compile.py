@@ -17,7 +17,6 @@ from compiling import TARGETS, Compiled
 from nsa.backends import gluon
 
 HERE = Path(__file__).parent
-LARGE = "64/4/128x1 large batch"
 FORMS = ("64/4/128x1", "64/4/128x1 paged", "64/4/128x1 paged fp8")
 # The sines' reduction of large angles, which is not taken, has an array of its own in memory.
 TRIGONOMETRIC = {"append_kernel", "mean_kernel", "outer_kernel"}
@@ -35,7 +34,7 @@ def compiled(folder: Path, *options: str) -> list[Compiled]:
 @pytest.mark.slow
 def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
     """One test: workers that share its parts would each compile all kernels."""
-    found = compiled(tmp_path, "--steps", *FORMS, LARGE)
+    found = compiled(tmp_path, "--steps", *FORMS)
     assert {x.kernel: x.error for x in found if x.error} == {}
     # Seven with an MLP, and the mean in the place of its two.
     assert sum(x.shape == FORMS[0] for x in found) == 8
@@ -46,10 +45,6 @@ def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
     for x in found:
         assert x.shared <= TARGETS["sm_90"].shared, x.kernel
         assert x.spills <= (16 if x.kernel in TRIGONOMETRIC or "fp8" in x.shape else 0), x.kernel
-    # Its CTAs read several splits, three of them on an SM.
-    (x,) = (x for x in found if x.shape == LARGE and x.kernel == "compressed_split_kernel")
-    assert 3 * (x.shared + 1024) <= TARGETS["sm_90"].shared + 1024
-    assert 3 * 32 * x.warps * x.registers <= 65536
     # No reduction mistakes its warps.
     assert {x.kernel: x.mistaken for x in found if x.mistaken} == {}
 

@@ -3,15 +3,9 @@
 Rows. A step has `T` new tokens per batch row; the `h` heads of a group and the `T` tokens are flattened into
 `ROWS = T * h` rows `r = t * h + head`, which read the same keys.
 
-Partials. Each CTA covers one split of the keys of one (batch row, group), or several compressed ones, and leaves, per
-row, an unnormalized output, a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`,
-`part_l [B*G, SLOTS, ROWS]`. A slot whose keys a row has not reached has sum 0 and a maximum below all others; its
-output is not written.
-
-Groups of splits. Compressed splits are summed in groups of `plan.GROUP_SPLITS`, in their order, then the groups are, by
-`join_partials` alone: by one CTA that reads the whole group, or by those who read the slots of its splits. Maxima are
-whole numbers, so both give the same bits, unless an output is so small, below 2^-100 of the largest probability, that
-its terms are not normal numbers.
+Partials. Each CTA covers one split of the keys of one (batch row, group) and leaves, per row, an unnormalized output,
+a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
+row has not reached has sum 0 and a maximum below all others; its output is not written.
 
 Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE, G, D]`: row `b` then has its places
 `i * PAGE` to `(i + 1) * PAGE` in page `table[b, i]`. In fp8 it holds the bytes of e4m3, and `scale [B, places, G]`
@@ -83,21 +77,6 @@ def exact_softmax(b_s, m_seen, b_m, b_l, b_o):
     b_p = tl.math.exp2(b_s - b_whole) * power_of_2(b_whole - b_m_new[:, None])
     b_alpha = power_of_2(b_m - b_m_new)
     return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
-
-
-@triton.jit
-def join_partials(b_m, b_l, b_o, x_m, x_l, x_o, WHOLE: tl.constexpr):
-    """Maximum, sum and output of the keys of both partials. If maxima are `WHOLE`, only the additions round."""
-    b_top = tl.maximum(b_m, x_m)
-    b_alpha = power_of_2(b_m - b_top) if WHOLE else tl.math.exp2(b_m - b_top)
-    b_beta = power_of_2(x_m - b_top) if WHOLE else tl.math.exp2(x_m - b_top)
-    return b_top, b_l * b_alpha + x_l * b_beta, b_o * b_alpha[:, None] + x_o * b_beta[:, None]
-
-
-@triton.jit
-def no_partials(M: tl.constexpr, D: tl.constexpr):
-    """Of `M` rows that have seen no key."""
-    return tl.full([M], NONE_SEEN, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
 
 
 @triton.jit
@@ -228,31 +207,3 @@ def store_partials(
     tl.store(part_m + o_part, b_m, mask=m_r)
     tl.store(part_l + o_part, b_l, mask=m_r)
     tl.store(part_o + o_part[:, None] * DV + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < DV)[None, :])
-
-
-@triton.jit
-def sum_slots(
-    part_o, part_m, part_l, o_part, m_part, o_d,
-    ROWS: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Maximum, sum and output `[len(o_part), len(o_d)]` over `N` slots, of which the first has its rows at `o_part`;
-    each `FOLD` of them are summed first. Without `part_o` the output is 0."""
-    M: tl.constexpr = o_part.shape[0]
-    b_m, b_l, b_o = no_partials(M, o_d.shape[0])
-    # Few at once, whose loads are in flight together.
-    N_GROUPS: tl.constexpr = (N + FOLD - 1) // FOLD
-    UNROLL: tl.constexpr = 4 if N_GROUPS > 4 else N_GROUPS
-    for i in tl.range(N_GROUPS, loop_unroll_factor=UNROLL):
-        g_m, g_l, g_o = no_partials(M, o_d.shape[0])
-        for k in tl.static_range(FOLD):
-            p_s = o_part + (i * FOLD + k) * ROWS
-            m_s = m_part & (i * FOLD + k < N)
-            x_m = tl.load(part_m + p_s, mask=m_s, other=NONE_SEEN)
-            x_l = tl.load(part_l + p_s, mask=m_s, other=0.0)
-            x_o = tl.zeros_like(g_o)
-            if part_o is not None:
-                m_o = (x_l > 0)[:, None] & (o_d < DV)[None, :]
-                x_o = tl.load(part_o + p_s[:, None] * DV + o_d[None, :], mask=m_o, other=0.0)
-            g_m, g_l, g_o = join_partials(g_m, g_l, g_o, x_m, x_l, x_o, WHOLE)
-        b_m, b_l, b_o = join_partials(b_m, b_l, b_o, g_m, g_l, g_o, WHOLE)
-    return b_m, b_l, b_o

@@ -7,9 +7,8 @@ block `j + c` (`R = l_sel/d`, `L = l/d`). Each tile pools its probabilities rela
 two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums. What a tile has for
 the first blocks of the next one goes to `carry [r, c - 1, tile, :c]`.
 
-Grid (B * slots * tiles of rows * G): the CTAs of a batch row are neighbours and end at about the same time, for the
-selection waits for no others. A CTA reads `SPAN` splits in one loop and writes one slot, their sum (`common.py`). Every
-slot and every tile of it is written by one CTA; CTAs past a row's end exit.
+Grid (B * splits * tiles of rows * G): the CTAs of a batch row are neighbours and end at about the same time, for the
+selection waits for no others. Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from nsa.backends.triton.decode.common import (
     arrive,
     exact_softmax,
     follow,
-    join_partials,
     load_step_rows,
     load_tokens,
-    no_partials,
     position_of,
     store_partials,
 )
@@ -48,17 +45,17 @@ def compressed_split_kernel(
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
     REACH: tl.constexpr, CARRY: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    SPAN: tl.constexpr, N_CMP: tl.constexpr, ROW_TILES: tl.constexpr,
+    N_SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`SPAN` splits of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
+    """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     follow(PDL)
     i_g = tl.program_id(0) % G
     i_m = tl.program_id(0) // G % ROW_TILES
-    i_s = tl.program_id(0) // (G * ROW_TILES) % N_CMP
-    i_b = tl.program_id(0) // (G * ROW_TILES * N_CMP)
+    i_s = tl.program_id(0) // (G * ROW_TILES) % N_SPLITS
+    i_b = tl.program_id(0) // (G * ROW_TILES * N_SPLITS)
     i_bg = i_b * G + i_g
     o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # [BLOCK_M] compressed blocks that each row sees, and the most of them
@@ -66,8 +63,8 @@ def compressed_split_kernel(
     n_seen = tl.max(o_seen, 0)
 
     i_slot = i_bg * SLOTS + i_s
-    first = i_s * (SPAN * SPLIT_TILES)
-    last = tl.minimum(first + SPAN * SPLIT_TILES, tl.cdiv(n_seen, BLOCK_J * R))
+    first = i_s * SPLIT_TILES
+    last = tl.minimum(first + SPLIT_TILES, tl.cdiv(n_seen, BLOCK_J * R))
     if first >= last:
         o_part = i_slot.to(tl.int64) * ROWS + o_r
         tl.store(part_l + o_part, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
@@ -79,9 +76,9 @@ def compressed_split_kernel(
         o_j = tl.arange(0, BLOCK_J)
         o_unit = tl.arange(0, R_PAD)
         m_r = o_r < ROWS
-        # Of the splits that are done, and of the present one.
-        s_m, s_l, s_o = no_partials(BLOCK_M, BLOCK_DV)
-        b_m, b_l, b_o = no_partials(BLOCK_M, BLOCK_DV)
+        b_m = tl.full([BLOCK_M], NONE_SEEN, tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
+        b_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         for i in tl.range(first, last, num_stages=STAGES):
             o_i = (i * BLOCK_J + o_n // R_PAD) * R + o_n % R_PAD
             m_i = o_i < n_seen
@@ -112,10 +109,5 @@ def compressed_split_kernel(
             # What the selection reads back stays in the L2 cache.
             tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy="evict_last")
             tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy="evict_last")
-            if SPAN > 1:  # noqa: SIM102  known to the compiler
-                if (i + 1) % SPLIT_TILES == 0:
-                    s_m, s_l, s_o = join_partials(s_m, s_l, s_o, b_m, b_l, b_o, True)
-                    b_m, b_l, b_o = no_partials(BLOCK_M, BLOCK_DV)
-        s_m, s_l, s_o = join_partials(s_m, s_l, s_o, b_m, b_l, b_o, True)
-        store_partials(part_o, part_m, part_l, i_slot, o_r, s_m, s_l, s_o, ROWS, DV, BLOCK_DV)
+        store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
     arrive(arrivals + i_bg * 3)

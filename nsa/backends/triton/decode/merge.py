@@ -1,6 +1,6 @@
 """Partials of the three branches to the gated sum, and the cache's new lengths: the last launch of a step.
 
-    o[row] = sum_branch gate[branch] / sum[branch] * sum_slot 2^(max[slot] - max[branch]) * part_o[slot, row]
+    o[row] = sum_slot gate[branch] / sum[branch] * 2^(max[slot] - max[branch]) * part_o[slot, row]
 
 Grid (B*G * rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
 CTA that is still running reads them.
@@ -12,17 +12,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import end_of, sum_slots, wait_for
+from nsa.backends.triton.decode.common import end_of, wait_for
+from nsa.backends.triton.primitives import FLOOR
 
 
 @triton.jit
-def gated_branch(
-    gate, part_o, part_m, part_l, o_part, o_d,
-    ROWS: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """`[1, len(o_d)]` of a branch with `N` slots, see `sum_slots`."""
-    _, b_l, b_o = sum_slots(part_o, part_m, part_l, o_part, o_part >= 0, o_d, ROWS, DV, N, FOLD, WHOLE)
-    return b_o * (gate / tl.where(b_l > 0, b_l, 1.0))[:, None]
+def branch_scale(m_branch, b_m, b_l, gate):
+    """The branch's maximum, and its gate over its sum."""
+    b_m = tl.where(m_branch, b_m, FLOOR)
+    top = tl.max(b_m, 0)
+    total = tl.sum(tl.where(m_branch, b_l, 0.0) * tl.math.exp2(b_m - top), 0)
+    return top, gate / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def of_branch(o_s, cmp, win, sel, N_CMP: tl.constexpr, N_WIN: tl.constexpr):
+    """To each slot what belongs to its branch: compressed slots come first, then those of the window."""
+    return tl.where(o_s < N_CMP, cmp, tl.where(o_s < N_CMP + N_WIN, win, sel))
 
 
 @triton.jit
@@ -30,7 +36,8 @@ def merge_kernel(
     part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
     stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
-    N_CMP: tl.constexpr, FOLD: tl.constexpr, N_WIN: tl.constexpr, NEAR_CTAS: tl.constexpr, PDL: tl.constexpr,
+    SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, NEAR_CTAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = T * H
     i_bg = tl.program_id(0) // ROWS
@@ -46,16 +53,26 @@ def merge_kernel(
     wait_for(arrivals + i_bg * 3 + 2, NEAR_CTAS)
     if PDL:
         gdc_launch_dependents()
-    # [1]
-    o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r + tl.arange(0, 1)
-    o_win = o_part + N_CMP * ROWS
+    o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r
+    o_s = tl.arange(0, SLOTS_PAD)
+    b_l = tl.load(part_l + o_part + o_s * ROWS, mask=o_s < SLOTS, other=0.0)
+    b_m = tl.load(part_m + o_part + o_s * ROWS, mask=o_s < SLOTS, other=FLOOR)
+    top_cmp, scale_cmp = branch_scale(o_s < N_CMP, b_m, b_l, gate_cmp)
+    top_win, scale_win = branch_scale((o_s >= N_CMP) & (o_s < N_CMP + N_WIN), b_m, b_l, gate_win)
+    top_sel, scale_sel = branch_scale(o_s >= N_CMP + N_WIN, b_m, b_l, gate_sel)
     o_d = tl.arange(0, BLOCK_DV)
-    b_o = gated_branch(gate_cmp, part_o, part_m, part_l, o_part, o_d, ROWS, DV, N_CMP, FOLD, True)
-    b_o += gated_branch(gate_win, part_o, part_m, part_l, o_win, o_d, ROWS, DV, N_WIN, 1, False)
-    o_sel = o_win + N_WIN * ROWS
-    b_o += gated_branch(gate_sel, part_o, part_m, part_l, o_sel, o_d, ROWS, DV, SLOTS - N_CMP - N_WIN, 1, False)
-    p_o = o + ((i_b * T + i_t) * (G * H) + i_head) * DV + o_d[None, :]
-    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(o_d < DV)[None, :])
+    b_o = tl.zeros([BLOCK_DV], tl.float32)
+    for first in tl.static_range(0, SLOTS, CHUNK):
+        o_c = first + tl.arange(0, CHUNK)
+        p_c = o_part + o_c * ROWS
+        m_c = tl.load(part_l + p_c, mask=o_c < SLOTS, other=0.0) > 0
+        b_x = tl.load(part_o + p_c[:, None] * DV + o_d[None, :], mask=m_c[:, None] & (o_d < DV)[None, :], other=0.0)
+        b_top = tl.load(part_m + p_c, mask=o_c < SLOTS, other=FLOOR)
+        b_top -= of_branch(o_c, top_cmp, top_win, top_sel, N_CMP, N_WIN)
+        b_scale = of_branch(o_c, scale_cmp, scale_win, scale_sel, N_CMP, N_WIN) * tl.math.exp2(b_top)
+        b_o += tl.sum(b_x * b_scale[:, None], 0)
+    p_o = o + ((i_b * T + i_t) * (G * H) + i_head) * DV + o_d
+    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_d < DV)
     if lengths is not None:  # noqa: SIM102  the first is known to the compiler
         if (i_bg % G == 0) & (i_r == 0):
             # Other groups of the row may still read its length.

@@ -1,8 +1,7 @@
 """How one decode step is cut into launches: tiles, splits, scratch memory.
 
-Splits have a fixed number of keys and are summed in one order, whatever the batch and the lengths: a row's result does
-not depend on the rows beside it, though where there are many, a CTA reads several splits. Grids follow from the cache's
-capacity, so a captured step can be replayed at any length.
+Splits have a fixed number of keys, whatever the batch and the lengths: a row's result does not depend on the rows
+beside it. Grids follow from the cache's capacity, so a captured step can be replayed at any length.
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 # Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
 MAX_TILE_SCORES = 4096
-# Compressed splits whose sum a CTA may leave in place of theirs, and CTAs per SM from which on it does: that saves
-# partials and CTAs that start and end, but fewer would leave SMs idle.
-GROUP_SPLITS = 4
-GROUP_CTAS_PER_SM = 1.5
 # Of the selection: floats of pooled probabilities that a warp loads at once, and blocks that are worth another warp.
 POOL_ELEMENTS = 2048
 BLOCKS_PER_WARP = 128
@@ -91,15 +86,13 @@ Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens of a split,
-    twice as many where a tile has 64 rows; `span`: compressed splits that one CTA reads, 1 or `GROUP_SPLITS`, if None
-    by how many CTAs there are; `selected_splits`: CTAs that share the selected blocks. The number of warps of each
-    kernel, and of tiles in shared memory (`buffers`)."""
+    """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
+    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks. The number of
+    warps of each kernel, and of tiles in shared memory (`buffers`)."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
     split: int = 512
-    span: int | None = None
     window_split: int = 256
     selected_splits: int = 3
     warps: int = 4
@@ -107,6 +100,7 @@ class DecodeTile:
     select_warps: int = 8
     near_warps: int = 4
     near_buffers: int = 2
+    merge_slots: int = 16
 
 
 class DecodePlan:
@@ -152,27 +146,17 @@ class DecodePlan:
                 f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
             )
         select_warps = min(tile.select_warps, max(4, n_columns // BLOCKS_PER_WARP))
-        n_window = min(how.window, how.max_len)
-        window_splits = max(1, n_window // (tile.window_split * longer))
+        span = min(how.window, how.max_len)
+        window_splits = max(1, span // (tile.window_split * longer))
         n_forced = how.n_init + how.n_local
         early = window_splits + (n_forced > 0)
         free_splits = min(tile.selected_splits, how.n_select - n_forced)
-        plain = not (form.page or form.fp8) and r_pad == ratio
-        hopper_tile = gluon_tiles.pick_step(q, *compressed, cmp_n) if plain else None
-        device, pairs = q.device, batch * groups
-        span = tile.span or 1
-        if tile.span is None and block_m < MAX_ROWS and n_splits >= GROUP_SPLITS:
-            # With a second output of 64 rows, Hopper's matmuls would wait for each other.
-            n_ctas = pairs * row_tiles * triton.cdiv(n_splits, GROUP_SPLITS)
-            span = GROUP_SPLITS if n_ctas >= GROUP_CTAS_PER_SM * tiles.sm_count(device) else 1
-        if hopper_tile is not None:
-            span = 1
-        n_cmp = triton.cdiv(n_splits, span)
-        slots = n_cmp + early + free_splits
+        slots = n_splits + early + free_splits
         # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one. There the kernel of the
         # selected blocks gains by another buffer, and the compressed one, whose tile has more scores, does not.
         extra_stages = int(block_m < 64 or tiles.capability(q.device)[0] != 9)
 
+        device, pairs = q.device, batch * groups
         # Aligned as the pooled probabilities are: Triton then loads both in one layout.
         carry = max(4, triton.next_power_of_2(reach))
         self.scratch = (
@@ -192,8 +176,7 @@ class DecodePlan:
         attend = {"scale_log2": how.scale * LOG2_E, "DK": d_k, "DV": d_v, "BLOCK_M": block_m}
         attend |= {"BLOCK_DK": block_width(d_k), "BLOCK_DV": block_width(d_v)}
         pooling = {"BLOCK": how.block, "STRIDE": how.stride, "R": ratio, "REACH": reach, "N_TILES": n_tiles}
-        pooling["CARRY"] = carry
-        summed = {"N_CMP": n_cmp, "FOLD": GROUP_SPLITS // span}
+        pooling |= {"SPLIT_TILES": split_tiles, "N_SPLITS": n_splits, "CARRY": carry}
         selection = {"T": n_tokens, "SELECT_BLOCK": how.select_block, "N_SELECT": how.n_select}
         selection |= {"N_INIT": how.n_init, "N_LOCAL": how.n_local, "N_PAD": triton.next_power_of_2(how.n_select)}
         overlapping = dependent_launch(device)
@@ -202,20 +185,19 @@ class DecodePlan:
         absent |= {} if counted else {"counts": None}
         absent |= {} if form.page and commits else {"limits": None}
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
+        plain = not (form.page or form.fp8) and r_pad == ratio
+        hopper_tile = gluon_tiles.pick_step(q, *compressed, cmp_n) if plain else None
         self.attend_compressed: Launch | CompressedStep
         if hopper_tile is None:
             self.attend_compressed = Launch(
                 compressed_split_kernel,
-                (pairs * n_cmp * row_tiles,),
+                (pairs * n_splits * row_tiles,),
                 **strides(q_bth=q, k_bng=compressed[0], v_bng=compressed[1]),
                 **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
                 PAGE=max(1, form.page // how.stride),
                 **step,
                 **attend,
                 **pooling,
-                SPLIT_TILES=split_tiles,
-                SPAN=span,
-                N_CMP=n_cmp,
                 ROW_TILES=row_tiles,
                 ROWS=rows,
                 R_PAD=r_pad,
@@ -229,7 +211,7 @@ class DecodePlan:
             from nsa.backends.gluon.decode import CompressedStep
 
             bound = {**strides(q_bth=q), **step, **pooling, **overlapping, "scale_log2": how.scale * LOG2_E}
-            bound |= {"T": n_tokens, "D": d_k, "OVERLAP": overlap, "SPLIT_TILES": split_tiles, "N_SPLITS": n_splits}
+            bound |= {"T": n_tokens, "D": d_k, "OVERLAP": overlap}
             self.attend_compressed = CompressedStep(*compressed, hopper_tile, pairs * n_splits, bound)
         self.select = Launch(
             select_step_kernel,
@@ -237,9 +219,9 @@ class DecodePlan:
             **step,
             **pooling,
             **selection,
-            **summed,
             ROW_TILES=row_tiles,
             H_PAD=triton.next_power_of_2(heads),
+            N_SPLITS_PAD=triton.next_power_of_2(n_splits),
             N_TILES_PAD=n_tiles_pad,
             BLOCK_J=block_j,
             UNROLL=max(1, min(heads, POOL_ELEMENTS * select_warps // n_columns)),
@@ -258,8 +240,8 @@ class DecodePlan:
             **selection,
             pairs=pairs,
             places=window[0].shape[1] - 1,
-            WINDOW=n_window,
-            FIRST_SLOT=n_cmp,
+            WINDOW=span,
+            FIRST_SLOT=n_splits,
             WINDOW_SPLITS=window_splits,
             SPLIT=tile.window_split * longer,
             N_EARLY=early,
@@ -284,7 +266,9 @@ class DecodePlan:
             DV=d_v,
             BLOCK_DV=block_width(d_v),
             SLOTS=slots,
-            **summed,
+            SLOTS_PAD=triton.next_power_of_2(slots),
+            CHUNK=min(tile.merge_slots, triton.next_power_of_2(slots)),
+            N_CMP=n_splits,
             N_WIN=window_splits,
             NEAR_CTAS=row_tiles * (early + free_splits),
             num_warps=1,

@@ -15,21 +15,27 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import arrive, position_of, power_of_2, sum_slots, wait_for
+from nsa.backends.triton.decode.common import arrive, position_of, power_of_2, wait_for
 from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks, last_taken
 
 
 @triton.jit
 def row_factors(
-    part_m, part_l, p_factors, first_part,
-    H: tl.constexpr, H_PAD: tl.constexpr, ROWS: tl.constexpr, N_CMP: tl.constexpr, FOLD: tl.constexpr,
+    part_m, part_l, p_factors, first_part, n_seen,
+    H: tl.constexpr, H_PAD: tl.constexpr, ROWS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and 1/sum of each head over its slots, to `p_factors [H, 2]`: a loop over heads loads single numbers
+    """Maximum and 1/sum of each head over its splits, to `p_factors [H, 2]`: a loop over heads loads single numbers
     from there. From a tensor it would take each by a reduction over warps."""
     o_h = tl.arange(0, H_PAD)
-    o_part = first_part + o_h
-    b_top, b_total, _ = sum_slots(None, part_m, part_l, o_part, o_h < H, tl.arange(0, 1), ROWS, 1, N_CMP, FOLD, True)
+    o_s = tl.arange(0, N_SPLITS_PAD)
+    o_part = first_part + o_h[:, None] + (o_s * ROWS)[None, :]
+    m_part = (o_h < H)[:, None] & ((o_s < N_SPLITS) & (o_s * SPLIT < n_seen))[None, :]
+    b_l = tl.load(part_l + o_part, mask=m_part, other=0.0)
+    b_m = tl.load(part_m + o_part, mask=m_part, other=FLOOR)
+    b_top = tl.max(b_m, 1)
+    b_total = tl.sum(b_l * power_of_2(b_m - b_top[:, None]), 1)
     tl.store(p_factors + o_h * 2, b_top, mask=o_h < H)
     tl.store(p_factors + o_h * 2 + 1, 1.0 / tl.where(b_total > 0, b_total, 1.0), mask=o_h < H)
     tl.debug_barrier()
@@ -75,8 +81,8 @@ def select_step_kernel(
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
-    N_CMP: tl.constexpr, FOLD: tl.constexpr, CARRY: tl.constexpr, N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr,
-    BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
+    N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr, SPLIT_TILES: tl.constexpr, CARRY: tl.constexpr,
+    N_TILES: tl.constexpr, N_TILES_PAD: tl.constexpr, BLOCK_J: tl.constexpr, UNROLL: tl.constexpr,
     SEGMENTS: tl.constexpr, ROW_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The blocks that one token of one group reads: `N_SELECT` indices, ascending, -1 where there are fewer."""
@@ -87,7 +93,7 @@ def select_step_kernel(
         gdc_launch_dependents()
     i_bg = tl.program_id(0) // T
     i_t = tl.program_id(0) % T
-    wait_for(arrivals + i_bg * 3, N_CMP * ROW_TILES)
+    wait_for(arrivals + i_bg * 3, N_SPLITS * ROW_TILES)
     i_b = i_bg // G
     i_row = i_bg.to(tl.int64) * ROWS + i_t * H
     p_index = indices + ((i_b * T + i_t) * G + i_bg % G).to(tl.int64) * N_SELECT
@@ -104,7 +110,8 @@ def select_step_kernel(
             n_seen = complete_blocks(position, BLOCK, STRIDE)
             p_factors = factors + i_row * 2
             row_factors(
-                part_m, part_l, p_factors, i_bg.to(tl.int64) * (SLOTS * ROWS) + i_t * H, H, H_PAD, ROWS, N_CMP, FOLD
+                part_m, part_l, p_factors, i_bg.to(tl.int64) * (SLOTS * ROWS) + i_t * H, n_seen, H, H_PAD, ROWS,
+                N_SPLITS, N_SPLITS_PAD, SPLIT_TILES * BLOCK_J * R,
             )  # fmt: skip
             b_i = pooled_importance(
                 pool, carry, tile_max, p_factors, i_row, n_seen, H, R, REACH, CARRY, N_TILES, N_TILES_PAD, BLOCK_J,
