@@ -75,7 +75,7 @@ def training_rows() -> dict[tuple[str, int, int], Row]:
 
 def training_table() -> str:
     rows, lines = training_rows(), []
-    for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768)):
+    for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768), (1, 65536)):
         ours, dense = (rows[f"{impl}-graphs", batch, length] for impl in (NSA, "dense-sdpa"))
         rates = [row.tokens_per_s or 0.0 for row in (ours, dense)]
         lines.append([f"{length:,} x {batch}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}x"])
