@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close, offsets
 from layers import layer, tokens, with_gradients
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from nsa import NSAAttention, NSAConfig
 
@@ -87,6 +87,22 @@ def test_offsets_a_row_do_not_compile_anew_for_every_batch() -> None:
         x, offset = tokens(20, batch=batch), torch.arange(batch)
         torch.testing.assert_close(run(x, position_offset=offset), attn(x, position_offset=offset))
     assert frames.frame_count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+def test_a_training_step_compiles_once_for_all_lengths(phi: str, packed: bool) -> None:
+    attn = layer(phi=phi)
+    frames = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(attn, fullgraph=True, backend=frames)
+    for length in (37, 41, 64, 90):
+        x = tokens(length, batch=1 if packed else 2)
+        torch._dynamo.mark_dynamic(x, 1)
+        kwargs = {"cu_seqlens": offsets((7, length - 7))} if packed else {}
+        run(x.requires_grad_(), **kwargs).sum().backward()
+    assert frames.frame_count == 1
 
 
 def test_strict_layers_compile_too() -> None:

@@ -16,15 +16,15 @@ from nsa.sequences import Pooling, Sequences, branch_of, hyperparameters
 
 
 class CompressionOp:
-    """`nsa::<name>` and its backward. `gathers`: a block's tokens are laid side by side, with a position embedding
-    added; else they are averaged."""
+    """`nsa::<name>` and its backward. `gathers`: a block's tokens side by side, positions added; else their mean."""
 
     def __init__(self, name: str, *, gathers: bool) -> None:
         self.name, self.gathers = name, gathers
         n = 1 + gathers
         schema = schema_arguments("x position" if gathers else "x", "cu_seqlens", hyperparameters(Pooling))
         self.forward: Op[Tensor] = Op(name, schema, self.run_forward, self.fake_forward)
-        schema = schema_arguments("dout", "cu_seqlens", ("length", *hyperparameters(Pooling)))
+        # A length may be a symbol of a compiler: as `int` it would become a constant.
+        schema = f"Tensor dout, Tensor? cu_seqlens, SymInt length, {schema_arguments('', '', hyperparameters(Pooling))}"
         self.backward: Op[Any] = Op(f"{name}_backward", schema, self.run_backward, self.fake_backward, outputs=n)
         self.forward.differentiate(self.backward, lambda inputs, _: (inputs[n], inputs[0].shape[1], *inputs[n + 1 :]))
 

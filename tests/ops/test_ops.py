@@ -41,6 +41,7 @@ from op_arguments import (
     op_of,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,24 +243,22 @@ def test_compression_compiles_into_one_graph_that_matches_eager(op: str, kind: s
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_compiled_compression_is_not_recompiled_for_new_lengths(op: str, packed: bool) -> None:
+def test_compression_and_gradient_compile_once_for_all_lengths(op: str, packed: bool) -> None:
     torch._dynamo.reset()
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
+    graphs = CompileCounterWithBackend("aot_eager")
 
     def run(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return getattr(ops, op)(*tensors, **PLAIN.compression, cu_seqlens=cu_seqlens)
 
-    compiled = torch.compile(run, fullgraph=True, backend=keep, dynamic=True)
+    compiled = torch.compile(run, fullgraph=True, backend=graphs, dynamic=True)
     for length in (24, 33, 47):
         case = PLAIN.but(length=length, batch=1, documents=(length - 11, 11) if packed else None)
-        tensors = compression_inputs(op, case, torch.float32)
-        expected = run(*tensors, cu_seqlens=case.cu_seqlens)
-        assert torch.equal(compiled(*tensors, cu_seqlens=case.cu_seqlens), expected)
-    assert len(graphs) == 1
+        tensors = [x.requires_grad_() for x in compression_inputs(op, case, torch.float32)]
+        expected, got = (f(*tensors, cu_seqlens=case.cu_seqlens) for f in (run, compiled))
+        assert torch.equal(got, expected)
+        grads = (torch.autograd.grad(x.square().sum(), tensors) for x in (got, expected))
+        assert all(map(torch.equal, *grads))
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
