@@ -389,10 +389,8 @@ class Router:
         # An audit logs each path once, timing every call.
         path = (function, problem, name)
         logged = self.logs_calls and (self.config.debug_timing or path not in self.logged)
-        # The caller's autocast still holds here and would round fp32 sums.
-        with torch.autocast(problem.device, enabled=False):
-            compute = partial(getattr(self.backends[name], function), *args)
-            result = self.logged_call(compute, path, why, args) if logged else compute()
+        compute = without_autocast(partial(getattr(self.backends[name], function), *args), problem.device)
+        result = self.logged_call(compute, path, why, args) if logged else compute()
         self.counts.add_call(problem.op, name)
         return result
 
@@ -450,6 +448,11 @@ class Router:
         chosen = dict.fromkeys(str(route.chosen) for route in routes.values())
         kernels = {name: which for name in chosen if (which := self.ask(name, "kernel_set", problem)) is not None}
         return Explanation(problem, routes, kernels)
+
+
+def without_autocast(compute: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """`compute` with the caller's autocast off, which would round the fp32 sums of a backend written in torch."""
+    return torch.autocast(device, enabled=False)(compute) if torch.is_autocast_enabled(device) else compute
 
 
 def problem_for_op(problem: Problem, op: str, block: int, stride: int, window: int | None = None) -> Problem:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.problem import SIZES, Problem
-from nsa.backends.routing import BackendFailure, Router, router
+from nsa.backends.routing import BackendFailure, Router, router, without_autocast
 from nsa.sequences import AttentionBranches, Saved, Upstream, attention_branches
 
 
@@ -53,12 +53,7 @@ class Stage:
             with torch.profiler.record_function(f"nsa::{self.function}"):
                 return self.router.run(self.problem, self.function, *args, backend=self.backend, strict=self.strict)
         try:
-            if torch.is_autocast_enabled(self.device):
-                # The caller's autocast would round the fp32 sums of a backend written in torch.
-                with torch.autocast(self.device, enabled=False):
-                    result = compute(*args)
-            else:
-                result = compute(*args)
+            result = without_autocast(compute, self.device)(*args)
         except self.failures as failure:
             call: tuple[Any, ...] = (self.problem, self.function, self.backend, self.strict, args)
             result = self.router.after_failure(failure, str(self.name), *call)
@@ -115,7 +110,7 @@ def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[
         if hasattr(compute, "resolve"):
             compute, more = compute.resolve()
             failures += more
-        found: tuple[Tensor, ...] | None = compute and compute(*args)
+        found: tuple[Tensor, ...] | None = compute and without_autocast(compute, problem.device)(*args)
     except failures as failure:
         router.failed[problem, function] = str(failure)
         router.note_failure(name, problem, function, str(failure), f"{name}, branch by branch")

@@ -16,6 +16,12 @@ from nsa.ops import fused
 from nsa.sequences import Sliding, branch_of
 from nsa.settings import Settings
 
+# What may run several branches at once, with the pass that calls it and the arguments of that.
+PASSES: dict[str, Any] = {
+    "selected_sliding_forward": (fused.run_forward, attention_arguments),
+    "branches_backward": (fused.run_backward, attention_backward_arguments),
+}
+
 
 class Together:
     """What `sdpa` offers here; `answer` is raised, if it is an error."""
@@ -23,9 +29,11 @@ class Together:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.calls = 0
+        self.autocast: list[bool] = []
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -120,6 +128,18 @@ def test_two_forward_passes_run_at_once_if_offered(router: Router, monkeypatch: 
     assert all(map(torch.equal, fused.run_forward(*arguments)[4:], expected))
     assert together.calls == 1
     assert [b - a for a, b in zip(before, count_branches(router), strict=True)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("function", PASSES)
+def test_passes_at_once_do_not_see_the_callers_autocast(
+    function: str, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, arguments = PASSES[function]
+    together = offer(monkeypatch, None, function)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(*arguments(PLAIN, "sdpa"))
+        assert torch.is_autocast_enabled("cpu")
+    assert together.autocast == [False]
 
 
 def tensors_of(x: object) -> list[Tensor]:
