@@ -99,21 +99,29 @@ def compress_shape(x: Tensor, length: int, head_dim: int) -> tuple[int, ...]:
 
 
 def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[Tensor, ...] | None:
-    """What `function` gives for all `stages` at once, if one backend runs them all and offers that; else None."""
-    router, problem, name = stages[0].router, stages[0].problem, str(stages[0].name)
-    failed = router.failed and (problem, function) in router.failed
-    if failed or any(x.compute is None or x.name != name for x in stages):
+    """What `function` gives for all `stages` at once, if one backend runs them all and offers that; else None.
+
+    Raises:
+        BackendFailure: It fails, or has failed before, and `strict` forbids running them one by one.
+    """
+    router, problem, name, strict = stages[0].router, stages[0].problem, str(stages[0].name), stages[0].strict
+    if any(x.compute is None or x.name != name for x in stages):
         return None
     compute: Any = getattr(router.backends[name], function, None)
     failures: tuple[type[Exception], ...] = (BackendFailure,)
     try:
+        if router.failed and (problem, function) in router.failed:
+            raise BackendFailure(router.failed[problem, function])
         if hasattr(compute, "resolve"):
             compute, more = compute.resolve()
             failures += more
         found: tuple[Tensor, ...] | None = compute and without_autocast(compute, problem.device)(*args)
     except failures as failure:
         router.failed[problem, function] = str(failure)
-        router.note_failure(name, problem, function, str(failure), f"{name}, branch by branch")
+        router.note_failure(name, problem, function, str(failure), None if strict else f"{name}, branch by branch")
+        if strict:
+            why = f"{failure}; strict forbids running the branches one by one"
+            raise BackendFailure(f"{name} failed in {function} on {problem}: {why}") from failure
         return None
     if found is not None:
         for x in stages:

@@ -142,6 +142,24 @@ def test_passes_at_once_do_not_see_the_callers_autocast(
     assert together.autocast == [False]
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["at once", "after a fallback"])
+@pytest.mark.parametrize("function", PASSES)
+def test_strict_raises_where_passes_at_once_fail(
+    function: str, before: bool, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, arguments = PASSES[function]
+    given = arguments(PLAIN, "sdpa")
+    together = offer(monkeypatch, BackendFailure("too large"), function)
+    if before:
+        run(*given)
+    # A failure is remembered, and no reason to go on by another way.
+    for _ in range(2):
+        with pytest.raises(BackendFailure, match=f"sdpa failed in {function} on .*too large"):
+            run(*given[:-1], True)
+    assert together.calls == 1
+    assert router.counts.failures.total() == 2 + before
+
+
 def tensors_of(x: object) -> list[Tensor]:
     """Those that an object of ours holds."""
     if isinstance(x, Tensor):
