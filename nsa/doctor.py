@@ -147,20 +147,21 @@ def diagnose(
         environ: Environment to search for unknown names. Default: this process's.
         probe_failures: One sentence per library that failed when it was probed.
     """
+    forward = router.explain(replace(problem, backward=False))
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
         runtime=runtime(),
         backends=backend_states(router),
         tiles=tiles_origin(router.config),
-        kernel_set=triton.kernel_set(problem),
+        kernel_set=forward.kernels.get(triton.name, "none of Triton's: no op is routed to it"),
         flash=flash_states(router),
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
         retired_names=settings.retired_names(environ),
         debug_modes=tuple(debug_modes(router.config)),
         counts=counts_so_far().as_dict(),
-        forward=router.explain(replace(problem, backward=False)),
+        forward=forward,
         backward=router.explain(replace(problem, backward=True)),
         # A backend that a setting disables is not called.
         checks=tuple(

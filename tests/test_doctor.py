@@ -18,7 +18,7 @@ import torch
 from doctoring import SHAPE, off_by, patient
 
 from nsa import cli, doctor, machine, settings
-from nsa.backends import reference, sdpa
+from nsa.backends import reference, sdpa, triton
 from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, ImportFailed, Router
@@ -109,6 +109,14 @@ def test_a_route_that_differs_by_op_and_direction_is_told_apart(capsys: pytest.C
     assert ["sliding", "triton", "sdpa"] in [line.split()[:3] for line in text.splitlines()]
     assert "triton for compress, compress (values), compressed, scores, selected, combine: only sliding" in text
     assert "triton for sliding backward: no backward" in text
+
+
+def test_kernels_are_reported_only_of_a_backend_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(triton, "kernel_set", lambda *_: "those for Hopper")
+    run_doctor()
+    assert "those for Hopper" not in capsys.readouterr().out
 
 
 def test_settings_show_value_source_and_effect(

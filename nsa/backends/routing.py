@@ -28,7 +28,7 @@ from nsa.backends.gpu import gpu_family, gpu_name
 from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.problem import OPS, Problem
 from nsa.captures import Captures
-from nsa.config import check_compression, require, require_positive_int
+from nsa.config import NSAConfig, check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
 from nsa.settings import Settings
 
@@ -58,7 +58,8 @@ class Backend(Protocol):
             `supports`; `named` if it was asked for by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
-        kernel_set(problem) -> str: Which of its kernels run an attention, for `explain`.
+        kernel_set(problem, ops, select_block, n_select) -> str: Which of its kernels run an attention, for `explain`;
+            `ops`: those whose forward pass is called straight away, as passes that run at once have to be.
         configure(settings): Of a module: returns the backend to use in its place.
 
     A function may have `resolve()`, which returns the function to call in its place and the exceptions, besides
@@ -418,8 +419,20 @@ class Router:
         log.info("%s", line)
         return result
 
+    def is_direct(self, route: Route) -> bool:
+        """Whether ops call the backend of this route themselves: nothing has failed, and no call is logged."""
+        return not (route.chosen is None or route.failed or self.logs_calls)
+
     def explain(
-        self, problem: Problem, backend: str = "auto", *, block: int = 32, stride: int = 16, window: int = 512
+        self,
+        problem: Problem,
+        backend: str = "auto",
+        *,
+        block: int = 32,
+        stride: int = 16,
+        window: int = 512,
+        select_block: int = NSAConfig.l_sel,
+        n_select: int = NSAConfig.n_sel,
     ) -> Explanation:
         """The routes of every op of the attention `problem`; see the function `explain`.
 
@@ -430,7 +443,8 @@ class Router:
         require(problem.op == "attention", "problem.op", problem.op, "'attention', whose ops are explained one by one")
         require(isinstance(backend, str), "backend", backend, "'auto' or a backend's name")
         check_compression(block, stride)
-        require_positive_int("window", window)
+        for name, value in {"window": window, "select_block": select_block, "n_select": n_select}.items():
+            require_positive_int(name, value)
         # A cache compresses the few blocks that a step completes itself.
         ops = [op for op in OPS if op != "compress" or not problem.cached]
         problems = {}
@@ -439,14 +453,21 @@ class Router:
             if op == "compress" and problem.d_v != problem.d_k:
                 values = replace(problem, d_k=problem.d_v)
                 problems["compress (values)"] = problem_for_op(values, op, block, stride, window)
-        routes = {}
+        routes, direct, failed = {}, [], {one for one, _ in [*self.failed]}
         for op, one in problems.items():
             routes[op] = self.route(one, backend)
-            before = self.route(replace(one, backward=False), backend)
+            one = replace(one, backward=False)
+            before = self.route(one, backend)
             if before.chosen != routes[op].chosen:
                 routes[f"{op} (forward)"] = before
-        chosen = dict.fromkeys(str(route.chosen) for route in routes.values())
-        kernels = {name: which for name in chosen if (which := self.ask(name, "kernel_set", problem)) is not None}
+            if self.is_direct(before) and one not in failed:
+                direct.append((before.chosen, op))
+        kernels = {}
+        for name in dict.fromkeys(str(route.chosen) for route in routes.values()):
+            own = [op for chosen, op in direct if chosen == name]
+            which = self.ask(name, "kernel_set", problem, own, select_block, n_select)
+            if which is not None:
+                kernels[name] = which
         return Explanation(problem, routes, kernels)
 
 
@@ -545,6 +566,8 @@ def explain(
     block: int = 32,
     stride: int = 16,
     window: int = 512,
+    select_block: int = NSAConfig.l_sel,
+    n_select: int = NSAConfig.n_sel,
 ) -> Explanation:
     """Reports which backend would run each op of an attention, and why the others would not.
 
@@ -553,6 +576,7 @@ def explain(
         backend: As passed to `nsa.ops`: "auto" or a backend's name.
         config: Settings to route with; by default this process's.
         block, stride, window: The layer's hyperparameters `l`, `d` and `w`, which give each branch's number of keys.
+        select_block, n_select: Its `l_sel` and `n_sel`, on which kernels depend.
 
     Returns:
         The routes by op, and which kernels a backend with several sets of them takes; `str()` of it is readable.
@@ -562,4 +586,5 @@ def explain(
     """
     require(config is None or isinstance(config, Settings), "config", config, "a Settings, or None for this process's")
     chosen = router() if config is None else build_router(config)
-    return chosen.explain(problem, backend, block=block, stride=stride, window=window)
+    sizes = {"block": block, "stride": stride, "window": window, "select_block": select_block, "n_select": n_select}
+    return chosen.explain(problem, backend, **sizes)

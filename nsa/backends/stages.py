@@ -36,7 +36,7 @@ class Stage:
         self.name = route.chosen
         self.compute: Callable[..., Any] | None = None
         self.failures: tuple[type[Exception], ...] = (BackendFailure,)
-        if route.chosen is None or route.failed or self.router.logs_calls:
+        if route.chosen is None or not self.router.is_direct(route):
             return
         compute = getattr(self.router.backends[route.chosen], self.function)
         if hasattr(compute, "resolve"):

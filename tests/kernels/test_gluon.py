@@ -36,7 +36,7 @@ from nsa.backends.gluon.tiles import (
     unsupported,
 )
 from nsa.backends.problem import Problem
-from nsa.backends.routing import Router
+from nsa.backends.routing import FailureReason, Router
 from nsa.backends.triton import branches
 from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
@@ -305,32 +305,71 @@ def test_what_is_not_supported_is_named(gpu: Any, dtype: torch.dtype, d_k: int, 
     assert named in str(unsupported(gpu, dtype, d_k, d_v))
 
 
-@pytest.mark.usefixtures("usable")
-def test_explain_reports_which_set_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(
-        batch=1, n_queries=8192, n_keys=8192, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16
-    )
-    assert "Triton" in backend.kernel_set(problem)
+TOGETHER = "selected and sliding forward in one kernel"
+
+
+@pytest.fixture
+def on_gpu(usable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Problem]:
+    """An attention whose selected and sliding forward pass run at once, and a GPU for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(backend, "supports", lambda problem: None)
-    on_gpu = dataclasses.replace(problem, device="cuda")
-    together = "selected and sliding forward in one kernel"
+    yield Problem(
+        batch=1, n_queries=8192, n_keys=8192, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    branches.runs_together.cache_clear()
+
+
+def test_explain_reports_which_set_runs(on_gpu: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Router([backend], Settings()).explain(on_gpu)
     assert found.kernels["triton"].startswith("Gluon")
-    assert together in str(found)
-    apart: list[dict[str, Any]] = [
-        {"packed": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"d_k": 64, "d_v": 64},
-        {"n_heads": 24}, {"n_heads": 128},
-    ]  # fmt: skip
-    for other in apart:
-        which = backend.kernel_set(dataclasses.replace(on_gpu, **other))
-        assert which.startswith("Gluon")
-        assert together not in which, other
-    branches.runs_together.cache_clear()
+    assert TOGETHER in str(found)
     assert "float32" in backend.kernel_set(dataclasses.replace(on_gpu, dtype=torch.float32))
+    assert "sm_90" in backend.kernel_set(dataclasses.replace(on_gpu, device="cpu"))
     monkeypatch.setattr(gluon, "unavailable", lambda: "another Triton")
     assert backend.kernel_set(on_gpu) == "Triton; another Triton"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"packed": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"n_queries": 4096},
+        {"d_k": 64, "d_v": 64}, {"n_heads": 24}, {"n_heads": 128},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_reports_branches_apart_by_shape(other: dict[str, Any], on_gpu: Problem) -> None:
+    found = Router([backend], Settings()).explain(dataclasses.replace(on_gpu, **other))
+    assert found.kernels["triton"].startswith("Gluon")
+    assert TOGETHER not in str(found)
+
+
+def test_explain_reports_branches_apart_by_route(on_gpu: Problem) -> None:
+    def explained(*others: Any, **settings: Any) -> str:
+        return str(Router([*others, backend], Settings(**settings)).explain(on_gpu))
+
+    sliding = SimpleNamespace(name="flash", supports=lambda problem: None if problem.op == "sliding" else "no")
+    broken = SimpleNamespace(name="flash", supports=lambda problem: FailureReason("broken"))
+    assert TOGETHER in explained()
+    assert TOGETHER not in explained(sliding)
+    # Calls then go through the router, branch by branch.
+    assert TOGETHER not in explained(broken)
+    assert TOGETHER not in explained(debug_timing=True)
+
+
+def test_explain_reports_branches_apart_by_selection(on_gpu: Problem) -> None:
+    router = Router([backend], Settings())
+    assert TOGETHER in str(router.explain(on_gpu, n_select=8))
+    assert TOGETHER not in str(router.explain(on_gpu, select_block=32))
+    # So many that all blocks before a query are read.
+    assert TOGETHER not in str(router.explain(on_gpu, n_select=128))
+
+
+def test_explain_reports_branches_apart_after_a_failure(on_gpu: Problem) -> None:
+    router = Router([backend], Settings())
+    router.failed[on_gpu.for_op("selected"), "selected_sliding_forward"] = "out of shared memory"
+    assert TOGETHER not in str(router.explain(on_gpu))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ keys. With `TRITON_INTERPRET=1` all of them run on CPU tensors too, in Triton's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ import torch
 
 from nsa import settings
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
-from nsa.backends.problem import Problem
+from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure
 from nsa.config import NSAConfig
 from nsa.sequences import Upstream
@@ -91,11 +91,11 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def kernel_set(problem: Problem) -> str:
-    """Whether the launch plans of an attention, with the default selection, take the kernels in Triton or those for
-    Hopper, and why."""
-    if not installed():
-        return "none, the triton package is not installed"
+def kernel_set(
+    problem: Problem, ops: Collection[str] = OPS, select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel
+) -> str:
+    """Whether the launch plans of an attention whose forward passes of `ops` run here take the kernels in Triton or
+    those for Hopper, and why."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return "Triton; those in Gluon are for CUDA GPUs of sm_90"
     # Imports Triton.
@@ -106,15 +106,10 @@ def kernel_set(problem: Problem) -> str:
     if why_not is not None:
         return f"Triton; {why_not}"
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
-    rest = (
-        problem.n_groups,
-        problem.d_v,
-        NSAConfig.n_sel,
-        NSAConfig.l_sel,
-        problem.dtype,
-        torch.device(problem.device),
-    )
-    together = not (problem.packed or problem.cached) and branches.runs_together(shape, *rest)
+    sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
+    fixed = problem.n_queries == problem.n_keys and not (problem.packed or problem.cached)
+    both = fixed and {"selected", "sliding"} <= {*ops}
+    together = both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device))
     how = "in one kernel" if together else "one after the other"
     return f"Gluon, where it was measured faster, else Triton; selected and sliding forward {how}"
 
