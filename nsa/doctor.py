@@ -137,7 +137,12 @@ class Report:
 
 
 def diagnose(
-    problem: Problem, router: Router, environ: Mapping[str, str] | None = None, *, probe_failures: Sequence[str] = ()
+    problem: Problem,
+    router: Router,
+    environ: Mapping[str, str] | None = None,
+    *,
+    attn: nsa.NSAConfig | None = None,
+    probe_failures: Sequence[str] = (),
 ) -> Report:
     """Collect the report, self-test included.
 
@@ -145,9 +150,12 @@ def diagnose(
         problem: The attention whose route is explained; the self-test takes its heads, dtype and device.
         router: The router to report on, with its settings.
         environ: Environment to search for unknown names. Default: this process's.
+        attn: Of a run: its layers' backend and hyperparameters.
         probe_failures: One sentence per library that failed when it was probed.
     """
-    forward = router.explain(replace(problem, backward=False))
+    of_run = {} if attn is None else {name: getattr(attn, field) for name, field in nsa.config.PAPER_NAMES.items()}
+    backend = "auto" if attn is None else attn.backend
+    forward, backward = (router.explain(replace(problem, backward=x), backend, **of_run) for x in (False, True))
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
@@ -162,7 +170,7 @@ def diagnose(
         debug_modes=tuple(debug_modes(router.config)),
         counts=counts_so_far().as_dict(),
         forward=forward,
-        backward=router.explain(replace(problem, backward=True)),
+        backward=backward,
         # A backend that a setting disables is not called.
         checks=tuple(
             self_test(
@@ -469,6 +477,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         writable = args.repro.parent.is_dir() and not args.repro.is_dir()
         nsa.config.require(writable, "--repro", str(args.repro), "a file in a folder that is there")
     config = requested_run(args, loaded) if args.config else None
+    attn = None if config is None else config.model.attn
     problem = requested_problem(args) if config is None else run_info.problem_of(config, backward=False)
     router = make_router(loaded)
     if config is not None and preflight.missing_device(config) is not None:
@@ -477,12 +486,11 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
         return 1
     probe_failures: tuple[str, ...] = ()
     if args.probe or args.repro:
-        attn = None if config is None else config.model.attn
         text, probe_failures = probe(router, problem, attn, args.repro)
         print(f"probe\n{indent(text, INDENT)}\n")
     if problem.device == "cuda" and any(map(selftest.compiles_kernels, router.backends.values())):
         say("the first self-test on a machine compiles the kernels: about half a minute ...", error=True)
-    report = diagnose(problem, router, probe_failures=probe_failures)
+    report = diagnose(problem, router, attn=attn, probe_failures=probe_failures)
     print(render_report(report))
     ready, record = report.healthy, report.to_dict()
     if config is not None:

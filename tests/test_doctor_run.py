@@ -12,11 +12,13 @@ import pytest
 import torch
 import yaml
 from bench_rows import ROW
+from doctoring import SHAPE
 from training import small_run
 
 from nsa import cli, doctor, settings
 from nsa.backends import reference, sdpa
 from nsa.backends.routing import Router
+from nsa.settings import Settings
 from nsa.train import preflight
 from nsa.train.config import load_config
 
@@ -82,6 +84,16 @@ def test_run_that_fits_this_machine_is_ready_with_a_timed_step(
     assert (report["ready"], report["problems"]) == (True, [])
     assert "tokens/s" in report["notes"][0]
     assert "timed" in report["notes"][0]
+
+
+@without_gpu
+def test_routes_are_those_of_the_runs_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_run(tmp_path, "--set", "model.attn.backend=reference") == 0
+    routes = found_in(capsys.readouterr().out)["routes"]
+    assert {route["backend"] for found in routes.values() for route in found.values()} == {"reference"}
+    config = load_config("125m", {"model.attn.l": 64})
+    report = doctor.diagnose(SHAPE, Router((sdpa, reference), Settings()), environ={}, attn=config.model.attn)
+    assert report.forward.routes["compressed"].problem.n_keys == 1
 
 
 @without_gpu
