@@ -53,11 +53,15 @@ def nsa_attention(
     return o
 
 
+def hyperparameter_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:
+    """The values of the hyperparameters `names`, by name."""
+    return {name: getattr(config, PAPER_NAMES.get(name, name)) for name in names}
+
+
 def attention_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:
     """What `config` holds of the arguments of `nsa.ops.attention`, or of the op of one stage with hyperparameters
     `names`."""
-    values = {name: getattr(config, PAPER_NAMES.get(name, name)) for name in names}
-    return {**values, "backend": config.backend, "strict": config.strict}
+    return {**hyperparameter_kwargs(config, names), "backend": config.backend, "strict": config.strict}
 
 
 @once_per_layout

@@ -22,8 +22,10 @@ from nsa.bench import gate, peers
 from nsa.bench.runner import CpuClock, CudaClock, Pass, Runner, Suite, Task, TaskClock, forward_and_backward
 from nsa.commands.bench import IMPLEMENTATIONS, SELECTED_IMPLEMENTATIONS
 from nsa.config import NSAConfig, require, require_positive_int
-from nsa.functional import nsa_attention
+from nsa.functional import attention_kwargs, hyperparameter_kwargs, nsa_attention
+from nsa.sequences import BRANCH_KINDS, Pooling, hyperparameters
 
+POOLING_NAMES = hyperparameters(Pooling)
 # Heads and lengths where none are given.
 DEFAULTS = {"cuda": (["64/4/128"], [8192, 32768]), "cpu": (["8/2/32"], [512, 2048])}
 
@@ -96,14 +98,14 @@ def smoothed(q: Tensor, share: float) -> Tensor:
 
 def nsa_forward(inputs: Inputs, config: NSAConfig) -> Tensor:
     """NSA with mean compression and one K/V for the three branches."""
-    means: dict[str, Any] = {"block": config.l, "stride": config.d, "backend": config.backend}
+    means = attention_kwargs(config, POOLING_NAMES)
     k_cmp, v_cmp = (ops.compress_mean(x, **means) for x in (inputs.k, inputs.v))
     return nsa_attention(inputs.q, k_cmp, v_cmp, inputs.k, inputs.v, inputs.k, inputs.v, inputs.gates, config=config)
 
 
 def nsa_error(forward: Callable[[], Tensor], inputs: Inputs, config: NSAConfig) -> float:
     """The error of the whole attention. `config`: its hyperparameters, and the backend that selects the same blocks."""
-    means: dict[str, Any] = {"block": config.l, "stride": config.d}
+    means = hyperparameter_kwargs(config, POOLING_NAMES)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     folded = (q, *(ops.compress_mean(x, **means, backend=config.backend) for x in (k, v)))
     indices = gate.selected_indices(config, *folded)
@@ -142,13 +144,12 @@ def attention_task(
 def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -> Iterator[Task]:
     """Each stage alone, on the outputs of the stages before it."""
     c = shape.config(impl.removeprefix("nsa-"))
-    backend: dict[str, Any] = {"backend": c.backend}
-    compression: dict[str, Any] = {"block": c.l, "stride": c.d, **backend}
-    counts = {"n_select": c.n_sel, "n_init": c.n_init, "n_local": c.n_local}
-    selection: dict[str, Any] = {"select_block": c.l_sel, **counts, **compression}
+    pooling, compression, selection, selected, sliding, backend = (
+        attention_kwargs(c, names) for names in (POOLING_NAMES, *map(hyperparameters, BRANCH_KINDS), ())
+    )
     whole = (inputs.q, inputs.k, inputs.v)
     with torch.no_grad():
-        means = (ops.compress_mean(x, **compression) for x in whole[1:])
+        means = (ops.compress_mean(x, **pooling) for x in whole[1:])
         folded = (inputs.q, *(x.requires_grad_() for x in means))
         o_cmp, lse = ops.compressed_attention(*folded, **compression)
     q, k_cmp, _ = folded
@@ -166,8 +167,8 @@ def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -
     yield task(
         "compress",
         whole[1:2],
-        lambda: ops.compress_mean(inputs.k, **compression),
-        lambda leaves, rows: reference.compress_mean(*leaves, block=c.l, stride=c.d)[:, rows],
+        lambda: ops.compress_mean(inputs.k, **pooling),
+        lambda leaves, rows: reference.compress_mean(*leaves, **hyperparameter_kwargs(c, POOLING_NAMES))[:, rows],
     )
     yield task(
         "compressed",
@@ -186,13 +187,13 @@ def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -
     yield task(
         "selected",
         whole,
-        lambda: ops.selected_attention(*whole, indices, select_block=c.l_sel, **backend)[0],
+        lambda: ops.selected_attention(*whole, indices, **selected)[0],
         partial(gate.expect_selected, c, indices),
     )
     yield task(
         "sliding",
         whole,
-        lambda: ops.sliding_attention(*whole, window=c.w, **backend)[0],
+        lambda: ops.sliding_attention(*whole, **sliding)[0],
         partial(gate.expect_sliding, c.w),
     )
     yield task(
@@ -207,7 +208,7 @@ def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) 
     """Another implementation of the selected branch, on the blocks that NSA selects."""
     c, whole = shape.config("auto"), (inputs.q, inputs.k, inputs.v)
     q, *keys_values = (x.detach() for x in whole)
-    means = (ops.compress_mean(x, block=c.l, stride=c.d) for x in keys_values)
+    means = (ops.compress_mean(x, **hyperparameter_kwargs(c, POOLING_NAMES)) for x in keys_values)
     indices = gate.selected_indices(c, q, *means)
     forward = peers.SELECTED_PEERS[impl](c, indices, *whole)
     error = partial(gate.sampled_error, forward, whole, partial(gate.expect_selected, c, indices))

@@ -24,9 +24,10 @@ from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
 from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events, side_stream
 from nsa.config import require
-from nsa.functional import hyperparameters_of
+from nsa.functional import hyperparameter_kwargs, hyperparameters_of
 from nsa.geometry import n_compressed
 from nsa.results import quantiles
+from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SLIDING_NAMES
 
 if TYPE_CHECKING:
     from nsa.backends.triton.decode import DecodeTile
@@ -121,13 +122,15 @@ class CachedStep:
             compressed, selected, window = (
                 [x[one, :-1].to(dtype) for x in store] for store in (self.compressed, self.selected, self.window)
             )
-            o_cmp, _ = reference.compressed_attention(q, *compressed, block=c.l, stride=c.d, q_start=q_start)
+            in_cmp, in_sel, in_win = (
+                hyperparameter_kwargs(c, x) for x in (COMPRESSED_NAMES, SELECTED_NAMES, SLIDING_NAMES)
+            )
+            o_cmp, _ = reference.compressed_attention(q, *compressed, **in_cmp, q_start=q_start)
             k_sel, v_sel = selected
-            blocks: dict[str, Any] = {"select_block": c.l_sel, "q_start": q_start}
-            o_sel, _ = reference.selected_attention(q, k_sel, v_sel, indices, **blocks)
+            o_sel, _ = reference.selected_attention(q, k_sel, v_sel, indices, **in_sel, q_start=q_start)
             in_order = (x[:, places] for x in window)
             window_start = torch.full_like(q_start, c.w - 1)
-            o_win, _ = reference.sliding_attention(q, *in_order, window=c.w, q_start=window_start)
+            o_win, _ = reference.sliding_attention(q, *in_order, **in_win, q_start=window_start)
             return reference.combine(o_cmp, o_sel, o_win, gates)
 
         return max(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nsa import ops, reference
 from nsa.config import NSAConfig
+from nsa.functional import attention_kwargs, hyperparameter_kwargs
+from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES
 from nsa.testing import max_error, tolerance
 
 # Queries at the beginning, in the middle and at the end.
@@ -86,14 +88,15 @@ def starts(x: Tensor, rows: slice) -> Tensor:
 def expect_compressed(config: NSAConfig, leaves: Leaves, rows: slice) -> Tensor:
     """The compressed branch; leaves q, k_cmp, v_cmp."""
     q, k, v = leaves
-    return reference.compressed_attention(q[:, rows], k, v, block=config.l, stride=config.d, q_start=starts(q, rows))[0]
+    where = hyperparameter_kwargs(config, COMPRESSED_NAMES)
+    return reference.compressed_attention(q[:, rows], k, v, **where, q_start=starts(q, rows))[0]
 
 
 def expect_selected(config: NSAConfig, indices: Tensor, leaves: Leaves, rows: slice) -> Tensor:
     """The selected branch with the blocks that the implementation selected; leaves q, k, v."""
     q, k, v = leaves
-    where: dict[str, Any] = {"select_block": config.l_sel, "q_start": starts(q, rows)}
-    return reference.selected_attention(q[:, rows], k, v, indices[:, rows], **where)[0]
+    where = hyperparameter_kwargs(config, SELECTED_NAMES)
+    return reference.selected_attention(q[:, rows], k, v, indices[:, rows], **where, q_start=starts(q, rows))[0]
 
 
 def expect_sliding(window: int, leaves: Leaves, rows: slice) -> Tensor:
@@ -112,11 +115,9 @@ def expect_nsa(config: NSAConfig, indices: Tensor, leaves: Leaves, rows: slice) 
 
 def selected_indices(config: NSAConfig, q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> Tensor:
     """The blocks that the backend of `config` selects."""
-    blocks: dict[str, Any] = {"block": config.l, "stride": config.d, "backend": config.backend}
-    counts: dict[str, Any] = {"n_select": config.n_sel, "n_init": config.n_init, "n_local": config.n_local}
     with torch.no_grad():
-        _, lse = ops.compressed_attention(q, k_cmp, v_cmp, **blocks)
-        return ops.select_blocks(q, k_cmp, lse, select_block=config.l_sel, **counts, **blocks)
+        _, lse = ops.compressed_attention(q, k_cmp, v_cmp, **attention_kwargs(config, COMPRESSED_NAMES))
+        return ops.select_blocks(q, k_cmp, lse, **attention_kwargs(config, SELECTION_NAMES))
 
 
 def selection_error(config: NSAConfig, indices: Tensor, q: Tensor, *compressed: Tensor) -> float:
@@ -130,7 +131,7 @@ def importance_error(config: NSAConfig, indices: Tensor, q_start: Tensor, *tenso
     """How much less important a selected block is than the best that was left out, as a multiple of what rounding may
     exchange; infinity if a forced block is missing or a block is there twice. `tensors`: q, k_cmp, v_cmp."""
     c, (q, k_cmp, v_cmp) = config, (x.double() for x in tensors)
-    blocks: dict[str, Any] = {"block": c.l, "stride": c.d, "q_start": q_start}
+    blocks: dict[str, Any] = {**hyperparameter_kwargs(c, COMPRESSED_NAMES), "q_start": q_start}
     _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **blocks)
     importance = reference.selection_importance(q, k_cmp, lse, select_block=c.l_sel, **blocks)
     own = ((q_start[:, None] + torch.arange(q.shape[1], device=q.device)) // c.l_sel)[:, :, None, None]

@@ -14,8 +14,8 @@ from nsa.backends.triton import combine, selected, selection, tiles, tuning
 from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile
 from nsa.backends.triton.tuning import GpuFamily, Tuned
 from nsa.bench.attention import AttentionShape, Inputs
-from nsa.functional import hyperparameters_of
-from nsa.sequences import Pooling, Saved, Sequences, Upstream, attention_branches
+from nsa.functional import hyperparameter_kwargs, hyperparameters_of
+from nsa.sequences import Pooling, Saved, Sequences, Upstream, attention_branches, hyperparameters
 
 DTYPE = torch.bfloat16
 # Candidate numbers of waves that the key-major kernel splits its work into.
@@ -85,7 +85,7 @@ class Workbench:
         sequences = Sequences(shape.batch, shape.length, self.q.device)
         branches = attention_branches(self.q, None, None, None, *hyperparameters_of(config), scale)
         self.over_blocks, self.selection, self.over_selected, self.over_window = branches
-        pooling = Pooling(sequences, config.l, config.d)
+        pooling = Pooling(sequences, **hyperparameter_kwargs(config, hyperparameters(Pooling)))
         self.k_cmp, self.v_cmp = (backend.compress_mean_forward(x, pooling) for x in (self.k, self.v))
         self.compressed = backend.compressed_forward(self.q, self.k_cmp, self.v_cmp, self.over_blocks)
         self.indices = backend.select_blocks(self.q, self.k_cmp, self.compressed[1], self.selection)

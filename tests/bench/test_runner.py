@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, bench, cli, ops, reference
+from nsa import NSAConfig, bench, cli, functional, ops, reference
 from nsa.bench import attention, gate, peers
 from nsa.bench.attention import AttentionShape, Inputs
 from nsa.bench.runner import Pass, Runner, Task, TaskClock
 from nsa.reference.visibility import sees_selected
 from nsa.results import read_rows
+from nsa.sequences import Compressed, Pooling, Selected, Selection, Sliding, hyperparameters
 
 SHAPE = AttentionShape(1, 300, 4, 2, 8)
 
@@ -79,6 +80,13 @@ def test_too_little_memory_is_no_error() -> None:
 
 # The gate.
 
+STAGES = {
+    "compress_mean": Pooling,
+    "compressed_attention": Compressed,
+    "select_blocks": Selection,
+    "selected_attention": Selected,
+    "sliding_attention": Sliding,
+}
 SMALL = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 32}
 
 
@@ -101,6 +109,27 @@ def test_our_own_results_pass_their_gates() -> None:
     errors = {(task.op, task.impl): task.error() for task in all_tasks()}
     assert len(errors) == 8
     assert all(error <= 1 for error in errors.values()), errors
+
+
+@pytest.mark.usefixtures("small")
+def test_stages_take_the_hyperparameters_of_their_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the branch's fields: here their values are those of other fields of the config."""
+    fields = {"block": "w", "stride": "n_sel", "select_block": "l", "n_select": "d", "window": "n_sel"}
+    monkeypatch.setattr(functional, "PAPER_NAMES", fields)
+    given: dict[str, dict[str, Any]] = {}
+
+    def record(name: str, function: Callable[..., Any]) -> None:
+        def recorded(*args: Any, backend: str, strict: bool = False, **values: Any) -> Any:
+            given[name] = values
+            return function(*args, **values, backend=backend, strict=strict)
+
+        monkeypatch.setattr(ops, name, recorded)
+
+    for name in STAGES:
+        record(name, getattr(ops, name))
+    for each in attention.branch_tasks("attention", "nsa-sdpa", Inputs.of(SHAPE, torch.float32, "cpu", 0.0), SHAPE):
+        next(iter(each.passes())).call()
+    assert given == {name: {x: SMALL[fields.get(x, x)] for x in hyperparameters(kind)} for name, kind in STAGES.items()}
 
 
 @pytest.mark.usefixtures("small")
