@@ -223,6 +223,20 @@ def with_gradients(function: Callable[..., Tensor], inputs: Inputs, case: Case) 
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
+def test_tensors_without_data_give_shapes_and_gradients(kind: str) -> None:
+    case = CASES[kind]
+    arguments = random_inputs(case, torch.float32).map(lambda x: x.to("meta"))
+    q, k, v = (x.requires_grad_() for x in arguments.of("sliding"))
+    gates, position = arguments.gates.requires_grad_(), torch.empty(case.block, case.d_v, device="meta")
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
+    o = all_ops(case, q, k, v, gates, position, cu_seqlens)
+    assert (o.shape, o.device.type) == (arguments.of("compressed")[0].shape[:3] + v.shape[3:], "meta")
+    assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v, gates))] == [q.shape, k.shape, v.shape, gates.shape]
+    with torch.no_grad():
+        assert all_ops(case, q, k, v, gates, position, cu_seqlens).shape == o.shape
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
 def test_all_ops_compile_into_one_graph_that_matches_eager(kind: str) -> None:
     case = CASES[kind]
     inputs = random_inputs(case, torch.float32)
