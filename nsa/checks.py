@@ -32,7 +32,7 @@ def once_per_layout(check: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(check)
     def run(*args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return check(*args)
         # All that a check of shapes, dtypes and devices may depend on.
         key = tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in args)

@@ -48,7 +48,7 @@ def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None
-    if forward_ad._current_level >= 0 or _has_any_global_hook():
+    if forward_ad._current_level >= 0 or _has_any_global_hook() or torch._C._is_tracing():
         return None
     found: list[Tensor] = []
     children: dict[str, nn.Module] = layer.__dict__["_modules"]

@@ -421,6 +421,16 @@ def test_activation_checkpointing_changes_no_bit() -> None:
     assert_same_bits(again, plain)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+def test_a_traced_layer_computes_what_the_layer_does(phi: str) -> None:
+    attn = layer(phi=phi)
+    traced = torch.jit.trace(attn, tokens(37), check_trace=False)
+    x = tokens(37)
+    # A size is a tensor there, and the scale that follows from it in fp32.
+    torch.testing.assert_close(traced(x), attn(x), atol=1e-7, rtol=1e-7)
+
+
 def test_state_dict_round_trip_restores_the_layer() -> None:
     attn = layer()
     file = io.BytesIO()

@@ -113,8 +113,8 @@ class Op(Generic[R]):
 
 def is_plain(x: Any) -> bool:
     """Whether nothing but autograd observes the ops on `x`, which has data."""
-    transformed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return type(x) in PLAIN and not (transformed or x.is_meta or torch.autograd._profiler_enabled())
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    return type(x) in PLAIN and not (modes or x.is_meta or torch._C._is_tracing() or torch.autograd._profiler_enabled())
 
 
 def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
