@@ -27,7 +27,7 @@ from nsa.checks import (
 from nsa.compression import Compression
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.decoding import fused_step
-from nsa.functional import attention_kwargs
+from nsa.functional import attend_normed, attention_kwargs
 from nsa.geometry import compressed_starts, n_compressed, n_compressed_of, query_positions
 from nsa.rope import Angles, Rope
 from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES, SLIDING_NAMES
@@ -223,6 +223,8 @@ class NSAAttention(nn.Module):
         places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_start": q_start}
         if c.force_branch is None or every_branch:
             places["window_start"] = window_start
+            if c.branch_norm:
+                return attend_normed(q, *compressed, *selected, *window, gates, config=c, **places)
             return ops.attention(q, *compressed, *selected, *window, gates, **(places | attention_kwargs(c)))
         nothing = q.new_full((*q.shape[:2], c.n_kv_groups, c.n_sel), -1, dtype=torch.int32)
         if c.force_branch == "win":

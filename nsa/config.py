@@ -31,6 +31,9 @@ PAPER_NAMES = {"block": "l", "stride": "d", "select_block": "l_sel", "n_select":
 # The least value of those that may be 0; of the others it is 1.
 AT_LEAST = {"n_init": 0, "n_local": 0}
 
+# Added to the mean square of a branch's output where that is normalized.
+BRANCH_NORM_EPS = 1e-6
+
 # "auto" and all backends, whether this machine can run them or not.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 
@@ -94,6 +97,8 @@ class NSAConfig:
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     gate_hidden: int | None = None  # None: a quarter of dim
     gate_bias: float = 0.0  # initial bias of the gate's logits
+    # An RMSNorm, without weights, of each head of a branch's output before the gated sum. Branches then run one by one.
+    branch_norm: bool = False
     # For ablations: fix the gate to one branch, or close one branch's gate.
     force_branch: BranchName | None = None
     drop_branch: BranchName | None = None
@@ -112,6 +117,8 @@ class NSAConfig:
         check_backend(self.backend)
         both = self.force_branch is not None and self.drop_branch is not None
         require(not both, "drop_branch", self.drop_branch, f"None with force_branch = {self.force_branch!r}")
+        both = self.force_branch is not None and self.branch_norm
+        require(not both, "branch_norm", self.branch_norm, f"False with force_branch = {self.force_branch!r}")
         finite = isinstance(self.gate_bias, int | float) and abs(self.gate_bias) <= sys.float_info.max
         require(finite and not isinstance(self.gate_bias, bool), "gate_bias", self.gate_bias, "a finite number")
         valid = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)

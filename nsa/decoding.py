@@ -75,6 +75,7 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
     rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
     plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    plain = plain and not layer.config.branch_norm
     fitting = plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
     # The kernels read the weights of phi: neither adapters nor what is offloaded.
     phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)

@@ -44,7 +44,8 @@ FEW_TOKENS = 4096
 def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
     """The layer's parameters in the order of `layer.parameters()`, or None if something but autograd could tell this
     path from a call of the layer's modules. A layer that is partly frozen saves less by its modules."""
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or layer.config.force_branch is not None:
+    c = layer.config
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or c.force_branch is not None or c.branch_norm:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None

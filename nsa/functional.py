@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa import ops
 from nsa.checks import check_queries, once_per_layout
-from nsa.config import PAPER_NAMES, NSAConfig, require
-from nsa.sequences import ATTENTION_NAMES
+from nsa.config import BRANCH_NORM_EPS, PAPER_NAMES, NSAConfig, require
+from nsa.sequences import ATTENTION_NAMES, COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES, SLIDING_NAMES
 
 # The values of all hyperparameters, in the order of the arguments of `nsa::attention`.
 hyperparameters_of: Callable[[NSAConfig], tuple[int, ...]] = attrgetter(
@@ -49,6 +51,8 @@ def nsa_attention(
     """
     check_config(config, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    if config.branch_norm:
+        return attend_normed(*tensors, config=config, cu_seqlens=cu_seqlens)[0]
     o, _ = ops.attention(*tensors, cu_seqlens=cu_seqlens, **attention_kwargs(config))
     return o
 
@@ -56,6 +60,35 @@ def nsa_attention(
 def hyperparameter_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:
     """The values of the hyperparameters `names`, by name."""
     return {name: getattr(config, PAPER_NAMES.get(name, name)) for name in names}
+
+
+def attend_normed(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    q_start: Tensor | None = None,
+    window_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`nsa.ops.attention` where `config.branch_norm` is set: `o [B,S,Hq,Dv]` and the selected blocks. Each branch runs
+    by its own op: no kernel that combines them normalizes."""
+    c = config
+    places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_start": q_start}
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **places, **attention_kwargs(c, COMPRESSED_NAMES))
+    indices = ops.select_blocks(q, k_cmp, lse, **places, **attention_kwargs(c, SELECTION_NAMES))
+    o_sel, _ = ops.selected_attention(q, k_sel, v_sel, indices, **places, **attention_kwargs(c, SELECTED_NAMES))
+    places["q_start"] = window_start
+    o_win, _ = ops.sliding_attention(q, k_win, v_win, **places, **attention_kwargs(c, SLIDING_NAMES))
+    branches = torch.stack([o_cmp, o_sel, o_win], dim=-2)
+    normed = F.rms_norm(branches, branches.shape[-1:], eps=BRANCH_NORM_EPS).to(q.dtype)
+    return (gates[..., None] * normed).sum(dim=-2), indices
 
 
 def attention_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:

@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope_scaled": {"rope_scaling": RopeScaling(factor=4.0, original_max_len=32)},
     "gate_softmax": {"gate": "softmax"},
     "biases_and_norms": {"qkv_bias": True, "qk_norm": True},
+    "branch_norm": {"branch_norm": True},
     "window_of_one": {"w": 1},
     "wide_window": {"w": 64},
     "longer_than_the_cache": {"w": 1000, "l": 128},

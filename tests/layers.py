@@ -42,6 +42,7 @@ VARIANTS = {
     "rope_scaled": {"rope_scaling": SCALING},
     "gate_softmax": {"gate": "softmax"},
     "biases_and_norms": {"qkv_bias": True, "qk_norm": True},
+    "branch_norm": {"branch_norm": True, "gate": "softmax"},
     "odd_widths": {"d_k": 2, "d_v": 3, "gate_hidden": 3, "phi_hidden": 5},
 }
 

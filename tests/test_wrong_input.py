@@ -391,6 +391,7 @@ WRONG_CONFIGS = {
     "an unknown branch": ("force_branch", {"force_branch": "window"}),
     "an unknown branch to drop": ("drop_branch", {"drop_branch": "window"}),
     "a forced branch and a dropped one": ("drop_branch", {"force_branch": "win", "drop_branch": "cmp"}),
+    "a forced branch and norms of all": ("branch_norm", {"force_branch": "win", "branch_norm": True}),
     "a gate_bias that is not finite": ("gate_bias", {"gate_bias": float("inf")}),
     "an unknown compress_rope": ("compress_rope", {"compress_rope": "never"}),
     "a rope_theta of 0": ("rope_theta", {"rope_theta": 0.0}),

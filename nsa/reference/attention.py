@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig
+from nsa.config import BRANCH_NORM_EPS, NSAConfig
 from nsa.reference.selection import select_blocks
 from nsa.reference.visibility import sees_compressed, sees_selected, sees_window
 
@@ -181,4 +181,11 @@ def nsa_attention(
     indices = select_blocks(q, k_cmp, lse, select_block=c.l_sel, **counts, **compression)
     o_sel, _ = selected_attention(q, k_sel, v_sel, indices, select_block=c.l_sel, **varlen)
     o_win, _ = sliding_attention(q, k_win, v_win, window=c.w, **varlen)
+    if c.branch_norm:
+        o_cmp, o_sel, o_win = (normalize(o) for o in (o_cmp, o_sel, o_win))
     return combine(o_cmp, o_sel, o_win, gates)
+
+
+def normalize(o: Tensor) -> Tensor:
+    """`o / rms(o)` over the last dimension; 0 stays 0."""
+    return o / (o.square().mean(dim=-1, keepdim=True) + BRANCH_NORM_EPS).sqrt()

@@ -251,6 +251,17 @@ def test_steps_of_a_layer_equal_the_whole_sequence(changed: dict[str, Any], step
     assert_steps_equal_the_whole(*layers(**changed), steps)
 
 
+def test_steps_with_branch_norms_leave_the_decode_kernels_out() -> None:
+    fused, plain = layers(branch_norm=True, phi="mean", n_heads=2, n_kv_groups=1)
+    x = torch.randn(1, 6, fused.config.dim)
+    with torch.no_grad():
+        cache = fused.new_cache(1, 6)
+        routing.router().counts.clear()
+        y = torch.cat([fused(part.to(DEVICE), cache=cache).cpu() for part in x.split([5, 1], dim=1)], dim=1)
+    assert routing.router().counts.calls["decode", "triton"] == 0
+    torch.testing.assert_close(y.double(), plain(x.double()), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_many_steps_equal_the_whole_sequence() -> None:
     """Past several borders of blocks, windows and rings; single tokens where there is a GPU to take them."""
