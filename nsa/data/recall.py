@@ -1,20 +1,25 @@
 """Synthetic recall: text that states the values of keys, and asks for them later.
 
-    # note kati 583               a value
-    # note bewo kati              a link: bewo has the value of kati
-    # recall bewo kati 583        a question with its answer, every link down to the value
+    # note kazu 883               a value
+    # note bewo kazu              a link: bewo has the value of kazu
+    # recall bewo kazu 883        a question with its answer, every link down to the value
 
 Each step of an answer copies what followed the same key in an earlier line (induction), which is the least that a model
 with two layers learns of attention; what it needs is to attend to that line, however far back. Keys and values are so
 few, and have a space before them wherever they occur, that a BPE trained on this text has a token for each of them: one
-that splits them asks for several tokens to be matched and copied, which is learned later.
+that splits them asks for several tokens to be matched and copied, which is learned later. Keys are no words of Python
+source, so that filler has none.
+
+Recall is learned from near to far. Part of the documents are dense: notes, and questions in the very next lines. In the
+others the distance from a chain's last note to its question is anything up to the document's length, near ones the more
+often. One corpus with both is a curriculum by itself, in any order of the documents: what is near is learned first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -24,12 +29,15 @@ from nsa.data.documents import SKIPPED_FOLDERS
 from nsa.files import replacing
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
-NOTE_KEYS = [first + second for first in SYLLABLES for second in SYLLABLES[::22]]
-NOTE_VALUES = range(350, 600)
-# Characters of text per chain in a training document, at least.
-CHARS_PER_CHAIN = 10
-# Chains of a training document, at most.
-MAX_CHAINS = 124
+NOTE_KEYS = [first + second for first in SYLLABLES for second in ("wo", "zu")]
+NOTE_VALUES = range(800, 900)
+# Chains of a dense document, at most, and characters of filler for each further one of the others.
+DENSE_CHAINS = 8
+CHARS_PER_CHAIN = 40
+# Questions per chain of a dense document, and at most of the others.
+DENSE_QUESTIONS, MAX_QUESTIONS = 3, 2
+# First questions at log-uniform distances.
+NEAR_SHARE = 1 / 3
 # Notes of a chain in a training document, at most; and how many chains have more than one.
 MAX_HOPS = 4
 LINKED_SHARE = 0.25
@@ -71,22 +79,34 @@ def make_chains(rng: Random, hops: Sequence[int]) -> list[Chain]:
 
 
 def recall_document(rng: Random, filler: Sequence[str]) -> str:
-    """A training document: the lines of `filler` with notes between them, and a question somewhere after each chain and
-    again at the end."""
-    room = max(1, sum(len(line) + 1 for line in filler) // CHARS_PER_CHAIN)
-    # As often a few chains as many: log-uniform.
-    count = round(min(room, MAX_CHAINS) ** rng.random())
+    """A training document: the lines of `filler` with notes between them, and questions after each chain.
+
+    The distance of a chain's first question is uniform or log-uniform up to the document's length, that of a second
+    one log-uniform. Without filler the document is dense: all questions follow in the next lines.
+    """
+    ends = list(accumulate(len(line) + 1 for line in filler))
+    length = ends[-1] if ends else 0
+    most = min(DENSE_CHAINS + length // CHARS_PER_CHAIN, len(NOTE_VALUES))
+    count = round(most ** rng.uniform(0.7, 1))
     hops = [rng.randint(2, MAX_HOPS) if rng.random() < LINKED_SHARE else 1 for _ in range(count)]
-    chains = make_chains(rng, hops)
-    placed: list[tuple[float, str]] = []
-    for chain in chains:
-        places = [rng.random() for _ in chain.notes]
-        placed += zip(places, chain.notes, strict=True)
-        placed.append((rng.uniform(max(places), 1), chain.question + chain.answer))
-    lines = [(index / max(1, len(filler)), line) for index, line in enumerate(filler)]
-    body = [line for _, line in sorted(lines + placed, key=lambda entry: entry[0])]
-    asked = rng.sample(chains, len(chains))
-    return "\n".join([*body, *(chain.question + chain.answer for chain in asked)]) + "\n"
+    while sum(hops) > len(NOTE_KEYS):
+        hops.pop()
+    notes: list[tuple[float, str]] = []
+    questions: list[tuple[float, str]] = []
+    for chain in make_chains(rng, hops):
+        near, far = (length + 1) ** rng.random() - 1, length * rng.random()
+        distance = near if rng.random() < NEAR_SHARE else far
+        last = rng.uniform(0, length - distance)
+        final, *others = rng.sample(chain.notes, len(chain.notes))
+        notes += [(last, final), *((rng.uniform(0, last), note) for note in others)]
+        place = last + distance
+        for _ in range(rng.randint(1, MAX_QUESTIONS) if filler else DENSE_QUESTIONS):
+            questions.append((place, chain.question + chain.answer))
+            place += (length - place + 1) ** rng.random() - 1
+    rng.shuffle(questions)
+    # Sorting is stable: in the same place notes come first.
+    placed = sorted([*zip(ends, filler, strict=True), *notes, *questions], key=lambda entry: entry[0])
+    return "\n".join(line for _, line in placed) + "\n"
 
 
 def python_files(folders: Sequence[Path]) -> list[Path]:
@@ -104,7 +124,13 @@ def python_files(folders: Sequence[Path]) -> list[Path]:
 
 
 def mixed_documents(
-    files: Sequence[Path], *, n_chars: int, recall_share: float, recall_chars: tuple[int, int], seed: int
+    files: Sequence[Path],
+    *,
+    n_chars: int,
+    recall_share: float,
+    recall_chars: tuple[int, int],
+    dense_share: float = 0.5,
+    seed: int,
 ) -> Iterator[str]:
     """Source files mixed with recall documents whose filler is from other source files, which are no documents: else
     text for validation would be in the filler of training documents.
@@ -113,9 +139,8 @@ def mixed_documents(
         files: Text files, each used once: as a document, or as filler, which starts over at its end.
         n_chars: Stop after about so many characters, or where no file is left.
         recall_share: Of recall documents, in characters, 0 to 1.
-        recall_chars: Fewest and most characters of filler of a recall document. The density of lengths `n` is
-            proportional to `n ** -1.5`: about half of all filler is in documents above a quarter of the longest,
-            and there are enough short ones, from which recall is learned first.
+        recall_chars: Fewest and most characters of filler of a recall document that is not dense.
+        dense_share: Of recall documents, in characters, those without filler.
         seed: Decides the order of the files and all else.
 
     Raises:
@@ -129,15 +154,18 @@ def mixed_documents(
     order = rng.sample(files, len(files))
     cut = min(len(files), max(1, round(recall_share * len(files)))) if recall_share else 0
     filler, documents = cycled_lines(order[:cut]), iter(order[cut:])
-    done = recalled = 0
+    done = recalled = dense = 0
     while done < n_chars:
         if recalled < recall_share * (done + 1):
-            wanted, lines = (low**-0.5 + rng.random() * (high**-0.5 - low**-0.5)) ** -2, []
-            while wanted > 0:
-                lines.append(next(filler))
-                wanted -= len(lines[-1]) + 1
+            lines: list[str] = []
+            if dense >= dense_share * recalled:
+                wanted = rng.uniform(low, high)
+                while wanted > 0:
+                    lines.append(next(filler))
+                    wanted -= len(lines[-1]) + 1
             text = recall_document(rng, lines)
             recalled += len(text)
+            dense += 0 if lines else len(text)
         else:
             path = next(documents, None)
             if path is None:

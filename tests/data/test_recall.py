@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from nsa.data import DataConfig
 from nsa.data.prepare import prepare
 from nsa.data.recall import (
+    DENSE_QUESTIONS,
     NOTE_KEYS,
     NOTE_VALUES,
     make_chains,
@@ -49,9 +51,40 @@ def check_questions(text: str) -> int:
 def test_every_question_is_answered_by_notes_before_it(seed: int, n_lines: int) -> None:
     filler = [f"x = {index}" for index in range(n_lines)]
     text = recall_document(Random(seed), filler)
-    assert check_questions(text) >= 2
+    assert check_questions(text) >= 1
     assert [line for line in text.splitlines() if not line.startswith("#")] == filler
     assert text == recall_document(Random(seed), filler)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_a_dense_document_asks_for_every_chain_in_the_next_lines(seed: int) -> None:
+    lines = recall_document(Random(seed), []).splitlines()
+    notes = [line for line in lines if NOTE.fullmatch(line)]
+    questions = [line for line in lines if RECALL.fullmatch(line)]
+    assert lines == notes + questions
+    values = [note for note in notes if note.split()[-1].isdigit()]
+    assert len(questions) == DENSE_QUESTIONS * len(values)
+    assert set(map(questions.count, questions)) == {DENSE_QUESTIONS}
+
+
+def distances(text: str) -> list[int]:
+    """Of each question, the lines since its key occurred last."""
+    found, last = [], {}
+    for at, line in enumerate(text.splitlines()):
+        if match := NOTE.fullmatch(line):
+            last[match[1]] = at
+        elif match := RECALL.fullmatch(line):
+            found.append(at - last[match[1]])
+            last[match[1]] = at
+    return found
+
+
+def test_distances_cover_the_document_from_near_to_far() -> None:
+    rng, n_lines = Random(0), 500
+    texts = [recall_document(rng, ["x = 1234567890"] * n_lines) for _ in range(40)]
+    found = [distance / len(text.splitlines()) for text in texts for distance in distances(text)]
+    shares = [sum(low <= d < high for d in found) / len(found) for low, high in pairwise((0, 0.01, 0.1, 0.3, 0.6, 1))]
+    assert all(share > 0.05 for share in shares), shares
 
 
 def test_a_chain_states_and_asks_for_every_link() -> None:
@@ -71,7 +104,7 @@ def test_a_bpe_has_a_token_for_each_key_and_value() -> None:
     assert len(tokenizer.encode(chain.answer)) == 3
 
 
-@pytest.mark.parametrize("hops", [[501], [1] * 251])
+@pytest.mark.parametrize("hops", [[201], [1] * 101])
 def test_more_keys_or_values_than_there_are_are_refused(hops: list[int]) -> None:
     with pytest.raises(ValueError, match="at most"):
         make_chains(Random(0), hops)
