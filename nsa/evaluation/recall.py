@@ -6,6 +6,7 @@ if every token of it is the most likely one after those before it, so one forwar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -61,19 +62,25 @@ class Haystack:
         for text in texts:
             self.tokens += tokenizer.encode(text)
             if len(self.tokens) >= n_tokens:
-                return
+                break
         require(len(self.tokens) > 0, "the haystack", "0 tokens", "text of at least one token")
         # A short text is repeated.
-        self.tokens *= -(-n_tokens // len(self.tokens))
+        self.tokens *= max(1, -(-n_tokens // len(self.tokens)))
+        ends_line = {token: tokenizer.decode([token]).startswith("\n") for token in set(self.tokens)}
+        # Where lines end; a text of one line is cut anywhere.
+        self.ends: Sequence[int] = [at for at, token in enumerate(self.tokens) if ends_line[token]] or range(
+            len(self.tokens)
+        )
 
     def prompt(
         self, rng: Random, notes: Sequence[tuple[float, str]], asked: Chain, length: int
     ) -> tuple[list[int], int]:
-        """A prompt with its answer.
+        """A prompt with its answer: filler with notes between its lines, then the question. The tokens are those of a
+        training document (`nsa.data.recall`).
 
         Args:
             rng: Decides where the filler is from.
-            notes: Lines and where they go, as a fraction of the filler.
+            notes: Lines and where they go, as a fraction of the filler; each follows the line that ends there next.
             asked: The question.
             length: Tokens in all.
 
@@ -84,18 +91,19 @@ class Haystack:
             ValueError: The notes and the question do not fit into `length`.
         """
         encode = self.tokenizer.encode
-        lines = [(place, encode(f"\n{line}\n")) for place, line in sorted(notes)]
+        lines = [(place, encode(f"\n{line}")) for place, line in sorted(notes)]
         question, answer = encode(f"\n{asked.question}"), encode(asked.answer)
         room = length - sum(len(line) for _, line in lines) - len(question) - len(answer)
         require(room >= 0, "length", length, f"at least {length - room} tokens, which the notes and the question take")
-        begin = rng.randrange(len(self.tokens) - room + 1)
-        filler = self.tokens[begin : begin + room]
-        tokens, last = [], 0
+        end = rng.choice(self.ends[bisect_left(self.ends, room) :] or [len(self.tokens)])
+        tokens: list[int] = []
+        last = end - room
         for place, line in lines:
-            cut = round(place * room)
-            tokens += filler[last:cut] + line
+            after = bisect_left(self.ends, end - room + round(place * room))
+            cut = min(end, self.ends[after]) if after < len(self.ends) else end
+            tokens += self.tokens[last:cut] + line
             last = cut
-        return tokens + filler[last:] + question + answer, len(answer)
+        return tokens + self.tokens[last:end] + question + answer, len(answer)
 
 
 def library_texts(seed: int = 0) -> Iterator[str]:

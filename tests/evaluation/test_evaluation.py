@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from itertools import chain, takewhile
 from pathlib import Path
 from random import Random
 
@@ -16,8 +17,8 @@ from training import small_run
 
 from nsa.cli import main
 from nsa.data import DataConfig
-from nsa.data.recall import make_chains
-from nsa.data.tokenizer import ByteTokenizer
+from nsa.data.recall import NOTE_KEYS, NOTE_VALUES, make_chains, mixed_documents, python_files
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from nsa.evaluation import command
 from nsa.evaluation.forward import EvalModel
 from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
@@ -95,8 +96,54 @@ def test_a_needle_lies_at_its_depth(depth: float) -> None:
     key, value = text[note:].splitlines()[0].removeprefix("# note ").split()
     assert text.endswith(f"\n# recall {key} {value}")
     assert n_answer == len(f" {value}")
-    filler = 300 - len(f"\n# note {key} {value}\n") - len(f"\n# recall {key} {value}")
-    assert note == round(depth * filler) + 1
+    filler = 300 - len(f"\n# note {key} {value}") - len(f"\n# recall {key} {value}")
+    # After the line that ends there next; a line has 9 characters.
+    assert 1 <= note - depth * filler < 11
+    assert all(len(line) == 8 for line in text.splitlines()[1:] if not line.startswith("#")), "no line is cut"
+
+
+def test_a_haystack_of_one_line_is_cut_anywhere() -> None:
+    given = Haystack(ByteTokenizer(), iter(["hay " * 50]), 1000)
+    places = [bytes(cell_prompt(given, Cell("needle", 300, depth), 0)[0]).index(b"# note") for depth in (0, 0.5, 1)]
+    assert places[0] == 1
+    assert 120 < places[1] < 150
+    assert places[2] > 250
+
+
+def line_patterns(tokenizer: Tokenizer, tokens: list[int]) -> set[tuple[object, ...]]:
+    """The tokens of each note and question from the line break before it on, with names in place of words."""
+    words = {tokenizer.encode(f" {key}")[0]: "key" for key in NOTE_KEYS}
+    words |= {tokenizer.encode(f" {value}")[0]: "value" for value in NOTE_VALUES}
+    starts = {tuple(tokenizer.encode(f"\n# {kind}")) for kind in ("note", "recall")}
+    found = set()
+    for at in range(len(tokens)):
+        if tuple(tokens[at : at + 3]) in starts:
+            names = takewhile(bool, (words.get(token) for token in tokens[at + 3 :]))
+            found.add((*tokens[at : at + 3], *names))
+    return found
+
+
+def test_prompts_have_the_tokens_of_training_documents() -> None:
+    pytest.importorskip("tokenizers")
+    files = python_files([Path(command.__file__).parents[1]])
+    sizes = {"n_chars": 600_000, "recall_share": 0.6, "recall_chars": (50, 6000)}
+    texts = list(mixed_documents(files, **sizes, seed=0))
+    tokenizer = train_bpe(texts, 2048)
+    trained = [tokenizer.encode(text) for text in texts]
+    seen = set(chain.from_iterable(trained))
+    patterns = set().union(*(line_patterns(tokenizer, tokens) for tokens in trained))
+    given = Haystack(tokenizer, iter(path.read_text() for path in files), 20_000)
+    cells = [Cell("needle", 1000, depth) for depth in (0.0, 0.5, 1.0)]
+    for cell in [*cells, Cell("keys", 2000, 64), *(Cell("hops", 1000, hops) for hops in (1, 2, 3, 4))]:
+        prompt, n_answer = cell_prompt(given, cell, 0)
+        asked = line_patterns(tokenizer, prompt)
+        assert len(asked) >= 2
+        assert asked <= patterns
+        assert set(prompt) <= seen
+        assert n_answer == (cell.value if cell.task == "hops" else 1)
+        # As the whole text would be encoded: nothing shows where it was put together.
+        begin = next(at for at, token in enumerate(prompt) if tokenizer.decode([token]).startswith("\n"))
+        assert tokenizer.encode(tokenizer.decode(prompt[begin:])) == prompt[begin:]
 
 
 def test_keys_and_hops_are_as_many_as_asked() -> None:
