@@ -43,7 +43,10 @@ def adopt(archive: Path, results: Path) -> Path:
         arms = next(Path(folder).glob("*/arms.csv"), None)
         if arms is not None:
             out = results / "study"
-            shutil.copytree(arms.parent, out, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
+            # Of an earlier study nothing stays: its text and its arms may be others.
+            if out.is_dir():
+                shutil.rmtree(out)
+            shutil.copytree(arms.parent, out, ignore=shutil.ignore_patterns(*LEFT_OUT))
             return out
         run = next((path.parent for path in Path(folder).glob(f"*/{METRICS}")), None)
         require(run is not None, "archive", str(archive), "one of benchmarks/study.py, or of a run with its metrics")

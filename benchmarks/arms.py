@@ -10,8 +10,9 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arms of a seed and a learning rate that differ in attention.
-KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
+# The arms that are asked for needles before the extension: of one seed and learning rate, and different in attention.
+KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win", "nsa-gate-bias")
+KINDS += ("nsa-branch-norm",)
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Scale:
     extend_lr: float
     # Of the BPE; 0: bytes.
     vocab: int
-    # Characters of the corpora: for the arms, for the extension; and the share of recall in the first.
+    # Characters of the corpora: for the arms, for each extension.
     chars: int
     long_chars: int
-    recall_share: float
+    # Of recall in corpora of either kind, and of dense documents in that.
+    recall_share: tuple[float, float]
+    dense_share: tuple[float, float]
     # Sequence length and steps of each extension; each starts from the one before.
     extend: dict[int, int]
     # Of needle and recall prompts after the extension, and of needle prompts before it.
@@ -63,8 +66,9 @@ FULL = Scale(
     extend_lr=1e-4,
     vocab=16384,
     chars=120_000_000,
-    long_chars=30_000_000,
-    recall_share=0.2,
+    long_chars=16_000_000,
+    recall_share=(0.6, 0.8),
+    dense_share=(0.5, 0.25),
     extend={32768: 120, 65536: 60},
     lengths=(4096, 8192, 16384, 32768, 65536),
     short_lengths=(1024, 2048, 4096, 8192),
@@ -83,19 +87,19 @@ SCALES = {
     "26m": replace(
         FULL,
         name="26m",
-        batch_size=1,
+        seq_len=2048,
+        batch_size=4,
         steps=3000,
         lr=2e-3,
         other_lr=1e-3,
         extend_lr=4e-4,
         vocab=8192,
         chars=60_000_000,
-        long_chars=26_000_000,
-        recall_share=0.6,
-        extend={32768: 100, 65536: 60},
+        extend={8192: 600, 32768: 200, 65536: 80},
+        short_lengths=(512, 1024, 2048),
         round_to=32,
         slots=4,
-        warm_s=85.0,
+        warm_s=90.0,
         sets={
             "model.n_layers": 6,
             "model.hidden": 1408,
@@ -118,7 +122,8 @@ SCALES = {
         vocab=0,
         chars=200_000,
         long_chars=100_000,
-        recall_share=0.3,
+        recall_share=(0.6, 0.8),
+        dense_share=(0.5, 0.25),
         extend={256: 2, 512: 2},
         lengths=(256, 384),
         short_lengths=(128,),
@@ -162,6 +167,7 @@ def make_arms(scale: Scale) -> list[Arm]:
         "sliding": {"model.attention": "sliding", "model.window": base.attn.w, **equal_parameters},
         **{f"nsa-no-{branch}": {"model.attn.drop_branch": branch} for branch in ("cmp", "sel", "win")},
         "nsa-gate-bias": {"model.attn.gate_bias": 2.0},
+        "nsa-branch-norm": {"model.attn.branch_norm": True},
         "nsa-gate-softmax": {"model.attn.gate": "softmax"},
         "nsa-gate-no-decay": {"gate_decay": False},
         "nsa-lr": {"lr": scale.other_lr},
@@ -205,7 +211,8 @@ def extensions(scale: Scale, arm: Arm) -> list[Arm]:
     made, start = [], arm.name
     for seq_len, steps in scale.extend.items():
         name = extended_name(arm.name, seq_len)
-        made.append(Arm(name, {**arm.sets, "lr": scale.extend_lr}, steps, seq_len, 1, data="long", start=start))
+        data = extended_name("long", seq_len)
+        made.append(Arm(name, {**arm.sets, "lr": scale.extend_lr}, steps, seq_len, 1, data=data, start=start))
         start = name
     return made
 

@@ -75,8 +75,6 @@ PACKED = (CONFIG, METRICS, REPORT)
 GRACE_S = 60
 # Seconds that no arm takes less than, for the first one.
 LEAST_S = 20
-# Characters of filler of the shortest recall documents.
-SHORTEST = 50
 # Steps before a measurement, which compile and capture CUDA graphs, and the seconds that it takes at least.
 WARM_STEPS, TIMED_S = 6, 0.5
 # Seconds after which a measurement is given up.
@@ -240,28 +238,19 @@ class Study:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def data(self) -> None:
-        """Two corpora with one tokenizer: Python source with recall, and longer documents for the extension."""
-        s = self.scale
-        # Characters per token of a BPE; bytes have one.
-        width = 3 if s.vocab else 1
-        sizes = {"base": (s.chars, s.recall_share, s.seq_len), "long": (s.long_chars, 0.5, max(s.extend))}
-        bpe = ["--train-bpe", str(s.vocab)] if s.vocab else []
-        tokenizers = {"base": bpe, "long": ["--tokenizer", "base"]}
-        missing = [name for name in sizes if not (self.work / name / "manifest.json").is_file()]
+        """Corpora with one tokenizer: Python source with recall, of documents as long as each sequence length asks."""
+        bpe = ["--train-bpe", str(self.scale.vocab)] if self.scale.vocab else []
+        options = corpus_options(self.scale)
+        missing = [name for name in options if not (self.work / name / "manifest.json").is_file()]
         if not missing or self.left < LEAST_S:
             self.queue.left_out |= dict.fromkeys([f"data {name}" for name in missing], "the time is up")
             return
         files, jobs = python_files(python_folders()), []
-        for seed, (name, (n_chars, share, length)) in enumerate(sizes.items()):
-            if name not in missing:
-                continue
-            longest = width * length * 3 // 4
-            recall_chars = (min(SHORTEST, longest), longest)
-            texts = mixed_documents(files, n_chars=n_chars, recall_share=share, recall_chars=recall_chars, seed=seed)
-            write_corpus(self.work / f"{name}.jsonl", texts)
+        for name in missing:
+            write_corpus(self.work / f"{name}.jsonl", mixed_documents(files, **options[name]))
             words = ["data", "prepare", "--source", "jsonl", "--path", f"{name}.jsonl", "--out", name]
-            after = ("data base",) if name == "long" else ()
-            jobs.append(Job(f"data {name}", partial(list, [*words, *tokenizers[name]]), after=after))
+            tokenizer, after = (bpe, ()) if name == "base" else (["--tokenizer", "base"], ("data base",))
+            jobs.append(Job(f"data {name}", partial(list, [*words, *tokenizer]), after=after))
         self.queue.run(jobs)
 
     def record_of(self, arm: Arm) -> Path:
@@ -270,9 +259,11 @@ class Study:
     def train_job(self, arm: Arm) -> Job | None:
         """The training of an arm; None where it is recorded."""
         if self.record_of(arm).is_file():
-            steps = json.loads(self.record_of(arm).read_text())["steps"]
-            accepted = f"{steps}, as in {self.record_of(arm)}, or another --out and --work"
-            require(steps == arm.steps, f"the steps of {arm.name}", arm.steps, accepted)
+            command = shlex.join(["nsa", *self.train_command(arm)])
+            recorded = json.loads(self.record_of(arm).read_text())["command"]
+            accepted = f"{recorded!r}, as in {self.record_of(arm)}, or another --out and --work"
+            # With no time left there is only a report, of whatever is recorded.
+            require(command == recorded or self.left <= 0, f"the command of {arm.name}", command, accepted)
             return None
         after = () if arm.start is None else (arm.start,)
         began: list[float] = []
@@ -429,6 +420,24 @@ class Study:
                     archive.add(found, Path(self.out.name, found.relative_to(self.work)))
 
 
+def corpus_options(scale: Scale) -> dict[str, dict[str, Any]]:
+    """The arguments of `mixed_documents`, by the name of the corpus."""
+    lengths = {"base": scale.seq_len, **{extended_name("long", length): length for length in scale.extend}}
+    made = {}
+    for seed, (name, length) in enumerate(lengths.items()):
+        longer = int(name != "base")
+        # Up to the window or longer: a BPE has between 3 and 4 characters per token, bytes have one.
+        longest = (4 if scale.vocab else 1) * length
+        made[name] = {
+            "n_chars": (scale.chars, scale.long_chars)[longer],
+            "recall_share": scale.recall_share[longer],
+            "recall_chars": (longest // 4, longest),
+            "dense_share": scale.dense_share[longer],
+            "seed": seed,
+        }
+    return made
+
+
 def python_folders() -> list[Path]:
     """Where this machine has Python source: the standard library and the installed packages."""
     roots = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
@@ -502,7 +511,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", metavar="ARM", help="only compile and measure a step; what the study calls")
     parser.add_argument("--steps", type=int, help="of each arm (default: the scale's)")
     parser.add_argument("--work", type=Path, default=Path("runs/study"), help="data and runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/study"), help="results")
+    parser.add_argument("--out", type=Path, default=Path("runs/study-results"), help="results")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="an archive of results, logs and metrics to write")
     args = parser.parse_args(argv)
     scale = SCALES[args.scale]

@@ -70,6 +70,9 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
     for folder in (results, page.parent):
         folder.mkdir(parents=True)
     page.write_text("# Evaluation\n\nText.\n")
+    earlier = results / "study" / "arms" / "sliding.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     for _ in range(2):
         assert adopt.main([str(study_archive), str(run_archive)], tmp_path) == 0
         heading, text, *tables = page.read_text().split("\n\n")
@@ -82,6 +85,7 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
         assert needles[2:] == ["| `nsa-64k` | needle | 75% |"]
         assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
     assert not (results / "study" / "logs").exists()
+    assert not earlier.exists()
 
 
 def test_another_archive_is_refused(adopt: ModuleType, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from nsa.cli import main as run_nsa
+from nsa.data.recall import mixed_documents, python_files
+from nsa.data.tokenizer import train_bpe
 from nsa.model import LM
 from nsa.train.config import load_config
 
@@ -63,7 +65,28 @@ def test_the_arms_are_those_that_the_issue_asks_for(study: ModuleType) -> None:
         "sel",
         "win",
     }
-    assert {"nsa-gate-bias", "nsa-gate-softmax", "nsa-gate-no-decay", "nsa-lr", "nsa-seed", "sliding"} <= set(arms)
+    assert {
+        "nsa-gate-bias",
+        "nsa-gate-softmax",
+        "nsa-gate-no-decay",
+        "nsa-branch-norm",
+        "nsa-lr",
+        "nsa-seed",
+        "sliding",
+    } <= set(arms)
+
+
+def test_three_percent_of_all_tokens_are_answers(study: ModuleType) -> None:
+    pytest.importorskip("tokenizers")
+    files = python_files([FOLDER.parent / "nsa"])
+    options = study.corpus_options(study.SCALES["26m"])
+    corpora = {name: list(mixed_documents(files, **given | {"n_chars": 10**6})) for name, given in options.items()}
+    tokenizer = train_bpe(corpora["base"], 4096)
+    for texts in corpora.values():
+        lines = [line.split() for text in texts for line in text.splitlines() if line.startswith("# recall ")]
+        # All but the mark, the word and the key that is asked for.
+        answers = sum(len(words) - 3 for words in lines)
+        assert answers > 0.03 * sum(len(tokenizer.encode(text)) for text in texts)
 
 
 def test_a_curve_counts_training_alone(study: ModuleType) -> None:
@@ -99,7 +122,7 @@ def test_arms_that_differ_in_no_kernel_are_measured_once(study: ModuleType) -> N
     for name in ("nsa-lr", "nsa-seed", "nsa-gate-bias", "nsa-gate-no-decay"):
         assert arms[name] == arms["nsa"]
     assert arms["dense-flops"] == arms["dense"]
-    assert len(set(arms.values())) == 7
+    assert len(set(arms.values())) == 8
 
 
 def new_queue(study: ModuleType, folder: Path, seconds: float = 30.0, slots: int = 2) -> Any:
@@ -175,9 +198,9 @@ def test_the_maps_come_before_what_they_do_not_need(
     monkeypatch.setattr(study.Queue, "run", lambda self, jobs: queued.extend(job.name for job in jobs))
     scale = study.SCALES["26m"]
     study.Study(scale, tmp_path, tmp_path, 1).run(study.make_arms(scale), ["nsa", "dense"])
-    extended = [f"{arm}-{length}k" for length in (32, 64) for arm in ("nsa", "dense")]
+    extended = [f"{arm}-{length}k" for length in (8, 32, 64) for arm in ("nsa", "dense")]
     maps = [f"eval {task} of nsa-64k-dense-64k" for task in ("needle", "recall")]
-    assert queued[:8] == ["nsa", "dense", *extended, *maps]
+    assert queued[:10] == ["nsa", "dense", *extended, *maps]
     assert len(queued) == len(set(queued)) == len(study.make_arms(scale)) + len(extended) + 4
 
 
@@ -192,7 +215,7 @@ def test_it_runs_end_to_end_and_only_once(
     trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel"]
     evaluated = ["eval needle", "eval recall", "eval loss"]
     trains = [f"train runs/{name}" for name in trained]
-    assert commands == ["data prepare"] * 2 + trains[:-1] + evaluated + trains[-1:] + ["eval needle"]
+    assert commands == ["data prepare"] * 3 + trains[:-1] + evaluated + trains[-1:] + ["eval needle"]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last["done"]) == sorted(trained)
     assert last["left"] == {}
@@ -220,7 +243,7 @@ def test_it_runs_end_to_end_and_only_once(
     commands.clear()
     assert study.main(words) == 0
     assert commands == []
-    with pytest.raises(ValueError, match="steps of nsa is 5"):
+    with pytest.raises(ValueError, match="--steps 5"):
         study.main([*words, "--steps", "5"])
 
 
