@@ -208,14 +208,15 @@ def test_the_maps_come_before_what_they_do_not_need(
 def test_it_runs_end_to_end_and_only_once(
     study: ModuleType, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--scale", "tiny", "--minutes", "30", "--arms", "nsa", "nsa-no-sel", "dense", "--extend", "nsa", "dense"]
+    chosen = ["nsa", "nsa-no-sel", "nsa-branch-norm", "dense"]
+    words = ["--scale", "tiny", "--minutes", "30", "--arms", *chosen, "--extend", "nsa", "dense"]
     words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     packed = tmp_path / "packed" / "study.tar.gz"
     assert study.main([*words, "--pack", str(packed)]) == 0
-    trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel"]
+    trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel", "nsa-branch-norm"]
     evaluated = ["eval needle", "eval recall", "eval loss"]
     trains = [f"train runs/{name}" for name in trained]
-    assert commands == ["data prepare"] * 3 + trains[:-1] + evaluated + trains[-1:] + ["eval needle"]
+    assert commands == ["data prepare"] * 3 + trains[:-2] + evaluated + trains[-2:] + ["eval needle"]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last["done"]) == sorted(trained)
     assert last["left"] == {}
@@ -230,6 +231,8 @@ def test_it_runs_end_to_end_and_only_once(
     assert [float(row["sel"]) for row in gates] == [0.0]
     for name in ("needle", "recall", "loss"):
         assert {row["run"] for row in csv.DictReader((out / f"{name}.csv").open())} <= set(trained)
+    before = list(csv.DictReader((out / "arms-needle" / "needle.csv").open()))
+    assert {row["run"] for row in before} == set(chosen)
     for path in (out.rglob("*.json"), out.rglob("*.csv")):
         assert not any(str(tmp_path) in file.read_text() for file in path)
     assert (out / "curves.png").is_file()
