@@ -27,13 +27,14 @@ def compiled(attn: NSAAttention, backend: str = "aot_eager") -> Callable[..., Te
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("branch_norm", [False, True], ids=["fused", "branch norms"])
 @pytest.mark.parametrize("batch", ["plain", "packed", "padded"])
-def test_compiled_layer_equals_eager(batch: str) -> None:
+def test_compiled_layer_equals_eager(batch: str, branch_norm: bool) -> None:
     """In one graph; outputs and all gradients."""
     mask = torch.ones(2, 37, dtype=torch.bool)
     mask[0, :9] = False
     kwargs = {"plain": {}, "packed": {"cu_seqlens": offsets((20, 1, 16))}, "padded": {"attention_mask": mask}}[batch]
-    attn = layer()
+    attn = layer(branch_norm=branch_norm)
     x = tokens(37, batch=1 if batch == "packed" else 2)
     run = compiled(attn)
     got = with_gradients(attn, lambda x: run(x, **kwargs), x)
