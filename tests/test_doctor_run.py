@@ -19,7 +19,7 @@ from nsa import cli, doctor, settings
 from nsa.backends import reference, sdpa
 from nsa.backends.routing import Router
 from nsa.settings import Settings
-from nsa.train import preflight
+from nsa.train import plan, preflight
 from nsa.train.config import load_config
 
 
@@ -155,7 +155,7 @@ def test_anomaly_mode_is_not_ready_for_a_run(
 @pytest.mark.parametrize(("seconds", "slow"), [(0.2, False), (2.0, True)])
 def test_a_step_on_a_gpu_is_compared_with_the_plan(seconds: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(ROW, impl="nsa-triton-graphs", tokens_per_s=100_000.0)
-    monkeypatch.setattr(preflight, "measurements", lambda folder: [row])
+    monkeypatch.setattr(plan, "measurements", lambda folder: [row])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(preflight, "try_step", lambda config, device: seconds)

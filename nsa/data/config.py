@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from nsa.config import check_fields, require
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 OnStall = Literal["synthetic", "retry", "abort"]
 Split = Literal["train", "valid"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 # By name: what the source reads, and whether it needs `path`.
 SOURCES = {

@@ -14,13 +14,13 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.config import IGNORED, require, require_int, require_positive_int
-from nsa.data.config import Batch, DataConfig, Split
+from nsa.data.config import SPLITS, Batch, DataConfig, Split
 from nsa.data.documents import open_documents
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
 from nsa.data.prefetch import Late, Prefetcher
@@ -295,7 +295,7 @@ def open_loader(
     Raises:
         ValueError: an argument is out of range, or the data or its tokenizer cannot be used.
     """
-    require(split in get_args(Split), "split", split, f"one of {get_args(Split)}")
+    require(split in SPLITS, "split", split, f"one of {SPLITS}")
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("world_size", world_size)):
         require_positive_int(name, value)
     require_int("seed", seed, at_least=0)

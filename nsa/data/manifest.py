@@ -12,10 +12,10 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from nsa.config import require
-from nsa.data.config import Split
+from nsa.data.config import SPLITS, Split
 from nsa.files import parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
@@ -25,7 +25,7 @@ SUFFIX = ".tokens"
 # Enough for 500,000 files.
 MAX_MANIFEST_BYTES = 2**26
 
-FILE_NAME = re.compile(rf"({'|'.join(get_args(Split))})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
+FILE_NAME = re.compile(rf"({'|'.join(SPLITS)})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -72,7 +72,7 @@ class Manifest(NamedTuple):
         for name in self.files:
             known = FILE_NAME.fullmatch(name) is not None
             check_entry(path, "a file's name", name, known, f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like")
-        for split in get_args(Split):
+        for split in SPLITS:
             numbers = [int(name.removeprefix(f"{split}-").removesuffix(SUFFIX)) for name in self.of(split)]
             missing = sorted(set(range(len(numbers) or 1)) - set(numbers))
             check_entry(path, f"the numbers of its {split} files", numbers, not missing, f"{missing[:1]} among them")

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import get_args
 
 from nsa.config import require, require_positive_int
-from nsa.data.config import DataConfig, Split
+from nsa.data.config import SPLITS, DataConfig, Split
 from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, open_documents, stop
 from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
@@ -28,9 +27,6 @@ from nsa.progress import LINE_EVERY_S, progress
 
 # Characters of the training documents that a BPE is trained on: more does not improve it.
 BPE_CHARACTERS = 100_000_000
-
-
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 # The documents that `--on-bad skip` skipped, one JSON object per line.
 SKIPPED_FILE = "skipped.jsonl"

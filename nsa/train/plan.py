@@ -16,10 +16,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -40,33 +40,25 @@ from nsa.settings import nearest
 from nsa.train.config import TrainConfig, load_config, parse_set
 
 GIB = 2**30
-
 # The fraction of the peak where nothing similar was measured; the 125M model reaches 0.25 on the H200.
 ASSUMED_FRACTION = 0.2
 # The reference builds whole score matrices in fp32; its training speed has not been measured.
 REFERENCE_FRACTION = 0.005
-
 # Kernels of a layer, forward and backward, and the seconds that each takes at the least: they bound short batches.
-LAYER_KERNELS = 60
-KERNEL_S = 5e-6
-
+LAYER_KERNELS, KERNEL_S = 60, 5e-6
 # A rate is scaled to a model with up to this many times the FLOPs of the measured one, or as many times fewer.
 NEAR = 4.0
-
 # Suffixes of a measurement's name: each mode includes the one before it; activation checkpointing comes before them.
-MODES = ("", "-compiled", "-graphs")
-GC = "-gc"
-
+MODES, GC = ("", "-compiled", "-graphs"), "-gc"
 # A run that needs this many times a GPU's memory is a mistake.
 ABSURD = 1000
-
 # The CUDA context, the libraries and fragmentation.
 RESERVED_GIB = 2.0
-
 # Chunks that are tokenized to estimate how many tokens a corpus has.
 SAMPLED_CHUNKS = 16
-
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+Basis = Literal["measured", "scaled", "assumed", "estimated"]
 
 
 @dataclass(frozen=True)
@@ -81,21 +73,16 @@ class RunMemory:
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.loss
+        return sum(astuple(self))
 
 
-Basis = Literal["measured", "scaled", "assumed", "estimated"]
-
-
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """FLOP/s of the model on one GPU, and where that number comes from."""
 
     flops: float
     source: str
     basis: Basis
-    # Whether the recomputation of activation checkpointing is part of it.
-    gc: bool = False
+    gc: bool = False  # whether the recomputation of activation checkpointing is part of it
 
 
 @dataclass(frozen=True)
@@ -129,31 +116,24 @@ def plan_run(
     rows: Iterable[Row] = (),
     parity: bool = False,
 ) -> RunPlan:
-    """Plan a run.
+    """Plan a run on so many GPUs of a kind in `GPUS`, from measured `rows`; a `price` is of one GPU per hour.
 
-    Args:
-        config: the run.
-        gpu: the kind of GPU, one of `GPUS`.
-        gpus: how many of them.
-        price: of one GPU per hour.
-        rows: measurements of training steps.
-        parity: NSA_FORCE_PARITY is on.
-
-    Raises:
-        ValueError: an unknown GPU, a run in fp32, or one that needs an absurd amount of memory.
+    `parity`: NSA_FORCE_PARITY is on. An unknown GPU, a run in fp32 and an absurd amount of memory are a ValueError.
     """
     require_positive_int("gpus", gpus)
     if price is not None:
         require_positive_number("price", price)
-    name = known_gpu(gpu)
+    name = next((known for known in GPUS if known.lower() == gpu.lower()), None)
+    if name is None:
+        raise ValueError(f"gpu is {gpu!r}; accepted: one of {sorted(GPUS)}; the nearest is {nearest(gpu, GPUS)}")
     require(config.dtype != "float32", "dtype", config.dtype, "'bfloat16' or 'float16', whose peaks are known")
     # Before the whole model is built for its FLOPs: it may have a billion layers.
     memory = estimate_memory(config, gpus)
-    gib, limit = memory.total / GIB, ABSURD * GPUS[name].memory_gib
-    require(gib <= limit, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
+    gib, here = memory.total / GIB, GPUS[name].memory_gib
+    require(gib <= ABSURD * here, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
     # Several ranks turn graphs off.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
-    rate = rate_of(name, config, list(rows), mode, parity=parity)
+    rate = rate_of(name, config, rows, mode, parity=parity)
     # A recomputed forward is no part of the model's FLOPs.
     recomputed = config.gc and not rate.gc
     work = flops_of(config.model, config.model.seq_len) * (4 / 3 if recomputed else 1)
@@ -162,14 +142,13 @@ def plan_run(
     if rate.basis != "measured":
         batch += launch_s(config.model)
         source = f"estimate: {rate.source}, plus {launch_s(config.model) * 1e3:.2g} ms of launches"
+    source = f"{source}; a third more FLOPs for gc" if recomputed else source
     step = config.accum * batch
     tokens = gpus * config.accum * config.tokens_per_batch
     total = step * config.steps
-    fits = gib + RESERVED_GIB <= GPUS[name].memory_gib
     cost = None if price is None else total / 3600 * price * gpus
-    source = f"{source}; a third more FLOPs for gc" if recomputed else source
-    times = (tokens / step, step, total, cost)
-    return RunPlan(name, gpus, memory, GPUS[name].memory_gib, fits, tokens, *times, rate.basis, source)
+    fits, times = gib + RESERVED_GIB <= here, (tokens / step, step, total, cost)
+    return RunPlan(name, gpus, memory, here, fits, tokens, *times, rate.basis, source)
 
 
 def launch_s(config: LMConfig) -> float:
@@ -177,27 +156,18 @@ def launch_s(config: LMConfig) -> float:
     return config.n_layers * LAYER_KERNELS * KERNEL_S
 
 
-def known_gpu(name: str) -> str:
-    found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
-    if found is None:
-        near = nearest(name, GPUS)
-        raise ValueError(f"gpu is {name!r}; accepted: one of {sorted(GPUS)}; the nearest is {near}")
-    return found
-
-
 # Memory.
 
 
-def memory_of(model: LM, config: TrainConfig, gpus: int) -> RunMemory:
+def estimate_memory(config: TrainConfig, gpus: int) -> RunMemory:
     """fp32 parameters and gradients, AdamW's two fp32 moments, and the activations saved for the backward."""
-    count = sum(model.parameter_counts().values())
-    held = count / gpus if config.parallel == "fsdp" else float(count)
-    width = DTYPES[config.dtype].itemsize
-    tokens = config.tokens_per_batch
-    c = config.model
-    layers = [activation_bytes(c, kind, width) for kind in c.kinds]
-    # With checkpointing every layer's input, and all of the layer that is being recomputed.
-    saved = 4.0 * c.attn.dim * len(layers) + max(layers) if config.gc else sum(layers)
+    c, tokens, width = config.model, config.tokens_per_batch, DTYPES[config.dtype].itemsize
+    held = parameter_count(c) / (gpus if config.parallel == "fsdp" else 1)
+    layers = {kind: activation_bytes(c, kind, width) for kind in layers_by_kind(c)}
+    saved = sum(n * layers[kind] for kind, n in layers_by_kind(c).items())
+    if config.gc:
+        # Every layer's input, and all of the layer that is being recomputed.
+        saved = 4.0 * c.attn.dim * c.n_layers + max(layers.values())
     # Rows of logits in fp32 and cast; the embedding table cast, and its gradient in fp32.
     rows = min(CHUNK_ROWS, tokens) * c.vocab_size * (4 + width)
     table = c.vocab_size * c.attn.dim * (4 + width)
@@ -206,28 +176,24 @@ def memory_of(model: LM, config: TrainConfig, gpus: int) -> RunMemory:
     return RunMemory(held * (4 + width), held * 4, held * 8, tokens * saved, loss)
 
 
-def estimate_memory(config: TrainConfig, gpus: int) -> RunMemory:
-    """`memory_of` without building all layers, of which each kind adds the same; a ValueError where a tensor would have
-    more elements than 64 bits can count."""
-    c = config.model
-    layers = {c.attention: c.n_layers} if isinstance(c.attention, str) else Counter(c.attention)
+def layers_by_kind(c: LMConfig) -> dict[AttentionKind, int]:
+    return {c.attention: c.n_layers} if isinstance(c.attention, str) else Counter(c.attention)
 
-    def parts(kind: AttentionKind, n_layers: int) -> dict[str, float]:
-        model = replace(c.with_backend("auto"), n_layers=n_layers, attention=kind)
+
+def parameter_count(c: LMConfig) -> int:
+    """From models of one layer, because there may be a billion; a ValueError where 64 bits cannot count a tensor."""
+    of_layer: dict[str, int] = {}
+    for kind in layers_by_kind(c):
         try:
             with torch.device("meta"):
-                return asdict(memory_of(LM(model), replace(config, model=model), gpus))
+                model = LM(replace(c.with_backend("auto"), n_layers=1, attention=kind))
         except (RuntimeError, TypeError, OverflowError) as error:
             sizes = f"vocab_size = {c.vocab_size}, hidden = {c.hidden}, attn.dim = {c.attn.dim}"
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the sizes of the model are too large for a tensor ({sizes}): {reason}") from None
-
-    ones, twos = ({kind: parts(kind, n) for kind in layers} for n in (1, 2))
-    total = {}
-    for name in next(iter(ones.values())):
-        rest = max(2 * ones[kind][name] - twos[kind][name] for kind in layers)
-        total[name] = rest + sum(n * (twos[kind][name] - ones[kind][name]) for kind, n in layers.items())
-    return RunMemory(**total)
+        of_layer[kind] = sum(p.numel() for p in model.blocks[0].parameters())
+        rest = sum(p.numel() for p in model.parameters()) - of_layer[kind]
+    return rest + sum(n * of_layer[kind] for kind, n in layers_by_kind(c).items())
 
 
 def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
@@ -259,16 +225,14 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
 # Speed.
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A row of training, with its name (`nsa-triton-gc-graphs`) taken apart."""
 
     row: Row
     model: LMConfig
     backend: str
     gc: bool
-    # Index into MODES.
-    mode: int
+    mode: int  # index into MODES
     tokens_per_s: float
     peak_flops: float
 
@@ -293,6 +257,17 @@ class Measured:
     def flops(self) -> float:
         return flops_of(self.model, self.row.S) * self.tokens_per_s
 
+    def distance(self, config: TrainConfig, mode: int) -> tuple[bool, float, int, float]:
+        """From a run: in recomputation, in length and in tokens of a batch, in mode; then the fastest."""
+        length, tokens = self.row.S / config.model.seq_len, self.row.B * self.row.S / config.tokens_per_batch
+        apart = abs(math.log(length)) + abs(math.log(tokens))
+        return self.gc != config.gc, apart, mode - self.mode, -self.tokens_per_s
+
+    def is_of_run(self, config: TrainConfig, mode: int) -> bool:
+        sizes = (config.model.seq_len, config.batch_size, config.dtype, mode, config.gc, config.data.pack)
+        same = (self.row.S, self.row.B, self.row.dtype, self.mode, self.gc, False) == sizes
+        return same and model_without_length(self.model) == model_without_length(config.model)
+
     def __str__(self) -> str:
         row = self.row
         peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
@@ -300,11 +275,8 @@ class Measured:
         return f"{row.impl}, B {row.B}, S {row.S}, {rate}{peak}"
 
 
-def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity: bool = False) -> Rate:
-    """From the rows of this GPU, else from the fraction of the peak reached on another one, else an assumed fraction.
-
-    `mode`: the run's index into MODES.
-    """
+def rate_of(gpu: str, config: TrainConfig, rows: Iterable[Row], mode: int, *, parity: bool) -> Rate:
+    """From the rows of this GPU, else the fraction of the peak reached on another one, else an assumed fraction."""
     model = config.model
     kinds = sorted(set(model.kinds))
     # Dense attention is torch's own, whatever the backend.
@@ -326,41 +298,21 @@ def rate_of(gpu: str, config: TrainConfig, rows: list[Row], mode: int, *, parity
     if not near:
         return estimate(f"no model of similar size was measured, up to {NEAR:g} times the FLOPs or as many times fewer")
     here = [m for m in near if gpu in m.row.gpu]
-    backend = fastest_backend(here or near, model.seq_len) if wanted == "auto" else wanted
+    backend = wanted
+    if wanted == "auto":
+        # What it selects at the nearest measured length.
+        backend = min(here or near, key=lambda m: (abs(math.log(m.row.S / model.seq_len)), -m.tokens_per_s)).backend
     usable = [m for m in here or near if m.backend == backend and m.mode <= mode and m.gc <= config.gc]
-    best = min(usable, key=lambda m: distance(m, config, mode), default=None)
+    best = min(usable, key=lambda m: m.distance(config, mode), default=None)
     if best is None:
         how = ("uncompiled", "without CUDA graphs", "at all")[mode]
         return estimate(f"no model of similar size was measured with backend {wanted} {how}")
     if not here:
         reached = best.flops / best.peak_flops
         return Rate(reached * GPUS[gpu].flops, f"{reached:.1%} of the peak, as {best}", "assumed", best.gc)
-    if is_of_run(best, config, mode):
+    if best.is_of_run(config, mode):
         return Rate(best.flops, str(best), "measured", best.gc)
     return Rate(best.flops, f"scaled by FLOPs from {best}", "scaled", best.gc)
-
-
-def is_of_run(measured: Measured, config: TrainConfig, mode: int) -> bool:
-    """Whether the measurement is of exactly this run."""
-    row = measured.row
-    return (
-        (row.S, row.B, row.dtype) == (config.model.seq_len, config.batch_size, config.dtype)
-        and (measured.mode, measured.gc, config.data.pack) == (mode, config.gc, False)
-        and model_without_length(measured.model) == model_without_length(config.model)
-    )
-
-
-def fastest_backend(found: list[Measured], length: int) -> str:
-    """What `auto` selects at the nearest measured length."""
-    return min(found, key=lambda m: (abs(math.log(m.row.S / length)), -m.tokens_per_s)).backend
-
-
-def distance(measured: Measured, config: TrainConfig, mode: int) -> tuple[bool, float, int, float]:
-    """How far a row is from a run: in recomputation, in length and in tokens of a batch, in mode; then the fastest."""
-    row, c = measured.row, config
-    length, tokens = row.S / c.model.seq_len, row.B * row.S / c.tokens_per_batch
-    apart = abs(math.log(length)) + abs(math.log(tokens))
-    return measured.gc != c.gc, apart, mode - measured.mode, -measured.tokens_per_s
 
 
 @cache
@@ -381,27 +333,26 @@ def measurements(folder: Path) -> list[Row]:
     return [row for path in sorted(folder.glob("*/train.csv")) for row in read_rows(path)]
 
 
+def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
+    """The plan for the GPU of this machine; None on a CPU, for a GPU whose peak is not known, or in fp32."""
+    if not config.device.startswith("cuda") or config.dtype == "float32":
+        return None
+    gpu = gpu_kind(torch.cuda.get_device_name(config.device))
+    if gpu is None:
+        return None
+    return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
+
+
 # Data.
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """`tokens`: of one pass, approximately; None for a stream or synthetic data, which have no end."""
-
+class Corpus(NamedTuple):
     name: str
-    tokenizer: str
-    vocab_size: int
-    tokens: float | None
+    tokenizer: Tokenizer
+    tokens: float | None  # of one pass, approximately; None for a stream or synthetic data, which have no end
 
     def passes(self, tokens: float) -> float | None:
         return tokens / self.tokens if self.tokens else None
-
-    def describe(self, tokens: float, vocab_size: int) -> list[str]:
-        """Lines for a run of so many `tokens` and a model with this `vocab_size`."""
-        passes, unused = self.passes(tokens), vocab_size - self.vocab_size
-        over = "" if passes is None else f", {passes:,.{0 if passes >= 10 else 2}f} passes over it"
-        rows = f"{self.vocab_size:,} of the vocabulary's {vocab_size:,} rows: {unused:,} are unused"
-        return [f"data: {self.name}{over}", *([f"the tokenizer {self.tokenizer} uses {rows}"] if unused > 0 else [])]
 
 
 def find_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
@@ -412,7 +363,7 @@ def find_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
         tokens = float(sum(shard.header.tokens for shard in pools.shards))
     elif isinstance(pools, TextPools) and isinstance(pools.documents, IndexedDocuments):
         tokens = count_tokens(pools.documents, pools.tokenizer)
-    return Corpus(pools.name, pools.tokenizer.name, pools.tokenizer.vocab_size, tokens)
+    return Corpus(pools.name, pools.tokenizer, tokens)
 
 
 def count_tokens(documents: IndexedDocuments, tokenizer: Tokenizer) -> float:
@@ -436,25 +387,21 @@ def in_ms(seconds: float) -> str:
 
 def render(config: TrainConfig, plans: list[RunPlan], data: Iterable[str] = ()) -> str:
     """The plans as a table; `data`: lines about the data."""
-    with torch.device("meta"):
-        count = sum(LM(config.model).parameter_counts().values())
     first, tokens = plans[0], plans[0].tokens_per_step
     gpus, gc = f"{first.gpus} GPU{'s' if first.gpus > 1 else ''}", "on" if config.gc else "off"
     batch = f"S {config.model.seq_len}, B {config.batch_size} x {config.accum} on each of {gpus}"
-    lines = [f"{count / 1e6:.1f}M parameters, {batch}, parallel {config.parallel}, gc {gc}, {config.dtype}"]
+    count = f"{parameter_count(config.model) / 1e6:.1f}M parameters"
+    lines = [f"{count}, {batch}, parallel {config.parallel}, gc {gc}, {config.dtype}"]
     lines += [f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens / 1e9:.3g}G tokens"]
     lines += [*data, "", "GiB per GPU"]
-    parts = asdict(first.memory)
-    width = max(map(len, parts))
-    lines += [f"  {name:<{width}}  {value / GIB:8.2f}" for name, value in parts.items()]
-    lines += [f"  {'total':<{width}}  {first.memory.total / GIB:8.2f}  and about {RESERVED_GIB:g} for the context", ""]
-    head = ("GPU", "memory", "fits", "tokens/s", "step", "total", "cost")
-    rows = []
+    lines += [f"  {name:<11}  {value / GIB:8.2f}" for name, value in asdict(first.memory).items()]
+    lines += [f"  {'total':<11}  {first.memory.total / GIB:8.2f}  and about {RESERVED_GIB:g} for the context", ""]
+    rows = [("GPU", "memory", "fits", "tokens/s", "step", "total", "cost")]
     for plan in plans:
         gpu, fits = f"{plan.gpus} x {plan.gpu}" if plan.gpus > 1 else plan.gpu, "yes" if plan.fits else "no"
         times = (f"{plan.tokens_per_s:,.0f}", in_ms(plan.step_s), f"{plan.total_s / 3600:,.1f} h")
         rows.append((gpu, f"{plan.memory_gib:g} GiB", fits, *times, "-" if plan.cost is None else f"{plan.cost:,.2f}"))
-    lines += [aligned_columns([head, *rows], left=1), "", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
+    lines += [aligned_columns(rows, left=1), "", *(f"{plan.gpu}: {plan.source}" for plan in plans)]
     if not all(plan.fits for plan in plans):
         hint = "a smaller batch_size with more accum, gc=true, or parallel=fsdp on more GPUs"
         lines.append(f"where it does not fit: {hint}")
@@ -469,15 +416,21 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, assumed | parse_set(args.set))
     rows, parity = measurements(args.results or RESULTS), settings.current().force_parity
     plans = [plan_run(config, gpu, gpus=args.gpus, price=args.price, rows=rows, parity=parity) for gpu in args.gpu]
-    tokens = config.steps * plans[0].tokens_per_step
-    facts: dict[str, Any] = {"passes": None, "unused_vocabulary": None}
+    passes = unused = None
     try:
         corpus = find_corpus(config.data, seq_len=config.model.seq_len)
-        data = corpus.describe(tokens, config.model.vocab_size)
-        facts = {"passes": corpus.passes(tokens), "unused_vocabulary": config.model.vocab_size - corpus.vocab_size}
     except (ValueError, OSError) as error:
         # This need not be the machine that trains.
         data = [f"data: not on this machine, so its passes are not known: {error}"]
+    else:
+        passes = corpus.passes(config.steps * plans[0].tokens_per_step)
+        over = "" if passes is None else f", {passes:,.{0 if passes >= 10 else 2}f} passes over it"
+        data = [f"data: {corpus.name}{over}"]
+        used, size = corpus.tokenizer.vocab_size, config.model.vocab_size
+        unused = size - used
+        if unused > 0:
+            rest = f"{used:,} of the vocabulary's {size:,} rows: {unused:,} are unused"
+            data.append(f"the tokenizer {corpus.tokenizer.name} uses {rest}")
     print(render(config, plans, data))
-    print(json.dumps([asdict(plan) | facts for plan in plans]))
+    print(json.dumps([asdict(plan) | {"passes": passes, "unused_vocabulary": unused} for plan in plans]))
     return 0

@@ -13,26 +13,23 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from nsa import settings
-from nsa.backends.gpu import gpu_kind
 from nsa.backends.routing import Router
 from nsa.data import Batch
-from nsa.data.config import Split
+from nsa.data.config import SPLITS
 from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
-from nsa.train.plan import GIB, RESULTS, RunPlan, estimate_memory, flops_of, in_ms, measurements, plan_run
+from nsa.train.plan import GIB, RunPlan, estimate_memory, expected_plan, flops_of, in_ms, parameter_count
 from nsa.train.run_info import check_folder, open_data, problem_of
 from nsa.train.step import TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
 CHECKPOINT_BYTES = 12
-
 # The estimate of memory is above the peak by less than this: what is refused would not have run.
 MARGIN = 1.25
 # Bytes of a token in a batch, with its target; and of a generated one, in the list and in the result.
@@ -41,7 +38,6 @@ TOKEN_BYTES = 16
 BOUNDED = ("sliding", "longformer")
 # The files of a container's memory limit, with cgroups of version 2 and 1.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
 # A run below this fraction of its planned speed is broken, not slow.
 SPEED_FLOOR = 0.1
 # The fraction of a large matmul's speed on the CPU that a training step reaches.
@@ -58,11 +54,7 @@ CPU_PATIENCE_S = 2 * 86400.0
 
 
 def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
-    """Refuse a run that cannot fit, before anything of its size is built; fsdp shards it among `ranks`.
-
-    Raises:
-        ValueError: With the memory that is needed, the memory that there is, and the keys to lower.
-    """
+    """A ValueError with the keys to lower if a run cannot fit, before anything of its size is built."""
     c = config.model
     # The host holds the batches of a step, the prefetched ones and those of the validation.
     held = config.accum + config.data.queue + config.eval_batches
@@ -112,19 +104,8 @@ def ram() -> int:
 # Speed.
 
 
-def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
-    """The plan for the GPU of this machine; None on a CPU, for a GPU whose peak is not known, or in fp32."""
-    if not config.device.startswith("cuda") or config.dtype == "float32":
-        return None
-    gpu = gpu_kind(torch.cuda.get_device_name(config.device))
-    if gpu is None:
-        return None
-    return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
-
-
 def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
-    """The configured `min_tokens_per_s`, else a tenth of the plan's. 0, any speed, where the plan is not based on a
-    measurement: an estimate from FLOPs alone is no reason to stop a run."""
+    """The configured one, else a tenth of the plan's; 0 where that is an estimate from FLOPs alone."""
     if config.min_tokens_per_s is not None:
         return config.min_tokens_per_s
     found = expected_plan(config, ranks=ranks)
@@ -175,32 +156,25 @@ def problems(
 ) -> list[str]:
     """What is wrong with this machine for that run, each as a sentence; leaves nothing behind.
 
-    Args:
-        config: the run.
-        router: chooses the backends.
-        environ: the environment (default: this process's).
-        notes: gets the speed of a step, which is no problem.
-        device_given: the device was asked for, and not only found to be the best there is.
+    `notes` gets the speed of a step, which is no problem; `device_given`: the device was asked for by name.
     """
-    absent = missing_device(config)
     notes = [] if notes is None else notes
-    names = settings.unknown_names(environ)
-    unknown = [f"{name} is not a setting; the nearest is {near}" for name, near in names.items()]
-    if not absent:
+    found = [
+        f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()
+    ]
+    absent = missing_device(config)
+    if absent:
+        # Neither routes nor a step can be tried on it.
+        found.append(absent)
+    else:
         try:
             check_capacity(config)
         except ValueError as error:
             # Everything below builds the model, or takes time in proportion to it.
-            return [*unknown, str(error)]
-    # Skip route checks when the device is missing, and the step where no backend would run it.
-    routes = [] if absent else list(route_problems(config, router))
-    return [
-        *unknown,
-        *([absent] if absent else device_problems(config, notes, device_given, runs=not routes)),
-        *routes,
-        *folder_problems(config),
-        *data_problems(config),
-    ]
+            return [*found, str(error)]
+        routes = list(route_problems(config, router))
+        found += [*device_problems(config, notes, device_given, runs=not routes), *routes]
+    return [*found, *folder_problems(config), *data_problems(config)]
 
 
 def missing_device(config: TrainConfig) -> str | None:
@@ -298,10 +272,8 @@ def folder_problems(config: TrainConfig) -> Iterator[str]:
     if not os.access(there, os.W_OK):
         yield f"out is {str(config.out)!r}; accepted: a folder that can be written, and {there} cannot"
         return
-    with torch.device("meta"):
-        parameters = sum(LM(config.model).parameter_counts().values())
     # One more is written before the oldest is removed, the best is kept besides, and the export comes last.
-    needed = parameters * (CHECKPOINT_BYTES * (config.keep + 2) + 4)
+    needed = parameter_count(config.model) * (CHECKPOINT_BYTES * (config.keep + 2) + 4)
     free = shutil.disk_usage(there).free
     if free < needed:
         yield f"{there} has {free / GIB:.1f} GiB free, and the checkpoints of this run take {needed / GIB:.1f} GiB"
@@ -309,8 +281,7 @@ def folder_problems(config: TrainConfig) -> Iterator[str]:
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
     """Whether each split gives a batch."""
-    splits: tuple[Split, ...] = get_args(Split)
-    for split in splits:
+    for split in SPLITS:
         try:
             with open_data(config, split) as loader:
                 next(loader)

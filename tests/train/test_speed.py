@@ -11,7 +11,7 @@ from bench_rows import ROW
 from training import small_run
 
 from nsa.results import Row
-from nsa.train import TrainConfig, preflight
+from nsa.train import TrainConfig, plan, preflight
 from nsa.train.config import load_config
 from nsa.train.loop import Trainer
 from nsa.train.plan import plan_run
@@ -26,7 +26,7 @@ def config(**overrides: object) -> TrainConfig:
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, name: str, *rows: Row) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(preflight, "measurements", lambda folder: list(rows))
+    monkeypatch.setattr(plan, "measurements", lambda folder: list(rows))
 
 
 def test_the_floor_is_a_tenth_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
