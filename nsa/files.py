@@ -10,6 +10,8 @@ import errno
 import fcntl
 import json
 import os
+import re
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -164,3 +166,32 @@ def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{prefix}a JSON {type(value).__name__}; accepted: an object")
     return value
+
+
+def check_json(name: str, value: Any, expected: Any) -> None:
+    """A ValueError names the first part of `value` that is not as `expected`: what a function accepts; a list of any
+    length, each as the one in it; a tuple of as many; or a dict by key, whose key `...` stands for every key."""
+    if isinstance(expected, dict) and isinstance(value, dict):
+        for key in value if ... in expected else expected:
+            check_json(f"{name}.{reprlib.repr(key)}", value.get(key), expected.get(..., expected.get(key)))
+    elif isinstance(expected, list) and isinstance(value, list):
+        for entry in value:
+            check_json(f"an entry of {name}", entry, expected[0])
+    elif isinstance(expected, tuple) and isinstance(value, list) and len(value) == len(expected):
+        for i, (entry, part) in enumerate(zip(value, expected, strict=True)):
+            check_json(f"{name}[{i}]", entry, part)
+    elif not (callable(expected) and expected(value)):
+        raise ValueError(f"{name} cannot be {reprlib.repr(value)}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer of at least 0 that torch can hold."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def is_sha256(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None

@@ -14,14 +14,13 @@ import json
 import math
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.files import parse_json, replacing
+from nsa.files import is_count, parse_json, replacing
 
 # The names that the format has for torch's dtypes.
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -33,16 +32,14 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A file as it went to the disk."""
 
     bytes: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a file; `begin` and `end` count from the start of the file."""
 
     dtype: torch.dtype
@@ -119,7 +116,7 @@ def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
 
 def is_sizes(value: Any) -> bool:
     """Whether it is a list of sizes or offsets that torch can hold."""
-    return isinstance(value, list) and len(value) <= 64 and all(type(x) is int and 0 <= x < 2**63 for x in value)
+    return isinstance(value, list) and len(value) <= 64 and all(map(is_count, value))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

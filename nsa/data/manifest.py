@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from nsa.config import require
 from nsa.data.config import SPLITS, Split
-from nsa.files import parse_json, read_text, replace_text
+from nsa.files import is_count, is_sha256, parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -26,7 +26,6 @@ SUFFIX = ".tokens"
 MAX_MANIFEST_BYTES = 2**26
 
 FILE_NAME = re.compile(rf"({'|'.join(SPLITS)})-([0-9]{{5,9}}){re.escape(SUFFIX)}")
-SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Listed(NamedTuple):
@@ -100,10 +99,8 @@ def listed(path: Path, name: str, values: Any) -> Listed:
     keys = list(Listed._fields)
     check_entry(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
     size, sha256 = values["bytes"], values["header_sha256"]
-    whole = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63
-    check_entry(path, f"{where}.bytes", size, whole, "a size in bytes")
-    text = isinstance(sha256, str) and SHA256.fullmatch(sha256) is not None
-    check_entry(path, f"{where}.header_sha256", sha256, text, "64 hexadecimal digits")
+    check_entry(path, f"{where}.bytes", size, is_count(size), "a size in bytes")
+    check_entry(path, f"{where}.header_sha256", sha256, is_sha256(sha256), "64 hexadecimal digits")
     return Listed(size, sha256)
 
 

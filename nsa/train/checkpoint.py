@@ -15,9 +15,7 @@ import base64
 import json
 import math
 import random
-import reprlib
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -32,13 +30,13 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
-from nsa.config import require, require_bool, require_int, require_positive_int
+from nsa.config import require
 from nsa.data import Tokenizer
-from nsa.files import TEMPORARY
+from nsa.files import check_json, is_count, is_number
 from nsa.model import LM, save_model
 from nsa.train.distributed import any_rank, from_first
-from nsa.train.run_folder import saved_steps
-from nsa.train.storage import Damaged, Index, Reader, Writer, discard, recover, remove
+from nsa.train.run_folder import discard, recover, remove, saved_steps, temporary_name
+from nsa.train.storage import Damaged, Index, Reader, Writer
 
 
 class Checkpoints:
@@ -46,20 +44,13 @@ class Checkpoints:
 
     A checkpoint that was not saved as good is kept only while it is the newest, and never replaces a good one. Older
     checkpoints are removed only once the new one has its name. An error of a save in the background is returned by
-    `failed_save`, or warned of by the next `save`, which then waits for its own, or raised by any other call.
-
-    Args:
-        folder: created by the first save.
-        keep: how many of the newest to keep.
-        keep_best: keep the one of the lowest loss too.
-        validation_id: of the data that losses are of; those of other data are not compared with them.
+    `failed_save`, or warned of by the next `save`, which then waits for its own, or raised by any other call. Losses
+    of data with another `validation_id` are not compared.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = True, validation_id: str = "") -> None:
-        require_positive_int("keep", keep)
-        require_bool("keep_best", keep_best)
+    def __init__(self, folder: Path, *, keep: int = 3, validation_id: str = "") -> None:
         require(not folder.exists() or folder.is_dir(), "folder", str(folder), "a folder, or a path where one can be")
-        self.folder, self.keep, self.keep_best, self.validation_id = folder, keep, keep_best, validation_id
+        self.folder, self.keep, self.validation_id = folder, keep, validation_id
         # The thread communicates while training does, which needs a group of its own, on the CPU.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -84,16 +75,9 @@ class Checkpoints:
     ) -> None:
         """Copy the state to the CPU and write it in the background, once the save before it is written.
 
-        Args:
-            step: the number of steps done.
-            model: the model, sharded or not.
-            optimizer: its optimizer.
-            extra: this rank's own state, plain JSON.
-            loss: the validation loss.
-            good: loss, gradients and parameters are finite.
-            wait: return only when it is written.
+        `extra` is this rank's own state, plain JSON; `good`: loss, gradients and parameters are finite; `wait`: return
+        only when it is written.
         """
-        require_int("step", step, at_least=0)
         lost = self.settle()
         if lost is not None:
             wait = True
@@ -102,7 +86,11 @@ class Checkpoints:
         # A signal often comes right after a checkpoint was read or written; it may have been deleted since.
         if step == self.current and loss is None and from_first(self.path(step).is_dir(), self.group):
             return
-        text = plain_json("extra", extra)
+        try:
+            text = json.dumps(extra)
+        except TypeError as error:
+            accepted = "dict, list, str, int, float, bool, None"
+            raise ValueError(f"extra is not plain JSON ({error}); accepted: {accepted}") from error
         writer = Writer(self.path(step), step, loss, self.validation_id, good, text, lambda: self.prune(step))
         if self.rank == 0:
             self.set_aside()
@@ -114,14 +102,9 @@ class Checkpoints:
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
         """Read the newest intact checkpoint into both, passing over damaged ones with a warning.
 
-        The optimizer's hyperparameters are not read: the config has them.
-
-        Returns:
-            The step and this rank's `extra`, or that of rank 0 if the number of ranks has changed; None where there is
-            no checkpoint.
-
-        Raises:
-            ValueError: all checkpoints are damaged, or the newest intact one is of another model.
+        The optimizer's hyperparameters are not read: the config has them. Returns the step and this rank's `extra`, or
+        that of rank 0 if the number of ranks has changed; None where there is no checkpoint. A ValueError if all
+        checkpoints are damaged, or the newest intact one is of another model.
         """
         self.wait()
         if self.rank == 0:
@@ -133,19 +116,14 @@ class Checkpoints:
             if index is not None and problem is None:
                 self.read(index, model, optimizer)
                 self.current = step
-                self.remember(index)
-                same = len(index.extra) == self.ranks
-                return step, index.extra[self.rank if same else 0]
+                return step, index.extra[self.rank if len(index.extra) == self.ranks else 0]
             self.rejected.append(step)
             problems.append(f"step_{step}: {problem}")
             if self.rank == 0:
                 message = f"{self.path(step)} is damaged ({problem}); going back to the checkpoint before it"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if steps:
-            raise ValueError(
-                f"folder is {str(self.folder)!r}; accepted: one with an intact checkpoint, or none: all of {steps} are "
-                f"damaged ({'; '.join(problems)}). Restore them from a copy"
-            )
+        damaged = f"all of {steps} are damaged ({'; '.join(problems)}). Restore them from a copy"
+        require(not steps, "folder", str(self.folder), f"one with an intact checkpoint, or none: {damaged}")
         return None
 
     def wait(self) -> None:
@@ -165,7 +143,7 @@ class Checkpoints:
         except CheckpointException as error:
             if self.rank == 0:
                 with suppress(OSError):
-                    discard(self.path(step).with_name(self.path(step).name + TEMPORARY))
+                    discard(temporary_name(self.path(step)))
             return plain_error(f"saving the checkpoint of step {step} in {self.folder} failed", error)
         self.current = step
         return None
@@ -175,14 +153,6 @@ class Checkpoints:
         if self.pending is None or any_rank(not self.pending[1].done(), torch.device("cpu")):
             return None
         return self.settle()
-
-    def close(self) -> None:
-        """Wait for the last save."""
-        self.wait()
-
-    def latest(self) -> int | None:
-        """The newest step with a checkpoint."""
-        return max(self.steps(), default=None)
 
     def last_good(self) -> int | None:
         """The newest step that was saved with finite loss, gradients and parameters."""
@@ -212,24 +182,20 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def loss(self, step: int) -> float | None:
-        found = self.lookup(step)
-        return found[1] if found else None
+        return (self.lookup(step) or (False, None))[1]
 
     def is_good(self, step: int) -> bool:
-        found = self.lookup(step)
-        return found is not None and found[0]
+        return (self.lookup(step) or (False, None))[0]
 
     def lookup(self, step: int) -> tuple[bool, float | None] | None:
         """Whether the step is good, and its loss if it can be compared; None where the index cannot be read."""
         if step not in self.known:
             try:
-                self.remember(Index.read(self.path(step)))
+                index = Index.read(self.path(step))
             except Damaged:
                 return None
+            self.known[step] = (index.good, index.loss if index.validation_id == self.validation_id else None)
         return self.known[step]
-
-    def remember(self, index: Index) -> None:
-        self.known[index.step] = (index.good, index.loss if index.validation_id == self.validation_id else None)
 
     @property
     def ranks(self) -> int:
@@ -258,12 +224,11 @@ class Checkpoints:
             wanted = {name: shape for name, shape in wanted.items() if name.startswith("model.")}
         missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
         other = [name for name in sorted(wanted.keys() & saved.keys()) if saved[name].size != wanted[name]]
-        if missing or unknown or other:
-            shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
-            parts = {"without": missing, "with": unknown, "and": shapes}
-            more = {word: f" and {len(names) - 1} more" * (len(names) > 1) for word, names in parts.items()}
-            text = "; ".join(f"{word} {names[0]}{more[word]}" for word, names in parts.items() if names)
-            raise ValueError(f"{self.path(index.step)} is of another model: {text}")
+        shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
+        parts = {"without": missing, "with": unknown, "and": shapes}
+        found = [f"{word} {', '.join(names[:3])}, {len(names)} in all" for word, names in parts.items() if names]
+        if found:
+            raise ValueError(f"{self.path(index.step)} is of another model: {'; '.join(found)}")
         try:
             # In place: the state holds the tensors themselves, not copies.
             reader = Reader(self.path(index.step), index)
@@ -280,24 +245,19 @@ class Checkpoints:
         self.rejected.clear()
 
     def prune(self, saved: int) -> None:
-        """Remove old checkpoints, on rank 0 in the thread that wrote `saved`, which stays whatever its number.
-
-        One whose index cannot be read is left alone.
-        """
+        """Remove old ones, on rank 0 in the thread that wrote `saved`, which stays; those without an index stay too."""
         self.known.pop(saved, None)
         steps = self.steps()
         good = [step for step in steps if self.is_good(step)]
-        kept = {*good[-self.keep :], saved, self.best() if self.keep_best else None}
+        kept = {*good[-self.keep :], saved, self.best()}
         for step in steps:
             if step not in kept and self.lookup(step) is not None:
                 remove(self.path(step))
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) -> dict[str, Tensor]:
-    """Every tensor of both (not copies) by a name that is the same sharded, replicated, compiled or plain.
-
-    An optimizer creates its tensors at its first step; with `create` they are created now.
-    """
+    """Every tensor of both (not copies) by a name that is the same sharded, replicated, compiled or plain. With
+    `create` the optimizer creates its tensors now, not at its first step."""
     state: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
     if create or optimizer.state:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -306,14 +266,6 @@ def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) ->
     strange = sorted(name for name, x in state.items() if not isinstance(x, Tensor))
     require(not strange, "the state", f"one with {strange}", "tensors alone: anything else would be pickled")
     return state
-
-
-def plain_json(name: str, value: object) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError as error:
-        accepted = "dict, list, str, int, float, bool, None"
-        raise ValueError(f"{name} is not plain JSON ({error}); accepted: {accepted}") from error
 
 
 def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError | ValueError:
@@ -327,11 +279,8 @@ def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError
     return (ValueError if all(isinstance(f, ValueError) for f in failures.values()) else RuntimeError)(text)
 
 
-# The state of the random number generators, as text that JSON holds.
-
-
 def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Of Python, of torch, and of `device` where it has its own."""
+    """Of the generators of Python, of torch, and of `device` where it has its own, as text that JSON holds."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": to_text(torch.get_rng_state())}
     if torch.device(device).type == "cuda":
@@ -361,35 +310,12 @@ def from_text(text: str) -> Tensor:
 
 def check_state(extra: dict[str, Any]) -> None:
     """`ValueError` unless `extra` holds all that a run saves besides tensors."""
-
-    def is_number(value: Any) -> bool:
-        return type(value) is float or is_count(abs(value) if type(value) is int else None)
-
-    def is_count(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
-
-    def is_scaler(value: Any) -> bool:
-        expected = torch.amp.GradScaler("cpu").state_dict().keys()
-        known = isinstance(value, dict) and value.keys() == expected
-        return value == {} or (known and all(map(is_number, value.values())))
-
-    valid: dict[str, Callable[[Any], bool]] = {
-        "data": lambda value: isinstance(value, dict),
-        "rng": lambda value: isinstance(value, dict),
-        "scaler": is_scaler,
-        "ranks": is_count,
-        "skipped": is_count,
-        "seconds": is_number,
-        "loss_start": lambda value: value is None or is_number(value),
-        # Earlier versions did not save it.
-        "tokens_per_step": lambda value: value is None or is_count(value),
-    }
-    for name, holds in valid.items():
-        if not holds(extra.get(name)):
-            raise ValueError(f"{name} cannot be {reprlib.repr(extra.get(name))}")
-
-
-# The export.
+    scaler = dict.fromkeys(torch.amp.GradScaler("cpu").state_dict(), is_number) if extra.get("scaler") else {}
+    expected = {"data": {}, "rng": {}, "scaler": scaler, "seconds": is_number}
+    expected |= dict.fromkeys(("ranks", "skipped", "tokens_per_step"), is_count)
+    expected["loss_start"] = lambda value: value is None or is_number(value)
+    # Earlier versions did not save the number of tokens.
+    check_json("state", {"tokens_per_step": 0, **extra}, expected)
 
 
 def unsharded(model: nn.Module) -> LM | None:
@@ -406,12 +332,9 @@ def unsharded(model: nn.Module) -> LM | None:
 
 
 def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> Path:
-    """Write the whole model with its config and tokenizer for `nsa.model.load_model`, each file durably.
+    """Write the whole model with its config and tokenizer for `load_model`; the file of the parameters.
 
     Every rank calls it, rank 0 writes.
-
-    Returns:
-        The file of the parameters.
     """
     whole = unsharded(model)
     if whole is None:

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,21 +38,25 @@ if TYPE_CHECKING:
 SMOKE_STEPS = 10
 
 
-class Component(Protocol):
+class Component:
     """Something that a run does after some of its steps."""
-
-    def due(self, step: int) -> bool:
-        """Whether to run after the first `step` steps."""
-        ...
-
-    def run(self) -> object: ...
-
-
-class SpeedCheck:
-    """Stops a run that is slower than `min_tokens_per_s` in its first steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+
+    def due(self, step: int) -> bool:
+        """Whether to run after the first `step` steps."""
+        raise NotImplementedError
+
+    def run(self) -> object:
+        raise NotImplementedError
+
+
+class SpeedCheck(Component):
+    """Stops a run that is slower than `min_tokens_per_s` in its first steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
         self.min_tokens_per_s = min_tokens_per_s(trainer.config, ranks=trainer.ranks.size)
 
     def due(self, step: int) -> bool:
@@ -71,11 +75,8 @@ class SpeedCheck:
             )
 
 
-class StatsWriter:
+class StatsWriter(Component):
     """Logs what the gates and the selection do in each layer."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
 
     def due(self, step: int) -> bool:
         return every(step, self.trainer.config.stats_every)
@@ -89,14 +90,13 @@ class StatsWriter:
             t.logger.write("distances", step=t.done, **distances)
 
 
-class Validator:
+class Validator(Component):
     """The validation loss, of the same few batches every time."""
 
     def __init__(self, trainer: Trainer, batches: list[Batch]) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.batches = batches
-        # Of the last validation: the step and the loss.
-        self.last: tuple[int, float] | None = None
+        self.last: tuple[int, float] | None = None  # the step and the loss of the last validation
 
     def due(self, step: int) -> bool:
         """Also before a checkpoint: without a loss it could not be the best one. The end of a run validates anyway."""
@@ -127,12 +127,10 @@ class Validator:
         return self.last[1] if self.last and self.last[0] == self.trainer.done else None
 
     def has_finite_loss(self) -> bool:
-        """Whether the parameters give a finite loss. Skipped steps change nothing, but the update before them may have
-        broken the model."""
-        if self.loss is not None:
-            return math.isfinite(self.loss)
+        """Whether the parameters give a finite loss: an update can break the model before steps that are skipped."""
         # One batch is enough, and a run that is about to stop has no time for more.
-        return math.isfinite(mean_loss(self.trainer.model, self.batches[:1], self.trainer.dtype).item())
+        loss = self.loss or mean_loss(self.trainer.model, self.batches[:1], self.trainer.dtype).item()
+        return math.isfinite(loss)
 
 
 @torch.no_grad()
@@ -153,16 +151,15 @@ def validation_id(batches: list[Batch], seq_len: int) -> str:
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
-    rows = [torch.stack([batch.tokens, batch.targets], dim=-1).view(-1, seq_len, 2) for batch in batches]
-    own = [digest(sequence.tolist()) for row in rows for sequence in row]
-    return digest(sorted(from_all(own)))[:16]
+    rows = torch.cat([torch.stack([b.tokens, b.targets], dim=-1).view(-1, seq_len, 2) for b in batches])
+    return digest(sorted(from_all([digest(sequence.tolist()) for sequence in rows])))[:16]
 
 
-class Sampler:
+class Sampler(Component):
     """Text that the model generates."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         prompt, tokenizer = trainer.config.sample_prompt, trainer.loader.tokenizer
         # Now, because a run samples at its end.
         self.prompt = tokenizer.encode(prompt)
@@ -191,15 +188,14 @@ class Sampler:
         return c.sample_prompt + t.loader.tokenizer.decode(new[0].tolist())
 
 
-class Checkpointer:
+class Checkpointer(Component):
     """Saves and restores the state of the run."""
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
         c = trainer.config
-        self.trainer = trainer
-        self.checkpoints = Checkpoints(
-            c.out / CHECKPOINTS, keep=c.keep, validation_id=validation_id(trainer.validator.batches, c.model.seq_len)
-        )
+        data = validation_id(trainer.validator.batches, c.model.seq_len)
+        self.checkpoints = Checkpoints(c.out / CHECKPOINTS, keep=c.keep, validation_id=data)
         # Held while parameters change or are copied, so that the watchdog never saves half a step.
         self.changing = threading.Lock()
 
@@ -216,10 +212,8 @@ class Checkpointer:
             self.trainer.logger.log0(f"[save] {error}: {self.save_if_finite()}")
 
     def save_if_finite(self, *, wait: bool = True) -> str:
-        """Save, unless the parameters are not finite; returns a message that says what can be resumed from.
-
-        A state whose loss or gradients are not finite may recover, so it is saved, but not in place of a good one.
-        """
+        """Save, and return what can be resumed from. A state whose loss or gradients are not finite may recover: it is
+        saved, but not in place of a good one; one whose parameters are not is not saved."""
         t = self.trainer
         finite = all_finite(t.model.parameters(), t.device)
         good = finite and self.has_finite_gradients() and t.validator.has_finite_loss()
@@ -269,10 +263,7 @@ class Checkpointer:
         return f"step {t.done} is saved in {self.checkpoints.folder}"
 
     def resume(self) -> int:
-        """Restore the newest intact checkpoint into the trainer; returns its step, 0 if there is none.
-
-        Called with `changing` held.
-        """
+        """Restore the newest intact checkpoint and return its step, 0 if there is none; `changing` is held."""
         t, c = self.trainer, self.trainer.config
         found = self.checkpoints.load(t.model, t.update.optimizer)
         if found is None:
@@ -296,11 +287,8 @@ class Checkpointer:
         t.logger.log0(f"[resume] step {step} of {c.out}")
         for key, (then, now) in t.changed.items():
             t.logger.log0(f"[resume] {key}: {then!r} -> {now!r}")
-        now = t.tokens_per_step
-        then = extra.get("tokens_per_step", now)
+        then, now = extra.get("tokens_per_step", t.tokens_per_step), t.tokens_per_step
         if then != now:
-            t.logger.log0(
-                f"[resume] tokens per step: {then:,} on {extra['ranks']} ranks -> {now:,} on {t.ranks.size}; "
-                "--accum-batches and --batch-size can keep them"
-            )
+            change = f"{then:,} on {extra['ranks']} ranks -> {now:,} on {t.ranks.size}"
+            t.logger.log0(f"[resume] tokens per step: {change}; --accum-batches and --batch-size can keep them")
         return step

@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import require
+from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.progress import log_with_rank
+from nsa.train.config import TrainConfig
 
 T = TypeVar("T")
 
@@ -61,21 +63,15 @@ class Ranks:
         try:
             dist.monitored_barrier(self.aside, timeout=timedelta(seconds=seconds))
         except RuntimeError:
-            # One did not, or is gone.
             return False
         return True
 
 
 @contextmanager
 def ranks(device: str, parallel: str) -> Iterator[Ranks]:
-    """The ranks of this run, which torchrun set up; a single one without torchrun.
+    """The ranks of this run, which torchrun set up, each with the GPU of its local rank; one without torchrun.
 
-    Args:
-        device: "cpu" or "cuda"; under torchrun, each rank takes the GPU of its local rank.
-        parallel: "none", "ddp" or "fsdp".
-
-    Raises:
-        ValueError: `parallel` does not fit how this process was started, or there is no such device.
+    A ValueError if `parallel` does not fit how this process was started, or there is no such device.
     """
     launched = dist.is_torchelastic_launched()
     if parallel == "none":
@@ -99,27 +95,22 @@ def ranks(device: str, parallel: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def parallelize(
-    model: LM, *, parallel: str, device: torch.device, dtype: torch.dtype, compile: bool, grad_compression: str
-) -> nn.Module:
-    """The module that a training step calls in place of `model`; "fsdp" shards the parameters of `model` in place.
-
-    Of a sharded model only the blocks are compiled, here. Otherwise the caller compiles what is returned.
-    """
-    if parallel == "ddp":
+def parallelize(model: LM, config: TrainConfig, device: torch.device) -> nn.Module:
+    """The module that a training step calls in place of `model`; "fsdp" shards the parameters of `model` in place, and
+    compiles its blocks. Otherwise the caller compiles what is returned."""
+    if config.parallel == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         replicated = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        if grad_compression == "bf16":
+        if config.grad_compression == "bf16":
             replicated.register_comm_hook(None, bf16_compress_hook)
         return replicated
-    if parallel == "fsdp":
+    if config.parallel == "fsdp":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # Inputs stay as they are: the residual stream is fp32, and autocast casts the inputs of matmuls.
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        dtype = None if config.dtype == "float32" else DTYPES[config.dtype]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
-            if compile:
+            if config.compile:
                 block.compile(dynamic=False)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -206,8 +197,7 @@ class Vote:
             under_way.wait()
             agreed = bool(votes.item())
         votes = torch.tensor(float(stop))
-        under_way = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
-        self.cast = (votes, under_way)
+        self.cast = (votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True))
         return agreed
 
 

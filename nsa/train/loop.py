@@ -76,28 +76,23 @@ class Trainer:
         # Kept in memory, because a stream would have to be opened again.
         with self.open_data("valid") as loader:
             self.validator = Validator(self, list(islice(loader, c.eval_batches)))
-        options: dict[str, Any] = {"parallel": c.parallel, "grad_compression": c.grad_compression}
-        module = parallelize(self.model, device=self.device, dtype=self.dtype, compile=c.compile, **options)
-        options = {"cuda_graphs": c.cuda_graphs, "grad_clip": c.grad_clip}
-        options |= {"weight_decay": c.weight_decay, "gate_decay": c.gate_decay}
+        module = parallelize(self.model, c, self.device)
+        options = {name: getattr(c, name) for name in ("cuda_graphs", "grad_clip", "weight_decay", "gate_decay")}
         compiled = c.compile and c.parallel != "fsdp"
         self.update = TrainStep(self.model, module=module, dtype=self.dtype, compile=compiled, **options)
-        self.sampler = Sampler(self)
-        self.checkpointer = Checkpointer(self)
+        self.sampler, self.checkpointer = Sampler(self), Checkpointer(self)
         self.checkpoints = self.checkpointer.checkpoints
-        periodic = (self.validator, self.sampler, self.checkpointer)
-        self.components: tuple[Component, ...] = (SpeedCheck(self), StatsWriter(self), *periodic)
-        self.clock = Clock()
+        periodic: tuple[Component, ...] = (self.validator, self.sampler, self.checkpointer)
+        self.components = (SpeedCheck(self), StatsWriter(self), *periodic)
+        self.clock, self.vote = Clock(), Vote()
         self.signals = Signals(forwarded=self.ranks.size > 1)
-        self.vote = Vote()
         self.skips = Skips(c.out / "skipped", c.max_skips, rank=self.ranks.rank)
         self.pending = PendingSteps(self.device, self.skips.save)
         # Steps done, where the data stood after them, and the batches of the newest step.
         self.done = 0
         self.position = self.loader.state_dict()
         self.fetched: list[Batch] = []
-        # The step that this process started from.
-        self.began = 0
+        self.began = 0  # the step that this process started from
         self.loss_start: float | None = None
         # The error that ends the run, once what was done before it is saved.
         self.failure: Exception | None = None
@@ -115,8 +110,6 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.config.accum * self.config.tokens_per_batch * self.ranks.size
 
-    # The run.
-
     def train(self, signals: Signals | None = None) -> Summary | None:
         """Train to the last step, from the newest checkpoint if there is one.
 
@@ -132,8 +125,7 @@ class Trainer:
         c = self.config
         handling = nullcontext() if signals else self.signals
         self.signals = signals or self.signals
-        rescue = self.checkpointer.rescue
-        watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=rescue)
+        watchdog = Watchdog(c.out / WATCHDOG, c.watchdog_s, describe=self.describe, rescue=self.checkpointer.rescue)
         try:
             with handling, self.logger.locks, watchdog:
                 self.logger.lock_folder()
@@ -152,7 +144,7 @@ class Trainer:
         finally:
             self.logger.close_progress()
             self.loader.close()
-            self.checkpoints.close()
+            self.checkpoints.wait()
             self.logger.close_files()
 
     def run(self, watchdog: Watchdog) -> Summary | None:
@@ -212,11 +204,10 @@ class Trainer:
         try:
             with nullcontext() if self.ranks.size > 1 else self.signals.waiting():
                 self.fetched = list(islice(self.loader, self.config.accum))
-        except StopRequested:
-            raise
         except Exception as error:
-            # All ranks read the same data, so they all fail at the same step and can save together.
-            self.save_before(error, "no data")
+            if not isinstance(error, StopRequested):
+                # All ranks read the same data, so they all fail at the same step and can save together.
+                self.save_before(error, "no data")
             raise
         return self.fetched
 
@@ -272,8 +263,6 @@ class Trainer:
             summary.report = write_report(c.out)
         return summary
 
-    # Saving what is done before the run ends.
-
     def save_before(self, error: Exception, reason: str = "") -> None:
         """Save what is done before `error` ends the run, and print what was saved."""
         if self.done == self.began or error is self.failure or isinstance(error, RunStopped):
@@ -306,8 +295,7 @@ class Trainer:
 
     def describe(self) -> str:
         """For the watchdog: the newest batches, and which backends run them."""
-        named = [batch._asdict() for batch in self.fetched]
-        shapes = [{name: tuple(x.shape) for name, x in batch.items() if x is not None} for batch in named]
+        shapes = [[None if x is None else tuple(x.shape) for x in batch] for batch in self.fetched]
         lines = [f"steps done: {self.done}, not logged yet: {len(self.pending)}", f"data: {self.loader}"]
-        lines += [f"last batches: {shapes}", f"routes: {backends(self.config)}"]
+        lines += [f"last batches (tokens, targets, cu_seqlens): {shapes}", f"routes: {backends(self.config)}"]
         return "\n".join([*lines, f"calls and failures: {counts_so_far().as_dict()}"])

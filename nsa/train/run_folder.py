@@ -22,6 +22,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from nsa.config import require
-from nsa.files import TEMPORARY, is_at, open_no_link, parse_json
+from nsa.files import TEMPORARY, is_at, open_no_link, parse_json, sync_folder
 
 RUNS = Path("runs")
 
@@ -53,6 +54,54 @@ def saved_steps(folder: Path) -> list[int]:
         return []
     names = (STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in names if match)
+
+
+def temporary_name(folder: Path) -> Path:
+    return folder.with_name(folder.name + TEMPORARY)
+
+
+def publish(folder: Path) -> None:
+    """Give a checkpoint that is complete its name, in place of another, which cannot be renamed onto."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        folder.rename(replaced)
+    temporary_name(folder).rename(folder)
+    sync_folder(folder.parent)
+    # What cannot be deleted now is left to the next save.
+    with suppress(OSError):
+        discard(replaced)
+
+
+def recover(folder: Path) -> None:
+    """Rename checkpoints back that a process killed between the two renames of `publish` left behind."""
+    for path in folder.glob(f"*{REPLACED}"):
+        original = path.with_name(path.name.removesuffix(REPLACED))
+        if not original.exists():
+            path.rename(original)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process left behind; files of other names are not ours."""
+    recover(folder)
+    for path in folder.iterdir():
+        if LEFTOVER.fullmatch(path.name):
+            discard(path)
+
+
+def remove(folder: Path) -> None:
+    """Rename, then delete: what is half deleted must not look like a checkpoint, even after a power cut."""
+    doomed = folder.with_name(folder.name + REMOVED)
+    folder.rename(doomed)
+    sync_folder(folder.parent)
+    discard(doomed)
+
+
+def discard(path: Path) -> None:
+    """Delete a folder, or the link to one but not its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:

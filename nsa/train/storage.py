@@ -16,12 +16,12 @@ import math
 import os
 import re
 import reprlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import add, gt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -37,10 +36,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nsa.data.manifest import SHA256
-from nsa.files import TEMPORARY, make_folder, parse_json, read_limited, replacing, sync_folder
+from nsa.files import check_json, is_count, is_number, is_sha256, make_folder, parse_json, read_limited, replacing
 from nsa.tensor_file import NAMES, STORED_DTYPES, Written, is_sizes, read_header, read_tensors, write_tensors
-from nsa.train.run_folder import LEFTOVER, REMOVED, REPLACED
+from nsa.train.run_folder import publish, remove_leftovers, temporary_name
 
 INDEX = "index.json"
 # About 150 bytes for each tensor of each rank, and 20 kB for the state of a rank.
@@ -52,8 +50,7 @@ class Damaged(Exception):
     """A checkpoint is not as it was written; the message says what differs."""
 
 
-@dataclass(frozen=True)
-class TensorChunk:
+class TensorChunk(NamedTuple):
     """A box of a tensor and where it is: `offsets` and `sizes` in the tensor, `key` in `file`."""
 
     offsets: tuple[int, ...]
@@ -62,8 +59,7 @@ class TensorChunk:
     key: str
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor and the chunks that it consists of."""
 
     dtype: str
@@ -71,12 +67,11 @@ class Stored:
     chunks: tuple[TensorChunk, ...]
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """What a checkpoint holds.
 
-    `validation_id` identifies the data that `loss` is of. `good`: loss, gradients and parameters were finite. `extra`
-    has one entry for each rank that saved, plain JSON.
+    `validation_id`, in the file "judge", identifies the data that `loss` is of. `good`: loss, gradients and parameters
+    were finite. `extra` has one entry for each rank that saved, plain JSON.
     """
 
     step: int
@@ -88,10 +83,8 @@ class Index:
     good: bool = True
 
     def write(self, path: Path) -> None:
-        body: dict[str, Any] = {"step": self.step, "loss": self.loss, "judge": self.validation_id, "good": self.good}
-        body |= {"extra": self.extra, "files": {name: [x.bytes, x.sha256] for name, x in self.files.items()}}
-        chunks = {name: [[c.offsets, c.sizes, c.file, c.key] for c in x.chunks] for name, x in self.tensors.items()}
-        body["tensors"] = {name: [x.dtype, x.size, chunks[name]] for name, x in self.tensors.items()}
+        body = self._asdict()
+        body["judge"] = body.pop("validation_id")
         text = json.dumps(body, separators=(",", ":"))
         # The checksum comes first, on a line of its own, so that a truncated file does not match it.
         with replacing(path) as file:
@@ -99,11 +92,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of the checkpoint in `folder`, whose name has to be that of the index's step.
-
-        Raises:
-            Damaged: It is missing, was changed, or is of another step.
-        """
+        """The index of the checkpoint in `folder`; `Damaged` if it is missing, was changed, or is of another step."""
         with errors_as_damage(INDEX, " is not of this version"):
             checksum, _, text = read_limited(folder / INDEX, MAX_INDEX_BYTES).partition(b"\n")
             text = text.removesuffix(b"\n")
@@ -117,17 +106,20 @@ class Index:
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Index:
         """From JSON of any shape; a `ValueError` names the first entry that is wrong."""
-        step, loss, extra = body.get("step"), body.get("loss"), body.get("extra")
         # Earlier versions saved good states alone, and did not write either key.
-        validation_id, good = body.get("judge", ""), body.get("good", True)
-        check_index(type(step) is int and 0 <= step < 2**63, "step", step)
-        check_index(loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 2**63), "loss", loss)
-        check_index(isinstance(validation_id, str), "judge", validation_id)
-        check_index(isinstance(good, bool), "good", good)
-        check_index(isinstance(extra, list) and extra and all(isinstance(x, dict) for x in extra), "extra", extra)
-        files = {name: parse_file(name, file) for name, file in items("files", body.get("files"))}
-        tensors = {name: parse_tensor(name, x, files) for name, x in items("tensors", body.get("tensors"))}
-        return cls(step, loss, validation_id, extra, files, tensors, good)  # type: ignore[arg-type]  # checked above
+        body = {"judge": "", "good": True, **body}
+        check_json("index", body, EXPECTED)
+        files = {name: Written(*file) for name, file in body["files"].items()}
+        strange = [name for name in files if not RANK_FILE.fullmatch(name)]
+        if strange:
+            raise ValueError(f"the name of a file cannot be {reprlib.repr(strange[0])}")
+        tensors = {}
+        for name, (dtype, size, listed) in body["tensors"].items():
+            chunks = tuple(TensorChunk(tuple(offsets), tuple(sizes), *place) for offsets, sizes, *place in listed)
+            if not all(chunk.file in files for chunk in chunks) or not covers(chunks, size):
+                raise ValueError(f"the chunks of tensor {reprlib.repr(name)} do not cover its shape {size} exactly")
+            tensors[name] = Stored(dtype, tuple(size), chunks)
+        return cls(body["step"], body["loss"], body["judge"], body["extra"], files, tensors, body["good"])
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """`Damaged` unless the files of these names are what was written, and hold the tensors they should."""
@@ -163,55 +155,34 @@ def errors_as_damage(name: str, problem: str = "") -> Iterator[None]:
         raise Damaged(f"{name}{problem}: {error}") from error
 
 
-def check_index(holds: object, name: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} cannot be {reprlib.repr(value)}")
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def items(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    check_index(isinstance(value, dict), name, value)
-    return value.items()
+def is_dtype(value: object) -> bool:
+    return isinstance(value, str) and value in STORED_DTYPES
 
 
-def parse_file(name: str, value: Any) -> Written:
-    check_index(RANK_FILE.fullmatch(name), "the name of a file", name)
-    check_index(isinstance(value, list) and len(value) == 2, f"file {name!r}", value)
-    size, digest = value
-    check_index(type(size) is int and 0 <= size < 2**63, f"the size of {name!r}", size)
-    check_index(isinstance(digest, str) and SHA256.fullmatch(digest), f"the checksum of {name!r}", digest)
-    return Written(size, digest)
+EXPECTED: dict[str, Any] = {
+    "step": is_count,
+    "loss": lambda value: value is None or is_number(value),
+    "judge": is_text,
+    "good": lambda value: isinstance(value, bool),
+    "extra": lambda value: isinstance(value, list) and value and all(isinstance(x, dict) for x in value),
+    "files": {...: (is_count, is_sha256)},
+    # Dtype, shape, and for each chunk offsets, sizes, file and key.
+    "tensors": {...: (is_dtype, is_sizes, [(is_sizes, is_sizes, is_text, is_text)])},
+}
 
 
-def parse_tensor(name: str, value: Any, files: dict[str, Written]) -> Stored:
-    name = f"tensor {reprlib.repr(name)}"
-    check_index(isinstance(value, list) and len(value) == 3, name, value)
-    dtype, size, listed = value
-    check_index(isinstance(dtype, str) and dtype in STORED_DTYPES, f"the dtype of {name}", dtype)
-    check_index(is_sizes(size), f"the shape of {name}", size)
-    check_index(isinstance(listed, list), f"the chunks of {name}", listed)
-    chunks = [parse_chunk(name, chunk, size, files) for chunk in listed]
-    if not covers(chunks, size):
-        raise ValueError(f"the chunks of {name} do not cover its shape {size} exactly")
-    return Stored(dtype, tuple(size), tuple(chunks))
-
-
-def parse_chunk(name: str, value: Any, size: list[int], files: dict[str, Written]) -> TensorChunk:
-    name = f"a chunk of {name}"
-    check_index(isinstance(value, list) and len(value) == 4, name, value)
-    offsets, sizes, file, key = value
-    check_index(is_sizes(offsets) and is_sizes(sizes) and len(offsets) == len(sizes) == len(size), name, value)
-    check_index(all(offset + n <= end for offset, n, end in zip(offsets, sizes, size, strict=True)), name, value)
-    check_index(isinstance(file, str) and file in files, f"the file of {name}", file)
-    check_index(isinstance(key, str), f"the key of {name}", key)
-    return TensorChunk(tuple(offsets), tuple(sizes), file, key)
-
-
-# Offsets and sizes.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def covers(chunks: Sequence[TensorChunk], size: Sequence[int]) -> bool:
     """Whether the chunks of a tensor cover each of its elements once: their volumes add up and no two overlap."""
+    for c in chunks:
+        if not len(c.offsets) == len(c.sizes) == len(size) or any(map(gt, map(add, c.offsets, c.sizes), size)):
+            return False
     boxes = sorted((c.offsets, c.sizes) for c in chunks if math.prod(c.sizes))
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
         return False
@@ -231,8 +202,18 @@ def boxes_overlap(one: Box, other: Box, *, dims: int) -> bool:
     return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)
 
 
+class OneCheckpoint:
+    """What torch asks of a storage that may hold several checkpoints; a writer and a reader here are for one."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
 @dataclass
-class Writer(StorageWriter):
+class Writer(OneCheckpoint, StorageWriter):
     """Writes one checkpoint to `folder`. Every rank has one; torch's planner decides which rank writes what, and
     distributes tensors that all ranks hold alike."""
 
@@ -250,10 +231,7 @@ class Writer(StorageWriter):
 
     @property
     def aside(self) -> Path:
-        return self.folder.with_name(self.folder.name + TEMPORARY)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer writes one checkpoint: there is nothing to reset."""
+        return temporary_name(self.folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The plans hold all that a rank needs."""
@@ -264,18 +242,14 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.extras = [plan.storage_data for plan in plans]
         make_folder(self.folder.parent)
-        recover(self.folder.parent)
-        for path in self.folder.parent.iterdir():
-            # What a killed process left behind; files of other names are not ours.
-            if LEFTOVER.fullmatch(path.name):
-                discard(path)
+        remove_leftovers(self.folder.parent)
         self.aside.mkdir()
         return [replace(plan, storage_data=f"rank_{rank:05}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = plan.storage_data
         tensors: dict[str, Tensor] = {}
-        chunks: list[tuple[MetadataIndex, TensorChunk]] = []
+        chunks: list[tuple[Any, TensorChunk]] = []
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             chunk = item.tensor_data.chunk
@@ -286,11 +260,8 @@ class Writer(StorageWriter):
             tensors[key] = x.detach().cpu().contiguous()
             chunks.append((item.index, TensorChunk(tuple(chunk.offsets), tuple(chunk.sizes), name, key)))
         done: Future[list[WriteResult]] = Future()
-        if tensors:
-            written = write_tensors(self.aside / name, tensors)
-            done.set_result([WriteResult(index, written.bytes, (chunk, written)) for index, chunk in chunks])
-        else:
-            done.set_result([])
+        written = write_tensors(self.aside / name, tensors) if tensors else Written(0, "")
+        done.set_result([WriteResult(index, written.bytes, (chunk, written)) for index, chunk in chunks])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -310,31 +281,15 @@ class Writer(StorageWriter):
             tensors[name] = Stored(NAMES[x.properties.dtype], tuple(x.size), tuple(chunks[name]))
         extra = [json.loads(text) for text in self.extras]
         Index(self.step, self.loss, self.validation_id, extra, files, tensors, self.good).write(self.aside / INDEX)
-        replaced = self.folder.with_name(self.folder.name + REPLACED)
-        if self.folder.exists():
-            # A folder cannot be renamed onto another.
-            self.folder.rename(replaced)
-        self.aside.rename(self.folder)
-        sync_folder(self.folder.parent)
-        # What cannot be deleted now is left to the next save.
-        with suppress(OSError):
-            discard(replaced)
+        publish(self.folder)
         self.then()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
-
-class Reader(StorageReader):
+class Reader(OneCheckpoint, StorageReader):
     """Reads one checkpoint: every rank reads the parts it holds, whichever rank wrote them."""
 
     def __init__(self, folder: Path, index: Index) -> None:
-        self.folder = folder
-        self.index = index
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader reads one checkpoint: there is nothing to reset."""
+        self.folder, self.index = folder, index
 
     def read_metadata(self) -> Metadata:
         found: dict[str, Any] = {}
@@ -371,31 +326,3 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def recover(folder: Path) -> None:
-    """Rename checkpoints back that a process killed between the two renames of a replacement left behind."""
-    for path in folder.glob(f"*{REPLACED}"):
-        original = path.with_name(path.name.removesuffix(REPLACED))
-        if not original.exists():
-            path.rename(original)
-
-
-def remove(folder: Path) -> None:
-    """Rename, then delete: what is half deleted must not look like a checkpoint, even after a power cut."""
-    doomed = folder.with_name(folder.name + REMOVED)
-    folder.rename(doomed)
-    sync_folder(folder.parent)
-    discard(doomed)
-
-
-def discard(path: Path) -> None:
-    """Delete a folder, or the link to one but not its target."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

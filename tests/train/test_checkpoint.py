@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, *run, {"rng": rng_state()})
     going_on = train(*run, 3)
-    checkpoints.close()
+    checkpoints.wait()
     resumed = make(seed=1)
     found = Checkpoints(tmp_path).load(*resumed)
     assert found is not None
@@ -128,10 +128,10 @@ def test_the_state_is_copied_before_save_returns(
     checkpoints.save(2, *trained, extra)
     extra["position"] = 2
     train(*trained, 1)
-    assert checkpoints.latest() is None, "nothing has its name before it is whole"
+    assert checkpoints.steps() == [], "nothing has its name before it is whole"
     may_write.set()
     checkpoints.wait()
-    assert checkpoints.latest() == 2
+    assert checkpoints.steps()[-1] == 2
     fresh = make(seed=1)
     assert checkpoints.load(*fresh) == (2, {"position": 1})
     assert_same(whole(*fresh), before)
@@ -159,7 +159,7 @@ def test_the_configuration_owns_the_hyperparameters(tmp_path: Path, trained: Pai
 def test_nothing_there_is_none(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "not" / "yet")
     assert checkpoints.load(*make()) is None
-    assert checkpoints.latest() is None
+    assert checkpoints.steps() == []
     assert not (tmp_path / "not").exists()
 
 
@@ -167,13 +167,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, trained: Pair) -> None
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, loss in enumerate([3.0, 1.0, None, 2.0, float("nan"), 2.5], start=1):
         checkpoints.save(step, *trained, {}, loss=loss)
-    checkpoints.close()
+    checkpoints.wait()
     assert checkpoints.steps() == [2, 5, 6]
-    assert (checkpoints.latest(), checkpoints.best()) == (6, 2)
+    assert checkpoints.best() == 2
     # The same from the disk alone.
-    again = Checkpoints(tmp_path, keep=1, keep_best=False)
+    again = Checkpoints(tmp_path, keep=1)
     assert again.best() == 2
-    again.save(7, *trained, {}, wait=True)
+    again.save(7, *trained, {}, loss=0.5, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_7"]
 
 
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_one_checkpoint(
             checkpoints.pending[1].result()
     with pytest.warns(RuntimeWarning, match="step 3 in .* failed: .*; trying again with step 4"):
         checkpoints.save(4, *trained, {})
-    assert checkpoints.latest() == 4, "after a failure the next one is waited for"
+    assert checkpoints.steps()[-1] == 4, "after a failure the next one is waited for"
 
 
 def test_an_index_of_another_version_is_no_traceback(tmp_path: Path, trained: Pair) -> None:
@@ -358,7 +358,7 @@ def test_an_index_of_another_version_is_no_traceback(tmp_path: Path, trained: Pa
         assert Checkpoints(tmp_path).load(*make()) == (1, {})
 
 
-@pytest.mark.parametrize("call", ["wait", "close", "load"])
+@pytest.mark.parametrize("call", ["wait", "load"])
 def test_full_disk_is_raised_by_the_next_call_and_loses_nothing(
     call: str, tmp_path: Path, trained: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,11 +367,7 @@ def test_full_disk_is_raised_by_the_next_call_and_loses_nothing(
     with monkeypatch.context() as patch:
         fail_to_write(patch)
         checkpoints.save(2, *trained, {})
-        calls = {
-            "wait": checkpoints.wait,
-            "close": checkpoints.close,
-            "load": lambda: checkpoints.load(*make()),
-        }
+        calls = {"wait": checkpoints.wait, "load": lambda: checkpoints.load(*make())}
         with pytest.raises(OSError, match=r"step 2 in .* failed: .*No space left on device.*; older"):
             calls[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"], "what was half written gives its space back"
@@ -405,11 +401,7 @@ def test_a_folder_that_may_not_be_read_or_written_is_an_error(tmp_path: Path, tr
         (tmp_path / "step_1").chmod(0o700)
 
 
-def test_wrong_arguments_are_named(tmp_path: Path, trained: Pair) -> None:
-    with pytest.raises(ValueError, match="keep is 0"):
-        Checkpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step is -1"):
-        Checkpoints(tmp_path).save(-1, *trained, {})
+def test_a_state_that_is_not_json_is_refused(tmp_path: Path, trained: Pair) -> None:
     with pytest.raises(ValueError, match="extra is not plain JSON"):
         Checkpoints(tmp_path).save(1, *trained, {"model": trained[0]})
 
@@ -564,7 +556,7 @@ def worker_ranks(folder: Path) -> None:
         checkpoints.save(5, *run, {"rank": rank})
         truth = whole(*run)
         train(*run, 1)
-        checkpoints.close()
+        checkpoints.wait()
         assert checkpoints.load(*run) == (5, {"rank": rank}), "each its own"
         assert all(torch.equal(x, truth[name]) for name, x in whole(*run).items())
         export(run[0], folder / f"{wrap}-export", None)

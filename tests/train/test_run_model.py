@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,10 +74,10 @@ def test_the_shards_of_several_ranks_are_put_together(finished: Path, stopped: P
             ranks[rank][name] = x.contiguous()
             offsets = (rank * len(shards[0]), 0) if len(shards) == 2 else (0,) * x.ndim
             chunks.append(TensorChunk(offsets, tuple(x.shape), f"rank_{rank:05}.safetensors", name))
-        tensors[name] = replace(stored, chunks=tuple(chunks))
+        tensors[name] = stored._replace(chunks=tuple(chunks))
     files = {f"rank_{rank:05}.safetensors": own for rank, own in enumerate(ranks)}
     written = {name: write_tensors(folder / name, own) for name, own in files.items()}
-    replace(index, files=written, tensors=tensors).write(folder / INDEX)
+    index._replace(files=written, tensors=tensors).write(folder / INDEX)
     assert equal_parameters(load_run(stopped)[0], load_model(finished))
 
 

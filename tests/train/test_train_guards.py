@@ -244,7 +244,7 @@ def test_data_that_fails_costs_nothing_of_the_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(trainer, "loader", Failing())
     with pytest.raises(OSError, match="the disk is gone"):
         trainer.train()
-    assert trainer.checkpoints.latest() == 4
+    assert trainer.checkpoints.steps()[-1] == 4
     assert [line["step"] for line in lines_of(tmp_path, "step")] == [1, 2, 3, 4]
 
 
@@ -267,7 +267,7 @@ def test_a_signal_ends_the_wait_for_data_that_does_not_come(tmp_path: Path, monk
     began = time.monotonic()
     assert trainer.train() is None
     assert time.monotonic() - began < 20
-    assert trainer.checkpoints.latest() == 3
+    assert trainer.checkpoints.steps()[-1] == 3
     assert [line["step"] for line in lines_of(tmp_path, "step")] == [1, 2, 3]
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_is_broken_is_not_kept_as_the_last_good_one(tmp_path: Path)
     trainer.step = spoil  # type: ignore[method-assign]
     with pytest.raises(RunStopped, match=r"no finite loss any more: the last good state is that of step 2"):
         trainer.train()
-    assert trainer.checkpoints.latest() == 2
+    assert trainer.checkpoints.steps()[-1] == 2
 
 
 def broken_from_step_4(config: TrainConfig) -> Interfering:
@@ -328,7 +328,7 @@ def test_a_broken_model_is_neither_kept_nor_exported_at_the_end(tmp_path: Path) 
     trainer = broken_from_step_4(small_run(tmp_path))
     with pytest.raises(RunStopped, match=r"nothing is exported: step 6 is not saved.*good state is that of step 4\."):
         trainer.train()
-    assert trainer.checkpoints.latest() == 4
+    assert trainer.checkpoints.steps()[-1] == 4
     assert not (tmp_path / "model.json").exists()
 
 
@@ -336,7 +336,7 @@ def test_a_broken_model_is_not_kept_when_a_signal_comes(tmp_path: Path, capsys: 
     trainer = broken_from_step_4(small_run(tmp_path, steps=20))
     trainer.before[6] = lambda trainer: os.kill(os.getpid(), signal.SIGTERM)
     assert trainer.train() is None
-    assert trainer.checkpoints.latest() == 4
+    assert trainer.checkpoints.steps()[-1] == 4
     assert "[stop] SIGTERM: step 7 is not saved, its parameters give no finite loss any more" in capsys.readouterr().out
 
 
@@ -345,7 +345,7 @@ def test_a_broken_model_is_not_what_the_watchdog_saves(tmp_path: Path) -> None:
     with torch.no_grad():
         trainer.model.norm.weight[0] = float("nan")
     assert trainer.checkpointer.rescue() == "no checkpoint: the parameters are not finite"
-    assert trainer.checkpoints.latest() is None
+    assert trainer.checkpoints.steps() == []
     trainer.loader.close()
 
 
@@ -500,7 +500,7 @@ def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
     with trainer.checkpointer.changing:
         assert "changed part of the state" in trainer.checkpointer.rescue()
-    assert trainer.checkpoints.latest() is None
+    assert trainer.checkpoints.steps() == []
     assert "step 0 is saved" in trainer.checkpointer.rescue()
     trainer.loader.close()
 

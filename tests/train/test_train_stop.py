@@ -87,7 +87,7 @@ def test_a_sample_does_not_delay_a_stop(tmp_path: Path, asked_while_sampling: li
     trainer = Trainer(small_run(tmp_path, sample_every=3, sample_tokens=500))
     assert trainer.train() is None
     assert asked_while_sampling == [1]
-    assert trainer.checkpoints.latest() == 3
+    assert trainer.checkpoints.steps()[-1] == 3
     assert lines_of(tmp_path, "sample") == []
 
 
@@ -121,7 +121,7 @@ def test_a_validation_does_not_delay_a_stop_and_is_made_up_for(
     assert trainer.train() is None
     # The second, and one to see whether the parameters can be saved.
     assert forwards == 3
-    assert trainer.checkpoints.latest() == step
+    assert trainer.checkpoints.steps()[-1] == step
     again, whole = Trainer(config), Trainer(small_run(tmp_path / "whole", **often, eval_batches=40))
     assert again.train() is not None
     whole.train()
@@ -187,7 +187,7 @@ def test_whatever_ends_the_run_costs_no_step(
     # What a tokenizer raises becomes one line.
     with pytest.raises(RunStopped if type(error) is Exception else type(error), match=str(error)):
         trainer.train()
-    assert trainer.checkpoints.latest() == 4
+    assert trainer.checkpoints.steps()[-1] == 4
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
     assert capsys.readouterr().out.count("step 4 is saved") == 1
     trainer.place = ""
@@ -208,7 +208,7 @@ def test_half_an_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trainer.update.optimizer, "step", breaks)
     with pytest.raises(RuntimeError, match="broke off"):
         trainer.train()
-    assert trainer.checkpoints.latest() == 2
+    assert trainer.checkpoints.steps()[-1] == 2
 
 
 def test_a_tokenizer_that_fails_is_one_line(
