@@ -39,7 +39,7 @@ COMMANDS = {
         "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
     ),
     "report": Command(
-        "nsa.train.report.command", "draw a run, or compare several, on one page", "fewer runs need less"
+        "nsa.train.report.compare", "draw a run, or compare several, on one page", "fewer runs need less"
     ),
     "plan": Command(
         "nsa.train.plan", "memory, time and cost of a run before it starts", "a smaller --set model.n_layers needs less"

@@ -184,7 +184,7 @@ def check_json(name: str, value: Any, expected: Any) -> None:
         raise ValueError(f"{name} cannot be {reprlib.repr(value)}")
 
 
-def is_count(value: object) -> bool:
+def is_natural(value: object) -> bool:
     """Whether it is an integer of at least 0 that torch can hold."""
     return type(value) is int and 0 <= value < 2**63
 

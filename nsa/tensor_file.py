@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.files import is_count, parse_json, replacing
+from nsa.files import is_natural, parse_json, replacing
 
 # The names that the format has for torch's dtypes.
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -116,7 +116,7 @@ def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
 
 def is_sizes(value: Any) -> bool:
     """Whether it is a list of sizes or offsets that torch can hold."""
-    return isinstance(value, list) and len(value) <= 64 and all(map(is_count, value))
+    return isinstance(value, list) and len(value) <= 64 and all(map(is_natural, value))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

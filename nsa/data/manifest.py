@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from nsa.config import require
 from nsa.data.config import SPLITS, Split
-from nsa.files import is_count, is_sha256, parse_json, read_text, replace_text
+from nsa.files import is_natural, is_sha256, parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -99,7 +99,7 @@ def listed(path: Path, name: str, values: Any) -> Listed:
     keys = list(Listed._fields)
     check_entry(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
     size, sha256 = values["bytes"], values["header_sha256"]
-    check_entry(path, f"{where}.bytes", size, is_count(size), "a size in bytes")
+    check_entry(path, f"{where}.bytes", size, is_natural(size), "a size in bytes")
     check_entry(path, f"{where}.header_sha256", sha256, is_sha256(sha256), "64 hexadecimal digits")
     return Listed(size, sha256)
 

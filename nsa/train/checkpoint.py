@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from nsa.config import require
 from nsa.data import Tokenizer
-from nsa.files import check_json, is_count, is_number
+from nsa.files import check_json, is_natural, is_number
 from nsa.model import LM, save_model
 from nsa.train.distributed import any_rank, from_first
 from nsa.train.run_folder import discard, recover, remove, saved_steps, temporary_name
@@ -312,7 +312,7 @@ def check_state(extra: dict[str, Any]) -> None:
     """`ValueError` unless `extra` holds all that a run saves besides tensors."""
     scaler = dict.fromkeys(torch.amp.GradScaler("cpu").state_dict(), is_number) if extra.get("scaler") else {}
     expected = {"data": {}, "rng": {}, "scaler": scaler, "seconds": is_number}
-    expected |= dict.fromkeys(("ranks", "skipped", "tokens_per_step"), is_count)
+    expected |= dict.fromkeys(("ranks", "skipped", "tokens_per_step"), is_natural)
     expected["loss_start"] = lambda value: value is None or is_number(value)
     # Earlier versions did not save the number of tokens.
     check_json("state", {"tokens_per_step": 0, **extra}, expected)

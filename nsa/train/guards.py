@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -53,10 +53,8 @@ class Signals:
 
     def __init__(self, *, forwarded: bool = False) -> None:
         self.echo_s = ECHO_S if forwarded else 0.0
-        # The name of the first signal.
-        self.received: str | None = None
-        # When the first SIGTERM or SIGINT arrived.
-        self.since: float | None = None
+        self.received: str | None = None  # the name of the first signal
+        self.since: float | None = None  # when the first SIGTERM or SIGINT arrived
         self.before: dict[int, Any] = {}
         self.raises = False
 
@@ -104,11 +102,9 @@ class Skips:
 
     def __init__(self, folder: Path, limit: int, *, rank: int = 0) -> None:
         self.folder, self.limit, self.rank = folder, limit, rank
-        self.total = 0
-        self.in_a_row = 0
+        self.total = self.in_a_row = 0
 
     def count(self, skipped: bool) -> None:
-        """Count the next step."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.total += skipped
 
@@ -121,20 +117,11 @@ class Skips:
         except OSError as error:
             return f"its batch could not be saved: {error}"
 
-    @property
-    def too_many(self) -> bool:
-        return self.in_a_row >= self.limit
-
 
 def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
-    tensors = {
-        f"{name}.{index}": x.cpu().contiguous()
-        for index, batch in enumerate(batches)
-        for name, x in batch._asdict().items()
-        if x is not None
-    }
+    named = {f"{name}.{i}": x for i, batch in enumerate(batches) for name, x in batch._asdict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(path, tensors)
+    write_tensors(path, {name: x.cpu().contiguous() for name, x in named.items() if x is not None})
     return path
 
 
@@ -146,31 +133,21 @@ def load_batches(path: Path) -> list[Batch]:
 
 
 class Watchdog:
-    """A thread that writes the stack of every thread to `path` when no `beat` came for `seconds`.
+    """A thread that appends the stack of every thread to `path` when no `beat` came for `seconds`.
 
-    The run goes on, because it may only be slow, and is reported again after twice the time. A thread that has died is
-    replaced at the next `beat`.
-
-    Args:
-        path: the file to append to.
-        seconds: without a `beat`.
-        describe: returns what the run was doing.
-        rescue: saves what can be saved; returns what that was.
+    It adds what the run was doing by `describe()`, and what could be saved by `rescue()`. The run goes on, because it
+    may only be slow, and is reported again after twice the time. A thread that has died is replaced at the next `beat`.
     """
 
     def __init__(self, path: Path, seconds: float, *, describe: Callable[[], str], rescue: Callable[[], str]) -> None:
         self.path, self.seconds, self.describe, self.rescue = path, seconds, describe, rescue
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        self.last = time.monotonic()
-        self.patience = self.seconds
+        self.beat()
 
     def beat(self) -> None:
         """A step is done."""
-        self.reset()
+        self.last, self.patience = time.monotonic(), self.seconds
         if self.thread is not None and not self.thread.is_alive() and not self.ended.is_set():
             self.log("its thread has died; starting another one")
             self.start()
@@ -205,7 +182,7 @@ class Watchdog:
         # A file that cannot be written must not prevent the rescue.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
+            with self.open() as file:
                 file.write(f"{silence}\n{doing}\n\n")
                 # It writes past Python's buffer.
                 file.flush()
@@ -217,8 +194,11 @@ class Watchdog:
             faulthandler.dump_traceback(STDERR, all_threads=True)
         saved = call_or_error("rescue", self.rescue)
         self.log(saved)
-        with suppress(OSError), open(self.path, "a", errors="backslashreplace", opener=open_no_link) as file:
+        with suppress(OSError), self.open() as file:
             file.write(f"{saved}\n\n")
+
+    def open(self) -> IO[str]:
+        return open(self.path, "a", errors="backslashreplace", opener=open_no_link)
 
     def log(self, text: str) -> None:
         say(f"[watchdog] {text}", error=True)
@@ -230,10 +210,6 @@ def call_or_error(name: str, function: Callable[[], str]) -> str:
         return function()
     except Exception as error:  # noqa: BLE001
         return f"{name} failed: {error!r}"
-
-
-# Names of torch's own attention in a profile.
-TORCH_ATTENTION = ("aten::scaled_dot_product_attention", "flex_attention")
 
 
 def branch_profile(module: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
@@ -255,12 +231,11 @@ def branch_profile(module: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
     total = once()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as measured:
         once()
-    rows = []
-    for event in measured.key_averages():
-        if event.key.startswith(("nsa::", *TORCH_ATTENTION)):
-            spent = event.device_time_total if on_gpu else event.cpu_time_total
-            rows.append((event.key.removeprefix("nsa::"), event.count, spent / 1e3))
-    rows.sort(key=lambda row: -row[2])
-    clock = "GPU" if on_gpu else "CPU"
-    lines = [f"  {name:<32}{count:>6} calls {spent:>10.2f} ms of {clock} time" for name, count, spent in rows]
-    return "\n".join([f"one batch, uncompiled, forward and backward: {total:.1f} ms", *lines])
+    attention = ("nsa::", "aten::scaled_dot_product_attention", "flex_attention")
+    events = [event for event in measured.key_averages() if event.key.startswith(attention)]
+    spent = {event: event.device_time_total if on_gpu else event.cpu_time_total for event in events}
+    lines = [f"one batch, uncompiled, forward and backward: {total:.1f} ms"]
+    for event in sorted(events, key=lambda event: -spent[event]):
+        name, time_of = event.key.removeprefix("nsa::"), "GPU" if on_gpu else "CPU"
+        lines.append(f"  {name:<32}{event.count:>6} calls {spent[event] / 1e3:>10.2f} ms of {time_of} time")
+    return "\n".join(lines)

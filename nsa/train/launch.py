@@ -32,8 +32,12 @@ def launch(config: TrainConfig) -> int:
             # The default folder's name has the time and a random part in it.
             config = replace(config, out=Path(from_first(str(config.out))))
             check_capacity(config, own.size)
+            # For the time before the run has a watchdog of its own.
+            doing, saved = "the run is opening its data or building its model", "no checkpoint: no step is done yet"
+            callbacks = {"describe": lambda: doing, "rescue": lambda: saved}
+            watchdog = Watchdog(config.out / WATCHDOG, config.watchdog_s, **callbacks)
             with Signals(forwarded=own.size > 1) as signals, report_lost_ranks(own, config.out):
-                with signals.waiting(), startup_watchdog(config), warn_on_first_rank():
+                with signals.waiting(), watchdog, warn_on_first_rank():
                     trainer = Trainer(config, own)
                 summary = trainer.train(signals)
             if summary is not None and own.first:
@@ -47,16 +51,6 @@ def launch(config: TrainConfig) -> int:
     return 0
 
 
-def startup_watchdog(config: TrainConfig) -> Watchdog:
-    """For the time before the run has a watchdog of its own."""
-    return Watchdog(
-        config.out / WATCHDOG,
-        config.watchdog_s,
-        describe=lambda: "the run has not started: it is opening its data or building its model",
-        rescue=lambda: "no checkpoint: no step is done yet",
-    )
-
-
 @contextmanager
 def report_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
     """Print what to do at once: torchrun kills all ranks soon after one is gone."""
@@ -65,9 +59,6 @@ def report_lost_ranks(own: Ranks, out: Path) -> Iterator[None]:
     except RuntimeError as error:
         if own.size == 1 or not any(word in str(error) for word in LOST):
             raise
-        say(
-            f"nsa train: another rank is gone; its error, if it printed one, is above. Resume with the same command "
-            f"and --out {out}",
-            error=True,
-        )
+        gone = "another rank is gone; its error, if it printed one, is above"
+        say(f"nsa train: {gone}. Resume with the same command and --out {out}", error=True)
         raise SystemExit(1) from error

@@ -78,8 +78,7 @@ class Logger:
             self.files = None
 
     def save_run_info(self) -> None:
-        """Write the config and the environment. A resumed run does so once it has done a step: a start that fails must
-        not be what the next one resumes as."""
+        """Write config and environment; a resumed run does so after a step, so that no failed start is resumed."""
         t = self.trainer
         if t.ranks.first and not self.info_saved:
             save_run_info(t.config, step=t.began, ranks=t.ranks, before=self.last_start)
@@ -133,17 +132,16 @@ class Logger:
             t.skips.count(saved is not None)
             if saved is not None:
                 self.log0(f"[skip] step {step + 1}: loss {loss}, gradient norm {grad_norm}; {saved}")
-            if t.skips.too_many:
+            if t.skips.in_a_row >= t.skips.limit:
                 too_many = (t.skips.in_a_row, step + 1)
         self.save_run_info()
         self.report(loss, grad_norm)
         if too_many is not None:
             # Only now: the steps after them are part of what is saved, and of its metrics.
             in_a_row, last = too_many
-            raise RunStopped(
-                f"the loss or the gradients of {in_a_row} steps in a row were not finite, up to step {last}: "
-                f"{t.checkpointer.save_if_finite()}; {t.skips.folder} has their batches. A lower --lr may help"
-            )
+            what = f"the loss or the gradients of {in_a_row} steps in a row were not finite, up to step {last}"
+            saved = t.checkpointer.save_if_finite()
+            raise RunStopped(f"{what}: {saved}; {t.skips.folder} has their batches. A lower --lr may help")
 
     def report(self, loss: float, grad_norm: float) -> None:
         """Log the speed and the newest step to the metrics, the heartbeat and the terminal."""

@@ -295,7 +295,8 @@ class Trainer:
 
     def describe(self) -> str:
         """For the watchdog: the newest batches, and which backends run them."""
-        shapes = [[None if x is None else tuple(x.shape) for x in batch] for batch in self.fetched]
+        named = [batch._asdict() for batch in self.fetched]
+        shapes = [{name: tuple(x.shape) for name, x in batch.items() if x is not None} for batch in named]
         lines = [f"steps done: {self.done}, not logged yet: {len(self.pending)}", f"data: {self.loader}"]
-        lines += [f"last batches (tokens, targets, cu_seqlens): {shapes}", f"routes: {backends(self.config)}"]
+        lines += [f"last batches: {shapes}", f"routes: {backends(self.config)}"]
         return "\n".join([*lines, f"calls and failures: {counts_so_far().as_dict()}"])

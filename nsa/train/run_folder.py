@@ -34,12 +34,15 @@ from typing import IO, Any
 from uuid import uuid4
 
 from nsa.config import require
-from nsa.files import TEMPORARY, is_at, open_no_link, parse_json, sync_folder
+from nsa.files import LOCK, TEMPORARY, is_at, open_no_link, parse_json, sync_folder
 
 RUNS = Path("runs")
 
 CONFIG, RUN_INFO, METRICS, HEARTBEAT = "config.yaml", "run.json", "metrics.jsonl", "heartbeat.jsonl"
 CHECKPOINTS, TENSORBOARD, WATCHDOG, REPORT = "checkpoints", "tensorboard", "watchdog.txt", "report.html"
+# Files that a run appends to, and all that it writes.
+APPENDED = (LOCK, METRICS, HEARTBEAT)
+WRITTEN = (CONFIG, RUN_INFO, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
 
 # A folder whose name ends so is no checkpoint: it is being replaced or removed.
 REPLACED, REMOVED = ".replaced" + TEMPORARY, ".removed" + TEMPORARY
@@ -60,7 +63,7 @@ def temporary_name(folder: Path) -> Path:
     return folder.with_name(folder.name + TEMPORARY)
 
 
-def publish(folder: Path) -> None:
+def name_checkpoint(folder: Path) -> None:
     """Give a checkpoint that is complete its name, in place of another, which cannot be renamed onto."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
@@ -73,14 +76,14 @@ def publish(folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Rename checkpoints back that a process killed between the two renames of `publish` left behind."""
+    """Rename checkpoints back that a process killed between the two renames of `name_checkpoint` left behind."""
     for path in folder.glob(f"*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if not original.exists():
             path.rename(original)
 
 
-def remove_leftovers(folder: Path) -> None:
+def clear_folder(folder: Path) -> None:
     """Remove what a killed process left behind; files of other names are not ours."""
     recover(folder)
     for path in folder.iterdir():
@@ -116,34 +119,31 @@ def require_checkpoint(run: Path, argument: str) -> None:
     found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
     accepted = (
         f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "
-        f"--config and another --out (or --out {shlex.quote(str(run))}, once its {METRICS} is moved away)"
     )
+    accepted += f"--config and another --out (or --out {shlex.quote(str(run))}, once its {METRICS} is moved away)"
     require(found, argument, str(run), accepted)
 
 
 class RunLog:
-    """Metrics, heartbeat and, where it is installed, TensorBoard of one run; rank 0 alone has one.
+    """Metrics, heartbeat and, where it is installed, TensorBoard of one run; rank 0 alone has one. `resume`: append to
+    the files instead of emptying them."""
 
-    Args:
-        folder: the run's; it is created.
-        resume: append to the files instead of emptying them.
-        tensorboard: write TensorBoard's files too.
-    """
-
-    def __init__(self, folder: Path, *, resume: bool, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = {name: open_lines(folder / name, resume) for name in (METRICS, HEARTBEAT)}
         self.folder = folder
         self.board: Charts | None = None
         # Made when there is a number to show.
-        self.board_folder = folder / TENSORBOARD if tensorboard and find_spec("tensorboard") is not None else None
+        self.board_folder = folder / TENSORBOARD if find_spec("tensorboard") is not None else None
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line of metrics, without the time: the same run twice gives the same lines."""
         add_line(self.files[METRICS], {"kind": kind, **plain(values)})
-        step = values.get("step")
-        if isinstance(step, int):
-            self.add_scalars(kind, {name: value for name, value in values.items() if name != "step"}, step)
+        step = values.pop("step", None)
+        if self.board_folder is not None and isinstance(step, int) and (numbers := dict(scalars(kind, values))):
+            with self.optional_charts():
+                self.board = self.board or Charts(self.board_folder)
+                self.board.add(numbers, step)
 
     def heartbeat(self, step: int, **values: Any) -> None:
         """Append a line with the Unix time, for a monitor to compare with its clock."""
@@ -169,16 +169,6 @@ class RunLog:
                 self.board.file.close()
             self.board = None
 
-    def add_scalars(self, kind: str, values: dict[str, Any], step: int) -> None:
-        if self.board_folder is None:
-            return
-        numbers = dict(scalars(kind, values))
-        if not numbers:
-            return
-        with self.optional_charts():
-            self.board = self.board or Charts(self.board_folder)
-            self.board.add(numbers, step)
-
     @contextmanager
     def optional_charts(self) -> Iterator[None]:
         """A broken package or a full disk ends TensorBoard's log, not the run: `metrics.jsonl` has every number."""
@@ -190,11 +180,7 @@ class RunLog:
 
 
 class Charts:
-    """TensorBoard's file. The package's own writer has a thread, whose death on a full disk prints a traceback.
-
-    Args:
-        folder: created; a new file is made in it.
-    """
+    """TensorBoard's file. The package's own writer has a thread, whose death on a full disk prints a traceback."""
 
     def __init__(self, folder: Path) -> None:
         self.event = import_module("tensorboard.compat.proto.event_pb2").Event

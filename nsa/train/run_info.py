@@ -20,28 +20,16 @@ from nsa.config import require
 from nsa.data import Loader, open_loader
 from nsa.data.config import Split
 from nsa.dtypes import DTYPES
-from nsa.files import LOCK, make_folder, parse_json, read_limited, replace_text
+from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model import LM
 from nsa.origin import commit, package_version
+from nsa.train import run_folder
 from nsa.train.config import TrainConfig, diff, flat, load_config, write_yaml
 from nsa.train.distributed import Ranks, require_same
-from nsa.train.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    HEARTBEAT,
-    METRICS,
-    REPORT,
-    RUN_INFO,
-    read_lines,
-    require_checkpoint,
-    saved_steps,
-)
+from nsa.train.run_folder import CHECKPOINTS, CONFIG, METRICS, RUN_INFO, read_lines, require_checkpoint, saved_steps
 
 # A start adds about a kilobyte.
 MAX_RUN_BYTES = 2**26
-# Files that a run appends to, and all that it writes.
-APPENDED = (LOCK, METRICS, HEARTBEAT)
-WRITTEN = (CONFIG, RUN_INFO, METRICS, HEARTBEAT, REPORT, "model.json", "model.safetensors", "tokenizer.json")
 
 
 def boot_line(config: TrainConfig, model: LM, source: str, ranks: Ranks) -> str:
@@ -79,14 +67,9 @@ def backends(config: TrainConfig) -> dict[str, str]:
 def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
     """The attention of one batch."""
     packed = config.data.pack
-    problem = Problem.of_config(
-        config.model.attn,
-        batch=1 if packed else config.batch_size,
-        length=config.tokens_per_batch if packed else config.model.seq_len,
-        dtype=DTYPES[config.dtype],
-        device=torch.device(config.device).type,
-        backward=backward,
-    )
+    batch, length = (1, config.tokens_per_batch) if packed else (config.batch_size, config.model.seq_len)
+    where: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": torch.device(config.device).type}
+    problem = Problem.of_config(config.model.attn, batch=batch, length=length, backward=backward, **where)
     return replace(problem, packed=packed)
 
 
@@ -99,11 +82,7 @@ def open_data(config: TrainConfig, split: Split, **other: Any) -> Loader:
 def save_run_info(config: TrainConfig, *, step: int, ranks: Ranks, before: dict[str, Any] | None = None) -> None:
     """Write the resolved config, its hash, the environment and the commit into the run's folder.
 
-    Args:
-        config: the run.
-        step: the step that this start resumes from.
-        ranks: the ranks of this start.
-        before: the record of the last start, which holds the earlier ones.
+    `step` is the one that this start resumes from, `before` the record of the last start, which holds the earlier ones.
     """
     make_folder(config.out)
     record = {"hash": config.hash, "from_step": step, "ranks": ranks.size, "environment": environment(ranks.device)}
@@ -155,16 +134,15 @@ def config_of(run: Path) -> TrainConfig:
 def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """How `config` differs from the run that its folder holds, if it holds one.
 
-    Raises:
-        ValueError: The run has another model, or has lost its checkpoints; or the folder holds files that no run wrote,
-            which this one would replace, or links that it would write through.
+    A ValueError if that run has another model, or has lost its checkpoints; or if the folder holds files that no run
+    wrote, which this one would replace, or links that it would write through.
     """
     out, name = config.out, str(config.out)
-    links = [file for file in APPENDED if (out / file).is_symlink()]
+    links = [file for file in run_folder.APPENDED if (out / file).is_symlink()]
     require(not links, "out", name, f"a folder in which {', '.join(links)} is no symbolic link")
     started = (out / RUN_INFO).is_file() and "hash" in read_run_info(out)
     if not (out / CONFIG).is_file() or not (started or saved_steps(out / CHECKPOINTS)):
-        found = [file for file in WRITTEN if (out / file).exists()]
+        found = [file for file in run_folder.WRITTEN if (out / file).exists()]
         # A start that was killed while it wrote the first of its files may be repeated.
         foreign = [] if started and found == [RUN_INFO] else found
         require(not foreign, "out", name, f"another folder: this one holds {', '.join(foreign)} of no run")
@@ -179,10 +157,8 @@ def check_folder(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def check_ranks(config: TrainConfig, data: dict[str, Any] | None = None) -> None:
-    """`ValueError` unless all ranks have the same config and, once it is open, the same data.
-
-    Paths may differ between machines: a copy elsewhere is the same corpus, which `data` identifies.
-    """
+    """`ValueError` unless all ranks have the same config and, once it is open, the same data; paths may differ between
+    machines: a copy elsewhere is the same corpus, which `data` identifies."""
     own = {key: value for key, value in flat(config.to_dict()) if key not in ("out", "data.path")}
     require_same(own if data is None else {f"{key} of the data": value for key, value in data.items()})
 
@@ -202,13 +178,10 @@ class Summary:
 
     loss_start: float
     loss_end: float
-    # None for a run of one step, which is not timed.
-    tokens_per_s: float | None
+    tokens_per_s: float | None  # None for a run of one step, which is not timed
     skipped: int
-    # Batches of random tokens in place of data that did not come.
-    stand_ins: int
-    # Calls by "op/backend"; a graph's replays are not calls.
-    served: dict[str, int]
+    stand_ins: int  # batches of random tokens in place of data that did not come
+    served: dict[str, int]  # calls by "op/backend"; a graph's replays are not calls
     fallbacks: dict[str, int]
     sample: str
     checkpoint: Path
@@ -222,8 +195,7 @@ class Summary:
         calls = ", ".join(f"{name} {times:,}" for name, times in self.served.items())
         rate = self.tokens_per_s
         speed = "speed not measured: the first step is not timed" if rate is None else f"{rate:,.0f} tokens/s"
-        lines = [f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}", speed]
-        lines += [f"calls by backend: {calls or 'torch alone'}"]
         counts = f"skipped steps: {self.skipped}   stand-in batches: {self.stand_ins}"
-        lines += [f"fallbacks: {failures or 'none'}   {counts}", f"sample:\n{self.sample}"]
-        return "\n".join([*lines, f"saved {self.checkpoint}", f"report {self.report}"])
+        lines = [f"validation loss {self.loss_start:.3f} -> {self.loss_end:.3f}", speed]
+        lines += [f"calls by backend: {calls or 'torch alone'}", f"fallbacks: {failures or 'none'}   {counts}"]
+        return "\n".join([*lines, f"sample:\n{self.sample}", f"saved {self.checkpoint}", f"report {self.report}"])

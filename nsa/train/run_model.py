@@ -19,18 +19,17 @@ from nsa.train.storage import Damaged, Index
 
 
 def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Tokenizer]:
-    """Load a model and its tokenizer.
+    """Load the model that a run exported at its end, else of its newest good checkpoint, which is named on stderr.
 
     Args:
-        folder: Of a run: the model that it exported at its end, else its newest good checkpoint, which is named on
-            stderr. Or `checkpoints/step_N` of a run.
-        device: Where to put the parameters.
+        folder: of a run, or `checkpoints/step_N` of a run.
+        device: where to put the parameters.
 
     Returns:
         The model in eval mode, and its tokenizer: bytes where the model was saved without one.
 
     Raises:
-        ValueError: The folder has no model, or what it has is damaged; the message names the file.
+        ValueError: the folder has no model, or what it has is damaged; the message names the file.
     """
     run = run_of(folder)
     named = [int(folder.resolve().name.removeprefix("step_"))] if run != folder else []

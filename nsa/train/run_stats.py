@@ -25,14 +25,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        # Seconds of the run before this process.
-        self.earlier = 0.0
+        self.earlier = 0.0  # seconds of the run before this process
         self.began = (0.0, 0.0, 0.0)
         # Of the last timed interval, as it is logged; empty: not known.
         self.speed: dict[str, float] = {}
         self.tokens_per_s = 0.0
-        # Tokens and seconds of all timed intervals.
-        self.timed = (0, 0.0)
+        self.timed = (0, 0.0)  # tokens and seconds of all timed intervals
 
     def begin(self, waited: float) -> None:
         """An interval starts; `waited`: seconds spent waiting for data so far."""
@@ -95,10 +93,8 @@ def log_line(loss: float, lr: float, speed: Mapping[str, float], steps_left: int
 def watching(
     model: LM, before: Callable[[int, NSAAttention, Tensor], None] = lambda index, attention, x: None
 ) -> Iterator[dict[int, NSAStats]]:
-    """Collect the statistics of every NSA layer of the forwards in this block, by layer; removes its hooks.
-
-    `before` is called with the number, the module and the input `[B, S, dim]` of each of these layers.
-    """
+    """Collect the statistics of every NSA layer of the forwards in this block, by layer; `before` is called with the
+    number, the module and the input `[B, S, dim]` of each."""
     found: dict[int, NSAStats] = {}
     handles = []
     for index, block in enumerate(model.blocks):
@@ -130,10 +126,7 @@ def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> tuple[dict[s
     if not found:
         return None
     layers = [found.get(index) for index in range(len(model.blocks))]
-    gates = {
-        "mean": [None if stats is None else stats.gate_mean for stats in layers],
-        "entropy": [None if stats is None else stats.gate_entropy for stats in layers],
-    }
+    gates = {name: [x and getattr(x, f"gate_{name}") for x in layers] for name in ("mean", "entropy")}
     counted = [stats.selected_distance.tolist() for stats in found.values()]
     return gates, {"counts": [sum(counts) for counts in zip_longest(*counted, fillvalue=0)]}
 
@@ -148,35 +141,27 @@ class GpuNumbers:
     """Memory and utilization of the GPU, for the log's "speed"; `log` gets one message if the latter is missing."""
 
     def __init__(self, device: torch.device, log: Callable[[str], None]) -> None:
-        self.device = device
-        self.log = log
-        self.logged = False
+        self.device, self.log, self.logged = device, log, False
 
     def numbers(self) -> dict[str, Any]:
         """Empty on a CPU. Does not wait for the GPU."""
         if self.device.type != "cuda":
             return {}
         found = {"memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
-        busy = gpu_util(self.device)
-        if isinstance(busy, float):
-            return found | {"gpu_util": busy}
+        nvml: Any = None
+        try:
+            nvml = import_module("pynvml")
+            # Of the last second.
+            return found | {"gpu_util": torch.cuda.utilization(self.device) / 100}
+        except ImportError:
+            why = "nvidia-ml-py is not installed (pip install 'nsa[gpu]')"
+        except (RuntimeError, nvml.NVMLError) as error:
+            # A driver of another version, or a MIG slice, which does not count this.
+            why = str(error)
         if not self.logged:
-            self.log(f"[log] no gpu_util: {busy}")
+            self.log(f"[log] no gpu_util: {why}")
         self.logged = True
         return found
-
-
-def gpu_util(device: torch.device) -> float | str:
-    """The fraction of the last second in which the GPU was busy, or why it is not known."""
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
-        return "nvidia-ml-py is not installed (pip install 'nsa[gpu]')"
-    try:
-        return torch.cuda.utilization(device) / 100
-    except (RuntimeError, nvml.NVMLError) as error:
-        # A driver of another version, or a MIG slice, which does not count this.
-        return str(error)
 
 
 def fallbacks() -> dict[str, int]:

@@ -27,8 +27,7 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     grad_norm: Tensor
-    # 1 where loss or gradients were not finite: nothing was updated.
-    skipped: Tensor
+    skipped: Tensor  # 1 where loss or gradients were not finite: nothing was updated
 
 
 class TrainStep:
@@ -148,12 +147,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 class StepOutcome(NamedTuple):
     """The result of a step, read back from the device."""
 
-    # Counted from 0.
-    step: int
+    step: int  # counted from 0
     loss: float
     grad_norm: float
-    # For a skipped step, a message that says where its batches were saved; else None.
-    saved: str | None
+    saved: str | None  # for a skipped step, a message that says where its batches were saved
 
 
 class PendingSteps:
@@ -164,8 +161,7 @@ class PendingSteps:
     """
 
     def __init__(self, device: torch.device, save: Callable[[int, Sequence[Batch]], str]) -> None:
-        self.device = device
-        self.save = save
+        self.device, self.save = device, save
         self.running: deque[tuple[int, Tensor, torch.cuda.Event | None, Sequence[Batch]]] = deque()
         self.outcomes: list[StepOutcome] = []
 
@@ -176,8 +172,7 @@ class PendingSteps:
         values, arrived = torch.stack(result), None
         if self.device.type == "cuda":
             # A copy that does not wait needs pinned memory.
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = on_host.copy_(values, non_blocking=True)
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(self.device))
         self.running.append((step, values, arrived, batches))

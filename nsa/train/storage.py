@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nsa.files import check_json, is_count, is_number, is_sha256, make_folder, parse_json, read_limited, replacing
+from nsa.files import check_json, is_natural, is_number, is_sha256, make_folder, parse_json, read_limited, replacing
 from nsa.tensor_file import NAMES, STORED_DTYPES, Written, is_sizes, read_header, read_tensors, write_tensors
-from nsa.train.run_folder import publish, remove_leftovers, temporary_name
+from nsa.train.run_folder import clear_folder, name_checkpoint, temporary_name
 
 INDEX = "index.json"
 # About 150 bytes for each tensor of each rank, and 20 kB for the state of a rank.
@@ -164,12 +164,12 @@ def is_dtype(value: object) -> bool:
 
 
 EXPECTED: dict[str, Any] = {
-    "step": is_count,
+    "step": is_natural,
     "loss": lambda value: value is None or is_number(value),
     "judge": is_text,
     "good": lambda value: isinstance(value, bool),
     "extra": lambda value: isinstance(value, list) and value and all(isinstance(x, dict) for x in value),
-    "files": {...: (is_count, is_sha256)},
+    "files": {...: (is_natural, is_sha256)},
     # Dtype, shape, and for each chunk offsets, sizes, file and key.
     "tensors": {...: (is_dtype, is_sizes, [(is_sizes, is_sizes, is_text, is_text)])},
 }
@@ -242,7 +242,7 @@ class Writer(OneCheckpoint, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.extras = [plan.storage_data for plan in plans]
         make_folder(self.folder.parent)
-        remove_leftovers(self.folder.parent)
+        clear_folder(self.folder.parent)
         self.aside.mkdir()
         return [replace(plan, storage_data=f"rank_{rank:05}.safetensors") for rank, plan in enumerate(plans)]
 
@@ -281,7 +281,7 @@ class Writer(OneCheckpoint, StorageWriter):
             tensors[name] = Stored(NAMES[x.properties.dtype], tuple(x.size), tuple(chunks[name]))
         extra = [json.loads(text) for text in self.extras]
         Index(self.step, self.loss, self.validation_id, extra, files, tensors, self.good).write(self.aside / INDEX)
-        publish(self.folder)
+        name_checkpoint(self.folder)
         self.then()
 
 

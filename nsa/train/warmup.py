@@ -24,24 +24,20 @@ def compile_kernels(
     batch: Batch,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> int:
-    """Compile the kernels of one NSA layer, both passes, for batches shaped like `batch`; returns how many there are.
-
-    `progress` is called after each kernel: with its name, how many are done and how many there are.
-    """
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Compile the kernels of one NSA layer, both passes, for batches shaped like `batch`; after each, call `progress`
+    with its name, how many are done and how many there are."""
     if "nsa" not in config.kinds:
-        return 0
+        return
     rows, length = batch.tokens.shape
     problem = Problem.of_config(config.attn, batch=rows, length=length, dtype=dtype, device=device.type, backward=True)
     chosen = router().route(problem.for_op("sliding"), config.attn.backend).chosen
     compile_ahead = getattr(router().backends.get(str(chosen)), "compile_ahead", None)
-    if compile_ahead is None:
-        return 0
-    layer = NSAAttention(config.attn).to(device, dtype)
-    x = torch.zeros(rows, length, config.attn.dim, device=device, dtype=dtype)
-    count: int = compile_ahead(lambda: layer(x, cu_seqlens=batch.cu_seqlens).sum().backward(), progress)
-    return count
+    if compile_ahead is not None:
+        layer = NSAAttention(config.attn).to(device, dtype)
+        x = torch.zeros(rows, length, config.attn.dim, device=device, dtype=dtype)
+        compile_ahead(lambda: layer(x, cu_seqlens=batch.cu_seqlens).sum().backward(), progress)
 
 
 def warm_up(

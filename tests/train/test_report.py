@@ -25,7 +25,7 @@ from nsa.train.run_folder import RunLog, read_lines
 
 
 def full_run(folder: Path) -> RunLog:
-    log = RunLog(folder, resume=False, tensorboard=False)
+    log = RunLog(folder, resume=False)
     for step in range(1, 41):
         log.write("step", step=step, loss=5 / step, grad_norm=1.0, lr=1e-3 / step)
     for step in (20, 40):
@@ -111,7 +111,7 @@ def test_the_page_shows_everything_there_is(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log = RunLog(tmp_path, resume=False)
     log.write("eval", step=0, loss=2.0)
     log.close()
     text = checked(write_report(tmp_path))
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 
 def test_non_finite_numbers_leave_a_gap_and_valid_json(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log = RunLog(tmp_path, resume=False)
     for step, loss in enumerate([1.0, math.nan, math.inf, 2.0]):
         log.write("step", step=step, loss=loss)
     log.close()
@@ -153,11 +153,11 @@ def test_odd_lines_do_not_stop_the_page(tmp_path: Path) -> None:
 
 
 def test_a_step_done_again_counts_as_it_was_last(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log = RunLog(tmp_path, resume=False)
     for step, loss in ((1, 4.0), (2, 9.0)):
         log.write("step", step=step, loss=loss)
     log.close()
-    log = RunLog(tmp_path, resume=True, tensorboard=False)
+    log = RunLog(tmp_path, resume=True)
     for step, loss in ((2, 3.0), (3, 2.0)):
         log.write("step", step=step, loss=loss)
     log.close()
@@ -177,7 +177,7 @@ def test_a_torn_line_is_dropped_on_resume(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"kind": "step", "step": 41, "lo')
     assert read_lines(path) == before
-    log = RunLog(tmp_path, resume=True, tensorboard=False)
+    log = RunLog(tmp_path, resume=True)
     log.write("step", step=41, loss=1.0)
     log.close()
     assert read_lines(path) == [*before, {"kind": "step", "step": 41, "loss": 1.0}]
@@ -203,14 +203,14 @@ def test_a_line_with_anything_in_it_is_drawn_or_left_out(key: str, value: str, t
 
 def test_a_new_run_begins_with_empty_files(tmp_path: Path) -> None:
     full_run(tmp_path).close()
-    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log = RunLog(tmp_path, resume=False)
     log.close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-    RunLog(tmp_path / "other", resume=True, tensorboard=False).close()
+    RunLog(tmp_path / "other", resume=True).close()
 
 
 def test_lines_are_there_at_once_and_beats_have_the_time(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, resume=False, tensorboard=False)
+    log = RunLog(tmp_path, resume=False)
     log.write("step", step=1, loss=1.0)
     log.heartbeat(1, loss=1.0)
     assert read_lines(tmp_path / "metrics.jsonl") == [{"kind": "step", "step": 1, "loss": 1.0}]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +30,11 @@ Record = dict[str, Any]
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Draw the run in the folder `run`.
+    """Draw a run.
 
     Args:
-        run: The folder.
-        out: The file to write; default: `report.html` in it.
+        run: its folder.
+        out: the file to write; default: `report.html` in the folder.
 
     Returns:
         The path of the report.
@@ -43,71 +42,84 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     Raises:
         ValueError: `run` is no folder with metrics.
     """
-    path, text = run / REPORT if out is None else out, page(run)
+    path, text = run / REPORT if out is None else out, page(RunLines(run))
     make_folder(path.parent)
     replace_text(path, text)
     return path
 
 
-def lines_of(run: Path) -> tuple[list[Record], list[Record]]:
-    """The metrics and the heartbeats of a run; a ValueError if the folder has neither."""
-    require(run.is_dir(), "run", str(run), "the folder of a run")
-    found = [name for name in (METRICS, HEARTBEAT) if (run / name).exists()]
-    require(bool(found), "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
-    return read_lines(run / METRICS), read_lines(run / HEARTBEAT)
+class RunLines:
+    """What the files of a run's folder say; a ValueError if it has neither metrics nor heartbeats."""
+
+    def __init__(self, run: Path) -> None:
+        require(run.is_dir(), "run", str(run), "the folder of a run")
+        found = any((run / name).exists() for name in (METRICS, HEARTBEAT))
+        require(found, "run", str(run), f"a folder with {METRICS} or {HEARTBEAT}, as `nsa train` writes it")
+        self.folder = run
+        self.records, self.beats = read_lines(run / METRICS), read_lines(run / HEARTBEAT)
+        self.points = points_of(self.records, self.beats)
+        self.seconds = run_seconds(self.beats)
+        self.config = dotted(lambda: read_yaml(run / CONFIG))
+        self.info = dotted(lambda: parse_json((run / RUN_INFO).read_bytes()))
+
+    def any_kind(self, field: str) -> list[Point]:
+        return next((points for (_, name), points in self.points.items() if name == field), [])
+
+    def last(self, kind: str) -> Record:
+        return next((record for record in reversed(self.records) if record.get("kind") == kind), {})
+
+    def failures(self) -> dict[str, int] | None:
+        """The last counts of failures by reason; None where there are none in the metrics."""
+        for record in reversed(self.records):
+            counts = record.get("counts") if record.get("kind") == "fallbacks" else record.get("fallbacks")
+            if isinstance(counts, dict):
+                return {str(reason): int(times) for reason, times in counts.items() if is_finite(times)}
+        return None
 
 
-def page(run: Path) -> str:
-    records, beats = lines_of(run)
-    series, reasons = gather(records, beats), failures(records)
-    parts = [
-        header(run, records, beats, series),
-        section("Curves", [chart.html() for chart in charts(series)]),
-        section("Gates", gates(records)),
-        section("Selection", distances(records)),
-        section("Fallbacks", [table({reason: f"{n:,}" for reason, n in reasons.items()})] if reasons else []),
-        section("Samples", samples(records)),
-        section("Configuration", first_file(run, ("config.yaml", "train.json", "model.json"))),
-        section("Environment", environment_table(run)),
-    ]
-    return render_page(run.resolve().name, parts)
+def dotted(read: Callable[[], Record]) -> Record:
+    """The values of a file by dotted key; none where it cannot be read."""
+    try:
+        return dict(flat(read()))
+    except (OSError, ValueError):
+        return {}
 
 
-# Numbers by step.
-
-
-@dataclass(frozen=True)
-class Series:
-    kind: str
-    field: str
-    points: list[Point]
-
-
-def gather(records: list[Record], beats: list[Record]) -> list[Series]:
-    """Every number that has a step. Of a step that was repeated after a resume, the last value counts."""
+def points_of(records: list[Record], beats: list[Record]) -> dict[tuple[str, str], list[Point]]:
+    """By kind and field every number that has a step. Of a step that was repeated after a resume, the last counts."""
     values: dict[tuple[str, str], dict[int, float]] = {}
-
-    def add(kind: str, record: Record) -> None:
-        step = record.get("step")
-        if isinstance(step, int):
-            for field, value in record.items():
-                if field not in ("step", "time") and is_number(value):
-                    values.setdefault((kind, field), {})[step] = float(value)
-
-    for record in records:
-        add(str(record.get("kind")), record)
-    known = {field for _, field in values}
-    for beat in beats:
-        add("heartbeat", {field: value for field, value in beat.items() if field not in known})
-    return [
-        Series(kind, field, [(float(step), value) for step, value in sorted(by_step.items())])
-        for (kind, field), by_step in values.items()
-    ]
+    logged = {field for record in records for field in record}
+    beats = [{name: value for name, value in beat.items() if name == "step" or name not in logged} for beat in beats]
+    for record in [*records, *({"kind": "heartbeat", **beat} for beat in beats)]:
+        for field, value in record.items():
+            if field not in ("step", "time") and is_finite(value) and isinstance(record.get("step"), int):
+                values.setdefault((str(record.get("kind")), field), {})[record["step"]] = float(value)
+    return {name: [(float(step), y) for step, y in sorted(by_step.items())] for name, by_step in values.items()}
 
 
-def is_number(value: object) -> bool:
+def run_seconds(beats: list[Record]) -> dict[int, float]:
+    """Seconds that the run took from its first heartbeat to each, without pauses."""
+    timed = [beat for beat in beats if is_finite(beat.get("time")) and isinstance(beat.get("step"), int)]
+    seconds, total = {}, 0.0
+    for earlier, later in pairwise([*timed[:1], *timed]):
+        gap = later["time"] - earlier["time"]
+        total += gap if 0 < gap < PAUSE_S else 0.0
+        seconds[later["step"]] = total
+    return seconds
+
+
+def is_finite(value: object) -> bool:
     # An integer of any length is none: it may be too large for a float.
     return math.isfinite(value) if isinstance(value, float) else type(value) is int and abs(value) < 2**63
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
 
 
 # Titles of charts; other fields follow under their own name.
@@ -129,78 +141,61 @@ NOISY = ("loss", "grad_norm")
 LABELS = {"step": "training", "eval": "validation"}
 
 
-def charts(series: list[Series]) -> list[Chart]:
-    fields = list(dict.fromkeys([*TITLES, *(s.field for s in series)]))
-    result = []
-    for field in fields:
-        lines = [s for s in series if s.field == field and len(s.points) > 1]
-        # A counter that stayed at 0 gets no chart.
-        lines = [s for s in lines if field in TITLES or any(y != 0 for _, y in s.points)]
-        lines.sort(key=lambda s: list(LABELS).index(s.kind) if s.kind in LABELS else len(LABELS))
-        if lines:
-            name = TITLES.get(field, field.replace("_", " ").capitalize())
-            labels = [LABELS.get(s.kind, s.kind) if len(lines) > 1 or field == "loss" else "" for s in lines]
-            result.append(Chart(name, list(zip(labels, (s.points for s in lines), strict=True)), field in NOISY))
-    return result
+def page(run: RunLines) -> str:
+    failures = {reason: f"{n:,}" for reason, n in (run.failures() or {}).items()}
+    info = {name: as_text(value) for name, value in run.info.items()}
+    parts = [
+        header(run),
+        section("Curves", [chart.html() for chart in charts(run)]),
+        section("Gates", gates(run.records)),
+        section("Selection", distances(run.records)),
+        section("Fallbacks", [table(failures)] if failures else []),
+        section("Samples", samples(run.records)),
+        section("Configuration", config_file(run.folder)),
+        section("Environment", [table(info)] if info else []),
+    ]
+    return render_page(run.folder.resolve().name, parts)
 
 
-# The parts of the page.
-
-
-def header(run: Path, records: list[Record], beats: list[Record], series: list[Series]) -> str:
-    by_name = {(s.kind, s.field): s.points for s in series}
+def header(run: RunLines) -> str:
     tiles: dict[str, str] = {}
-    steps = [r["step"] for r in [*records, *beats] if isinstance(r.get("step"), int)]
+    steps = [r["step"] for r in [*run.records, *run.beats] if isinstance(r.get("step"), int)]
     if steps:
-        planned = settings_of(run).get("steps")
-        goes_on = is_number(planned) and max(steps) < planned
+        planned = run.config.get("steps")
+        goes_on = is_finite(planned) and max(steps) < planned
         tiles["steps"] = f"{max(steps):,}" + (f" <small>of {planned:,}</small>" if goes_on else "")
     for kind, name in (("eval", "validation loss"), ("step", "training loss")):
-        points = by_name.get((kind, "loss"))
+        points = run.points.get((kind, "loss"))
         if points:
             first, last = points[0][1], points[-1][1]
             tiles[name] = f"{last:.3f}" if len(points) == 1 else f"<small>{first:.3f} →</small> {last:.3f}"
-    rates = next((s.points for s in series if s.field == "tokens_per_s" and s.points), None)
-    end = last_of(records, "end")
+    # The summary of a run at its end has a rate too, without a step.
+    rates, end = run.any_kind("tokens_per_s"), run.last("end").get("tokens_per_s")
     if rates:
         tiles["tokens/s, median"] = f"{median(y for _, y in rates):,.0f}"
-    elif is_number(end.get("tokens_per_s")):
-        tiles["tokens/s"] = f"{end['tokens_per_s']:,.0f}"
-    times = run_seconds(beats)
-    if len(times) > 1:
-        tiles["time"] = duration(max(times.values()))
-    reasons = failures(records)
-    if reasons is not None:
-        tiles["fallbacks"] = f"{sum(reasons.values()):,}" if reasons else "none"
-    return tiles_html(run.resolve().name, tiles)
+    elif is_finite(end):
+        tiles["tokens/s"] = f"{end:,.0f}"
+    if len(run.seconds) > 1:
+        tiles["time"] = duration(max(run.seconds.values()))
+    failures = run.failures()
+    if failures is not None:
+        tiles["fallbacks"] = f"{sum(failures.values()):,}" if failures else "none"
+    return tiles_html(run.folder.resolve().name, tiles)
 
 
-def run_seconds(beats: list[Record]) -> dict[int, float]:
-    """Seconds that the run took from its first heartbeat to each, without pauses."""
-    timed = [beat for beat in beats if is_number(beat.get("time")) and isinstance(beat.get("step"), int)]
-    seconds, total = {}, 0.0
-    for earlier, later in pairwise([*timed[:1], *timed]):
-        gap = later["time"] - earlier["time"]
-        total += gap if 0 < gap < PAUSE_S else 0.0
-        seconds[later["step"]] = total
-    return seconds
-
-
-def settings_of(run: Path) -> dict[str, Any]:
-    """The keys of the run's config, dotted; none where it has no config that can be read."""
-    try:
-        return dict(flat(read_yaml(run / CONFIG)))
-    except (OSError, ValueError):
-        return {}
-
-
-def duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
-
-
-def last_of(records: list[Record], kind: str) -> Record:
-    return next((record for record in reversed(records) if record.get("kind") == kind), {})
+def charts(run: RunLines) -> list[Chart]:
+    result = []
+    for field in dict.fromkeys([*TITLES, *(field for _, field in run.points)]):
+        lines = {kind: points for (kind, name), points in run.points.items() if name == field and len(points) > 1}
+        # A counter that stayed at 0 gets no chart.
+        if field not in TITLES:
+            lines = {kind: points for kind, points in lines.items() if any(y != 0 for _, y in points)}
+        if lines:
+            order = sorted(lines, key=lambda kind: [*LABELS, kind].index(kind))
+            labels = [LABELS.get(kind, kind) if len(lines) > 1 or field == "loss" else "" for kind in order]
+            named = [(label, lines[kind]) for label, kind in zip(labels, order, strict=True)]
+            result.append(Chart(TITLES.get(field, field.replace("_", " ").capitalize()), named, field in NOISY))
+    return result
 
 
 def gates(records: list[Record]) -> list[str]:
@@ -208,59 +203,44 @@ def gates(records: list[Record]) -> list[str]:
     lines = [record for record in records if record.get("kind") == "gates" and isinstance(record.get("step"), int)]
     parts = []
     for field, title in (("mean", "Mean gate"), ("entropy", "Gate entropy, bits")):
-        by_step = {record["step"]: layers_of(record.get(field)) for record in lines}
-        by_step = {step: layers for step, layers in sorted(by_step.items()) if layers}
+        by_step = {record["step"]: layers for record in lines if (layers := layers_of(record.get(field)))}
         if not by_step:
             continue
-        over_time: list[tuple[str, list[Point]]] = []
-        for branch in BRANCHES:
-            values = {step: [x[branch] for x in layers.values() if branch in x] for step, layers in by_step.items()}
-            over_time.append(
-                (branch, [(float(step), sum(found) / (len(found) or 1)) for step, found in values.items()])
-            )
         if len(by_step) > 1:
+            over_time: list[tuple[str, list[Point]]] = [(branch, []) for branch in BRANCHES]
+            for step, layers in sorted(by_step.items()):
+                for branch, points in over_time:
+                    values = [x[branch] for x in layers.values() if branch in x]
+                    points.append((float(step), sum(values) / (len(values) or 1)))
             parts.append(Chart(f"{title}, mean of the layers", over_time).html())
-        step, layers = list(by_step.items())[-1]
-        parts.append(heat_table(f"{title} by layer, step {step:,}", BRANCHES, layers))
+        last = max(by_step)
+        parts.append(heat_table(f"{title} by layer, step {last:,}", BRANCHES, by_step[last]))
     return parts
 
 
 def layers_of(value: Any) -> dict[int, dict[str, float]]:
     """The layers that have gates."""
-    if not isinstance(value, list):
-        return {}
-    layers = {index: layer for index, layer in enumerate(value) if isinstance(layer, dict)}
     return {
-        index: {branch: float(layer[branch]) for branch in BRANCHES if is_number(layer.get(branch))}
-        for index, layer in layers.items()
+        index: {branch: float(layer[branch]) for branch in BRANCHES if is_finite(layer.get(branch))}
+        for index, layer in enumerate(value if isinstance(value, list) else ())
+        if isinstance(layer, dict)
     }
 
 
 def distances(records: list[Record]) -> list[str]:
     """A histogram of how far back the selected blocks lie, in bins that double."""
-    record = last_of(records, "distances")
-    counts = record.get("counts")
-    if not isinstance(counts, list) or not any(is_number(count) and count > 0 for count in counts):
+    record = next((record for record in reversed(records) if record.get("kind") == "distances"), {})
+    counts, step = record.get("counts"), record.get("step")
+    if not isinstance(counts, list) or not any(is_finite(count) and count > 0 for count in counts):
         return []
-    bins: dict[str, float] = {}
-    low = 0
+    bins = {"0": sum(filter(is_finite, counts[:1]))}
+    low = 1
     while low < len(counts):
-        high = low if low == 0 else 2 * low - 1
-        bins[f"{low}" if high == low else f"{low}–"] = sum(filter(is_number, counts[low : high + 1]))
-        low = high + 1
-    step = record.get("step")
+        bins[f"{low}" if low == 1 else f"{low}–"] = sum(filter(is_finite, counts[low : 2 * low]))
+        low *= 2
     when = f", step {step:,}" if isinstance(step, int) else ""
     title = f"Selected blocks by how many blocks back they lie, in bins that double{when}"
     return [card(title, bar_chart("Distances", bins, "blocks"))]
-
-
-def failures(records: list[Record]) -> dict[str, int] | None:
-    """The last counts of failures by reason; None where there are none in the metrics."""
-    for record in reversed(records):
-        counts = record.get("counts") if record.get("kind") == "fallbacks" else record.get("fallbacks")
-        if isinstance(counts, dict):
-            return {str(reason): int(times) for reason, times in counts.items() if is_number(times)}
-    return None
 
 
 def samples(records: list[Record]) -> list[str]:
@@ -272,25 +252,9 @@ def samples(records: list[Record]) -> list[str]:
     return [card(title, f"<pre>{escape(text)}</pre>") for title, text in titles[:SAMPLES]]
 
 
-def first_file(run: Path, names: Iterable[str]) -> list[str]:
-    """The content of the first of the files that exists."""
-    for name in names:
-        if (run / name).is_file():
-            text = escape((run / name).read_text(encoding="utf-8", errors="replace"))
-            return [card(name, f"<pre>{text}</pre>")]
-    return []
-
-
-def environment_table(run: Path) -> list[str]:
-    path = run / RUN_INFO
-    if not path.is_file():
+def config_file(run: Path) -> list[str]:
+    """The content of the config; of an export, its model's."""
+    path = next((run / name for name in (CONFIG, "train.json", "model.json") if (run / name).is_file()), None)
+    if path is None:
         return []
-    try:
-        values = flat(parse_json(path.read_bytes()))
-    except ValueError:
-        return first_file(run, (path.name,))
-    return [table({name: as_text(value) for name, value in values})]
-
-
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [card(path.name, f"<pre>{escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>")]

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from nsa.config import require
-from nsa.files import make_folder, parse_json, replace_text
-from nsa.train.config import flat
-from nsa.train.report import Record, as_text, duration, failures, gather, lines_of, run_seconds, settings_of
+from nsa.files import make_folder, replace_text
+from nsa.train.report import RunLines, as_text, duration, write_report
 from nsa.train.report.charts import Chart, Point, grid, middle, render_page, section, tiles_html
-from nsa.train.run_folder import RUN_INFO, run_names
+from nsa.train.run_folder import run_names
 
 # What differs between any two runs.
 NOT_COMPARED = ("out", "hash", "environment.command", "environment.machine", "environment.system")
 
 
-@dataclass(frozen=True)
-class RunLines:
-    """What a run has logged."""
+class ComparedRun(RunLines):
+    """A run with the name that it has on the page, and its settings."""
 
-    label: str
-    records: list[Record]
-    settings: dict[str, Any]
-    points: dict[tuple[str, str], list[Point]]  # by kind and field: steps and values
-    seconds: dict[int, float]
-
-    @classmethod
-    def of(cls, run: Path, label: str) -> RunLines:
-        """Read the folder of a run."""
-        records, beats = lines_of(run)
-        points = {(series.kind, series.field): series.points for series in gather(records, beats)}
-        settings = {**settings_of(run), **run_info(run)}
-        return cls(label, records, settings, points, run_seconds(beats))
+    def __init__(self, run: Path, label: str) -> None:
+        super().__init__(run)
+        self.label, self.settings = label, {**self.config, **self.info}
 
     @property
     def tokens_per_step(self) -> float | None:
         """By the config, else by the speed that was logged; None where neither is known."""
-        names = ("batch_size", "accum", "model.seq_len", "ranks")
-        sizes = [self.settings.get(name) for name in names]
-        if all(isinstance(size, int) for size in sizes[:3]):
-            batch, accum, length, ranks = sizes
-            return float(batch * accum * length * (ranks or 1))  # type: ignore[operator]
+        sizes: list[Any] = [self.settings.get(name) for name in ("batch_size", "accum", "model.seq_len")]
+        if all(isinstance(size, int) for size in sizes):
+            return float(math.prod(sizes) * (self.settings.get("ranks") or 1))
         rates = dict(self.any_kind("tokens_per_s"))
         found = [rates[step] * seconds for step, seconds in self.any_kind("step_s") if step in rates]
         return median(found) if found else None
-
-    def any_kind(self, field: str) -> list[Point]:
-        return next((points for (_, name), points in self.points.items() if name == field), [])
 
     def loss(self, kind: str) -> list[Point]:
         """By step; the running median of noisy training losses."""
@@ -82,17 +66,18 @@ class RunLines:
         rate = f"{median(y for _, y in rates):,.0f}" if rates else ""
         tokens = f"{steps * self.tokens_per_step:,.0f}" if self.tokens_per_step else ""
         time = duration(max(self.seconds.values())) if self.seconds else ""
-        failed = failures(self.records)
-        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(sum((failed or {}).values()))]
+        failed = sum((self.failures() or {}).values())
+        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(failed)]
 
 
-LOSS_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
+Charted = dict[str, Callable[[ComparedRun], list[Point]]]
+LOSS_CHARTS: Charted = {
     "Validation loss by tokens": lambda run: run.by_tokens(run.loss("eval")),
     "Validation loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("eval")),
     "Training loss by tokens": lambda run: run.by_tokens(run.loss("step")),
     "Training loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("step")),
 }
-SPEED_CHARTS: dict[str, Callable[[RunLines], list[Point]]] = {
+SPEED_CHARTS: Charted = {
     "Tokens/s by step": lambda run: run.any_kind("tokens_per_s"),
     "GPU memory by step, GiB": lambda run: run.any_kind("memory_gib"),
 }
@@ -100,21 +85,10 @@ SUMMARY = ("run", "steps", "tokens", "validation loss", "training loss", "tokens
 
 
 def write_comparison(runs: list[Path], out: Path) -> Path:
-    """Draw several runs on one page.
-
-    Args:
-        runs: Their folders, at least two.
-        out: The file to write.
-
-    Returns:
-        `out`.
-
-    Raises:
-        ValueError: Fewer than two runs, or one that is no folder with metrics.
-    """
+    """Draw several runs, at least two, on the page `out`; a ValueError if one is no folder with metrics."""
     require(len(runs) > 1, "runs", [str(run) for run in runs], "at least two, to compare")
     labels = run_names(runs)
-    found = [RunLines.of(run, label) for run, label in zip(runs, labels, strict=True)]
+    found = [ComparedRun(run, label) for run, label in zip(runs, labels, strict=True)]
     title = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
     rows = list(differences(found))
     parts = [
@@ -129,13 +103,13 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
     return out
 
 
-def charts_of(runs: list[RunLines], titles: dict[str, Callable[[RunLines], list[Point]]]) -> list[str]:
+def charts_of(runs: list[ComparedRun], titles: Charted) -> list[str]:
     """A chart per title with a line per run, of those that some run has points for."""
     lines = {title: [(run.label, of(run)) for run in runs] for title, of in titles.items()}
     return [Chart(title, found).html() for title, found in lines.items() if any(points for _, points in found)]
 
 
-def differences(runs: list[RunLines]) -> Iterator[list[str]]:
+def differences(runs: list[ComparedRun]) -> Iterator[list[str]]:
     """Settings whose values are not all equal, with those of each run."""
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [as_text(run.settings[name]) if name in run.settings else "" for run in runs]
@@ -143,9 +117,11 @@ def differences(runs: list[RunLines]) -> Iterator[list[str]]:
             yield [name, *values]
 
 
-def run_info(run: Path) -> dict[str, Any]:
-    """What `run.json` says, dotted; nothing where there is none that can be read."""
-    try:
-        return dict(flat(parse_json((run / RUN_INFO).read_bytes())))
-    except (OSError, ValueError):
-        return {}
+def run(args: argparse.Namespace) -> int:
+    """`nsa report`: the page of a run, finished or still going, or of several; returns the exit status."""
+    if len(args.runs) == 1:
+        path = write_report(args.runs[0], args.out)
+    else:
+        path = write_comparison(args.runs, args.out or args.runs[0].parent / "compare.html")
+    print(f"wrote {path}")
+    return 0
