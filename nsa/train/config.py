@@ -50,11 +50,9 @@ ENVIRONMENT = {
 
 # Keys whose defaults depend on the machine.
 MACHINE = {"device", "dtype", "compile", "cuda_graphs", "parallel", "grad_compression"}
-
 # Numbers that may be 0: counts of steps, and fractions.
 STEP_COUNTS = ("warmup", "decay", "eval_every", "sample_every", "stats_every", "save_every")
 MAY_BE_0 = (*STEP_COUNTS, "seed", "lr_floor", "weight_decay", "min_tokens_per_s", "price_per_hour")
-
 # Keys without a default that may be missing.
 OPTIONAL = {"data", "out"}
 
@@ -81,25 +79,19 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: int = 0
     decay: int = 0
-    # The learning rate at the end, as a fraction of `lr`.
-    lr_floor: float = 0.1
+    lr_floor: float = 0.1  # the learning rate at the end, as a fraction of `lr`
     weight_decay: float = 0.1
-    # Whether the weights of NSA's gates decay too.
-    gate_decay: bool = True
+    gate_decay: bool = True  # whether the weights of NSA's gates decay too
     grad_clip: float = 1.0
     seed: int = 0
 
     device: str = "cpu"
-    # Of matmuls; parameters and accumulation are fp32.
-    dtype: Dtype = "float32"
+    dtype: Dtype = "float32"  # of matmuls; parameters and accumulation are fp32
     compile: bool = False
-    # Replay each pass as one launch. Needs fixed shapes, so no packed documents.
-    cuda_graphs: bool = False
-    # Activation checkpointing: less memory, a third more FLOPs.
-    gc: bool = False
+    cuda_graphs: bool = False  # replay each pass as one launch; needs fixed shapes, so no packed documents
+    gc: bool = False  # activation checkpointing: less memory, a third more FLOPs
     parallel: Literal["none", "ddp", "fsdp"] = "none"
-    # The dtype of the gradients that ddp all-reduces; none: their own.
-    grad_compression: Literal["none", "bf16"] = "none"
+    grad_compression: Literal["none", "bf16"] = "none"  # dtype of the gradients that ddp all-reduces; none: their own
 
     # In steps; 0: only at the start and the end of the run.
     log_every: int = 20
@@ -108,21 +100,16 @@ class TrainConfig:
     sample_every: int = 0
     sample_prompt: str = "def "
     sample_tokens: int = 200
-    # Statistics of the gates and the selection in each layer.
-    stats_every: int = 0
+    stats_every: int = 0  # statistics of the gates and the selection in each layer
     save_every: int = 0
-    # Checkpoints kept besides the best.
-    keep: int = 3
+    keep: int = 3  # checkpoints kept besides the best
 
-    # Steps in a row without a finite gradient before the run stops.
-    max_skips: int = 8
-    # Seconds without a step before every thread's stack is written to a file.
-    watchdog_s: float = 600.0
+    max_skips: int = 8  # steps in a row without a finite gradient before the run stops
+    watchdog_s: float = 600.0  # seconds without a step before every thread's stack is written to a file
     # A slower run stops after its first steps. None: a tenth of what `nsa plan` has for this GPU, where that is based
     # on a measurement; 0: any speed is accepted.
     min_tokens_per_s: float | None = None
-    # Of all machines, for the log; 0: unknown.
-    price_per_hour: float = 0.0
+    price_per_hour: float = 0.0  # of all machines, for the log; 0: unknown
 
     def __post_init__(self) -> None:
         check_fields(self, dict.fromkeys(MAY_BE_0, 0))
@@ -180,47 +167,45 @@ def load_config(
         ValueError: names the key, its value, what is accepted and where the value comes from.
     """
     path = find_config(source)
-    tree = read_config(path)
-    file, given = dict(tree), overrides or {}
+    file, given = read_config(path), dict(flat(overrides or {}))
     environment = from_environment(env or settings.current())
-    for layer in (environment, given):
-        for key, value in layer.items():
-            put_value(tree, key, value)
+    tree = merged(merged(file, environment), given)
     try:
+        for key in [*(overrides or {}), *given]:
+            check_config_key(key)
         tree |= fitted_schedule(tree, file, given)
-        values = built(checked(TrainConfig, tree, where=str(path)))
+        values = built(checked(TrainConfig, nested(tree), where=str(path)))
         values["out"] = run_folder(values, path)
         # First without what depends on the machine: wrong values are reported before torch is imported.
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
         return TrainConfig(**on_this_machine(values))
     except ValueError as error:
-        raise ValueError(f"{error}{value_origin(str(error), path, tree, environment, given)}") from None
-
-
-def value_origin(
-    message: str, path: Path, tree: Mapping[str, Any], environment: Mapping[str, Any], given: Mapping[str, Any]
-) -> str:
-    """Where the value of an error comes from, whose first word is the key; "" where it was on the command line."""
-    key = message.partition(" ")[0].strip("'")
-    if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in given):
-        return ""
-    setting = next((name for name, known in {**ENVIRONMENT, "no_gc": "gc"}.items() if known == key), None)
-    if key in environment and setting is not None:
-        return f" (from {settings.BY_NAME[setting].env})"
-    return f" (in {path})" if any(f"{known}.".startswith(f"{key}.") for known, _ in flat(tree)) else ""
+        # Its first word is the key; what was on the command line needs no origin.
+        key = str(error).partition(" ")[0].strip("'")
+        if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in given):
+            raise
+        setting = next((name for name, known in {**ENVIRONMENT, "no_gc": "gc"}.items() if known == key), None)
+        if key in environment and setting is not None:
+            raise ValueError(f"{error} (from {settings.BY_NAME[setting].env})") from None
+        if any(f"{known}.".startswith(f"{key}.") for known in tree):
+            raise ValueError(f"{error} (in {path})") from None
+        raise
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a file; those of its `model.preset` where it has no others."""
-    tree = unfolded(read_yaml(path), str(path))
-    model = tree.get("model")
-    if not isinstance(model, dict) or "preset" not in model:
-        return tree
-    name = model.pop("preset")
-    require(isinstance(name, str) and name in PRESETS, f"model.preset in {path}", name, f"one of {sorted(PRESETS)}")
-    found = {"model": PRESETS[name].to_dict()}
-    put_value(found, "model", model)
-    return {**tree, **found}
+    """The values of a file by dotted key; those of its `model.preset` where it has no others."""
+    pairs = list(flat(read_yaml(path)))
+    values = dict(pairs)
+    preset = "model.preset" in values
+    name = values.pop("model.preset", None)
+    require(not preset or name in list(PRESETS), f"model.preset in {path}", name, f"one of {sorted(PRESETS)}")
+    for key in values:
+        with prefix_errors("", f" (in {path})"):
+            check_config_key(key)
+    for key, _ in pairs:
+        again = sum(key == other or key.startswith(f"{other}.") for other, _ in pairs) > 1
+        require(not again, f"{key} in {path}", "given twice, dotted and nested", "each key once")
+    return merged(dict(flat({"model": PRESETS[name].to_dict()})), values) if preset else values
 
 
 def built(values: dict[str, Any]) -> dict[str, Any]:
@@ -241,12 +226,12 @@ def built(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def prefix_errors(prefix: str) -> Iterator[None]:
-    """Add `prefix` to the message of a `ValueError` in this block."""
+def prefix_errors(prefix: str, suffix: str = "") -> Iterator[None]:
+    """Add to the message of a `ValueError` in this block."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from error
+        raise ValueError(f"{prefix}{error}{suffix}") from error
 
 
 def run_folder(values: Mapping[str, Any], path: Path) -> Path:
@@ -265,8 +250,8 @@ def user_path(name: str, value: object, accepted: str) -> Path:
     text = str(value) if isinstance(value, str | Path) else ""
     require(text.strip() != "" and "\0" not in text, name, value, accepted)
     expanded = settings.expand_home(text)
-    require(expanded is not None, name, value, f"{accepted}; no user of that name has a home folder here")
-    assert expanded is not None
+    if expanded is None:
+        raise ValueError(f"{name} is {text!r}; accepted: {accepted}; no user of that name has a home folder here")
     return expanded
 
 
@@ -294,25 +279,20 @@ def fitted_schedule(tree: Mapping[str, Any], file: Mapping[str, Any], given: Map
 
 def on_this_machine(values: dict[str, Any]) -> dict[str, Any]:
     """Replace missing values and "auto" by what fits the device and the launcher."""
-
-    def unset(name: str) -> bool:
-        return values.get(name) in (None, "auto")
-
     # Slow; errors in the keys were reported before.
     import torch
 
-    if unset("device"):
-        values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    def fill(name: str, value: Any) -> None:
+        if values.get(name) in (None, "auto"):
+            values[name] = value
+
+    fill("device", "cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = str(values["device"]).startswith("cuda")
-    if unset("dtype"):
-        values["dtype"] = "bfloat16" if on_gpu else "float32"
-    if unset("parallel"):
-        values["parallel"] = "ddp" if torch.distributed.is_torchelastic_launched() else "none"
-    if unset("compile"):
-        values["compile"] = on_gpu
-    if unset("cuda_graphs"):
-        static = not values["data"].pack
-        values["cuda_graphs"] = bool(on_gpu and values["compile"] and static and values["parallel"] == "none")
+    fill("dtype", "bfloat16" if on_gpu else "float32")
+    fill("parallel", "ddp" if torch.distributed.is_torchelastic_launched() else "none")
+    fill("compile", on_gpu)
+    fixed = not values["data"].pack and values["parallel"] == "none"
+    fill("cuda_graphs", bool(on_gpu and values["compile"] and fixed))
     return values
 
 
@@ -321,16 +301,16 @@ def moved(run: Path) -> dict[str, Any]:
     tokenizer's folder is gone; the run has a copy."""
     import torch
 
-    tree = read_yaml(find_config(run))
+    values = read_config(find_config(run))
     moves: dict[str, Any] = {}
-    if torch.distributed.is_torchelastic_launched() == (tree.get("parallel") == "none"):
+    if torch.distributed.is_torchelastic_launched() == (values.get("parallel") == "none"):
         moves |= {"parallel": "auto", "cuda_graphs": "auto"}
-    if str(tree.get("device")).startswith("cuda") and not torch.cuda.is_available():
+    if str(values.get("device")).startswith("cuda") and not torch.cuda.is_available():
         moves |= {"device": "auto", "compile": "auto", "cuda_graphs": "auto"}
-    if moves and tree.get("grad_compression", "none") != "none":
+    if moves and values.get("grad_compression", "none") != "none":
         # It needs ddp on GPUs.
         moves["grad_compression"] = "none"
-    tokenizer = (tree.get("data") or {}).get("tokenizer")
+    tokenizer = values.get("data.tokenizer")
     if tokenizer not in (None, "bytes"):
         path = Path(tokenizer)
         there = (path / "tokenizer.json" if path.is_dir() else path).is_file()
@@ -382,30 +362,33 @@ def from_environment(env: settings.Settings) -> dict[str, Any]:
     return found | ({"gc": False} if env.no_gc else {})
 
 
-def put_value(tree: dict[str, Any], key: str, value: Any, once: str = "") -> None:
-    """Set the dotted `key`; a mapping is merged into an existing one. `once`: what an error calls a key that is set
-    already."""
-    head, _, rest = key.partition(".")
-    nested = isinstance(tree.get(head), dict)
-    if nested and (rest or isinstance(value, dict)):
-        for inner, x in ({rest: value} if rest else value).items():
-            put_value(tree[head], inner, x, once)
-        return
-    require(not once or head not in tree, once, "given twice, dotted and nested", "each key once")
-    tree[head] = {} if rest else value
-    if rest:
-        put_value(tree[head], rest, value, once)
-
-
-def unfolded(tree: Mapping[Any, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """`tree` with dotted keys such as `model.attn.w` as nested ones."""
-    result: dict[str, Any] = {}
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by dotted key."""
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        require(isinstance(key, str), f"the key {name} in {where}", key, "text, in quotes if need be")
-        value = unfolded(value, where, f"{name}.") if isinstance(value, dict) else value
-        put_value(result, key, value, once=f"{name} in {where}")
-    return result
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, leaf = key.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return tree
+
+
+def merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted key; a value and the keys of a group in its place replace each other."""
+    for key, value in changes.items():
+        others = {k: x for k, x in values.items() if not k.startswith(f"{key}.") and not key.startswith(f"{k}.")}
+        values = others | {key: value}
+    return values
 
 
 def check_config_key(name: str) -> None:
@@ -414,10 +397,8 @@ def check_config_key(name: str) -> None:
 
 
 def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
-    """`tree` with only the keys that `cls` has; `cls` checks the values."""
+    """`tree` with values of the types that `cls` has, and none missing; `cls` checks the rest."""
     hints = get_type_hints(cls)
-    for key in tree:
-        check_config_key(f"{prefix}{key}")
     needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - OPTIONAL)
     if missing:
@@ -448,12 +429,3 @@ def diff(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
     left, right = (dict(flat(replace(config, out=Path()).to_dict())) for config in (a, b))
     keys = [*left, *(key for key in right if key not in left)]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings under dotted names."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

@@ -25,8 +25,9 @@ from nsa.train.config import (
     fitted_schedule,
     keys_of,
     load_config,
+    merged,
     moved,
-    put_value,
+    nested,
     write_yaml,
 )
 
@@ -269,13 +270,11 @@ def test_the_hash_is_of_what_runs_not_of_where() -> None:
 
 
 def test_a_mapping_is_laid_over_and_anything_else_replaces() -> None:
-    tree: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}}
-    put_value(tree, "a.c", {"e": 3})
-    put_value(tree, "a.b", 4)
-    put_value(tree, "x.y", 5)
-    assert tree == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
-    put_value(tree, "a.c", None)
-    assert tree["a"] == {"b": 4, "c": None}
+    values = {"a.b": 1, "a.c.d": 2}
+    values = merged(values, {"a.c.e": 3, "a.b": 4, "x.y": 5})
+    assert nested(values) == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
+    assert nested(merged(values, {"a.c": None}))["a"] == {"b": 4, "c": None}
+    assert nested(merged({"a.c": None}, {"a.c.d": 1})) == {"a": {"c": {"d": 1}}}
 
 
 def test_every_key_is_known_by_its_dotted_name() -> None:
