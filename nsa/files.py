@@ -168,20 +168,21 @@ def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
     return value
 
 
-def check_json(name: str, value: Any, expected: Any) -> None:
+def check_json(value: Any, expected: Any, name: str = "") -> None:
     """A ValueError names the first part of `value` that is not as `expected`: what a function accepts; a list of any
     length, each as the one in it; a tuple of as many; or a dict by key, whose key `...` stands for every key."""
     if isinstance(expected, dict) and isinstance(value, dict):
         for key in value if ... in expected else expected:
-            check_json(f"{name}.{reprlib.repr(key)}", value.get(key), expected.get(..., expected.get(key)))
+            part = key if key.isidentifier() else reprlib.repr(key)
+            check_json(value.get(key), expected.get(..., expected.get(key)), f"{name}.{part}" if name else part)
     elif isinstance(expected, list) and isinstance(value, list):
         for entry in value:
-            check_json(f"an entry of {name}", entry, expected[0])
+            check_json(entry, expected[0], f"an entry of {name}")
     elif isinstance(expected, tuple) and isinstance(value, list) and len(value) == len(expected):
         for i, (entry, part) in enumerate(zip(value, expected, strict=True)):
-            check_json(f"{name}[{i}]", entry, part)
+            check_json(entry, part, f"{name}[{i}]")
     elif not (callable(expected) and expected(value)):
-        raise ValueError(f"{name} cannot be {reprlib.repr(value)}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which it cannot be")
 
 
 def is_natural(value: object) -> bool:

@@ -84,14 +84,6 @@ def memory_loader(
 ) -> Loader:
     values: dict[str, object] = {"prefetch": False, "shuffle_tokens": 16, "doc_batch": 2, **changes}
     config = DataConfig(**values)  # type: ignore[arg-type]
-    pools = TextPools(
-        documents,
-        Numbers(),
-        split="train",
-        seq_len=seq_len,
-        seed=seed,
-        doc_batch=config.doc_batch,
-        shuffle_tokens=config.shuffle_tokens,
-    )
+    pools = TextPools(documents, Numbers(), config, split="train", seq_len=seq_len, seed=seed)
     share = Share(batch_size, rank, world_size, config.pack)
     return Loader(pools, config, share, {"seq_len": seq_len, "seed": seed})

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nsa.config import require
 from nsa.data.config import HUB, DataConfig
@@ -28,19 +28,14 @@ from nsa.files import naming_file
 
 # One document in this many is for validation, so that no text is in both splits.
 VALID_EVERY = 20
-
 # Documents in a chunk of a JSON-lines file, and of a stream.
 LINES, ROWS = 1024, 1000
-
 # Bytes at either end of a file that its fingerprint is of: hashing all of a large corpus would take minutes.
 ENDS = 4096
-
 FINEWEB_EDU, FINEWEB_EDU_SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
-
 # Folders of the standard library to leave out: tests, installed packages, data written as code.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 SKIPPED_FOLDERS |= {"__pycache__", "encodings", "pydoc_data"}
-
 SUFFIXES = {"text": (".txt", ".md", ".rst"), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 
@@ -48,10 +43,8 @@ class DocumentChunk(NamedTuple):
     """Documents that are read at once."""
 
     texts: Sequence[str]
-    # The number of the first one.
-    first: int
-    # With which a stream resumes at the beginning of this chunk; JSON types.
-    bookmark: Any = None
+    first: int  # the number of the first one
+    bookmark: Any = None  # with which a stream resumes at the beginning of this chunk; JSON types
 
 
 # Called with documents that cannot be read: where they are, what is wrong, how many they are. If it returns, they are
@@ -63,34 +56,47 @@ def stop(where: str, problem: str, documents: int) -> None:
     raise ValueError(f"{where} {problem}")
 
 
-class Documents(Protocol):
-    """A source of documents."""
+class Documents(ABC):
+    """A source of documents. Those that cannot be read go to `on_bad`."""
 
-    # For the boot line.
-    name: str
-    # Identifies the corpus: a position in one is meaningless in another.
-    fingerprint: str
-    # What it is reading, for the message of a stall.
-    doing: str
+    name: str  # for the boot line
+    fingerprint: str  # identifies the corpus: a position in one is meaningless in another
+    doing = "opening"  # what it is reading, for the message of a stall
+    on_bad: OnBad
+    text_key = ""
 
     @property
     def few(self) -> bool:
         """Fewer than VALID_EVERY documents: each of them is split, instead of the set."""
-        ...
+        return False
 
+    @abstractmethod
     def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         """The chunks of an epoch from number `first` on, whose `bookmark` may be known."""
-        ...
+
+    def bad(self, where: str, problem: object, documents: int = 1) -> str:
+        """The text of documents that cannot be read: none."""
+        self.on_bad(where, str(problem), documents)
+        return ""
+
+    def text(self, value: object, where: str) -> str:
+        """A cell's text; "" for None, and for what tokenizers do not take: JSON can spell half a surrogate pair."""
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            return self.bad(where, f"has no text: {self.text_key!r} is a {type(value).__name__}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return self.bad(where, f"is not text that UTF-8 can encode: {error}")
+        return value
 
 
-class IndexedDocuments(ABC):
+class IndexedDocuments(Documents):
     """Chunks that can be read in any order: an epoch is a permutation of them, and resuming costs nothing."""
 
-    name: str
-    doing = "opening"
-
-    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad) -> None:
-        self.files, self.on_bad = files, on_bad
+    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad, text_key: str = "") -> None:
+        self.files, self.on_bad, self.text_key = files, on_bad, text_key
         self.bytes = sum(path.stat().st_size for path in files)
         marks = {str(path.relative_to(root)): fingerprint(path) for path in files}
         self.fingerprint = hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]
@@ -132,9 +138,7 @@ class IndexedDocuments(ABC):
 class TextFiles(IndexedDocuments):
     """A file is a document."""
 
-    def __init__(
-        self, files: Sequence[Path], root: Path, *, name: str, errors: str = "strict", on_bad: OnBad = stop
-    ) -> None:
+    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad, name: str, errors: str = "strict") -> None:
         super().__init__(files, root, on_bad)
         self.errors = errors
         for path in files:
@@ -148,18 +152,17 @@ class TextFiles(IndexedDocuments):
         path = self.files[index]
         try:
             with naming_file(path):
-                return DocumentChunk([path.read_text(encoding="utf-8", errors=self.errors)], index)
+                text = path.read_text(encoding="utf-8", errors=self.errors)
         except UnicodeDecodeError as error:
-            self.on_bad(str(path), f"is not UTF-8 text: {error}", 1)
-            return DocumentChunk([""], index)
+            text = self.bad(str(path), f"is not UTF-8 text: {error}")
+        return DocumentChunk([text], index)
 
 
 class JsonLines(IndexedDocuments):
     """A line is a document. The files are read once when opened, to find the lines."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
-        super().__init__(files, root, on_bad)
-        self.text_key = text_key
+    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad, text_key: str) -> None:
+        super().__init__(files, root, on_bad, text_key)
         for path in files:
             offset, number = 0, 1
             with naming_file(path), path.open("rb") as file:
@@ -181,31 +184,27 @@ class JsonLines(IndexedDocuments):
         return DocumentChunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
 
     def parse(self, line: bytes, where: str) -> str:
-        line = line.strip()
-        if not line:
+        if not line.strip():
             return ""
         try:
-            values = json.loads(line)
+            values = json.loads(line.strip())
         # Brackets that nest too deeply are a RecursionError.
         except (ValueError, RecursionError) as error:
-            self.on_bad(where, f"is not a line of JSON: {error}", 1)
-            return ""
+            return self.bad(where, f"is not a line of JSON: {error}")
         text = values.get(self.text_key) if isinstance(values, dict) else None
         if isinstance(text, str):
-            return document_text(text, where, self.text_key, self.on_bad)
+            return self.text(text, where)
         found = type(values).__name__
         if isinstance(values, dict):
             found = shorten(str({key: type(value).__name__ for key, value in sorted(values.items())}), 300)
-        self.on_bad(where, f"has no text: data.text_key is {self.text_key!r}, the line has {found}", 1)
-        return ""
+        return self.bad(where, f"has no text: data.text_key is {self.text_key!r}, the line has {found}")
 
 
 class Parquet(IndexedDocuments):
     """A row is a document, a row group is a chunk."""
 
-    def __init__(self, files: Sequence[Path], root: Path, *, text_key: str, on_bad: OnBad = stop) -> None:
-        super().__init__(files, root, on_bad)
-        self.text_key = text_key
+    def __init__(self, files: Sequence[Path], root: Path, on_bad: OnBad, text_key: str) -> None:
+        super().__init__(files, root, on_bad, text_key)
         for path in files:
             with self.open(path) as file:
                 columns = file.schema_arrow.names
@@ -234,37 +233,31 @@ class Parquet(IndexedDocuments):
 
     def read(self, index: int) -> DocumentChunk:
         path, group, first, rows = self.index[index]
-        arrow = import_module("pyarrow")
+        where, arrow = self.where(index), import_module("pyarrow")
         with self.open(path) as file:
             try:
                 column = file.read_row_group(group, columns=[self.text_key])[self.text_key]
             # A page that does not decompress is an OSError.
             except (arrow.ArrowException, OSError) as error:
-                self.on_bad(self.where(index), f"cannot be read: {error}", rows)
-                return DocumentChunk([""] * rows, first)
-        where = self.where(index)
-        return DocumentChunk([self.text(cell, f"{where}, row {row}") for row, cell in enumerate(column)], first)
-
-    def text(self, cell: Any, where: str) -> str:
-        try:
-            return document_text(cell.as_py(), where, self.text_key, self.on_bad)
-        # Text that is not UTF-8 is found only here.
-        except UnicodeDecodeError as error:
-            self.on_bad(where, f"is not UTF-8 text: {error}", 1)
-            return ""
+                return DocumentChunk([self.bad(where, f"cannot be read: {error}", rows)] * rows, first)
+        texts = []
+        for row, cell in enumerate(column):
+            try:
+                texts.append(self.text(cell.as_py(), f"{where}, row {row}"))
+            # Text that is not UTF-8 is found only here.
+            except UnicodeDecodeError as error:
+                texts.append(self.bad(f"{where}, row {row}", f"is not UTF-8 text: {error}"))
+        return DocumentChunk(texts, first)
 
 
-class HubDocuments:
+class HubDocuments(Documents):
     """A data set of the Hugging Face hub, streamed in its own order.
 
     A stream has no random access: the documents of each chunk are shuffled, and then the windows of each pool. The
     bookmark of a chunk, which `datasets` provides, goes into the checkpoint: resuming reads on from there.
     """
 
-    few = False
-    doing = "opening"
-
-    def __init__(self, dataset: str, subset: str | None, *, text_key: str, on_bad: OnBad = stop) -> None:
+    def __init__(self, dataset: str, subset: str | None, on_bad: OnBad, text_key: str) -> None:
         require_package("datasets", f"hf:{dataset}")
         self.dataset, self.subset, self.text_key, self.on_bad = dataset, subset, text_key, on_bad
         self.name = f"hf:{dataset}" + (f" ({subset})" if subset else "")
@@ -281,16 +274,15 @@ class HubDocuments:
         rows = iter(stream)
         while True:
             self.doing = f"reading documents {first * ROWS:,} to {(first + 1) * ROWS - 1:,} of {self.name}"
-            texts = [self.text(row, number) for number, row in enumerate(islice(rows, ROWS), first * ROWS)]
+            texts = [self.cell(row, number) for number, row in enumerate(islice(rows, ROWS), first * ROWS)]
             if not texts:
                 return
             yield DocumentChunk(texts, first * ROWS, bookmark)
             first, bookmark = first + 1, stream.state_dict()
 
-    def text(self, row: dict[str, Any], number: int) -> str:
+    def cell(self, row: dict[str, Any], number: int) -> str:
         require(self.text_key in row, "data.text_key", self.text_key, f"a column of {self.name}: {sorted(row)}")
-        where = f"document {number:,} of {self.name}"
-        return document_text(row[self.text_key], where, self.text_key, self.on_bad)
+        return self.text(row[self.text_key], f"document {number:,} of {self.name}")
 
 
 def fingerprint(path: Path) -> str:
@@ -304,39 +296,13 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def document_text(value: object, where: str, text_key: str, on_bad: OnBad) -> str:
-    """A cell's text; "" for None, and for what tokenizers do not take: JSON can spell half a surrogate pair."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        on_bad(where, f"has no text: {text_key!r} is a {type(value).__name__}", 1)
-        return ""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        on_bad(where, f"is not text that UTF-8 can encode: {error}", 1)
-        return ""
-    return value
-
-
-def standard_library(root: Path | None = None) -> TextFiles:
-    """Python's own source files; `root` for another folder of them."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+def standard_library() -> TextFiles:
+    """Python's own source files."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    require(bool(files), "root", str(root), "a folder with Python source files")
+    require(bool(files), "the standard library", str(root), "a folder with Python source files")
     # A stray byte must not stop the source that works everywhere.
-    return TextFiles(files, root, name="stdlib", errors="replace")
-
-
-def open_files(source: str, path: str, text_key: str, on_bad: OnBad = stop) -> IndexedDocuments:
-    """The documents of a file, a folder, or a glob pattern."""
-    files, root = find_files(path, SUFFIXES[source])
-    if source == "text":
-        return TextFiles(files, root, name="text", on_bad=on_bad)
-    if source == "jsonl":
-        return JsonLines(files, root, text_key=text_key, on_bad=on_bad)
-    require_package("pyarrow", source)
-    return Parquet(files, root, text_key=text_key, on_bad=on_bad)
+    return TextFiles(files, root, stop, "stdlib", errors="replace")
 
 
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[list[Path], Path]:
@@ -363,9 +329,14 @@ def open_documents(config: DataConfig, on_bad: OnBad = stop) -> Documents:
     if config.source == "stdlib":
         return standard_library()
     if config.source == "fineweb_edu":
-        subset = config.name or FINEWEB_EDU_SUBSET
-        return HubDocuments(FINEWEB_EDU, subset, text_key=config.text_key, on_bad=on_bad)
+        return HubDocuments(FINEWEB_EDU, config.name or FINEWEB_EDU_SUBSET, on_bad, config.text_key)
     if config.source.startswith(HUB):
-        return HubDocuments(config.source.removeprefix(HUB), config.name, text_key=config.text_key, on_bad=on_bad)
+        return HubDocuments(config.source.removeprefix(HUB), config.name, on_bad, config.text_key)
     assert config.path is not None
-    return open_files(config.source, config.path, config.text_key, on_bad)
+    files, root = find_files(config.path, SUFFIXES[config.source])
+    if config.source == "text":
+        return TextFiles(files, root, on_bad, "text")
+    if config.source == "jsonl":
+        return JsonLines(files, root, on_bad, config.text_key)
+    require_package("pyarrow", config.source)
+    return Parquet(files, root, on_bad, config.text_key)

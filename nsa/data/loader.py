@@ -25,13 +25,12 @@ from nsa.data.documents import open_documents
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
 from nsa.data.prefetch import Late, Prefetcher
 from nsa.data.shards import ShardPools
-from nsa.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 
 log = logging.getLogger("nsa")
 
 # How often a stalled source is opened again.
 RETRIES = 3
-
 # Seconds to wait for a thread when the loader is closed.
 PATIENCE = 10.0
 
@@ -68,18 +67,14 @@ class Loader:
 
     def __init__(self, pools: Pools, config: DataConfig, share: Share, identity: dict[str, Any]) -> None:
         self.pools, self.config, self.share, self.identity = pools, config, share, identity
-        self.source: str = pools.name
-        self.tokenizer: Tokenizer = pools.tokenizer
-        self.vocab_size: int = pools.tokenizer.vocab_size
+        self.source, self.tokenizer, self.vocab_size = pools.name, pools.tokenizer, pools.tokenizer.vocab_size
         # Seconds that the caller has waited in total, and since when it is waiting now.
         self.waited = 0.0
         self.asked: float | None = None
-        # Batches of random tokens in place of real ones, in total.
-        self.stand_ins = 0
-        self.position = Position()
-        # Batches that were replaced and are dropped when they come.
-        self.late = 0
+        self.stand_ins = 0  # batches of random tokens in place of real ones, in total
+        self.late = 0  # batches that were replaced and are dropped when they come
         self.retries = 0
+        self.position = Position()
         # Created for the first batch: until then the position may change.
         self.items: Iterator[tuple[Batch, Position]] | None = None
         self.threads: list[Prefetcher[Any]] = []
@@ -163,7 +158,7 @@ class Loader:
         self.stand_ins += 1
         windows = [pool.window(index % len(pool)) for index in range(share.batch_size)]
         position = self.position._replace(used=self.position.used + share.world_size * share.batch_size)
-        return to_batch(windows, share), position
+        return (pack if share.pack else stack)(windows), position
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch: JSON types, the same on every rank except `stand_ins`, which is saved so
@@ -183,17 +178,22 @@ class Loader:
         """
         # Earlier versions did not save it.
         state = {"stand_ins": 0, **state}
-        known = {*self.identity, "pool", "used", "stand_ins"}
-        require(set(state) == known, "the keys of the data's state", sorted(state, key=str), f"{sorted(known)}")
+        expected = {*self.identity, "pool", "used", "stand_ins"}
+        require(set(state) == expected, "the keys of the data's state", sorted(state, key=str), f"{sorted(expected)}")
         for name, value in self.identity.items():
             accepted = f"{state[name]!r}, as in the run that is resumed: it cannot change"
             require(value == state[name], f"{name} of the data", value, accepted)
         for name in ("used", "stand_ins"):
             require_int(f"{name} in the data's state", state[name], at_least=0)
-        check_mark(state["pool"], self.pools.mark_keys)
+        mark, keys = state["pool"], self.pools.mark_keys
+        if mark is not None:
+            # A stream adds a bookmark.
+            known = isinstance(mark, dict) and set(keys) <= set(mark) <= {*keys, "bookmark"}
+            require(known, "pool in the data's state", mark, f"None, or {list(keys)}")
+            for name in keys:
+                require_int(f"pool.{name} in the data's state", mark[name], at_least=0)
         self.close()
-        self.stand_ins = state["stand_ins"]
-        self.position = Position(state["pool"], state["used"])
+        self.stand_ins, self.position = state["stand_ins"], Position(mark, state["used"])
         self.late = self.retries = 0
         self.closed = False
 
@@ -215,17 +215,6 @@ class Loader:
         self.close()
 
 
-def check_mark(mark: object, keys: tuple[str, ...]) -> None:
-    """`ValueError` unless `mark` is None, or has these counts; a stream adds a bookmark."""
-    if mark is None:
-        return
-    known = isinstance(mark, dict) and set(keys) <= set(mark) <= {*keys, "bookmark"}
-    require(known, "pool in the data's state", mark, f"None, or {list(keys)}")
-    assert isinstance(mark, dict)
-    for name in keys:
-        require_int(f"pool.{name} in the data's state", mark[name], at_least=0)
-
-
 def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[Batch, Position]]:
     """A rank's batches, each with the position after it; the first `used` windows of the supply are skipped."""
     pool, at = next(supply), used
@@ -242,11 +231,7 @@ def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[B
                 if own:
                     windows += [pool.window(index) for index in range(at, at + count)]
                 at, left = at + count, left - count
-        yield to_batch(windows, share), Position(pool.mark, at)
-
-
-def to_batch(windows: list[Window], share: Share) -> Batch:
-    return pack(windows) if share.pack else stack(windows)
+        yield (pack if share.pack else stack)(windows), Position(pool.mark, at)
 
 
 def stack(windows: list[Window]) -> Batch:
@@ -318,8 +303,7 @@ def open_pools(config: DataConfig, *, split: Split, seq_len: int, seed: int) -> 
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     if config.source == "synthetic":
         return SyntheticPools(tokenizer, **order)
-    sizes: dict[str, Any] = {"doc_batch": config.doc_batch, "shuffle_tokens": config.shuffle_tokens}
-    return TextPools(open_documents(config), tokenizer, **order, **sizes)
+    return TextPools(open_documents(config), tokenizer, config, **order)
 
 
 def synthetic(

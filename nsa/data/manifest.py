@@ -12,11 +12,11 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nsa.config import require
 from nsa.data.config import SPLITS, Split
-from nsa.files import is_natural, is_sha256, parse_json, read_text, replace_text
+from nsa.files import check_json, is_natural, is_sha256, parse_json, read_text, replace_text
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -33,6 +33,13 @@ class Listed(NamedTuple):
     header_sha256: str
 
 
+def is_version(value: object) -> bool:
+    return value == MANIFEST_VERSION
+
+
+MANIFEST_FORMAT = {"version": is_version, "files": {...: {"bytes": is_natural, "header_sha256": is_sha256}}}
+
+
 class Manifest(NamedTuple):
     files: dict[str, Listed]
 
@@ -45,11 +52,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a data set.
-
-        Raises:
-            ValueError: it is missing, or not what `write` writes.
-        """
+        """The manifest of a data set; a ValueError if it is missing, or not what `write` writes."""
         path = folder / MANIFEST
         if not path.is_file():
             old = any(folder.glob(f"*{SUFFIX}"))
@@ -58,30 +61,27 @@ class Manifest(NamedTuple):
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
         values = parse_json(read_text(path, MAX_MANIFEST_BYTES), f"{path} is not JSON")
-        version, files = values.get("version"), values.get("files")
-        check_entry(path, "version", version, version == MANIFEST_VERSION, str(MANIFEST_VERSION))
-        check_entry(path, "files", files, isinstance(files, dict), "an object")
-        assert isinstance(files, dict)
-        manifest = cls({name: listed(path, name, files[name]) for name in sorted(files)})
+        try:
+            check_json(values, MANIFEST_FORMAT)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        files = {name: Listed(x["bytes"], x["header_sha256"]) for name, x in sorted(values["files"].items())}
+        manifest = cls(files)
         manifest.check_names(path)
         return manifest
 
     def check_names(self, path: Path) -> None:
         """Every split is there, and its files are numbered from 0 without a gap."""
         for name in self.files:
-            known = FILE_NAME.fullmatch(name) is not None
-            check_entry(path, "a file's name", name, known, f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like")
+            like = f"train-00000{SUFFIX}, valid-00000{SUFFIX} and the like"
+            require(FILE_NAME.fullmatch(name) is not None, f"the name of a file in {path}", name[:100], like)
         for split in SPLITS:
             numbers = [int(name.removeprefix(f"{split}-").removesuffix(SUFFIX)) for name in self.of(split)]
             missing = sorted(set(range(len(numbers) or 1)) - set(numbers))
-            check_entry(path, f"the numbers of its {split} files", numbers, not missing, f"{missing[:1]} among them")
+            require(not missing, f"the numbers of the {split} files in {path}", numbers, f"{missing[:1]} among them")
 
     def compare(self, folder: Path) -> None:
-        """The files of `folder` are those listed, each with its size.
-
-        Raises:
-            ValueError: a file is missing, has another size, or is not listed.
-        """
+        """A ValueError unless the files of `folder` are those listed, each with its size."""
         found = {path.name: path.stat().st_size for path in folder.glob(f"*{SUFFIX}")}
         sizes = {name: file.bytes for name, file in self.files.items()}
         problems = [
@@ -92,18 +92,3 @@ class Manifest(NamedTuple):
         if problems:
             more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ValueError(f"{folder} is not what its {MANIFEST} lists: {'; '.join(problems[:3])}{more}")
-
-
-def listed(path: Path, name: str, values: Any) -> Listed:
-    where = f"files[{name[:60]!r}]"
-    keys = list(Listed._fields)
-    check_entry(path, where, values, isinstance(values, dict) and sorted(values) == keys, f"an object with {keys}")
-    size, sha256 = values["bytes"], values["header_sha256"]
-    check_entry(path, f"{where}.bytes", size, is_natural(size), "a size in bytes")
-    check_entry(path, f"{where}.header_sha256", sha256, is_sha256(sha256), "64 hexadecimal digits")
-    return Listed(size, sha256)
-
-
-def check_entry(path: Path, name: str, value: object, sound: bool, accepted: str) -> None:
-    if not sound:
-        raise ValueError(f"{path}: {name} is {repr(value)[:100]}; accepted: {accepted}")

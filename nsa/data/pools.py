@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nsa.config import require
-from nsa.data.config import Split
+from nsa.data.config import DataConfig, Split
 from nsa.data.documents import VALID_EVERY, DocumentChunk, Documents
 from nsa.data.shuffle import Permutation, mix
 from nsa.data.tokenizer import Tokenizer
@@ -28,10 +28,8 @@ SYNTHETIC_WINDOWS = 256
 class Window(NamedTuple):
     """A training sequence with its last target."""
 
-    # [seq_len + 1]
-    tokens: Tensor
-    # Where documents begin in it, ascending; 0 may be missing.
-    starts: Tensor
+    tokens: Tensor  # [seq_len + 1]
+    starts: Tensor  # where documents begin in it, ascending; 0 may be missing
 
 
 class Pool(ABC):
@@ -53,12 +51,10 @@ class Pools(Protocol):
     name: str
     fingerprint: str
     tokenizer: Tokenizer
+    mark_keys: tuple[str, ...]  # the keys of a pool's mark that are counts
 
     @property
     def doing(self) -> str: ...
-
-    # The keys of a pool's mark that are counts.
-    mark_keys: tuple[str, ...]
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
         """The pools from `mark` on, or from the beginning. No pool is empty."""
@@ -85,8 +81,7 @@ class Mark(NamedTuple):
     chunk: int = 0
     document: int = 0
     token: int = 0
-    # Of the chunk, for a source that is a stream.
-    bookmark: Any = None
+    bookmark: Any = None  # of the chunk, for a source that is a stream
 
 
 class Encoded(NamedTuple):
@@ -104,19 +99,11 @@ class TextPools:
     mark_keys: tuple[str, ...] = ("epoch", "chunk", "document", "token")
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        *,
-        split: Split,
-        seq_len: int,
-        seed: int,
-        doc_batch: int,
-        shuffle_tokens: int,
+        self, documents: Documents, tokenizer: Tokenizer, config: DataConfig, *, split: Split, seq_len: int, seed: int
     ) -> None:
         self.documents, self.tokenizer, self.split = documents, tokenizer, split
-        self.seq_len, self.seed, self.doc_batch = seq_len, seed, doc_batch
-        self.windows = max(1, shuffle_tokens // seq_len)
+        self.seq_len, self.seed, self.doc_batch = seq_len, seed, config.doc_batch
+        self.windows = max(1, config.shuffle_tokens // seq_len)
         self.name, self.fingerprint = documents.name, documents.fingerprint
 
     @property
@@ -150,9 +137,7 @@ class TextPools:
                 # Tokens of the last document before the border; the one after it is the last target.
                 before = full - (length - len(tokens))
                 yield [*row, Encoded(mark, tokens[: before + 1])]
-                row, length = [], length - full
-                rest = tokens[before:]
-                row.append(Encoded(mark._replace(token=mark.token + before), rest))
+                row, length = [Encoded(mark._replace(token=mark.token + before), tokens[before:])], length - full
         yield row
 
     def pool(self, row: list[Encoded]) -> RowPool | None:
@@ -168,21 +153,13 @@ class TextPools:
 
     def encoded(self, start: Mark) -> Iterator[Encoded]:
         """The documents of the rest of an epoch as tokens, `doc_batch` at a time."""
-        waiting: list[tuple[Mark, str]] = []
-        for place in self.texts(start):
-            waiting.append(place)
-            if len(waiting) == self.doc_batch:
-                yield from self.encode(waiting)
-                waiting = []
-        yield from self.encode(waiting)
-
-    def encode(self, waiting: list[tuple[Mark, str]]) -> Iterator[Encoded]:
-        if waiting:
-            rows = self.tokenizer.encode_documents([text for _, text in waiting])
+        texts = self.texts(start)
+        while batch := list(islice(texts, self.doc_batch)):
+            rows = self.tokenizer.encode_documents([text for _, text in batch])
             # A target beyond the vocabulary would fail only in the loss.
             top, vocab_size = max(int(tokens.max()) for tokens in rows), self.tokenizer.vocab_size
             require(top < vocab_size, f"a token of the tokenizer {self.tokenizer.name}", top, f"one below {vocab_size}")
-            for (mark, _), tokens in zip(waiting, rows, strict=True):
+            for (mark, _), tokens in zip(batch, rows, strict=True):
                 yield Encoded(mark, tokens[mark.token :])
 
     def texts(self, start: Mark) -> Iterator[tuple[Mark, str]]:
@@ -225,8 +202,7 @@ class SyntheticPools:
     def pool(self, number: int) -> RowPool:
         # torch takes seeds of 63 bits.
         generator = torch.Generator().manual_seed(mix(self.key, number) >> 1)
-        half = (self.seq_len + 1) // 2
-        shape = (SYNTHETIC_WINDOWS, half)
+        shape = (SYNTHETIC_WINDOWS, (self.seq_len + 1) // 2)
         phrases = torch.randint(self.tokenizer.vocab_size, shape, generator=generator, dtype=torch.int32)
         row = torch.cat([phrases, phrases, phrases], 1)[:, : self.seq_len].flatten()
         starts = torch.arange(SYNTHETIC_WINDOWS) * self.seq_len

@@ -11,7 +11,7 @@ import json
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
@@ -27,10 +27,8 @@ from nsa.progress import LINE_EVERY_S, progress
 
 # Characters of the training documents that a BPE is trained on: more does not improve it.
 BPE_CHARACTERS = 100_000_000
-
 # The documents that `--on-bad skip` skipped, one JSON object per line.
 SKIPPED_FILE = "skipped.jsonl"
-
 # The sequence length of the config that `nsa train` uses by default.
 DEFAULT_SEQ_LEN = 512
 
@@ -69,11 +67,11 @@ def prepare(
     limit_tokens: int | None = None,
     on_bad: OnBad = stop,
 ) -> dict[Split, ShardWriter]:
-    """Write the documents of `config` into `out`.
+    """Write the documents of `config` into `out`, a folder without shards; after an error only its lock is left in it.
 
     Args:
         config: where the documents come from, and the tokenizer.
-        out: a folder without shards. After an error only its lock is left in it.
+        out: the folder.
         bpe_vocab_size: train a BPE with this vocabulary on the corpus.
         shard_tokens: tokens per file, approximately.
         limit_tokens: stop after approximately this many.
@@ -81,17 +79,11 @@ def prepare(
 
     Returns:
         What was written, by split.
-
-    Raises:
-        ValueError: a wrong argument, a bad document, a split without tokens, or another process writes to the folder.
     """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
     require_positive_int("shard_tokens", shard_tokens)
-    if limit_tokens is not None:
-        require_positive_int("limit_tokens", limit_tokens)
     if bpe_vocab_size is not None:
         require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
-        check_bpe_vocabulary("bpe_vocab_size", bpe_vocab_size)
     require_no_shards(out)
     documents = open_documents(config, on_bad)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
@@ -101,7 +93,10 @@ def prepare(
         if (out / MANIFEST).exists():
             # That of a killed process is replaced; any other file is an error.
             Manifest.read(out)
-        remove_leftovers(out)
+        for split in SPLITS:
+            # The unfinished files of a killed process.
+            for path in out.glob(unfinished(Path(f"{split}-[0-9]*{SUFFIX}")).name):
+                path.unlink()
         if bpe_vocab_size is not None:
             print(f"training a BPE of {bpe_vocab_size:,} tokens on {documents.name}", flush=True)
             tokenizer = train_bpe(training_texts(documents), bpe_vocab_size)
@@ -123,13 +118,6 @@ def prepare(
 
 def require_no_shards(out: Path) -> None:
     require(not any(out.glob(f"*{SUFFIX}")), "out", str(out), f"a folder without {SUFFIX} files")
-
-
-def remove_leftovers(out: Path) -> None:
-    """Remove the unfinished files of a killed process."""
-    for split in SPLITS:
-        for path in out.glob(unfinished(Path(f"{split}-[0-9]*{SUFFIX}")).name):
-            path.unlink()
 
 
 def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict[Split, ShardWriter]) -> None:
@@ -186,25 +174,19 @@ def training_texts(documents: Documents) -> Iterator[str]:
 def run(args: argparse.Namespace) -> int:
     if args.data_command == "check":
         return run_check(args.folder, write_manifest=args.write_manifest)
-    with ending_on_signals():
-        return run_prepare(args)
-
-
-@contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise, so that unfinished files are removed. An ignored SIGHUP (nohup) stays ignored."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
+    # So that unfinished files are removed. An ignored SIGHUP (nohup) stays ignored.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
     for number in numbers:
-        signal.signal(number, end)
+        signal.signal(number, exit_on_signal)
     try:
-        yield
+        return run_prepare(args)
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def run_prepare(args: argparse.Namespace) -> int:
@@ -245,9 +227,8 @@ def run_check(folder: Path, *, write_manifest: bool) -> int:
     require(folder.is_dir(), "folder", str(folder), "a folder that `nsa data prepare` wrote")
     manifest = list_files(folder) if write_manifest else Manifest.read(folder)
     manifest.compare(folder)
-    tokenizer = load_tokenizer(folder)
-    for shard in open_shards(folder, manifest.files):
-        shard.check_tokenizer(tokenizer)
+    _, shards = open_shards(folder, manifest.files)
+    for shard in shards:
         shard.check_tokens()
         print(f"{shard.path.name}: {shard.header.documents:,} documents, {shard.header.tokens:,} tokens, intact")
     if write_manifest:

@@ -47,7 +47,6 @@ TOKEN_DTYPES = {2: torch.uint16, 4: torch.uint32}
 
 # Tokens or offsets read at once when all are checked.
 BLOCK = 2**22
-
 # Every so many offsets, one is kept in memory; divides BLOCK.
 STRIDE = 256
 
@@ -68,12 +67,7 @@ class Header(NamedTuple):
     offsets_crc: int
     tokens: int
     documents: int
-    # Padded with zeros.
-    tokenizer: bytes
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.tokenizer.rstrip(b"\0").decode()
+    tokenizer: bytes  # padded with zeros
 
     def pack(self) -> bytes:
         fields = FIELDS.pack(*self)
@@ -102,7 +96,7 @@ class Shard:
         self.coarse: list[int] = []
         with open_file(path) as file:
             self.header = read_shard_header(file, path)
-            self.inode = inode(os.fstat(file))
+            self.status = os.fstat(file)
             self.check_offsets(file)
 
     @contextmanager
@@ -111,7 +105,8 @@ class Shard:
         with open_file(self.path) as file:
             status = os.fstat(file)
             check_size(self.path, status.st_size, self.header)
-            check_shard(inode(status) == self.inode, self.path, "it was replaced after it was opened")
+            same = os.path.samestat(status, self.status)
+            check_shard(same, self.path, "it was replaced after it was opened")
             yield file
 
     def read(self, file: int, at: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -130,8 +125,8 @@ class Shard:
         if len(tokens) and int(tokens.max()) >= vocab_size:
             first = int((tokens >= vocab_size).nonzero()[0])
             place = f"{begin + first:,}, at byte {HEADER_BYTES + (begin + first) * width:,}"
-            problem = f"its token {place}, is {tokens[first]}, and its vocabulary has {vocab_size:,}"
-            check_shard(False, self.path, problem)
+            wrong = f"its token {place}, is {tokens[first]}, and its vocabulary has {vocab_size:,}"
+            check_shard(False, self.path, wrong)
         return tokens
 
     def window(self, begin: int, end: int) -> Window:
@@ -163,12 +158,6 @@ class Shard:
                 found = crc32(raw_bytes(tokens.to(TOKEN_DTYPES[self.header.width])), found)
         check_shard(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """`ValueError` if the tokens are of another tokenizer."""
-        name = self.header.tokenizer_name
-        accepted = f"{name!r}, which the tokens were made with"
-        require(tokenizer.name == name, f"the tokenizer beside {self.path}", tokenizer.name, accepted)
-
 
 @contextmanager
 def open_file(path: Path) -> Iterator[int]:
@@ -178,10 +167,6 @@ def open_file(path: Path) -> Iterator[int]:
             yield file
     finally:
         os.close(file)
-
-
-def inode(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def read_shard_header(file: int, path: Path) -> Header:
@@ -223,10 +208,8 @@ class ShardWriter:
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.vocab_size, self.tokenizer_name = tokenizer.vocab_size, tokenizer.name.encode()
         self.width = 2 if self.vocab_size <= 2**16 else 4
-        # Of all files, including the one that is being written.
-        self.paths: list[Path] = []
-        # Of complete files.
-        self.headers: list[Header] = []
+        self.paths: list[Path] = []  # of all files, including the one that is being written
+        self.headers: list[Header] = []  # of complete files
         self.tokens = self.documents = 0
         # Of the file that is being written.
         self.file: Any = None
@@ -328,8 +311,10 @@ class ShardPools:
     def __init__(self, folder: Path, *, tokenizer: str | None, split: Split, seq_len: int, seed: int) -> None:
         manifest = Manifest.read(folder)
         manifest.compare(folder)
-        self.shards = open_shards(folder, manifest.of(split))
-        self.tokenizer = own_tokenizer(folder, tokenizer, self.shards)
+        self.tokenizer, self.shards = open_shards(folder, manifest.of(split))
+        if tokenizer is not None:
+            accepted = f"{str(folder)!r} or none: the shards have their own, {self.tokenizer.name}"
+            require(load_tokenizer(tokenizer).name == self.tokenizer.name, "data.tokenizer", tokenizer, accepted)
         self.seq_len, self.seed = seq_len, seed
         self.doing = f"reading {folder}"
         tokens = sum(shard.header.tokens for shard in self.shards)
@@ -346,19 +331,12 @@ class ShardPools:
         return ShardPool(self.shards, self.seq_len, self.seed, epoch)
 
 
-def open_shards(folder: Path, files: dict[str, Listed]) -> list[Shard]:
-    shards = [Shard(folder / name) for name in files]
+def open_shards(folder: Path, files: dict[str, Listed]) -> tuple[Tokenizer, list[Shard]]:
+    """The files that a manifest lists, and the tokenizer beside them, which their tokens were made with."""
+    tokenizer, shards = load_tokenizer(folder), [Shard(folder / name) for name in files]
     for shard, listed in zip(shards, files.values(), strict=True):
         check_shard(shard.header.listed == listed, shard.path, "its header is not the one that the manifest lists")
-    return shards
-
-
-def own_tokenizer(folder: Path, given: str | None, shards: Sequence[Shard]) -> Tokenizer:
-    """The tokenizer of the shards; `given` must be the same."""
-    tokenizer = load_tokenizer(folder)
-    for shard in shards:
-        shard.check_tokenizer(tokenizer)
-    if given is not None:
-        accepted = f"{str(folder)!r} or none: the shards have their own, {tokenizer.name}"
-        require(load_tokenizer(given).name == tokenizer.name, "data.tokenizer", given, accepted)
-    return tokenizer
+        name = shard.header.tokenizer.rstrip(b"\0").decode()
+        accepted = f"{name!r}, which the tokens were made with"
+        require(tokenizer.name == name, f"the tokenizer beside {shard.path}", tokenizer.name, accepted)
+    return tokenizer, shards

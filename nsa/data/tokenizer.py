@@ -25,11 +25,9 @@ from nsa.files import make_folder, parse_json, read_text, replace_text
 log = logging.getLogger("nsa")
 
 TOKENIZER_FILE = "tokenizer.json"
-
 # Several times the largest in use.
 MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCABULARY = 2**24
-
 # Names of the token that ends a document, the most common first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 
@@ -37,11 +35,9 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 class Tokenizer(Protocol):
     """What data, training and generation need of a tokenizer."""
 
-    # Tokenizers with the same name give the same tokens.
-    name: str
+    name: str  # tokenizers with the same name give the same tokens
     vocab_size: int
-    # The token that ends a document.
-    end: int
+    end: int  # the token that ends a document
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -57,13 +53,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A token per byte of UTF-8. A document ends with byte 0, which is removed from its text."""
 
-    name = "bytes"
-    vocab_size = 256
-    end = 0
-
-    def __init__(self) -> None:
-        # Once: a source may have a million such texts.
-        self.warned = False
+    name, vocab_size, end = "bytes", 256, 0
+    warned = False
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -73,17 +64,13 @@ class ByteTokenizer:
         return bytes(token if 0 <= token <= 0xFF else 0xFF for token in tokens).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tensor]:
-        end = bytes([self.end])
-        buffers = [bytearray(self.without_end(text).encode() + end) for text in texts]
-        return [torch.frombuffer(buffer, dtype=torch.uint8).to(torch.int32) for buffer in buffers]
-
-    def without_end(self, text: str) -> str:
-        if "\0" not in text:
-            return text
-        if not self.warned:
+        with_end = [text for text in texts if "\0" in text]
+        if with_end and not self.warned:
+            # Once: a source may have a million such texts.
             self.warned = True
-            log.warning("byte 0 ends a document, and is removed from texts; the first one begins with %r", text[:60])
-        return text.replace("\0", "")
+            log.warning("byte 0 ends a document, and is removed from texts; one begins with %r", with_end[0][:60])
+        buffers = [bytearray(text.replace("\0", "").encode() + b"\0") for text in texts]
+        return [torch.frombuffer(buffer, dtype=torch.uint8).to(torch.int32) for buffer in buffers]
 
     def save(self, folder: Path) -> None:
         make_folder(folder)
@@ -108,8 +95,8 @@ class FileTokenizer:
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
         require(bool(vocabulary), "tokenizer", origin, "a tokenizer with a vocabulary")
         # Not the number of entries: there may be holes.
-        self.vocab_size = max(vocabulary.values()) + 1
-        largest = self.vocab_size - 1
+        largest = max(vocabulary.values())
+        self.vocab_size = largest + 1
         require(largest < MAX_VOCABULARY, f"the largest token of {origin}", largest, f"below {MAX_VOCABULARY:,}")
         self.name = f"{self.inner.model.__class__.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         ends = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
@@ -181,8 +168,7 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
 
 
 def byte_level_json() -> dict[str, Any]:
-    """A `tokenizer.json` for Transformers whose tokens are those of `ByteTokenizer`: a BPE without merges. The end of a
-    document is byte 0."""
+    """A `tokenizer.json` for Transformers with the tokens of `ByteTokenizer`: a BPE without merges, byte 0 the end."""
     end = END_TOKENS[0]
     # The byte-level alphabet shows printable bytes as themselves, and the others from U+0100 on.
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

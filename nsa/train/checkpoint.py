@@ -315,7 +315,7 @@ def check_state(extra: dict[str, Any]) -> None:
     expected |= dict.fromkeys(("ranks", "skipped", "tokens_per_step"), is_natural)
     expected["loss_start"] = lambda value: value is None or is_number(value)
     # Earlier versions did not save the number of tokens.
-    check_json("state", {"tokens_per_step": 0, **extra}, expected)
+    check_json({"tokens_per_step": 0, **extra}, expected)
 
 
 def unsharded(model: nn.Module) -> LM | None:

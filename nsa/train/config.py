@@ -174,7 +174,7 @@ def load_config(
         for key in [*(overrides or {}), *given]:
             check_config_key(key)
         tree |= fitted_schedule(tree, file, given)
-        values = built(checked(TrainConfig, nested(tree), where=str(path)))
+        values = built(checked(TrainConfig, to_tree(tree), where=str(path)))
         values["out"] = run_folder(values, path)
         # First without what depends on the machine: wrong values are reported before torch is imported.
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
@@ -371,7 +371,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def to_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`."""
     tree: dict[str, Any] = {}
     for key, value in values.items():

@@ -33,7 +33,8 @@ def launch(config: TrainConfig) -> int:
             config = replace(config, out=Path(from_first(str(config.out))))
             check_capacity(config, own.size)
             # For the time before the run has a watchdog of its own.
-            doing, saved = "the run is opening its data or building its model", "no checkpoint: no step is done yet"
+            doing = "the run has not started: it is opening its data or building its model"
+            saved = "no checkpoint: no step is done yet"
             callbacks = {"describe": lambda: doing, "rescue": lambda: saved}
             watchdog = Watchdog(config.out / WATCHDOG, config.watchdog_s, **callbacks)
             with Signals(forwarded=own.size > 1) as signals, report_lost_ranks(own, config.out):

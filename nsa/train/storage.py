@@ -108,7 +108,7 @@ class Index(NamedTuple):
         """From JSON of any shape; a `ValueError` names the first entry that is wrong."""
         # Earlier versions saved good states alone, and did not write either key.
         body = {"judge": "", "good": True, **body}
-        check_json("index", body, EXPECTED)
+        check_json(body, INDEX_FORMAT)
         files = {name: Written(*file) for name, file in body["files"].items()}
         strange = [name for name in files if not RANK_FILE.fullmatch(name)]
         if strange:
@@ -163,7 +163,7 @@ def is_dtype(value: object) -> bool:
     return isinstance(value, str) and value in STORED_DTYPES
 
 
-EXPECTED: dict[str, Any] = {
+INDEX_FORMAT: dict[str, Any] = {
     "step": is_natural,
     "loss": lambda value: value is None or is_number(value),
     "judge": is_text,

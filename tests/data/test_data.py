@@ -274,9 +274,8 @@ class SmallVocabulary(Numbers):
 
 
 def test_a_token_beyond_the_vocabulary_is_found_where_it_is_made() -> None:
-    pools = TextPools(
-        Memory([11] * 25), SmallVocabulary(), split="train", seq_len=4, seed=0, doc_batch=2, shuffle_tokens=16
-    )
+    config = DataConfig(doc_batch=2, shuffle_tokens=16)
+    pools = TextPools(Memory([11] * 25), SmallVocabulary(), config, split="train", seq_len=4, seed=0)
     with pytest.raises(ValueError, match=r"a token of the tokenizer numbers is 27\d; accepted: one below 270"):
         list(islice(pools.pools(None), 200))
 

@@ -229,7 +229,7 @@ def test_data_set_of_an_older_version_can_be_given_a_manifest(prepared: Path) ->
 def test_no_manifest_is_written_of_files_with_a_gap(missing: str, number: int, prepared: Path) -> None:
     for name in ("manifest.json", missing):
         (prepared / name).unlink()
-    with pytest.raises(ValueError, match=rf"numbers of its {missing[:5]} files is .*; accepted: \[{number}\]"):
+    with pytest.raises(ValueError, match=rf"numbers of the {missing[:5]} files in .* is .*; accepted: \[{number}\]"):
         command("check", "--write-manifest", str(prepared))
     assert not (prepared / "manifest.json").exists()
 
@@ -247,22 +247,22 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
         ("{}", "version is None"),
         ({"version": 2}, "version is 2"),
         ({"files": []}, r"files is \[\]"),
-        ({"files": {}}, "train files is"),
-        ({"files": {"train-00000.tokens": ENTRY}}, "valid files is"),
-        ({"files": {"../train-00000.tokens": ENTRY}}, "a file's name is '../train"),
-        ({"files": {"train-00000.tokens": 7}}, "files.'train-00000.tokens'. is 7"),
+        ({"files": {}}, "train files in"),
+        ({"files": {"train-00000.tokens": ENTRY}}, "valid files in"),
+        ({"files": {"../train-00000.tokens": ENTRY}}, "the name of a file in .* is '../train"),
+        ({"files": {"train-00000.tokens": 7}}, "files.'train-00000.tokens' is 7"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": "1"}}}, "bytes is '1'"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": -1}}}, "bytes is -1"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": 10**30}}}, "bytes is 1000"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": True}}}, "bytes is True"),
         ({"files": {"train-00000.tokens": {**ENTRY, "header_sha256": None}}}, "header_sha256 is None"),
-        ({"files": {"train-00000.tokens": {"more": 1, "bytes": 128}}}, "more"),
+        ({"files": {"train-00000.tokens": {"more": 1, "bytes": 128}}}, "header_sha256 is None"),
     ],
 )
 def test_a_wrong_manifest_is_named_with_the_value(content: Any, message: str, prepared: Path) -> None:
     text = content if isinstance(content, str) else json.dumps({"version": 1, **content})
     (prepared / "manifest.json").write_text(text)
-    refused(prepared, f"manifest.json.*{message}")
+    refused(prepared, f"(?=.*manifest.json).*{message}")
 
 
 def test_a_manifest_that_is_too_large_is_not_read(prepared: Path) -> None:

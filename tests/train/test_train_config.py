@@ -27,7 +27,7 @@ from nsa.train.config import (
     load_config,
     merged,
     moved,
-    nested,
+    to_tree,
     write_yaml,
 )
 
@@ -272,9 +272,9 @@ def test_the_hash_is_of_what_runs_not_of_where() -> None:
 def test_a_mapping_is_laid_over_and_anything_else_replaces() -> None:
     values = {"a.b": 1, "a.c.d": 2}
     values = merged(values, {"a.c.e": 3, "a.b": 4, "x.y": 5})
-    assert nested(values) == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
-    assert nested(merged(values, {"a.c": None}))["a"] == {"b": 4, "c": None}
-    assert nested(merged({"a.c": None}, {"a.c.d": 1})) == {"a": {"c": {"d": 1}}}
+    assert to_tree(values) == {"a": {"b": 4, "c": {"d": 2, "e": 3}}, "x": {"y": 5}}
+    assert to_tree(merged(values, {"a.c": None}))["a"] == {"b": 4, "c": None}
+    assert to_tree(merged({"a.c": None}, {"a.c.d": 1})) == {"a": {"c": {"d": 1}}}
 
 
 def test_every_key_is_known_by_its_dotted_name() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nsa import cli
 from nsa.settings import Settings
-from nsa.train.config import flat, load_config, nested, parse_set, read_config
+from nsa.train.config import flat, load_config, parse_set, read_config, to_tree
 from nsa.train.yaml_file import MAX_YAML_BYTES, parse_yaml, read_yaml
 
 PLAIN = Settings.load(environ={})
@@ -120,11 +120,11 @@ def test_an_integer_too_long_to_spell_is_refused_by_name(capsys: pytest.CaptureF
     ],
 )
 def test_a_dotted_key_in_a_file_is_a_nested_one(tree: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert nested(dict(flat(tree))) == expected
+    assert to_tree(dict(flat(tree))) == expected
 
 
 def test_a_config_with_dotted_keys_loads(tmp_path: Path) -> None:
-    tiny = nested(read_config(Path(cli.__file__).parent / "configs" / "tiny.yaml"))
+    tiny = to_tree(read_config(Path(cli.__file__).parent / "configs" / "tiny.yaml"))
     tiny["model"]["attn"].pop("w")
     path = tmp_path / "dotted.yaml"
     import yaml
