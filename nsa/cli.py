@@ -18,63 +18,40 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import nsa
 from nsa.progress import prepare_streams, say
 
-
-class Command(NamedTuple):
-    """One sub-command."""
-
-    module: str  # has `run`
-    summary: str
-    memory: str  # advice for when memory runs out
-
-
+# By name: the module that has `run`, and what it does.
 COMMANDS = {
-    "train": Command(
-        "nsa.train",
-        "train a language model",
-        "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
-    ),
-    "report": Command(
-        "nsa.train.report.compare", "draw a run, or compare several, on one page", "fewer runs need less"
-    ),
-    "plan": Command(
-        "nsa.train.plan", "memory, time and cost of a run before it starts", "a smaller --set model.n_layers needs less"
-    ),
-    "generate": Command(
-        "nsa.generate",
-        "continue a prompt with a trained model",
-        "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
-    ),
-    "eval": Command(
-        "nsa.evaluation.command",
-        "loss by position, needle maps, recall and lm-eval-harness of trained models",
-        "a smaller --chunk or shorter --lengths need less",
-    ),
-    "inspect": Command(
-        "nsa.inspection.command", "show what a trained model attends to in a text", "a smaller --max-tokens needs less"
-    ),
-    "export": Command("nsa.export", "write a run as a Transformers folder", "a smaller --dtype needs less"),
-    "convert": Command(
-        "nsa.convert", "turn a dense Transformers model into one with NSA", "fewer or shorter --lengths need less"
-    ),
-    "serve": Command(
-        "nsa.serving", "serve a model with OpenAI's HTTP API", "fewer --slots or a smaller --max-len need less"
-    ),
-    "bench": Command(
-        "nsa.bench",
-        "measure training and attention on this machine, and plot it",
-        "a smaller --batch-size or shorter sequences need less",
-    ),
-    "data": Command("nsa.data.prepare", "turn text into shards of tokens", "a smaller --doc-batch needs less"),
-    "doctor": Command(
-        "nsa.doctor",
-        "check this machine: versions, settings, routes, and every backend against the reference",
-        "a smaller --batch or --seq-len needs less",
-    ),
+    "train": ("nsa.train", "train a language model"),
+    "report": ("nsa.train.report.compare", "draw a run, or compare several, on one page"),
+    "plan": ("nsa.train.plan", "memory, time and cost of a run before it starts"),
+    "generate": ("nsa.generate", "continue a prompt with a trained model"),
+    "eval": ("nsa.evaluation.command", "loss by position, needle maps, recall and lm-eval-harness of trained models"),
+    "inspect": ("nsa.inspection.command", "show what a trained model attends to in a text"),
+    "export": ("nsa.export", "write a run as a Transformers folder"),
+    "convert": ("nsa.convert", "turn a dense Transformers model into one with NSA"),
+    "serve": ("nsa.serving", "serve a model with OpenAI's HTTP API"),
+    "bench": ("nsa.bench", "measure training and attention on this machine, and plot it"),
+    "data": ("nsa.data.prepare", "turn text into shards of tokens"),
+    "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and every backend against the reference"),
+}
+# What needs less memory.
+LOWER = {
+    "train": "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
+    "report": "fewer runs need less",
+    "plan": "a smaller --set model.n_layers needs less",
+    "generate": "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
+    "eval": "a smaller --chunk or shorter --lengths need less",
+    "inspect": "a smaller --max-tokens needs less",
+    "export": "a smaller --dtype needs less",
+    "convert": "fewer or shorter --lengths need less",
+    "serve": "fewer --slots or a smaller --max-len need less",
+    "bench": "a smaller --batch-size or shorter sequences need less",
+    "data": "a smaller --doc-batch needs less",
+    "doctor": "a smaller --batch or --seq-len needs less",
 }
 
 
@@ -100,8 +77,7 @@ class Parser(argparse.ArgumentParser):
         if "--set" in known:
             from nsa.commands.train import suggestion
 
-            suggested = suggestion(name, known)
-            if suggested is not None:
+            if (suggested := suggestion(name, known)) is not None:
                 return suggested
         close = difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.7)
         return f"the nearest is {close[0]}" if close else None
@@ -109,7 +85,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS)) + 2
-    commands = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}{summary}" for name, (_, summary) in COMMANDS.items())
     parser = Parser(
         prog="nsa",
         description=f"Native sparse attention.\n\ncommands:\n{commands}",
@@ -125,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parser_of(name: str) -> Parser:
     """The parser of one command's flags."""
     parser = Parser(prog=f"nsa {name}")
-    import_module(f"nsa.commands.{name}").add_arguments(parser)
+    getattr(import_module("nsa.commands.flags"), f"{name}_flags")(parser)
     return parser
 
 
@@ -172,9 +148,8 @@ def run_command(argv: list[str]) -> int:
     # Only the first word: the flags after it are the command's own.
     name = make_parser().parse_args(argv[:1]).command
     args = parser_of(name).parse_args(argv[1:])
-    command = COMMANDS[name]
     try:
-        status: int = import_module(command.module).run(args)
+        status: int = import_module(COMMANDS[name][0]).run(args)
         return status
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and output_is_closed():
@@ -186,7 +161,7 @@ def run_command(argv: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0] or "the machine's memory is full"
-        say(f"nsa {name}: out of memory: {first}; {command.memory}", error=True)
+        say(f"nsa {name}: out of memory: {first}; {LOWER[name]}", error=True)
         return 1
     except KeyboardInterrupt:
         say(f"nsa {name}: interrupted", error=True)

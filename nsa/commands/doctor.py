@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from nsa.commands.types import DTYPE_NAMES, add_config_arguments, path
+from nsa.commands.types import DTYPE_NAMES, add_config_arguments, path, set_help
 
 # The default shape to route: a 125M model's.
 SHAPE = {"batch": 8, "seq_len": 2048, "heads": 12, "groups": 2, "d_k": 64, "d_v": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to `parser`."""
-    parser.description = "Report versions, settings, which backend runs a shape, and whether every backend is right."
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  nsa doctor\n"
-        "  nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda\n"
-        "  nsa doctor --setting force_parity=on --json | tail -1\n"
-        "  nsa doctor --config 125m --set batch_size=16     is this machine ready for that run?\n\n"
-        "The exit status is 0 only if every backend agrees with the reference, with --probe every library passes,\n"
-        "and with --config this machine is ready for the run: it has the run's device, no debug mode is on, and a\n"
-        "step is not ten times slower than planned."
+    set_help(
+        parser,
+        "Report versions, settings, which backend runs a shape, and whether every backend is right. The exit status is "
+        "0 only if every backend agrees with the reference, with --probe every library passes, and with --config this "
+        "machine is ready for the run: it has the run's device, no debug mode is on, and a step is not ten times "
+        "slower than planned.",
+        "nsa doctor",
+        "nsa doctor --seq-len 65536 --heads 64 --groups 4 --d-k 192 --d-v 128 --device cuda",
+        "nsa doctor --setting force_parity=on --json | tail -1",
+        "nsa doctor --config 125m --set batch_size=16     is this machine ready for that run?",
     )
     shape = parser.add_argument_group("the shape to route (default: a 125M model's, or the config's)")
     for name, default in SHAPE.items():

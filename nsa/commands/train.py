@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from nsa.commands.types import add_config_arguments, add_device_arguments, folder, path
+from nsa.commands.types import add_config_arguments, add_device_arguments, folder, path, set_help
 from nsa.model.config import ATTENTION_KINDS
 from nsa.train.config import TrainConfig
 from nsa.train.keys import ABSENT, ALIASES, keys_of
@@ -29,19 +29,16 @@ OTHERS = ("config", "set", "resume", "init", "diff", "ddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    set_help(
+        parser,
         "Train a language model. What is not given here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "
-        "NSA_ACCUM, NSA_NO_GC, NSA_FWE_*), then from the config."
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  nsa train                       a minute or two on two CPU cores\n"
-        "  nsa train --attention dense     the same with dense attention\n"
-        "  nsa train --config 125m --steps 2000 --batch-size 8 --set model.attn.w=256 --set schedule=wsd\n"
-        "  nsa train --resume runs/NAME    resume that run\n"
-        "  nsa train --init models/NAME    start from a model of `nsa export` or `nsa convert`\n"
-        "  torchrun --nproc-per-node 8 -m nsa train --config 1b --parallel fsdp"
+        "NSA_ACCUM, NSA_NO_GC, NSA_FWE_*), then from the config.",
+        "nsa train                       a minute or two on two CPU cores",
+        "nsa train --attention dense     the same with dense attention",
+        "nsa train --config 125m --steps 2000 --batch-size 8 --set model.attn.w=256 --set schedule=wsd",
+        "nsa train --resume runs/NAME    resume that run",
+        "nsa train --init models/NAME    start from a model of `nsa export` or `nsa convert`",
+        "torchrun --nproc-per-node 8 -m nsa train --config 1b --parallel fsdp",
     )
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     start = parser.add_argument_group("what to run")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, TypeVar, get_args
 
 from nsa.config import require
@@ -56,6 +58,13 @@ def assignment(text: str) -> str:
     return text
 
 
+def set_help(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:
+    """What `--help` shows before and after the flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = fill(text, get_terminal_size().columns - 2)
+    parser.epilog = "\n  ".join(["examples:", *examples])
+
+
 def add_device_arguments(parser: argparse._ActionsContainer, dtype_help: str) -> None:
     """Add `--device` and `--dtype`."""
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -64,13 +73,7 @@ def add_device_arguments(parser: argparse._ActionsContainer, dtype_help: str) ->
 
 def add_config_arguments(group: Any, *, default: str | None = None, names: tuple[str, ...] = ("--config",)) -> None:
     """Add `--config` and `--set` to a parser or group."""
-    suffix = f" (default: {default})" if default else ""
-    group.add_argument(
-        *names,
-        type=config_source,
-        metavar="CONFIG",
-        default=default,
-        help=f"a name in configs/, a YAML file, or the folder of a run{suffix}",
-    )
+    shown = "a name in configs/, a YAML file, or the folder of a run" + (f" (default: {default})" if default else "")
+    group.add_argument(*names, type=config_source, metavar="CONFIG", default=default, help=shown)
     append: dict[str, Any] = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     group.add_argument("--set", type=assignment, help="any key of the config, dotted", **append)
