@@ -26,7 +26,7 @@ from nsa.progress import prepare_streams, say
 # By name: the module that has `run`, and what it does.
 COMMANDS = {
     "train": ("nsa.train", "train a language model"),
-    "report": ("nsa.train.report.compare", "draw a run, or compare several, on one page"),
+    "report": ("nsa.train.report", "draw a run, or compare several, on one page"),
     "plan": ("nsa.train.plan", "memory, time and cost of a run before it starts"),
     "generate": ("nsa.generate", "continue a prompt with a trained model"),
     "eval": ("nsa.evaluation.command", "loss by position, needle maps, recall and lm-eval-harness of trained models"),

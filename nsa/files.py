@@ -168,6 +168,11 @@ def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """The JSON object of a file with at most `limit` bytes; a ValueError names `path`."""
+    return parse_json(read_text(path, limit), f"{path} is not JSON")
+
+
 def check_json(value: Any, expected: Any, name: str = "") -> None:
     """A ValueError names the first part of `value` that is not as `expected`: what a function accepts; a list of any
     length, each as the one in it; a tuple of as many; or a dict by key, whose key `...` stands for every key."""

@@ -33,7 +33,7 @@ from training import config_file, lines_of, losses, small_run
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Imported before the forks.
-SLOW = ("nsa.train.launch", "nsa.generate", "nsa.data.prepare", "torch._dynamo", "tensorboard.compat.proto.event_pb2")
+SLOW = ("nsa.train.loop", "nsa.generate", "nsa.data.prepare", "torch._dynamo", "tensorboard.compat.proto.event_pb2")
 
 
 class Campaign:

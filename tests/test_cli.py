@@ -325,7 +325,7 @@ def test_an_old_runbooks_ddp_flag_is_noticed_and_changes_nothing(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[TrainConfig] = []
-    monkeypatch.setattr("nsa.train.launch.launch", lambda config: started.append(config) or 0)
+    monkeypatch.setattr("nsa.train.loop.launch", lambda config: started.append(config) or 0)
     assert cli.main(["train", "--device", "cpu", "--out", "a"]) == 0
     assert capsys.readouterr().err == ""
     assert cli.main(["train", "--device", "cpu", "--out", "a", *words]) == 0

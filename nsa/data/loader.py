@@ -11,10 +11,12 @@ batch size: no window is repeated or left out.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +25,11 @@ from nsa.config import IGNORED, require, require_int, require_positive_int
 from nsa.data.config import SPLITS, Batch, DataConfig, Split
 from nsa.data.documents import open_documents
 from nsa.data.pools import Pool, Pools, SyntheticPools, TextPools, Window
-from nsa.data.prefetch import Late, Prefetcher
 from nsa.data.shards import ShardPools
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 
 log = logging.getLogger("nsa")
+T = TypeVar("T")
 
 # How often a stalled source is opened again.
 RETRIES = 3
@@ -53,6 +55,72 @@ class Share(NamedTuple):
 
 class Stalled(TimeoutError):
     """A source gave no batch for too long."""
+
+
+class Late(Exception):
+    """Nothing came in time."""
+
+
+class Stopped(Exception):
+    """Nothing more will come."""
+
+
+class Prefetcher(Generic[T]):
+    """An iterator that runs ahead in a thread and buffers a few items; `get()` raises what the iterator raised.
+
+    The thread is a daemon: one that waits for the network must not keep the process from ending.
+    """
+
+    def __init__(self, items: Iterator[T], size: int) -> None:
+        self.items, self.size = items, size
+        self.ready: deque[T] = deque()
+        self.failure: Exception | None = None
+        self.stopping = False
+        # Guards the three attributes above.
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self.work, name="nsa-data", daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        try:
+            for item in self.items:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.stopping or len(self.ready) < self.size)
+                    if self.stopping:
+                        return
+                    self.ready.append(item)
+                    self.changed.notify_all()
+            raise Stopped
+        # get() raises it in the caller's thread.
+        except Exception as error:  # noqa: BLE001
+            with self.changed:
+                self.failure = error
+                self.changed.notify_all()
+
+    def get(self, timeout: float | None = None) -> T:
+        """The next item; raises `Late` after `timeout` seconds."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.ready or self.failure or self.stopping, timeout):
+                raise Late
+            if self.ready:
+                self.changed.notify_all()
+                return self.ready.popleft()
+            raise self.failure or Stopped
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self.get()
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the thread; returns whether it has ended. A read in progress is not interrupted."""
+        with self.changed:
+            self.stopping = True
+            self.ready.clear()
+            self.changed.notify_all()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
 
 
 class Loader:

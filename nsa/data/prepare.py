@@ -18,9 +18,8 @@ from types import FrameType
 from nsa.config import require, require_positive_int
 from nsa.data.config import SPLITS, DataConfig, Split
 from nsa.data.documents import VALID_EVERY, Documents, IndexedDocuments, OnBad, open_documents, stop
-from nsa.data.manifest import MANIFEST, SUFFIX, Manifest
 from nsa.data.pools import split_texts
-from nsa.data.shards import Shard, ShardWriter, open_shards, unfinished
+from nsa.data.shards import MANIFEST, SUFFIX, Manifest, Shard, ShardWriter, open_shards, unfinished
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_bpe_vocabulary, load_tokenizer, train_bpe
 from nsa.files import locked, replace_text
 from nsa.progress import LINE_EVERY_S, progress

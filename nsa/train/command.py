@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(describe_difference(args.diff, config))
         return 0
-    from nsa.train.launch import launch
+    from nsa.train.loop import launch
 
     return launch(config)
 

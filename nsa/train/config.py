@@ -22,7 +22,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from datetime import datetime
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from nsa import settings
 from nsa.config import NSAConfig, check_fields, require, shortened
@@ -174,7 +174,7 @@ def load_config(
         for key in [*(overrides or {}), *given]:
             check_config_key(key)
         tree |= fitted_schedule(tree, file, given)
-        values = built(checked(TrainConfig, to_tree(tree), where=str(path)))
+        values = built(to_tree(check_types(tree, str(path))))
         values["out"] = run_folder(values, path)
         # First without what depends on the machine: wrong values are reported before torch is imported.
         TrainConfig(**{name: value for name, value in values.items() if name not in MACHINE})
@@ -396,31 +396,24 @@ def check_config_key(name: str) -> None:
         raise ValueError(f"{name!r} is not a key of a config; {replacement(name, keys_of(TrainConfig))}")
 
 
-def checked(cls: Any, tree: Mapping[str, Any], *, where: str, prefix: str = "") -> dict[str, Any]:
-    """`tree` with values of the types that `cls` has, and none missing; `cls` checks the rest."""
-    hints = get_type_hints(cls)
-    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-    missing = sorted(f"{prefix}{name}" for name in needed - set(tree) - OPTIONAL)
-    if missing:
-        raise ValueError(f"{where} lacks {missing}; accepted: a config with every key that has no default")
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        kinds = get_args(hints[key]) or (hints[key],)
-        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
+def check_types(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values, by dotted key, if they have types that the config can check and none that it needs is missing."""
+    for key, value in values.items():
+        kinds = keys_of(TrainConfig)[key]
         if value is None and NoneType in kinds:
-            values[key] = None
-        elif inner is not None:
-            require(isinstance(value, dict), name, value, "keys and values")
-            values[key] = checked(inner, value, where=where, prefix=f"{name}.")
-        elif float in kinds and isinstance(value, str):
+            continue
+        require(not any(map(is_dataclass, kinds)), key, value, "keys and values")
+        if float in kinds and isinstance(value, str):
             # YAML 1.1 takes 1e-3 for text. Other text is "auto", or an error that the config's own checks report.
-            values[key] = value
             with suppress(ValueError):
                 values[key] = float(value)
         else:
-            require(str not in kinds or isinstance(value, str), name, value, "text")
-            values[key] = value
+            require(str not in kinds or isinstance(value, str), key, value, "text")
+    for prefix, cls in (("", TrainConfig), ("model.", LMConfig), ("model.attn.", NSAConfig)):
+        needed = {f"{prefix}{f.name}" for f in fields(cls) if f.default is MISSING} - OPTIONAL
+        missing = sorted(key for key in needed if not any(f"{given}.".startswith(f"{key}.") for given in values))
+        if missing:
+            raise ValueError(f"{where} lacks {missing}; accepted: a config with every key that has no default")
     return values
 
 

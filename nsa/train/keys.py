@@ -93,13 +93,15 @@ ABSENT = {
 
 
 @cache
-def keys_of(cls: Any, prefix: str = "") -> tuple[str, ...]:
-    """Every dotted key of a config."""
-    keys = []
+def keys_of(cls: Any, prefix: str = "") -> dict[str, tuple[Any, ...]]:
+    """Every dotted key of a config, with the types of its value."""
+    keys: dict[str, tuple[Any, ...]] = {}
     for key, hint in get_type_hints(cls).items():
-        kinds: list[Any] = [kind for kind in get_args(hint) or (hint,) if is_dataclass(kind)]
-        keys += [f"{prefix}{key}", *(name for kind in kinds for name in keys_of(kind, f"{prefix}{key}."))]
-    return tuple(keys)
+        keys[f"{prefix}{key}"] = kinds = get_args(hint) or (hint,)
+        groups: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
+        for group in groups:
+            keys |= keys_of(group, f"{prefix}{key}.")
+    return keys
 
 
 def replacement(name: str, keys: Iterable[str]) -> str:

@@ -156,9 +156,6 @@ def launch_s(config: LMConfig) -> float:
     return config.n_layers * LAYER_KERNELS * KERNEL_S
 
 
-# Memory.
-
-
 def estimate_memory(config: TrainConfig, gpus: int) -> RunMemory:
     """fp32 parameters and gradients, AdamW's two fp32 moments, and the activations saved for the backward."""
     c, tokens, width = config.model, config.tokens_per_batch, DTYPES[config.dtype].itemsize
@@ -220,9 +217,6 @@ def activation_bytes(config: LMConfig, kind: str, width: int) -> float:
     else:
         total += (kv + c.n_kv_groups * c.d_k) * width + 4 * c.n_heads
     return total
-
-
-# Speed.
 
 
 class Measured(NamedTuple):
@@ -343,9 +337,6 @@ def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
     return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
 
 
-# Data.
-
-
 class Corpus(NamedTuple):
     name: str
     tokenizer: Tokenizer
@@ -376,9 +367,6 @@ def count_tokens(documents: IndexedDocuments, tokenizer: Tokenizer) -> float:
     if isinstance(documents, TextFiles):
         return documents.bytes * tokens / max(1, sum(len(text.encode()) for text in texts))
     return documents.n_documents * tokens / max(1, len(texts))
-
-
-# The table.
 
 
 def in_ms(seconds: float) -> str:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 from nsa import settings
 from nsa.backends.routing import Router
@@ -50,18 +51,13 @@ CPU_TRIED_S = 5.0
 CPU_PATIENCE_S = 2 * 86400.0
 
 
-# Memory.
-
-
 def check_capacity(config: TrainConfig, ranks: int = 1) -> None:
     """A ValueError with the keys to lower if a run cannot fit, before anything of its size is built."""
     c = config.model
     # The host holds the batches of a step, the prefetched ones and those of the validation.
     held = config.accum + config.data.queue + config.eval_batches
-    keys = (
-        f"batch_size = {config.batch_size}, model.seq_len = {c.seq_len}, accum = {config.accum}, "
-        f"eval_batches = {config.eval_batches} or data.queue = {config.data.queue}"
-    )
+    keys = f"batch_size = {config.batch_size}, model.seq_len = {c.seq_len}, accum = {config.accum}, "
+    keys += f"eval_batches = {config.eval_batches} or data.queue = {config.data.queue}"
     require_memory(held * config.tokens_per_batch * TOKEN_BYTES, ram(), "this machine", keys)
     memory = estimate_memory(config, ranks)
     state = memory.parameters + memory.gradients + memory.optimizer
@@ -101,9 +97,6 @@ def ram() -> int:
     return min([physical, *map(int, limits)])
 
 
-# Speed.
-
-
 def min_tokens_per_s(config: TrainConfig, *, ranks: int = 1) -> float:
     """The configured one, else a tenth of the plan's; 0 where that is an estimate from FLOPs alone."""
     if config.min_tokens_per_s is not None:
@@ -126,24 +119,16 @@ def compare_step(config: TrainConfig, found: RunPlan | None, seconds: float) -> 
 
 def cpu_step_s(config: TrainConfig) -> float:
     """Seconds that a batch takes on this CPU, estimated from the speed of one matmul in the run's dtype."""
-    a = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=DTYPES[config.dtype])
-    times: list[float] = []
-    with warnings.catch_warnings():
-        # A CPU without instructions for the dtype takes a slow path, which shows in the time.
-        warnings.simplefilter("ignore")
-        while sum(times) < CPU_MATMUL_S:
-            begin = time.perf_counter()
-            a @ a
-            times.append(time.perf_counter() - begin)
+    matrix = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=DTYPES[config.dtype])
+    # A CPU without instructions for the dtype takes a slow path, and warns of it.
+    with warnings.catch_warnings(action="ignore"):
+        times = Timer("a @ a", globals={"a": matrix}).blocked_autorange(min_run_time=CPU_MATMUL_S).times
     rate = 2 * CPU_MATMUL**3 / min(times)
     return config.tokens_per_batch * flops_of(config.model, config.model.seq_len) / (CPU_FRACTION * rate)
 
 
 def long_time(seconds: float) -> str:
     return f"{seconds / 86400:,.0f} days" if seconds > 2 * 86400 else str(timedelta(seconds=round(seconds)))
-
-
-# Everything, for `nsa doctor`.
 
 
 def problems(
@@ -159,9 +144,8 @@ def problems(
     `notes` gets the speed of a step, which is no problem; `device_given`: the device was asked for by name.
     """
     notes = [] if notes is None else notes
-    found = [
-        f"{name} is not a setting; the nearest is {near}" for name, near in settings.unknown_names(environ).items()
-    ]
+    unknown = settings.unknown_names(environ).items()
+    found = [f"{name} is not a setting; the nearest is {near}" for name, near in unknown]
     absent = missing_device(config)
     if absent:
         # Neither routes nor a step can be tried on it.
@@ -218,10 +202,8 @@ def cpu_problems(config: TrainConfig, notes: list[str], device_given: bool, *, r
     rate = config.tokens_per_batch / seconds
     notes.append(f"on this CPU about {rate:,.3g} tokens/s, {long_time(total)} for {config.steps:,} steps: {how}")
     if not device_given and (config.dtype != "float32" or total > CPU_PATIENCE_S):
-        yield (
-            f"device is 'cpu', because torch sees no GPU; accepted: 'cuda' for a run in {config.dtype} that would take "
-            f"{long_time(total)} here (--device cpu if that is what you want)"
-        )
+        hint = f"that would take {long_time(total)} here (--device cpu if that is what you want)"
+        yield f"device is 'cpu', because torch sees no GPU; accepted: 'cuda' for a run in {config.dtype} {hint}"
 
 
 def try_step(config: TrainConfig, device: torch.device) -> float:

@@ -17,8 +17,7 @@ import torch
 from data_standins import Memory, Numbers, memory_loader
 
 from nsa.data.documents import DocumentChunk
-from nsa.data.loader import RETRIES, Loader, Stalled
-from nsa.data.prefetch import Late, Prefetcher, Stopped
+from nsa.data.loader import RETRIES, Late, Loader, Prefetcher, Stalled, Stopped
 
 LENGTHS = [9] * 40
 

@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa.data import Batch, DataConfig, load_tokenizer, shards, train_bpe
-from nsa.data.manifest import Manifest
-from nsa.data.shards import Shard
+from nsa.data.shards import Manifest, Shard
 
 
 @pytest.fixture

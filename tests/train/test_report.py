@@ -18,9 +18,8 @@ from browsing import Browser
 import nsa
 from nsa import cli
 from nsa.train import report
-from nsa.train.report import write_report
+from nsa.train.report import write_comparison, write_report
 from nsa.train.report.charts import POINTS, middle, number, thin, ticks
-from nsa.train.report.compare import write_comparison
 from nsa.train.run_folder import RunLog, read_lines
 
 

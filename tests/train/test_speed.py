@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,8 +90,9 @@ def test_a_step_is_compared_with_the_plan() -> None:
 
 
 def test_twice_the_tokens_take_twice_the_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(range(1000))
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: float(next(times)))
+    timed = SimpleNamespace(times=[0.5, 0.25])
+    timer = SimpleNamespace(blocked_autorange=lambda min_run_time: timed)
+    monkeypatch.setattr(preflight, "Timer", lambda *_, **__: timer)
     one, two = (preflight.cpu_step_s(small_run(tmp_path, batch_size=n)) for n in (2, 4))
     assert two == pytest.approx(2 * one)
     assert one > 0

@@ -22,7 +22,7 @@ from training import config_file, lines_of, losses, small_run
 from nsa import cli
 from nsa.data import Batch
 from nsa.data.config import DataConfig
-from nsa.train import TrainConfig, Trainer, components, launch, run_info
+from nsa.train import TrainConfig, Trainer, components, loop, run_info
 from nsa.train.guards import RunStopped, Signals, Watchdog, branch_profile, load_batches, save_batches
 from nsa.train.run_folder import RunLog
 from nsa.train.step import StepResult
@@ -451,7 +451,7 @@ def test_the_watchdog_watches_the_data_being_opened(
 
     stalled = tmp_path / "run" / "watchdog.txt"
 
-    monkeypatch.setattr(launch, "Trainer", slowly)
+    monkeypatch.setattr(loop, "Trainer", slowly)
     file = config_file(tmp_path, small_run(tmp_path / "run", watchdog_s=0.3))
     assert cli.main(["train", "--config", file, "--out", str(tmp_path / "run")]) == 1
     assert "the run has not started" in stalled.read_text()
@@ -463,7 +463,7 @@ def test_nobody_alone_blames_another_rank(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(config: TrainConfig, ranks: object) -> None:
         raise RuntimeError("the source said: Connection reset")
 
-    monkeypatch.setattr(launch, "Trainer", fail)
+    monkeypatch.setattr(loop, "Trainer", fail)
     file = config_file(tmp_path, small_run(tmp_path / "run"))
     with pytest.raises(RuntimeError, match="the source said"):
         cli.main(["train", "--config", file, "--out", str(tmp_path / "run")])

@@ -1,14 +1,16 @@
-"""A run on one page: `report.html`, drawn from the files of the run's folder alone.
+"""`nsa report`: a run on one page, `report.html`, drawn from the files of its folder alone; or several side by side.
 
-A run that is still going can be drawn too. A chart is left out if the metrics have no lines for it.
-`nsa.train.report.charts` is what the page is made of, `nsa.train.report.compare` draws several runs.
+A run that is still going can be drawn too. A chart is left out if the metrics have no lines for it. What a page is made
+of is in `nsa.train.report.charts`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 from nsa.config import BRANCHES, require
 from nsa.files import make_folder, parse_json, replace_text
 from nsa.train.config import flat
-from nsa.train.report.charts import Chart, Point, bar_chart, card, heat_table, render_page, section, table, tiles_html
-from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines
+from nsa.train.report import charts
+from nsa.train.report.charts import Chart, Point, card, section, table, tiles_html
+from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines, run_names
 from nsa.train.yaml_file import read_yaml
 
 SAMPLES = 4
@@ -144,17 +147,20 @@ LABELS = {"step": "training", "eval": "validation"}
 def page(run: RunLines) -> str:
     failures = {reason: f"{n:,}" for reason, n in (run.failures() or {}).items()}
     info = {name: as_text(value) for name, value in run.info.items()}
+    path = run.folder / CONFIG
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    config = [card(CONFIG, f"<pre>{escape(text)}</pre>")] if text else []
     parts = [
         header(run),
-        section("Curves", [chart.html() for chart in charts(run)]),
+        section("Curves", [chart.html() for chart in curves(run)]),
         section("Gates", gates(run.records)),
         section("Selection", distances(run.records)),
         section("Fallbacks", [table(failures)] if failures else []),
         section("Samples", samples(run.records)),
-        section("Configuration", config_file(run.folder)),
+        section("Configuration", config),
         section("Environment", [table(info)] if info else []),
     ]
-    return render_page(run.folder.resolve().name, parts)
+    return charts.render_page(run.folder.resolve().name, parts)
 
 
 def header(run: RunLines) -> str:
@@ -183,7 +189,7 @@ def header(run: RunLines) -> str:
     return tiles_html(run.folder.resolve().name, tiles)
 
 
-def charts(run: RunLines) -> list[Chart]:
+def curves(run: RunLines) -> list[Chart]:
     result = []
     for field in dict.fromkeys([*TITLES, *(field for _, field in run.points)]):
         lines = {kind: points for (kind, name), points in run.points.items() if name == field and len(points) > 1}
@@ -214,7 +220,7 @@ def gates(records: list[Record]) -> list[str]:
                     points.append((float(step), sum(values) / (len(values) or 1)))
             parts.append(Chart(f"{title}, mean of the layers", over_time).html())
         last = max(by_step)
-        parts.append(heat_table(f"{title} by layer, step {last:,}", BRANCHES, by_step[last]))
+        parts.append(charts.heat_table(f"{title} by layer, step {last:,}", BRANCHES, by_step[last]))
     return parts
 
 
@@ -240,7 +246,7 @@ def distances(records: list[Record]) -> list[str]:
         low *= 2
     when = f", step {step:,}" if isinstance(step, int) else ""
     title = f"Selected blocks by how many blocks back they lie, in bins that double{when}"
-    return [card(title, bar_chart("Distances", bins, "blocks"))]
+    return [card(title, charts.bar_chart("Distances", bins, "blocks"))]
 
 
 def samples(records: list[Record]) -> list[str]:
@@ -252,9 +258,112 @@ def samples(records: list[Record]) -> list[str]:
     return [card(title, f"<pre>{escape(text)}</pre>") for title, text in titles[:SAMPLES]]
 
 
-def config_file(run: Path) -> list[str]:
-    """The content of the config; of an export, its model's."""
-    path = next((run / name for name in (CONFIG, "train.json", "model.json") if (run / name).is_file()), None)
-    if path is None:
-        return []
-    return [card(path.name, f"<pre>{escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>")]
+# What differs between any two runs.
+NOT_COMPARED = ("out", "hash", "environment.command", "environment.machine", "environment.system")
+
+
+class ComparedRun(RunLines):
+    """A run with the name that it has on the page, and its settings."""
+
+    def __init__(self, run: Path, label: str) -> None:
+        super().__init__(run)
+        self.label, self.settings = label, {**self.config, **self.info}
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """By the config, else by the speed that was logged; None where neither is known."""
+        sizes: list[Any] = [self.settings.get(name) for name in ("batch_size", "accum", "model.seq_len")]
+        if all(isinstance(size, int) for size in sizes):
+            return float(math.prod(sizes) * (self.settings.get("ranks") or 1))
+        rates = dict(self.any_kind("tokens_per_s"))
+        found = [rates[step] * seconds for step, seconds in self.any_kind("step_s") if step in rates]
+        return median(found) if found else None
+
+    def loss(self, kind: str) -> list[Point]:
+        """By step; the running median of noisy training losses."""
+        points = self.points.get((kind, "loss"), [])
+        return charts.middle(points) if kind == "step" and len(points) > 20 else points
+
+    def by_tokens(self, points: list[Point]) -> list[Point]:
+        per_step = self.tokens_per_step
+        return [] if per_step is None else [(step * per_step, value) for step, value in points]
+
+    def by_seconds(self, points: list[Point]) -> list[Point]:
+        """Between heartbeats, interpolated."""
+        beats = sorted(self.seconds.items())
+        steps = [step for step, _ in beats]
+
+        def at(step: float) -> float:
+            place = bisect_left(steps, step)
+            (early, begin), (late, end) = beats[max(place - 1, 0)], beats[place]
+            return begin + (end - begin) * (step - early) / max(late - early, 1)
+
+        return [(at(step), value) for step, value in points if steps and steps[0] <= step <= steps[-1]]
+
+    def summary(self) -> list[str]:
+        """A row of the first table, as `SUMMARY` names it."""
+        steps = max((step for points in self.points.values() for step, _ in points), default=0.0)
+        losses = [f"{points[-1][1]:.4f}" if (points := self.loss(kind)) else "" for kind in ("eval", "step")]
+        rates = self.any_kind("tokens_per_s")
+        rate = f"{median(y for _, y in rates):,.0f}" if rates else ""
+        tokens = f"{steps * self.tokens_per_step:,.0f}" if self.tokens_per_step else ""
+        time = duration(max(self.seconds.values())) if self.seconds else ""
+        failed = sum((self.failures() or {}).values())
+        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(failed)]
+
+
+Charted = dict[str, Callable[[ComparedRun], list[Point]]]
+LOSS_CHARTS: Charted = {
+    "Validation loss by tokens": lambda run: run.by_tokens(run.loss("eval")),
+    "Validation loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("eval")),
+    "Training loss by tokens": lambda run: run.by_tokens(run.loss("step")),
+    "Training loss by seconds since the first log step": lambda run: run.by_seconds(run.loss("step")),
+}
+SPEED_CHARTS: Charted = {
+    "Tokens/s by step": lambda run: run.any_kind("tokens_per_s"),
+    "GPU memory by step, GiB": lambda run: run.any_kind("memory_gib"),
+}
+SUMMARY = ("run", "steps", "tokens", "validation loss", "training loss", "tokens/s", "time", "fallbacks")
+
+
+def write_comparison(runs: list[Path], out: Path) -> Path:
+    """Draw several runs, at least two, on the page `out`; a ValueError if one is no folder with metrics."""
+    require(len(runs) > 1, "runs", [str(run) for run in runs], "at least two, to compare")
+    labels = run_names(runs)
+    found = [ComparedRun(run, label) for run, label in zip(runs, labels, strict=True)]
+    title = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
+    rows = list(differences(found))
+    parts = [
+        tiles_html(title, {"runs": str(len(runs)), "settings that differ": str(len(rows))}),
+        section("Ends", [charts.grid("Where each run is", SUMMARY, [run.summary() for run in found])]),
+        section("Loss", charts_of(found, LOSS_CHARTS)),
+        section("Speed", charts_of(found, SPEED_CHARTS)),
+        section("Settings", [charts.grid("Settings that differ", ["", *labels], rows)] if rows else []),
+    ]
+    make_folder(out.parent)
+    replace_text(out, charts.render_page(title, parts))
+    return out
+
+
+def charts_of(runs: list[ComparedRun], titles: Charted) -> list[str]:
+    """A chart per title with a line per run, of those that some run has points for."""
+    lines = {title: [(run.label, of(run)) for run in runs] for title, of in titles.items()}
+    return [Chart(title, found).html() for title, found in lines.items() if any(points for _, points in found)]
+
+
+def differences(runs: list[ComparedRun]) -> Iterator[list[str]]:
+    """Settings whose values are not all equal, with those of each run."""
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [as_text(run.settings[name]) if name in run.settings else "" for run in runs]
+        if len(set(values)) > 1 and not name.startswith(NOT_COMPARED):
+            yield [name, *values]
+
+
+def run(args: argparse.Namespace) -> int:
+    """`nsa report`: the page of a run, finished or still going, or of several; returns the exit status."""
+    if len(args.runs) == 1:
+        path = write_report(args.runs[0], args.out)
+    else:
+        path = write_comparison(args.runs, args.out or args.runs[0].parent / "compare.html")
+    print(f"wrote {path}")
+    return 0
