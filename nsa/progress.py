@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from nsa import settings
 
@@ -85,14 +85,6 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-class Progress(Protocol):
-    """What `progress` returns."""
-
-    def show(self, done: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Lines:
     """One line for each `show`, but none within `every_s` seconds of the last one; the last is always printed."""
 
@@ -128,6 +120,9 @@ class Bar:
     def close(self) -> None:
         with lossy(sys.stdout):
             self.bar.stop()
+
+
+Progress = Lines | Bar
 
 
 def progress(total: int | None, *, unit: str = "step", every_s: float = 0.0) -> Progress:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -46,6 +45,15 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+# How a cell becomes a value, by the type of its column.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "str | None": lambda text: text or None,
+}
+TYPES["float | None"] = lambda text: float(text) if text else None
+PARSERS = {field.name: TYPES[str(field.type)] for field in fields(Row)}
 __getattr__ = renamed_attributes(__name__, {"read": "read_rows", "environment": "origin_columns"})
 
 
@@ -84,25 +92,9 @@ def read_rows(path: Path) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
-            return [parse_row(cells) for cells in reader]
+            return [Row(**{name: parse(cells[name]) for name, parse in PARSERS.items()}) for cells in reader]
         except (KeyError, TypeError, ValueError, csv.Error) as error:
             raise ValueError(f"{path}, line {reader.line_num}, is no row of nsa bench: {error!r}") from error
-
-
-def parse_row(cells: dict[str, str]) -> Row:
-    def value(name: str, kind: Any) -> Any:
-        text = cells[name]
-        if kind in (int, float, str):
-            return kind(text)
-        # The other columns are optional: `float | None` or `str | None`.
-        return None if text == "" else (float(text) if kind == float | None else text)
-
-    return Row(**{name: value(name, kind) for name, kind in column_types().items()})
-
-
-@cache
-def column_types() -> dict[str, Any]:
-    return get_type_hints(Row)
 
 
 def quantiles(milliseconds: list[float]) -> tuple[float, float, float]:

@@ -77,13 +77,9 @@ def raw(x: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def read_header(file: IO[bytes]) -> dict[str, Entry]:
-    """Every tensor of an open file by its name; a ValueError where the header is malformed or the file too short."""
-    return read_header_and_metadata(file)[0]
-
-
-def read_header_and_metadata(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """As `read_header`, and the file's metadata."""
+def read_header(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Every tensor of an open file by its name, and the file's metadata; a ValueError where the header is malformed or
+    the file too short."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -107,10 +103,8 @@ def parse_entry(key: str, value: Any, *, start: int, size: int) -> Entry:
     begin, end = offsets
     expected = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     if end - begin != expected or start + end > size:
-        raise ValueError(
-            f"{name} of shape {str(shape)[:80]} takes {expected} bytes, its data_offsets are {offsets}, "
-            f"and the file has {size - start:,} bytes of data"
-        )
+        sizes = f"its data_offsets are {offsets}, and the file has {size - start:,} bytes of data"
+        raise ValueError(f"{name} of shape {str(shape)[:80]} takes {expected} bytes, {sizes}")
     return Entry(STORED_DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
@@ -128,7 +122,7 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, 
     """As `read_tensors`, and the file's metadata."""
     try:
         with path.open("rb") as file:
-            entries, metadata = read_header_and_metadata(file)
+            entries, metadata = read_header(file)
             # Copy on write: torch requires writable memory, which is never written.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return {key: view(mapped, entry) for key, entry in entries.items()}, metadata

@@ -38,6 +38,9 @@ from nsa.train.distributed import any_rank, from_first
 from nsa.train.run_folder import discard, recover, remove, saved_steps, temporary_name
 from nsa.train.storage import Damaged, Index, Reader, Writer
 
+# A single process is the usual case here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 
 class Checkpoints:
     """The folders `step_N` of the `keep` newest good steps and of the one with the lowest loss.
@@ -59,8 +62,6 @@ class Checkpoints:
         self.rejected: list[int] = []
         # By step: whether it is good, and its loss where that can be compared.
         self.known: dict[int, tuple[bool, float | None]] = {}
-        # A single process is the usual case here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
     def save(
         self,
@@ -114,7 +115,11 @@ class Checkpoints:
         for step in reversed(steps):
             index, problem = self.inspect(step)
             if index is not None and problem is None:
-                self.read(index, model, optimizer)
+                # A state that was saved before the first step has no optimizer state.
+                began = any(name.startswith("optimizer.") for name in index.tensors)
+                state = state_of(model, optimizer, create=began)
+                wanted = state if began else {name: x for name, x in state.items() if name.startswith("model.")}
+                read_state(self.path(step), index, wanted, self.group)
                 self.current = step
                 return step, index.extra[self.rank if len(index.extra) == self.ranks else 0]
             self.rejected.append(step)
@@ -215,27 +220,6 @@ class Checkpoints:
             problem = next((text for text in problems if text is not None), None)
         return index, problem
 
-    def read(self, index: Index, model: nn.Module, optimizer: Optimizer) -> None:
-        # A state that was saved before the first step has no optimizer state.
-        began = any(name.startswith("optimizer.") for name in index.tensors)
-        state = state_of(model, optimizer, create=began)
-        saved, wanted = index.tensors, {name: tuple(x.shape) for name, x in state.items()}
-        if not began:
-            wanted = {name: shape for name, shape in wanted.items() if name.startswith("model.")}
-        missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-        other = [name for name in sorted(wanted.keys() & saved.keys()) if saved[name].size != wanted[name]]
-        shapes = [f"{name} {list(saved[name].size)} instead of {list(wanted[name])}" for name in other]
-        parts = {"without": missing, "with": unknown, "and": shapes}
-        found = [f"{word} {', '.join(names[:3])}, {len(names)} in all" for word, names in parts.items() if names]
-        if found:
-            raise ValueError(f"{self.path(index.step)} is of another model: {'; '.join(found)}")
-        try:
-            # In place: the state holds the tensors themselves, not copies.
-            reader = Reader(self.path(index.step), index)
-            dcp.load({name: state[name] for name in wanted}, storage_reader=reader, process_group=self.group)
-        except CheckpointException as error:
-            raise plain_error(f"{self.path(index.step)} could not be read", error) from error
-
     def set_aside(self) -> None:
         """Rename damaged checkpoints before a new one is written: they must not count as the newest."""
         for step in self.rejected:
@@ -253,6 +237,25 @@ class Checkpoints:
         for step in steps:
             if step not in kept and self.lookup(step) is not None:
                 remove(self.path(step))
+
+
+def read_state(folder: Path, index: Index, state: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Read the checkpoint in `folder` into the tensors of `state`; a ValueError if it holds others."""
+    saved = {name: list(x.size) for name, x in index.tensors.items()}
+    wanted = {name: list(x.shape) for name, x in state.items()}
+    other = [name for name in sorted(wanted.keys() & saved.keys()) if saved[name] != wanted[name]]
+    parts = {
+        "without": sorted(wanted.keys() - saved.keys()),
+        "with": sorted(saved.keys() - wanted.keys()),
+        "and": [f"{name} {saved[name]} instead of {wanted[name]}" for name in other],
+    }
+    found = [f"{word} {', '.join(names[:3])}, {len(names)} in all" for word, names in parts.items() if names]
+    if found:
+        raise ValueError(f"{folder} is of another model: {'; '.join(found)}")
+    try:
+        dcp.load({**state}, storage_reader=Reader(folder, index), process_group=group)
+    except CheckpointException as error:
+        raise plain_error(f"{folder} could not be read", error) from error
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, *, create: bool = False) -> dict[str, Tensor]:

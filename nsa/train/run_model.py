@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import shorten
 
 import torch
 
-from nsa.config import require
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from nsa.model import LM, load_model
 from nsa.model.checkpoint import CONFIG as MODEL_CONFIG
 from nsa.progress import say
-from nsa.tensor_file import STORED_DTYPES, read_tensors
+from nsa.train.checkpoint import read_state
 from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
 from nsa.train.run_info import config_of
 from nsa.train.storage import Damaged, Index
@@ -66,20 +64,9 @@ def load_newest(run: Path, steps: list[int]) -> LM:
 
 
 def read_model(run: Path, folder: Path, index: Index) -> LM:
-    files = {name: read_tensors(folder / name) for name in index.files}
-    state = {}
-    for name, stored in index.tensors.items():
-        if name.startswith("model."):
-            state[name.removeprefix("model.")] = whole = torch.empty(stored.size, dtype=STORED_DTYPES[stored.dtype])
-            for chunk in stored.chunks:
-                box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                whole[box] = files[chunk.file][chunk.key]
-    config = config_of(run).model
-    require(bool(state), "folder", str(folder), "a checkpoint with a model")
     with torch.device("meta"):
-        model = LM(config.with_backend("auto"))
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{folder} does not fit the config of {run}: {shorten(str(error), 300)}") from error
+        model = LM(config_of(run).model.with_backend("auto")).to_empty(device="cpu")
+    tensors = {name: x for name, x in index.tensors.items() if name.startswith("model.")}
+    state = {f"model.{name}": x for name, x in model.state_dict().items()}
+    read_state(folder, index._replace(tensors=tensors), state)
     return model

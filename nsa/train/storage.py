@@ -130,7 +130,7 @@ class Index(NamedTuple):
                     raise Damaged(f"{name} has {found.bytes:,} bytes instead of {written.bytes:,}")
                 if found.sha256 != written.sha256:
                     raise Damaged(f"{name} does not have the checksum that it was written with")
-                entries = read_header(file)
+                entries, _ = read_header(file)
             for tensor, x, chunk in held.get(name, []):
                 entry = entries.get(chunk.key)
                 if entry is None or (entry.dtype, entry.shape) != (STORED_DTYPES[x.dtype], chunk.sizes):
