@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa import ops, reference
 from nsa.bench import gate, peers
-from nsa.bench.runner import CpuClock, CudaClock, Pass, Runner, Suite, Task, TaskClock, forward_and_backward
+from nsa.bench.runner import CudaClock, Pass, PassClock, Runner, Suite, Task, cpu_clock, forward_and_backward
 from nsa.commands.bench import IMPLEMENTATIONS, SELECTED_IMPLEMENTATIONS
 from nsa.config import NSAConfig, require, require_positive_int
 from nsa.functional import attention_kwargs, hyperparameter_kwargs, nsa_attention
@@ -45,7 +45,6 @@ class AttentionShape:
 
     @property
     def columns(self) -> dict[str, int]:
-        """The shape columns of a row."""
         sizes = (self.batch, self.length, self.n_heads, self.n_groups, self.head_dim, self.head_dim)
         return dict(zip(("B", "S", "Hq", "G", "Dk", "Dv"), sizes, strict=True))
 
@@ -126,7 +125,6 @@ def attention_task(
     shape: AttentionShape,
     passes: Callable[..., Iterator[Pass]] = forward_and_backward,
 ) -> Task:
-    """The whole attention by one implementation."""
     leaves: tuple[Tensor, ...] = (inputs.q, inputs.k, inputs.v, inputs.gates)
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     if impl.startswith("dense-"):
@@ -135,7 +133,10 @@ def attention_task(
         error = partial(gate.sampled_error, forward, leaves, partial(gate.expect_sliding, shape.length))
     else:
         fla = impl == "fla-nsa"
-        config = peers.fla_config(shape.config("sdpa")) if fla else shape.config(impl.removeprefix("nsa-"))
+        config = shape.config("sdpa" if fla else impl.removeprefix("nsa-"))
+        if fla:
+            # What it has fixed: it compresses and selects the same blocks.
+            config = replace(config, l=config.l_sel, d=config.l_sel, n_init=1, n_local=2)
         forward = partial(peers.fla_attention, config, *leaves) if fla else partial(nsa_forward, inputs, config)
         error = partial(nsa_error, forward, inputs, config)
     return Task(suite, "attention", impl, shape, partial(passes, forward, leaves), error, within)
@@ -147,61 +148,38 @@ def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -
     pooling, compression, selection, selected, sliding, backend = (
         attention_kwargs(c, names) for names in (POOLING_NAMES, *map(hyperparameters, BRANCH_KINDS), ())
     )
-    whole = (inputs.q, inputs.k, inputs.v)
+    means, whole = hyperparameter_kwargs(c, POOLING_NAMES), (inputs.q, inputs.k, inputs.v)
     with torch.no_grad():
-        means = (ops.compress_mean(x, **pooling) for x in whole[1:])
-        folded = (inputs.q, *(x.requires_grad_() for x in means))
+        folded = (inputs.q, *(ops.compress_mean(x, **pooling).requires_grad_() for x in whole[1:]))
         o_cmp, lse = ops.compressed_attention(*folded, **compression)
-    q, k_cmp, _ = folded
+        q, k_cmp, _ = folded
+        indices = ops.select_blocks(q, k_cmp, lse, **selection)
     sums = (*(torch.randn_like(o_cmp).requires_grad_() for _ in range(3)), inputs.gates)
+    leaves = {"compress": whole[1:2], "compressed": folded, "scores": (), "combine": sums}
+    forwards: dict[str, Callable[[], Tensor]] = {
+        "compress": lambda: ops.compress_mean(inputs.k, **pooling),
+        "compressed": lambda: ops.compressed_attention(*folded, **compression)[0],
+        "scores": lambda: ops.select_blocks(q, k_cmp, lse, **selection),
+        "selected": lambda: ops.selected_attention(*whole, indices, **selected)[0],
+        "sliding": lambda: ops.sliding_attention(*whole, **sliding)[0],
+        "combine": lambda: ops.combine(*sums, **backend),
+    }
+    expected: dict[str, gate.Expected] = {
+        "compress": lambda leaves, rows: reference.compress_mean(*leaves, **means)[:, rows],
+        "compressed": partial(gate.expect_compressed, c),
+        "selected": partial(gate.expect_selected, c, indices),
+        "sliding": partial(gate.expect_sliding, c.w),
+        "combine": lambda leaves, rows: reference.combine(*(x[:, rows] for x in leaves)),
+    }
 
-    def task(op: str, leaves: tuple[Tensor, ...], forward: Callable[[], Tensor], expected: gate.Expected) -> Task:
-        error = partial(gate.sampled_error, forward, leaves, expected)
-        return Task(suite, op, impl, shape, partial(forward_and_backward, forward, leaves), error)
+    def error(op: str) -> float:
+        if op == "scores":
+            return gate.selection_error(c, forwards[op](), *(x.detach() for x in folded))
+        return gate.sampled_error(forwards[op], leaves.get(op, whole), expected[op])
 
-    def select() -> Tensor:
-        return ops.select_blocks(q, k_cmp, lse, **selection)
-
-    with torch.no_grad():
-        indices = select()
-    yield task(
-        "compress",
-        whole[1:2],
-        lambda: ops.compress_mean(inputs.k, **pooling),
-        lambda leaves, rows: reference.compress_mean(*leaves, **hyperparameter_kwargs(c, POOLING_NAMES))[:, rows],
-    )
-    yield task(
-        "compressed",
-        folded,
-        lambda: ops.compressed_attention(*folded, **compression)[0],
-        partial(gate.expect_compressed, c),
-    )
-    yield Task(
-        suite,
-        "scores",
-        impl,
-        shape,
-        partial(forward_and_backward, select, ()),
-        lambda: gate.selection_error(c, select(), *(x.detach() for x in folded)),
-    )
-    yield task(
-        "selected",
-        whole,
-        lambda: ops.selected_attention(*whole, indices, **selected)[0],
-        partial(gate.expect_selected, c, indices),
-    )
-    yield task(
-        "sliding",
-        whole,
-        lambda: ops.sliding_attention(*whole, **sliding)[0],
-        partial(gate.expect_sliding, c.w),
-    )
-    yield task(
-        "combine",
-        sums,
-        lambda: ops.combine(*sums, **backend),
-        lambda leaves, rows: reference.combine(*(x[:, rows] for x in leaves)),
-    )
+    for op, forward in forwards.items():
+        passes = partial(forward_and_backward, forward, leaves.get(op, whole))
+        yield Task(suite, op, impl, shape, passes, partial(error, op))
 
 
 def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -> Task:
@@ -210,7 +188,7 @@ def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) 
     q, *keys_values = (x.detach() for x in whole)
     means = (ops.compress_mean(x, **hyperparameter_kwargs(c, POOLING_NAMES)) for x in keys_values)
     indices = gate.selected_indices(c, q, *means)
-    forward = peers.SELECTED_PEERS[impl](c, indices, *whole)
+    forward = peers.selected(impl, c, indices, *whole)
     error = partial(gate.sampled_error, forward, whole, partial(gate.expect_selected, c, indices))
     passes = partial(forward_and_backward, forward, whole)
     return Task(suite, "selected", impl, shape, passes, error, peers.keeps_buffers)
@@ -227,11 +205,11 @@ def parse_heads(text: str) -> tuple[int, int, int]:
     return n_heads, n_groups, head_dim
 
 
-def clock(args: argparse.Namespace, device: str) -> TaskClock:
+def clock(args: argparse.Namespace, device: str) -> PassClock:
     """Of eager calls, or of CUDA graphs with `--cuda-graphs`."""
     if device == "cpu":
         require(not args.cuda_graphs, "--cuda-graphs", "given without a GPU", "a machine with a CUDA GPU")
-        return CpuClock()
+        return cpu_clock
     return CudaClock(args.cuda_graphs, suffix="-graphs" if args.cuda_graphs else "")
 
 
@@ -247,13 +225,15 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             where = Inputs.of(shape, runner.dtype, runner.device, args.smooth), shape
             impls = list(usable(args.impl, shape, runner))
             if args.suite != "branches":
-                yield from (attention_task(suite, impl, *where) for impl in impls if impl not in peers.SELECTED_PEERS)
+                yield from (
+                    attention_task(suite, impl, *where) for impl in impls if impl not in SELECTED_IMPLEMENTATIONS
+                )
             if args.suite == "branches" or args.branches:
                 # Lazily: the branches' inputs must not count in the peak memory of the whole.
                 for impl in impls:
                     if impl.startswith("nsa-"):
                         yield from branch_tasks(suite, impl, *where)
-                    elif impl in peers.SELECTED_PEERS:
+                    elif impl in SELECTED_IMPLEMENTATIONS:
                         yield selected_peer(suite, impl, *where)
 
 

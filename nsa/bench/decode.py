@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import reference
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock, captured, cuda_events, side_stream
+from nsa.bench.runner import Pass, Runner, Suite, Task, captured, cuda_events, side_stream
 from nsa.config import require
 from nsa.functional import hyperparameter_kwargs, hyperparameters_of
 from nsa.geometry import n_compressed
@@ -51,11 +51,6 @@ class DecodeShape(AttentionShape):
         return f"{super().__str__()} T={self.n_tokens}"
 
 
-def batch_of(length: int, n_groups: int, head_dim: int, gib: float) -> int:
-    """Rows whose keys and values of one branch fill `gib`."""
-    return max(1, round(gib * 2**30 / (length * n_groups * head_dim * BYTES_PER_NUMBER)))
-
-
 class CachedStep:
     """Random stores, all rows of full length, and the step's queries; `smooth` is how alike the tokens' queries are."""
 
@@ -69,9 +64,8 @@ class CachedStep:
         self.q = self.normal(shape.n_tokens, shape.n_heads)
         if smooth:
             self.q = (smooth**0.5 * self.q[:, :1] + (1 - smooth) ** 0.5 * self.q).contiguous()
-        self.gates = torch.rand(
-            (shape.batch, shape.n_tokens, shape.n_heads, 3), generator=self.generator, device="cuda"
-        ).bfloat16()
+        gates = torch.rand((*self.q.shape[:3], 3), generator=self.generator, device="cuda")
+        self.gates = gates.bfloat16()
         self.compressed = self.store(n_compressed(shape.length, c.l, c.d))
         self.selected = self.store(shape.length)
         self.window = self.store(c.w + 32)
@@ -142,26 +136,17 @@ class CachedStep:
         """The error of dense attention in the first batch row, in units of the tolerance."""
         tensors = (self.q[:1], *(store[:1, :-1] for store in self.selected))
         # Every query is behind all keys, and the window reaches all of them.
-        everything: dict[str, Any] = {
-            "window": 2 * self.shape.length,
-            "q_start": torch.full_like(self.start[:1], self.shape.length),
-        }
+        behind, window = torch.full_like(self.start[:1], self.shape.length), 2 * self.shape.length
         plain, exact = (
-            reference.sliding_attention(*(x.to(dtype) for x in tensors), **everything)[0]
+            reference.sliding_attention(*(x.to(dtype) for x in tensors), window=window, q_start=behind)[0]
             for dtype in (self.q.dtype, torch.float64)
         )
         return gate.worst_ratio([self.dense()[:1].transpose(1, 2)], [plain], [exact])
 
 
-class ReplayClock(TaskClock):
-    """Milliseconds per replay of a call captured in a CUDA graph, one figure per round of replays back to back."""
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        return replay_times(each.call), None
-
-
 def replay_times(call: Callable[[], object]) -> list[float]:
-    """`call` runs at most `MAX_REPLAYS` times."""
+    """Milliseconds per replay of `call`, captured in a CUDA graph: one figure per round of replays back to back. It
+    runs at most `MAX_REPLAYS` times."""
 
     def replays(count: int) -> float:
         ((begin, end),) = cuda_events(1)
@@ -212,10 +197,11 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
         print(f"a copy moves {rate / 1e9:.2f} TB/s", flush=True)
         for n_heads, n_groups, head_dim in map(parse_heads, args.heads):
             for length in args.lengths:
-                batch = batch_of(length, n_groups, head_dim, args.gib)
+                # Rows whose keys and values of one branch fill so many GiB.
+                batch = max(1, round(args.gib * 2**30 / (length * n_groups * head_dim * BYTES_PER_NUMBER)))
                 for n_tokens in args.tokens:
                     shape = DecodeShape(batch, length, n_heads, n_groups, head_dim, n_tokens)
                     yield from decode_tasks(shape, args.smooth, rate, runner)
 
 
-run = Suite(tasks, lambda args, device: ReplayClock()).run
+run = Suite(tasks, lambda args, device: lambda each: (replay_times(each.call), None)).run

@@ -28,12 +28,12 @@ from nsa.backends import sdpa, triton
 from nsa.backends.flash import FlashBackend, policy
 from nsa.backends.flash.cases import flash_problem, kind_of
 from nsa.backends.flash.libraries import find_libraries
-from nsa.backends.problem import Problem
+from nsa.backends.problem import SIZES, Problem
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
 from nsa.bench.plot import COLOURS, MODE_LABELS, NO_PLOTS, OTHER_COLOUR, mark_lengths, save_figure
-from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
+from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
 from nsa.geometry import n_compressed
 from nsa.results import Row, read_rows
@@ -48,29 +48,17 @@ WORTH_IT_COLOUR = "#cc4444"
 
 
 @dataclass(frozen=True)
-class FlashPoint:
-    """One shape of one branch."""
+class FlashPoint(AttentionShape):
+    """One shape of one branch, in a batch of 1."""
 
     op: str
-    length: int
-    n_heads: int
-    group_size: int
-    head_dim: int
     window: int = WINDOW
     # Of equal length; 1: a fixed-length row.
     documents: int = 1
 
     @property
-    def n_groups(self) -> int:
-        return self.n_heads // self.group_size
-
-    @property
     def packed(self) -> bool:
         return self.documents > 1
-
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(1, self.length, self.n_heads, self.n_groups, self.head_dim)
 
     @property
     def suite(self) -> str:
@@ -84,7 +72,6 @@ class FlashPoint:
         return self.length // STRIDE if self.packed else n_compressed(self.length, BLOCK, STRIDE)
 
     def offsets(self, device: str) -> Tensor | None:
-        """`cu_seqlens` of a varlen point."""
         ends = [self.length * i // self.documents for i in range(self.documents + 1)]
         return torch.tensor(ends, dtype=torch.int32, device=device) if self.packed else None
 
@@ -96,8 +83,8 @@ class FlashPoint:
         return Compressed(sequences, BLOCK, STRIDE, scale)
 
     def problem(self, dtype: torch.dtype, *, backward: bool) -> Problem:
-        heads = {"n_heads": self.n_heads, "n_groups": self.n_groups, "d_k": self.head_dim, "d_v": self.head_dim}
-        sizes: dict[str, Any] = {"batch": 1, "n_queries": self.length, "n_keys": self.n_keys, **heads}
+        numbers = (1, self.length, self.n_keys, self.n_heads, self.n_groups, self.head_dim, self.head_dim)
+        sizes: dict[str, Any] = dict(zip(SIZES, numbers, strict=True))
         return Problem(op=self.op, dtype=dtype, device="cuda", backward=backward, packed=self.packed, **sizes)
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,12 +128,6 @@ def gate_error(backend: Any, point: FlashPoint, dtype: torch.dtype, device: str)
     return gate.worst_ratio(found, by_reference(dtype), by_reference(torch.float64))
 
 
-def reason_against_point(backend: Any, point: FlashPoint, dtype: torch.dtype) -> str | None:
-    """Why the backend does not run the point, forward or backward."""
-    reasons = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
 def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[FlashPoint], dtype: torch.dtype) -> None:
     """Probe every kind of call, several at once: most of a probe is the start of its process."""
     kinds = {}
@@ -173,7 +154,6 @@ def speedups(rows: Sequence[Row]) -> Iterator[tuple[Row, dict[str, float]]]:
 
 
 def speedup_table(rows: Sequence[Row]) -> str:
-    """The speedups as text, a line per shape."""
     lines = [f"{'op':<11}{'mode':<5}{'head_dim':>8}{'group':>6}{'S':>8}  speedup over nsa-sdpa"]
     for row, found in speedups(rows):
         shape = f"{row.op:<11}{row.mode:<5}{row.Dk:>8}{row.Hq // row.G:>6}{row.S:>8}"
@@ -185,10 +165,7 @@ def speedup_table(rows: Sequence[Row]) -> str:
 def draw_speedups(rows: Sequence[Row], out: Path) -> None:
     """Plot the speedups of fixed-length rows, at the paper's window, over the length: a row of panels per branch and
     direction, a column per head_dim."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     gpus = sorted({row.gpu for row in rows})
@@ -201,12 +178,12 @@ def draw_speedups(rows: Sequence[Row], out: Path) -> None:
                 panels[base.op, base.mode, base.Dk][impl, base.Hq // base.G][base.S] = times
     require(bool(panels), "rows", len(rows), "rows of nsa-sdpa among them, which the others are compared with")
     passes, head_dims = sorted({panel[:2] for panel in panels}), sorted({panel[2] for panel in panels})
-    impls, group_sizes = (
-        sorted(set(names)) for names in zip(*(line for x in panels.values() for line in x), strict=True)
-    )
+    drawn = {line for lines in panels.values() for line in lines}
+    impls, group_sizes = (sorted(set(names)) for names in zip(*drawn, strict=True))
     styles = dict(zip(group_sizes, cycle(LINE_STYLES), strict=False))
     size = (3.6 * len(head_dims), 2.9 * len(passes) + 0.6)
-    figure, axes = pyplot.subplots(len(passes), len(head_dims), figsize=size, squeeze=False, sharey="row")
+    figure = Figure(figsize=size)
+    axes = figure.subplots(len(passes), len(head_dims), squeeze=False, sharey="row")
     for axis, ((op, mode), head_dim) in zip(axes.flat, product(passes, head_dims), strict=True):
         lines = panels[op, mode, head_dim]
         for (impl, group_size), line in sorted(lines.items()):
@@ -233,13 +210,12 @@ def points(args: argparse.Namespace) -> Iterator[FlashPoint]:
         for size in args.group_sizes:
             require(args.heads % size == 0, "--group-sizes", size, f"a divisor of the {args.heads} heads")
             for length in args.lengths:
-                shape = (length, args.heads, size, head_dim)
-                yield FlashPoint("compressed", *shape)
-                for window in args.windows:
-                    yield FlashPoint("sliding", *shape, window)
+                shape = (1, length, args.heads, args.heads // size, head_dim)
+                yield FlashPoint(*shape, "compressed")
+                yield from (FlashPoint(*shape, "sliding", window) for window in args.windows)
                 if size == args.group_sizes[0]:
-                    yield FlashPoint("compressed", *shape, documents=args.documents)
-                    yield FlashPoint("sliding", *shape, args.windows[-1], documents=args.documents)
+                    yield FlashPoint(*shape, "compressed", documents=args.documents)
+                    yield FlashPoint(*shape, "sliding", args.windows[-1], args.documents)
 
 
 def finish(args: argparse.Namespace, runner: Runner) -> None:
@@ -272,21 +248,18 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     probe_ahead(list(flash.values()), all_points, dtype)
     for point in all_points:
         qkv = point.inputs(dtype, "cuda")
-        for impl, backend in {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}.items():
-            reason = reason_against_point(backend, point, dtype)
+        backends: dict[str, Any] = {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}
+        for impl, backend in backends.items():
+            asked = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
+            reason = next(filter(None, asked), None)
             if reason is not None:
-                runner.leave_out(f"{impl} at {point}", reason)
+                runner.leave_out(f"{impl}, {point.suite} {point.op} at {point}", reason)
                 continue
-            passes, error = (
-                partial(both_passes, backend, point, qkv),
-                partial(gate_error, backend, point, dtype, "cuda"),
-            )
-            yield Task(point.suite, point.op, impl, point.shape, passes, error)
+            passes = partial(both_passes, backend, point, qkv)
+            error = partial(gate_error, backend, point, dtype, "cuda")
+            yield Task(point.suite, point.op, impl, point, passes, error)
 
 
-def clock(args: argparse.Namespace, device: str) -> TaskClock:
-    """A thousand timings in a few minutes: enough for a ratio, not for a published figure."""
-    return CudaClock(graphs=True, warmup_ms=0, measure_ms=20.0, max_calls=20)
-
-
-run = Suite(tasks, clock, finish=finish).run
+# A thousand timings in a few minutes: enough for a ratio, not for a published figure.
+CLOCK = CudaClock(graphs=True, warmup_ms=0, measure_ms=20.0, max_calls=20)
+run = Suite(tasks, lambda args, device: CLOCK, finish).run

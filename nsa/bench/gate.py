@@ -31,7 +31,6 @@ Expected = Callable[[Leaves, slice], Tensor]
 
 
 def sampled_rows(length: int) -> list[slice]:
-    """The rows that are compared."""
     if length <= 3 * CHUNK:
         return [slice(0, length)]
     return [slice(start, start + CHUNK) for start in (0, (length - CHUNK) // 2, length - CHUNK)]
@@ -69,9 +68,7 @@ def module_error(
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """The error of a module on inputs so short that every block is selected, in units of the tolerance.
-
-    `specification` is the same module with the reference as backend: exact in fp64, and plain torch within `within`.
-    """
+    `specification`: the same module with the reference as backend, exact in fp64, and plain torch within `within`."""
     specification.load_state_dict(module.state_dict())
     with torch.no_grad():
         with within():
@@ -81,7 +78,6 @@ def module_error(
 
 
 def starts(x: Tensor, rows: slice) -> Tensor:
-    """`q_start` of the queries `rows`."""
     return torch.full((x.shape[0],), rows.start, dtype=torch.int32, device=x.device)
 
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from nsa.bench import gate
+from nsa.bench.attention import AttentionShape
 from nsa.bench.decode import MAX_REPLAYS, copy_rate, replay_times
-from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, TaskClock
-from nsa.bench.train import ModelShape
+from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task, Timing
+from nsa.bench.train import model_shape
 from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
@@ -89,7 +90,7 @@ def cached_error(model: LM) -> float:
     return gate.worst_ratio([found], [plain], [specification.double()(tokens)[:, -1:]])
 
 
-def step_passes(model: LM, shape: ModelShape) -> Iterator[Pass]:
+def step_passes(model: LM, shape: AttentionShape) -> Iterator[Pass]:
     yield Pass("decode-1", ModelStep(model, shape.batch, shape.length), tokens=shape.batch)
 
 
@@ -104,12 +105,10 @@ def prefills(model: LM, length: int, chunk: int) -> Iterator[Pass]:
     yield from (Pass(mode, call, tokens=length) for mode, call in calls.items())
 
 
-class GenerateClock(TaskClock):
+def generate_clock(each: Pass) -> Timing:
     """Steps are replayed as CUDA graphs; prefill is called eagerly."""
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        timer = replay_times if each.mode == "decode-1" else CudaClock().times
-        return timer(each.call), None
+    timer = replay_times if each.mode == "decode-1" else CudaClock().times
+    return timer(each.call), None
 
 
 @torch.no_grad()
@@ -120,7 +119,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
 
     models = {"nsa-triton": new_model(args.preset, "nsa"), "dense-sdpa": new_model(args.preset, "dense")}
     nsa, rate = models["nsa-triton"], copy_rate()
-    shapes = [ModelShape(nsa.config, batch, length) for batch in args.batch_size for length in args.lengths]
+    shapes = [model_shape(nsa.config, batch, length) for batch in args.batch_size for length in args.lengths]
 
     def everything() -> None:
         for shape in shapes:
@@ -139,9 +138,8 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
         reading = (weights + nsa.kv_bytes_read(shape.length, batch_size=shape.batch)) / rate
         runner.record(limit, Pass("decode-1", lambda: None, tokens=shape.batch), [reading], None)
     for length in args.prefill:
-        shape = ModelShape(nsa.config, 1, length)
-        passes = partial(prefills, nsa, length, args.chunk)
+        passes, shape = partial(prefills, nsa, length, args.chunk), model_shape(nsa.config, 1, length)
         yield Task("generate", args.preset, "nsa-triton", shape, passes, partial(cached_error, nsa))
 
 
-run = Suite(tasks, lambda args, device: GenerateClock()).run
+run = Suite(tasks, lambda args, device: generate_clock).run

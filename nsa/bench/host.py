@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa.attention import NSAAttention
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, Inputs, attention_task, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task, TaskClock
+from nsa.bench.runner import Pass, Runner, Suite, Task, Timing
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
 from nsa.results import quantiles
@@ -47,41 +46,35 @@ def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: 
         yield Task("host", "layer", impl, shape, passes, error)
 
 
-class HostClock(TaskClock):
+def host_clock(device: str, each: Pass) -> Timing:
     """Milliseconds of the host per call, for each repetition of `CALLS`; prints the wall time, with the GPU, too."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        wait: Callable[[], None] = torch.cuda.synchronize if self.device == "cuda" else lambda: None
-        for _ in range(WARMUP):
+    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(WARMUP):
+        each.call()
+    host, wall = [], []
+    for _ in range(REPETITIONS):
+        wait()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
             each.call()
-        host, wall = [], []
-        for _ in range(REPETITIONS):
-            wait()
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                each.call()
-            issued = time.perf_counter()
-            wait()
-            host.append((issued - begin) / CALLS * 1e3)
-            wall.append((time.perf_counter() - begin) / CALLS * 1e3)
-        print(f"wall time {quantiles(wall)[1]:.3f} ms:", end=" ")
-        return host, None
+        issued = time.perf_counter()
+        wait()
+        host.append((issued - begin) / CALLS * 1e3)
+        wall.append((time.perf_counter() - begin) / CALLS * 1e3)
+    print(f"wall time {quantiles(wall)[1]:.3f} ms:", end=" ")
+    return host, None
 
 
-def count_launches(call: Callable[[], Any], wait: Callable[[], None]) -> int:
+def count_launches(call: Callable[[], object]) -> int:
     """Kernels, copies and memsets that one call launches on the GPU."""
-    wait()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         call()
-        wait()
+        torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or [])
 
 
 def eager_passes(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
-    """The forward pass, and both in one call."""
     yield Pass("fwd", torch.no_grad()(forward))
     yield Pass("fwd+bwd", lambda: torch.autograd.grad(forward().sum(), leaves))
 
@@ -100,8 +93,8 @@ def show_launches(args: argparse.Namespace, runner: Runner) -> None:
         print("no CUDA GPU: times are those of the CPU path, computation included; launches are not counted")
         return
     for task in tasks(args, runner):
-        counts = {each.mode: count_launches(each.call, torch.cuda.synchronize) for each in task.passes()}
-        print(task.title, "   ".join(f"{mode} {count} launches" for mode, count in counts.items()), flush=True)
+        counts = (f"{each.mode} {count_launches(each.call)} launches" for each in task.passes())
+        print(task.title, "   ".join(counts), flush=True)
 
 
-run = Suite(tasks, lambda args, device: HostClock(device), finish=show_launches).run
+run = Suite(tasks, lambda args, device: partial(host_clock, device), finish=show_launches).run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -86,13 +85,8 @@ def causal_mask(length: int, device: torch.device) -> BlockMask:
 
 
 def selected_mask(indices: Tensor, n_heads: int, select_block: int) -> BlockMask:
-    """The blocks that any of 128 queries selected, masked to the query's own.
-
-    Args:
-        indices: int `[B, S, G, n]`, -1 for none.
-        n_heads: Query heads.
-        select_block: Tokens per selection block, a divisor of 128.
-    """
+    """The blocks that any of 128 queries selected, masked to the query's own. `indices`: int `[B, S, G, n]`, -1 for
+    none; `select_block` is a divisor of 128."""
     batch, length, n_groups, _ = indices.shape
     n_blocks = -(-length // MASK_BLOCK)
     n_selection = n_blocks * MASK_BLOCK // select_block
@@ -110,32 +104,16 @@ def selected_mask(indices: Tensor, n_heads: int, select_block: int) -> BlockMask
     return BlockMask.from_kv_blocks(*tile_lists(blocks), None, None, MASK_BLOCK, sees, (length, length))
 
 
-def flex_selected(config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    return flex(q, k, v, selected_mask(indices, q.shape[2], config.l_sel))
-
-
-def fla_config(config: NSAConfig) -> NSAConfig:
-    """The hyperparameters that flash-linear-attention has fixed: it compresses and selects the same blocks."""
-    return replace(config, l=config.l_sel, d=config.l_sel, n_init=1, n_local=2)
-
-
-def fla_nsa() -> Callable[..., Any]:
-    found: Callable[..., Any] = import_module("fla.ops.nsa").parallel_nsa
-    return found
-
-
 def fla_attention(config: NSAConfig, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    """The whole attention by flash-linear-attention."""
-    g_cmp, g_slc, g_swa = gates.unbind(dim=-1)
+    named = dict(zip(("g_cmp", "g_slc", "g_swa"), gates.unbind(dim=-1), strict=True))
     sizes = {"block_counts": config.n_sel, "block_size": config.l_sel, "window_size": config.w}
-    o: Tensor = fla_nsa()(q, k, v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa, **sizes)
+    o: Tensor = import_module("fla.ops.nsa").parallel_nsa(q, k, v, **named, **sizes)
     return o
 
 
-def fla_selected(config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """The selected branch by flash-linear-attention."""
+def selected(impl: str, config: NSAConfig, indices: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """The selected branch by FlexAttention or flash-linear-attention."""
+    if impl == "flex-selected":
+        return flex(q, k, v, selected_mask(indices, q.shape[2], config.l_sel))
     sizes = {"block_indices": indices.long(), "block_counts": config.n_sel, "block_size": config.l_sel}
-    return partial(fla_nsa(), q, k, v, **sizes)
-
-
-SELECTED_PEERS = {"flex-selected": flex_selected, "fla-selected": fla_selected}
+    return partial(import_module("fla.ops.nsa").parallel_nsa, q, k, v, **sizes)

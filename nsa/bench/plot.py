@@ -9,10 +9,12 @@ import argparse
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from nsa.config import require
+from nsa.files import make_folder
 from nsa.results import Row, read_rows
 
 # NSA in green, darkest for the kernels; dense attention in grey.
@@ -45,10 +47,7 @@ MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" f
 
 def draw_figure(rows: list[Row], out: Path) -> None:
     """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -56,29 +55,25 @@ def draw_figure(rows: list[Row], out: Path) -> None:
     # One row of panels per mode, one column per shape.
     modes = sorted({mode for mode, _ in panels}, key=lambda mode: [*MODE_LABELS, mode].index(mode))
     shapes = list(dict.fromkeys(shape for _, shape in panels))
-    size = (5.2 * len(shapes), 3.8 * len(modes))
-    figure, axes = pyplot.subplots(len(modes), len(shapes), figsize=size, squeeze=False)
-    for line, mode in zip(axes, modes, strict=True):
-        for axis, shape in zip(line, shapes, strict=True):
+    figure = Figure(figsize=(5.2 * len(shapes), 3.8 * len(modes)))
+    axes = figure.subplots(len(modes), len(shapes), squeeze=False)
+    for axis, (mode, shape) in zip(axes.flat, product(modes, shapes), strict=True):
+        if (mode, shape) in panels:
             draw_panel(axis, mode, shape, panels[mode, shape])
+        else:
+            axis.axis("off")
     figure.tight_layout()
     save_figure(figure, ", ".join(sorted({row.gpu for row in rows})), out, dpi=130)
 
 
 def save_figure(figure: Any, title: str, out: Path, dpi: int) -> None:
-    from matplotlib import pyplot
-
     figure.suptitle(title, fontsize=9, color="#666666")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     figure.savefig(out, dpi=dpi)
-    pyplot.close(figure)
 
 
 def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]]) -> None:
     rate = mode == "train"
-    if not lines:
-        axis.axis("off")
-        return
     for impl, points in sorted(lines.items()):
         points = sorted(points, key=lambda row: row.S)
         values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
@@ -99,13 +94,11 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
 
 
 def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
-    """Ticks at the measured lengths only."""
     axis.set_xticks(sorted(lengths), [f"{n // 1024}k" if n >= 1024 else str(n) for n in sorted(lengths)])
     axis.minorticks_off()
 
 
 def run(args: argparse.Namespace) -> int:
-    """`nsa bench plot`: returns the exit status."""
     rows = [row for path in args.rows for row in read_rows(path)]
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
     if NO_PLOTS:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
+from itertools import product
 from pathlib import Path
 
 from nsa.backends.gpu import GPUS, gpu_kind
@@ -63,20 +64,19 @@ class Measurements:
         }
 
     def of(self, suite: str) -> list[Row]:
-        """The latest rows of a suite."""
         return [row for row in self.rows.values() if row.suite == suite]
 
     def heads(self) -> list[Heads]:
         """The shapes of whole attention."""
         return sorted({key[4] for key in self.rows if key[:2] == ("attention", "attention")}, reverse=True)
 
-    def lengths(self, impl: str, heads: Heads, modes: Iterable[str], op: str = "attention") -> list[int]:
-        """Where all modes were measured."""
-        found = [{k[5] for k in self.rows if k[:5] == ("attention", op, impl, mode, heads)} for mode in modes]
-        return sorted(set.intersection(*found))
+    def lengths(self, impl: str, heads: Heads, modes: Iterable[str]) -> list[int]:
+        """Where all modes of the whole attention were measured."""
+        subjects = [("attention", "attention", impl, mode, heads) for mode in modes]
+        return sorted(set.intersection(*({key[5] for key in self.rows if key[:5] == s} for s in subjects)))
 
-    def ms(self, impl: str, heads: Heads, length: int, modes: Iterable[str], op: str = "attention") -> float:
-        return sum(self.rows["attention", op, impl, mode, heads, length].p50_ms for mode in modes)
+    def ms(self, impl: str, heads: Heads, length: int, modes: Iterable[str]) -> float:
+        return sum(self.rows["attention", "attention", impl, mode, heads, length].p50_ms for mode in modes)
 
     def first(self, impls: Iterable[str], heads: Heads) -> str | None:
         """The first implementation with rows of these heads."""
@@ -144,8 +144,8 @@ def row_bytes(row: Row) -> float:
 
 def speedup_charts(found: Measurements) -> Iterator[str]:
     for name, modes in MODE_SUMS.items():
-        lines = [(str(heads), found.speedups(heads, modes)) for heads in found.heads()]
-        lines = [(label, points) for label, points in lines if len(points) > 1]
+        speedups = {str(heads): found.speedups(heads, modes) for heads in found.heads()}
+        lines = [(label, points) for label, points in speedups.items() if len(points) > 1]
         if lines:
             yield Chart(f"{name}: times as fast as dense attention", lines, log_x=True, log_y=True).html()
 
@@ -169,40 +169,28 @@ def break_even_table(found: Measurements) -> Iterator[str]:
         yield grid("Tokens from which NSA is faster", ["heads/groups/head_dim", *MODE_SUMS, "compared"], rows)
 
 
-def impl_lines(
-    found: Measurements, heads: Heads, mode: str, value: Callable[[Row], float | None], op: str = "attention"
-) -> list[tuple[str, list[Point]]]:
-    """By implementation, a number of its rows by length; without those of one length."""
-    lines: dict[str, list[Point]] = {}
-    for key, row in sorted(found.rows.items(), key=lambda item: item[1].S):
-        number = value(row) if (*key[:2], *key[3:5]) == ("attention", op, mode, heads) else None
-        if number:
-            lines.setdefault(row.impl, []).append((row.S, number))
-    return sorted((impl, points) for impl, points in lines.items() if len(points) > 1)
-
-
 def charts_by_heads(
     found: Measurements, title: str, modes: dict[str, str], value: Callable[[Row], float | None], *, log_y: bool = True
 ) -> Iterator[str]:
-    """A chart per shape and mode, `modes` with their names, whose lines are implementations."""
-    for heads in found.heads():
-        for mode, name in modes.items():
-            lines = impl_lines(found, heads, mode, value)
-            if lines:
-                yield Chart(f"{heads}{name}: {title}", lines, log_x=True, log_y=log_y).html()
+    """A chart per shape and mode, `modes` with their names, with a line per implementation of several lengths."""
+    for heads, (mode, name) in product(found.heads(), modes.items()):
+        lines: dict[str, list[Point]] = {}
+        for key, row in sorted(found.rows.items(), key=lambda item: item[1].S):
+            if (*key[:2], *key[3:5]) == ("attention", "attention", mode, heads) and (number := value(row)):
+                lines.setdefault(row.impl, []).append((row.S, number))
+        drawn = sorted((impl, points) for impl, points in lines.items() if len(points) > 1)
+        if drawn:
+            yield Chart(f"{heads}{name}: {title}", drawn, log_x=True, log_y=log_y).html()
 
 
 def branch_bars(found: Measurements) -> Iterator[str]:
     """Time by branch: a bar per length."""
-    shapes = sorted({key[2:5] for key in found.rows if key[0] == "attention" and key[1] == "selected"}, key=str)
-    for impl, mode, heads in shapes:
+    measured = [key[2:] for key in found.rows if key[:2] == ("attention", "selected")]
+    for impl, mode, heads in sorted({key[:3] for key in measured}, key=str):
         bars: dict[str, dict[str, float]] = {}
-        for length in found.lengths(impl, heads, (mode,), "selected"):
-            times = {
-                op: found.ms(impl, heads, length, (mode,), op)
-                for op in BRANCH_OPS
-                if length in found.lengths(impl, heads, (mode,), op)
-            }
+        for length in sorted(key[3] for key in measured if key[:3] == (impl, mode, heads)):
+            rows = {op: found.rows.get(("attention", op, impl, mode, heads, length)) for op in BRANCH_OPS}
+            times = {op: row.p50_ms for op, row in rows.items() if row is not None}
             if len(times) > 1:
                 bars[f"{length:,}"] = times
         if bars:
@@ -249,25 +237,22 @@ def decode_parts(found: Measurements) -> Iterator[str]:
 def train_parts(found: Measurements) -> Iterator[str]:
     """Charts of the largest batch at each length, and a table of all."""
     rows = sorted(found.of("train"), key=lambda row: (row.S, row.B))
-    for title, value in (
-        ("tokens/s", lambda row: row.tokens_per_s),
-        ("peak memory, GiB", lambda row: row.peak_gib),
-    ):
+    for column, title in {"tokens_per_s": "tokens/s", "peak_gib": "peak memory, GiB"}.items():
         lines: dict[str, dict[float, float]] = {}
         for row in rows:
-            if number := value(row):
+            if number := getattr(row, column):
                 lines.setdefault(f"{row.impl}, {row.Hq}/{row.G}/{row.Dk}", {})[row.S] = number
         if lines:
             drawn = [(label, list(points.items())) for label, points in lines.items()]
             yield Chart(f"Training, largest batch: {title}", drawn, log_x=True).html()
-    if rows:
+    cells = []
+    for row in rows:
+        what = [row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", f"{row.p50_ms:.1f}"]
+        peak = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
+        cells.append([*what, f"{row.tokens_per_s or 0:,.0f}", peak])
+    if cells:
         head = ["implementation", "heads", "tokens x batch", "ms per step", "tokens/s", "peak, GiB"]
-        yield grid("Training steps", head, map(train_cells, rows))
-
-
-def train_cells(row: Row) -> list[str]:
-    what = [row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", f"{row.p50_ms:.1f}"]
-    return [*what, f"{row.tokens_per_s or 0:,.0f}", "" if row.peak_gib is None else f"{row.peak_gib:.2f}"]
+        yield grid("Training steps", head, cells)
 
 
 def host_table(found: Measurements) -> Iterator[str]:
@@ -276,21 +261,18 @@ def host_table(found: Measurements) -> Iterator[str]:
         for row in found.of("host")
     ]
     if rows:
-        yield grid(
-            "CPU time of an eager call, milliseconds", ["call", "implementation", "heads", "tokens", "p50"], rows
-        )
+        head = ["call", "implementation", "heads", "tokens", "p50"]
+        yield grid("CPU time of an eager call, milliseconds", head, rows)
 
 
 def origin_table(rows: list[Row], files: list[Path]) -> str:
-    def distinct(name: str) -> str:
-        return ", ".join(sorted({str(getattr(row, name)) for row in rows if getattr(row, name)}))
-
-    names = {name: distinct(name) for name in ("gpu", "torch", "triton", "commit", "date")}
-    return table({"files": ", ".join(map(str, files)), "rows": f"{len(rows):,}", **names})
+    origin = {"files": ", ".join(map(str, files)), "rows": f"{len(rows):,}"}
+    for name in ("gpu", "torch", "triton", "commit", "date"):
+        origin[name] = ", ".join(sorted({str(getattr(row, name)) for row in rows if getattr(row, name)}))
+    return table(origin)
 
 
 def page_of_rows(rows: list[Row], files: list[Path]) -> str:
-    """The page as HTML."""
     gpus = sorted({row.gpu for row in rows}, key=lambda gpu: gpu == "cpu")
     tiles = {"rows": f"{len(rows):,}", "newest": max(row.date for row in rows)}
     parts = [tiles_html("Benchmarks", tiles | {"GPUs": escape(", ".join(gpus))})]
@@ -311,7 +293,6 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`nsa bench report`: returns the exit status."""
     files = files_of_rows(args.rows or [RESULTS_FOLDER])
     rows = [row for file in files for row in read_rows(file)]
     require(bool(rows), "rows", [str(file) for file in files], "files with at least one row")

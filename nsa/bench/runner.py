@@ -9,23 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.results import Row, append, make_row
 
 Found = TypeVar("Found")
 
-WARMUP_MS, MEASURE_MS, MAX_CALLS = 50.0, 300.0, 200
-MIN_CALLS = 3
+WARMUP_MS, MEASURE_MS = 50.0, 300.0
+MIN_CALLS, MAX_CALLS, MAX_CPU_CALLS = 3, 200, 50
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,9 @@ class Task:
         return f"{self.shape!s:<26} {self.op:<10} {self.impl:<18}"
 
 
-class TaskClock(ABC):
-    """How a pass is timed; `suffix`: of the implementation's name in a row."""
-
-    suffix: str = ""
-
-    @abstractmethod
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        """Milliseconds of single calls, and the peak memory in bytes where it is known."""
+# How a pass is timed: milliseconds of single calls, and the peak memory in bytes where it is known.
+Timing = tuple[list[float], int | None]
+PassClock = Callable[[Pass], Timing]
 
 
 def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:
@@ -106,7 +101,7 @@ def measure_if_right(error: Callable[[], float], measure: Callable[[], Found]) -
 class Runner:
     """Runs tasks; keeps, prints and appends their rows, and the reasons for what has none."""
 
-    clock: TaskClock
+    clock: PassClock
     dtype: torch.dtype
     device: str
     args: argparse.Namespace
@@ -118,7 +113,7 @@ class Runner:
         for task in tasks:
             # A backward pass runs where its forward pass did, so both are on the stream that a graph is captured on.
             with task.within(), side_stream() if isinstance(self.clock, CudaClock) else nullcontext():
-                _, note = measure_if_right(task.error, lambda task=task: self.measure(task))  # type: ignore[misc]
+                _, note = measure_if_right(task.error, partial(self.measure, task))
             if note:
                 self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
             # The next task is made before the name is bound again.
@@ -128,11 +123,12 @@ class Runner:
 
     def measure(self, task: Task) -> None:
         for each in task.passes():
-            self.record(task, each, *self.clock.measure(each))
+            self.record(task, each, *self.clock(each))
 
     def record(self, task: Task, each: Pass, times: list[float], peak: int | None) -> None:
         """Make the row of one pass, print it and append it to the file."""
-        names = {"suite": task.suite, "op": task.op, "impl": task.impl + self.clock.suffix, "mode": each.mode}
+        suffix = self.clock.suffix if isinstance(self.clock, CudaClock) else ""
+        names = {"suite": task.suite, "op": task.op, "impl": task.impl + suffix, "mode": each.mode}
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "commit": self.args.commit}
         row = make_row(times, {**names, **task.shape.columns}, **where, peak_bytes=peak)
         if each.tokens is not None:
@@ -152,30 +148,20 @@ class Runner:
         self.left_out[what] = why
 
 
-Place = tuple[str, torch.dtype]
-
-
-def default_place(args: argparse.Namespace) -> Place:
-    """The GPU in bf16, else, or with `--device cpu`, the CPU in fp32, which it computes faster."""
-    device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
-    return str(usable_device(device)), torch.float32 if device == "cpu" else torch.bfloat16
-
-
 @dataclass(frozen=True)
 class Suite:
-    """What `nsa bench NAME` runs."""
+    """What `nsa bench NAME` runs; by default on the GPU in bf16, else on the CPU in fp32, which it computes faster."""
 
     tasks: Callable[[argparse.Namespace, Runner], Iterable[Task]]
-    clock: Callable[[argparse.Namespace, str], TaskClock]
-    # Device and dtype.
-    place: Callable[[argparse.Namespace], Place] = default_place
+    clock: Callable[[argparse.Namespace, str], PassClock]
     # What follows from the rows.
     finish: Callable[[argparse.Namespace, Runner], None] | None = None
 
     def run(self, args: argparse.Namespace) -> int:
-        """Returns the exit status."""
-        device, dtype = self.place(args)
-        runner = Runner(self.clock(args, device), dtype, device, args)
+        device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = getattr(args, "dtype", None) or ("float32" if device == "cpu" else "bfloat16")
+        device = str(usable_device(device))
+        runner = Runner(self.clock(args, device), DTYPES[dtype], device, args)
         status = runner.run(self.tasks(args, runner))
         if self.finish is not None:
             self.finish(args, runner)
@@ -183,17 +169,17 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class CudaClock(TaskClock):
+class CudaClock:
     """Single calls by CUDA events, with a cold L2 cache. The host does not wait for a call, so its own time shows only
     where it is slower than the GPU; with `graphs` a call is replayed as one CUDA graph and its time does not show."""
 
     graphs: bool = False
-    suffix: str = ""
+    suffix: str = ""  # of the implementations' names in rows
     warmup_ms: float = WARMUP_MS
     measure_ms: float = MEASURE_MS
     max_calls: int = MAX_CALLS
 
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+    def __call__(self, each: Pass) -> Timing:
         peak_of = each.peak_of or each.call
         peak_of()
         peak = peak_bytes(peak_of)
@@ -232,32 +218,22 @@ def side_stream() -> Iterator[None]:
 
 
 def cuda_events(count: int) -> list[tuple[Any, Any]]:
-    """Pairs of events for `count` measurements."""
     return [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
 
 
-@dataclass(frozen=True)
-class CpuClock(TaskClock):
-    """Single calls by the clock of the CPU."""
-
-    measure_ms: float = MEASURE_MS
-    max_calls: int = 50
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
+def cpu_clock(each: Pass) -> Timing:
+    each.call()
+    times: list[float] = []
+    while len(times) < MIN_CALLS or (sum(times) < MEASURE_MS and len(times) < MAX_CPU_CALLS):
+        begin = time.perf_counter()
         each.call()
-        times: list[float] = []
-        while len(times) < MIN_CALLS or (sum(times) < self.measure_ms and len(times) < self.max_calls):
-            begin = time.perf_counter()
-            each.call()
-            times.append((time.perf_counter() - begin) * 1e3)
-        return times, None
+        times.append((time.perf_counter() - begin) * 1e3)
+    return times, None
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of `call` as one CUDA graph, for the GPU's time alone.
-
-    The caller is on a side stream, and the forward pass must have run there too: its backward uses the same stream.
-    """
+    """The replay of `call` as one CUDA graph. The caller is on a side stream, where the forward pass of a backward one
+    ran too."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -22,7 +22,8 @@ import torch
 
 from nsa.backends.routing import router
 from nsa.bench import gate
-from nsa.bench.runner import Pass, Place, Runner, Suite, Task, TaskClock, default_place
+from nsa.bench.attention import AttentionShape
+from nsa.bench.runner import Pass, Runner, Suite, Task, Timing
 from nsa.config import check_fields, require, require_positive_int
 from nsa.data import Batch, synthetic
 from nsa.dtypes import DTYPES, dtype_name
@@ -36,23 +37,10 @@ LR = 1e-5
 GATE_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The heads of a model, rows and tokens."""
-
-    config: LMConfig
-    batch: int
-    length: int
-
-    def __str__(self) -> str:
-        c = self.config.attn
-        return f"{c.n_heads}/{c.n_kv_groups}/{c.d_k} B={self.batch} S={self.length}"
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """The shape columns of a row."""
-        c = self.config.attn
-        return {"B": self.batch, "S": self.length, "Hq": c.n_heads, "G": c.n_kv_groups, "Dk": c.d_k, "Dv": c.d_v}
+def model_shape(config: LMConfig, batch: int, length: int) -> AttentionShape:
+    c = config.attn
+    assert c.d_k == c.d_v, "as in every preset"
+    return AttentionShape(batch, length, c.n_heads, c.n_kv_groups, c.d_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +60,6 @@ class TrainBench:
     def __post_init__(self) -> None:
         check_fields(self)
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {sorted(DTYPES)}")
-
-    @property
-    def shape(self) -> ModelShape:
-        return ModelShape(self.model, self.batch_size, self.model.seq_len)
 
 
 class TrainRunner:
@@ -105,14 +89,10 @@ class TrainRunner:
             if event is not None:
                 event.record()
             seconds.append(time.perf_counter())
-        self.wait()
         if not on_gpu:
             return [(end - begin) * 1e3 for begin, end in pairwise(seconds)]
+        torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in pairwise(filter(None, events))]
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def task(self) -> Task:
         """Warm up, and describe what is left to do: which backends run is known then, and the memory of a capture."""
@@ -121,28 +101,25 @@ class TrainRunner:
             torch.cuda.reset_peak_memory_stats()
         self.run(self.bench.warmup)
         calls = ", ".join(f"{op}:{backend} {times}" for (op, backend), times in sorted(router().counts.calls.items()))
-        millions = sum(self.model.parameter_counts().values()) / 1e6
-        print(
-            f"{self.impl()}, {millions:.1f}M parameters, backends of the warm-up: {calls or 'torch SDPA'}", flush=True
-        )
+        n_parameters = f"{sum(self.model.parameter_counts().values()) / 1e6:.1f}M parameters"
+        print(f"{self.impl()}, {n_parameters}, backends of the warm-up: {calls or 'torch SDPA'}", flush=True)
         # Replaying a graph allocates nothing: the memory of its capture counts.
         captured = torch.cuda.max_memory_allocated() if self.bench.cuda_graphs else 0
-        return Task("train", "train", self.impl(), self.bench.shape, partial(self.passes, captured), self.error)
+        batch, length = self.bench.batch_size, self.bench.model.seq_len
+        steps = Pass("train", partial(self.measure, captured), tokens=batch * length)
+        shape = model_shape(self.bench.model, batch, length)
+        return Task("train", "train", self.impl(), shape, lambda: iter([steps]), self.error)
 
-    def passes(self, captured: int) -> Iterator[Pass]:
-        tokens = self.bench.batch_size * self.bench.model.seq_len
-        yield Pass("train", partial(self.measure, captured), tokens=tokens)
-
-    def measure(self, captured: int) -> tuple[list[float], int | None]:
+    def measure(self, captured: int) -> Timing:
         """Milliseconds of the steps and the peak memory, at least `captured` bytes."""
         # What the gate compared with.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = self.run(self.bench.steps)
-        tokens, length = self.bench.batch_size * self.bench.model.seq_len, self.bench.model.seq_len
-        rate = tokens / quantiles(times)[1] * 1e3 * self.model.flops_per_token(length)
-        print(f"{rate / 1e12:.2f} TFLOP/s of model FLOPs:", end=" ")
+        length = self.bench.model.seq_len
+        flops = self.bench.batch_size * length * self.model.flops_per_token(length)
+        print(f"{flops / quantiles(times)[1] / 1e9:.2f} TFLOP/s of model FLOPs:", end=" ")
         return times, max(captured, torch.cuda.max_memory_allocated()) if self.device.type == "cuda" else None
 
     def error(self) -> float:
@@ -172,21 +149,13 @@ class TrainRunner:
                 self.step([self.batch], LR)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        self.wait()
+        torch.cuda.synchronize()
 
 
-class StepClock(TaskClock):
-    """The steps of a run, which times them itself."""
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        found: Any = each.call()
-        return found
-
-
-def place(args: argparse.Namespace) -> Place:
-    """The dtype may be given too."""
-    device, dtype = default_place(args)
-    return device, dtype if args.dtype is None else DTYPES[args.dtype]
+def step_clock(each: Pass) -> Timing:
+    """A run times its steps itself."""
+    found: Any = each.call()
+    return found
 
 
 def benches(args: argparse.Namespace, runner: Runner) -> Iterator[TrainBench]:
@@ -218,4 +187,4 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
             yield TrainRunner(bench).task()
 
 
-run = Suite(tasks, lambda args, device: StepClock(), place).run
+run = Suite(tasks, lambda args, device: step_clock).run

@@ -160,7 +160,7 @@ def test_the_router_reads_the_file(tmp_path: Path) -> None:
     write_routes(path, timed(**FLASH_FIRST))
     backends = [SimpleNamespace(name=name, supports=lambda _: None) for name in ("triton", "flash")]
     router = Router([*backends, sdpa], Settings(), load_routes(path), gpu="NVIDIA H200")
-    problem = FlashPoint("compressed", 4096, 16, 4, 64).problem(torch.bfloat16, backward=False)
+    problem = FlashPoint(1, 4096, 16, 4, 64, "compressed").problem(torch.bfloat16, backward=False)
     assert router.route(problem).chosen == "flash"
     for changes in ({"d_k": 128}, {"n_queries": 4095}, {"backward": True}):
         assert router.route(replace(problem, **changes)).chosen == "triton", "the default order"
@@ -175,7 +175,7 @@ def test_the_routes_that_ship_follow_from_the_rows_that_ship() -> None:
 @pytest.mark.parametrize("op", ["compressed", "sliding"])
 @pytest.mark.parametrize("documents", [1, 3])
 def test_a_point_is_timed_as_the_ops_would_run_it(op: str, documents: int) -> None:
-    point = FlashPoint(op, 100, 4, 2, 8, 16, documents=documents)
+    point = FlashPoint(1, 100, 4, 2, 8, op, 16, documents)
     assert point.suite == ("flash" if op == "compressed" else "flash-w16") + ("-packed" if documents > 1 else "")
     problem = point.problem(torch.bfloat16, backward=True)
     n_keys = 100 if op == "sliding" else 6 if documents > 1 else 5
@@ -250,8 +250,8 @@ def test_the_sweep_covers_every_head_dim_group_length_and_window() -> None:
 
 def test_every_kind_of_call_is_probed_ahead_once() -> None:
     asked = []
-    points = [FlashPoint("sliding", length, 16, 4, 64, window) for length in (1024, 1000) for window in (128, 512)]
-    points += [FlashPoint("compressed", 1024, 16, 4, 64), FlashPoint("compressed", 1024, 16, 4, 64, documents=8)]
+    points = [FlashPoint(1, length, 16, 4, 64, "sliding", window) for length in (1024, 1000) for window in (128, 512)]
+    points += [FlashPoint(1, 1024, 16, 4, 64, "compressed", documents=n) for n in (1, 8)]
     flash.probe_ahead([SimpleNamespace(supports=asked.append)], points, torch.bfloat16)
     # Two lengths of one class are one kind, two windows are two.
     assert Counter((problem.op, problem.window_or_stride, problem.packed) for problem in asked) == {

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nsa.bench.decode import MAX_REPLAYS
-from nsa.bench.generate import ModelShape, ModelStep, Prefill, cached_error, prefills, step_passes
+from nsa.bench.generate import ModelStep, Prefill, cached_error, prefills, step_passes
+from nsa.bench.train import model_shape
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
 
@@ -44,7 +45,7 @@ def test_prefill_can_be_repeated_and_chunked() -> None:
 
 def test_passes_count_the_tokens_of_a_step_or_a_prompt() -> None:
     model = model_of("nsa")
-    (step,) = step_passes(model, ModelShape(model.config, 4, MAX_REPLAYS + 8))
+    (step,) = step_passes(model, model_shape(model.config, 4, MAX_REPLAYS + 8))
     assert (step.mode, step.tokens) == ("decode-1", 4)
     assert [(each.mode, each.tokens) for each in prefills(model, 96, 64)] == [
         ("fwd", 96),

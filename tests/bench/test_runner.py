@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import NSAConfig, bench, cli, functional, ops, reference
 from nsa.bench import attention, gate, peers
 from nsa.bench.attention import AttentionShape, Inputs
-from nsa.bench.runner import Pass, Runner, Task, TaskClock
+from nsa.bench.runner import Pass, Runner, Task, Timing
 from nsa.reference.visibility import sees_selected
 from nsa.results import read_rows
 from nsa.sequences import Compressed, Pooling, Selected, Selection, Sliding, hyperparameters
@@ -31,14 +31,10 @@ def parse(*words: str) -> argparse.Namespace:
     return cli.parser_of("bench").parse_args(list(words))
 
 
-class OneCall(TaskClock):
-    """Calls a pass once; its time is what the call returns."""
-
-    suffix = "-timed"
-
-    def measure(self, each: Pass) -> tuple[list[float], int | None]:
-        each.call()
-        return [1.0, 2.0, 3.0], 2**30
+def one_call(each: Pass) -> Timing:
+    """Calls a pass once."""
+    each.call()
+    return [1.0, 2.0, 3.0], 2**30
 
 
 def task(impl: str, error: Callable[[], float], call: Callable[[], object] = lambda: None) -> Task:
@@ -55,7 +51,7 @@ def out_of_memory() -> float:
 def test_only_what_is_right_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     called: list[str] = []
     out = tmp_path / "rows.csv"
-    runner = Runner(OneCall(), torch.float32, "cpu", argparse.Namespace(out=out, commit="abc"))
+    runner = Runner(one_call, torch.float32, "cpu", argparse.Namespace(out=out, commit="abc"))
     tasks = [
         task("right", lambda: 1.0, lambda: called.append("right")),
         task("wrong", lambda: 1.5, lambda: called.append("wrong")),
@@ -65,7 +61,7 @@ def test_only_what_is_right_is_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert runner.run(tasks) == 1
     assert called == ["right"]
     (row,) = read_rows(out)
-    assert (row.impl, row.p50_ms, row.peak_gib, row.tokens_per_s, row.commit) == ("right-timed", 2, 1, 2000, "abc")
+    assert (row.impl, row.p50_ms, row.peak_gib, row.tokens_per_s, row.commit) == ("right", 2, 1, 2000, "abc")
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     notes = {what.split(",")[0]: why for what, why in summary["left_out"].items()}
     assert "1.5 times" in notes["wrong"]
@@ -74,7 +70,7 @@ def test_only_what_is_right_is_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_too_little_memory_is_no_error() -> None:
-    runner = Runner(OneCall(), torch.float32, "cpu", argparse.Namespace(out=None, commit=None))
+    runner = Runner(one_call, torch.float32, "cpu", argparse.Namespace(out=None, commit=None))
     assert runner.run([task("large", out_of_memory)]) == 0
 
 
