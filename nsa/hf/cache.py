@@ -41,14 +41,8 @@ class NSALayer:
         raise NotImplementedError
 
     def make(self, attention: NSAAttention, x: Tensor, max_len: int, *, static: bool) -> NSACache:
-        self.inner = attention.new_cache(
-            x.shape[0],
-            max_len,
-            dtype=matmul_dtype(x),
-            device=x.device,
-            max_rollback=self.max_rollback,
-            static=static,
-        )
+        form: dict[str, Any] = {"dtype": matmul_dtype(x), "device": x.device, "static": static}
+        self.inner = attention.new_cache(x.shape[0], max_len, max_rollback=self.max_rollback, **form)
         self.is_initialized = True
         self.dtype, self.device, self.batch_size = self.inner.dtype, self.inner.device, x.shape[0]
         return self.inner
@@ -148,9 +142,8 @@ class NSAStaticLayer(NSALayer, StaticLayer):
     def state(self, attention: NSAAttention, x: Tensor) -> NSACache:
         inner = self.inner
         if inner is None:
-            require(
-                x.shape[1] <= self.max_cache_len, "max_cache_len", self.max_cache_len, f"at least {x.shape[1]} tokens"
-            )
+            fits = x.shape[1] <= self.max_cache_len
+            require(fits, "max_cache_len", self.max_cache_len, f"at least {x.shape[1]} tokens")
             inner = self.make(attention, x, self.max_cache_len, static=True)
             self.cumulative_length = self.cumulative_length.to(self.device)
             if not torch.compiler.is_compiling():

@@ -90,9 +90,5 @@ class NSALlamaConfig(PreTrainedConfig):
         require(self.layer_types == [LAYER_TYPE] * self.num_hidden_layers, "layer_types", self.layer_types, accepted)
 
     def attention_config(self) -> NSAConfig:
-        """The hyperparameters of every layer.
-
-        Raises:
-            ValueError: A key of `nsa` is unknown, or a value wrong.
-        """
+        """The hyperparameters of every layer; a ValueError if a key of `nsa` is unknown, or a value wrong."""
         return attention_config(vars(self))

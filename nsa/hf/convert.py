@@ -44,43 +44,21 @@ RECIPES: dict[str, dict[str, Any]] = {
 # Hyperparameters that a user may change.
 CHANGEABLE = ("l", "d", "l_sel", "n_sel", "n_init", "n_local", "w", "compress_rope", "gate_hidden")
 # Fields that the configs have in common.
-COMMON = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-# Fields that are positive numbers.
-POSITIVE_FIELDS = (*COMMON[:6], "head_dim", "max_position_embeddings")
+SIZE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
+OTHER_FIELDS = ("hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters")
+TOKEN_FIELDS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+COMMON = (*SIZE_FIELDS, *HEAD_FIELDS, *OTHER_FIELDS, *TOKEN_FIELDS)
+POSITIVE_FIELDS = (*SIZE_FIELDS, *HEAD_FIELDS, "head_dim", "max_position_embeddings")
 # How far the gate of each branch is open at the start, before the softmax: compressed, selected, sliding.
 GATE_BIAS = (-4.0, 4.0, 0.0)
 # Of a gate's last layer, relative to Xavier's: zeros would leave the first layer without a gradient.
 GATE_SCALE = 0.01
 ADDED_FILE, DENSE_FILE = "model-nsa.safetensors", "model-dense.safetensors"
 # Files besides config and weights that belong to a model. No code.
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.model")
+COPIED = (*TOKENIZER_FILES, *VOCABULARY_FILES, "chat_template.jinja", "chat_template.json", "generation_config.json")
 
 
 def convert_folder(source: Path, to: Path, recipe: str, changes: Mapping[str, Any] | None = None) -> NSAConfig:
@@ -151,11 +129,8 @@ def fields_without_nsa(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dense_config(fields: Mapping[str, Any]) -> Any:
-    """The config of a dense model as transformers has it, with its defaults, if NSA can replace the attention.
-
-    Raises:
-        ValueError: It cannot; the message names the field and what is accepted.
-    """
+    """The config of a dense model as transformers has it, with its defaults; a ValueError names the field for which NSA
+    cannot replace the attention, and what is accepted."""
     kind = fields.get("model_type")
     require(kind in FAMILIES, "model_type", kind, f"one of {FAMILIES}")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -185,7 +160,6 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
 
 
 def new_fields(fields: Mapping[str, Any], dense: Any, recipe: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the converted model."""
     unknown = sorted(set(changes) - set(CHANGEABLE))
     require(not unknown, "--set", unknown, f"only {CHANGEABLE}")
     nsa = {**RECIPES[recipe], **changes}

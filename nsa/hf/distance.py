@@ -43,11 +43,8 @@ DISTANCE_HEADER = f"{'tokens':>8}{'logits differ':>14}{'relative':>12}{'ppl, den
 
 
 def text_tokens(folder: Path, length: int, file: Path | None) -> Tensor:
-    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library.
-
-    Raises:
-        ValueError: The text is too short for a single prediction.
-    """
+    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library; a ValueError if they are less
+    than two."""
     tokenizer = load_tokenizer(folder)
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokens: list[int] = []

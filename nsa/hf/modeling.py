@@ -207,10 +207,8 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
         if cu_seq_lens_q is None and past_key_values is None and attention_mask is None and position_ids is not None:
             cu_seq_lens_q = packed_offsets(position_ids, x.shape[0])
         if past_key_values is not None:
-            differentiable = self.training and torch.is_grad_enabled()
-            require(
-                not differentiable, "past_key_values", "given in training", "none: keys in a cache have no gradient"
-            )
+            allowed = not (self.training and torch.is_grad_enabled())
+            require(allowed, "past_key_values", "given in training", "none: keys in a cache have no gradient")
             offloading = getattr(past_key_values, "offloading", False)
             require(not offloading, "past_key_values", "offloaded", "a dynamic or a static cache")
         elif use_cache and cu_seq_lens_q is None and not torch.is_grad_enabled():

@@ -59,9 +59,7 @@ class SlidingAttention(DenseAttention):
     def keys_seen(self, length: int) -> int:
         return min(self.window + self.n_global, length)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
         return self.attend_window(q, k, v, window=self.window, cu_seqlens=cu_seqlens, q_start=q_start)[0]
 
 
@@ -82,11 +80,9 @@ class LongformerAttention(SlidingAttention):
         require_positive_int("n_global", n_global)
         self.n_global = n_global
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
         assert q_start is None, "a cache goes through attend_cached"
-        near = self.attend_window(q, k, v, window=self.window, cu_seqlens=cu_seqlens, q_start=None)
+        near = self.attend_window(q, k, v, window=self.window, cu_seqlens=cu_seqlens)
         batch, length, _, _ = q.shape
         if length <= self.window:
             return near[0]
@@ -104,8 +100,8 @@ class LongformerAttention(SlidingAttention):
         batch, length, _, _ = q.shape
         position = query_positions(batch, length, None, cache.lengths, q.device)
         past = cache.append(new, counts)
-        where: dict[str, Any] = {"window": self.window, "cu_seqlens": None, "q_start": past.q_start}
-        results = self.attend_window(past.tokens.rotate_queries(q), *past.pair, **where)
+        rotated = past.tokens.rotate_queries(q)
+        results = self.attend_window(rotated, *past.pair, window=self.window, q_start=past.q_start)
         o, lse = (past.tokens.restore_order(x, length) for x in results)
         # The ops need keys up to the query; the global tokens are few enough for plain torch.
         k, v = (x.to(lse.dtype) for x in cache.first.first(cache.first.slots, cache.lengths))
@@ -153,9 +149,7 @@ class BigBirdAttention(DenseAttention):
         n_blocks = own + 1 - before_window + min(before_window, self.n_first + self.n_random)
         return min((n_blocks - 1) * self.block + length - own * self.block, length)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
         if cu_seqlens is None and q_start is None and self.can_use_flex(q):
             own = torch.arange(-(-q.shape[1] // self.block), device=q.device)
             return attend_flex(q, k, v, self.blocks_seen(own), self.block)

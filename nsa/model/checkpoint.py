@@ -82,11 +82,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
 
 
 def load_parameters(model: LM, folder: Path) -> None:
-    """Copy the parameters that `save_model` wrote into a model with the same ones; its config may differ otherwise.
-
-    Raises:
-        ValueError: The file is missing, damaged, or does not fit the model; the message names it.
-    """
+    """Copy the parameters that `save_model` wrote into a model with the same ones; its config may differ otherwise. A
+    ValueError names a file that is missing, damaged, or does not fit."""
     path = parameters_file(folder)
     try:
         model.load_state_dict(read_parameters(path))

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa import ops, settings
 from nsa.attention import real_tokens_first, restore_padding
 from nsa.cache import NewTokens, Pair, RowCache, Store
-from nsa.cache.tokens import pair_of
+from nsa.cache.store import pair_of
 from nsa.config import NSAConfig, require
 from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
@@ -51,22 +51,12 @@ class DenseAttention(nn.Module):
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
         self.no_flash = settings.current().sdpa_no_flash
 
-    def new_cache(
-        self,
-        batch_size: int,
-        max_len: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        max_rollback: int = 32,
-        static: bool = False,
-    ) -> DenseCache:
+    def new_cache(self, batch_size: int, max_len: int, **options: Any) -> DenseCache:
         """An empty cache, by default of this layer's dtype and on its device; arguments as for `NSACache`."""
         weight = self.k_proj.weight
-        options = {"max_rollback": max_rollback, "static": static, "keys_seen": self.keys_seen}
-        options["dtype"] = weight.dtype if dtype is None else dtype
-        options["device"] = weight.device if device is None else device
-        return self.make_cache(batch_size, max_len, options)
+        given = {name: value for name, value in options.items() if value is not None}
+        given = {"dtype": weight.dtype, "device": weight.device, **given, "keys_seen": self.keys_seen}
+        return self.make_cache(batch_size, max_len, given)
 
     def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> DenseCache:
         return DenseCache(self.config, batch_size, max_len, **options)
@@ -107,14 +97,10 @@ class DenseAttention(nn.Module):
         projected = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
         q, k = self.rope.rotate_all(angles, *projected)
         v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
-        if cache is None:
-            o = self.attend(q, k, v, cu_seqlens=cu_seqlens)
-        else:
-            o = self.attend_cached(q, (k, v), cache, counts)
+        o = self.attend(q, k, v, cu_seqlens, None) if cache is None else self.attend_cached(q, (k, v), cache, counts)
         return restore_padding(self.o_proj(o.flatten(2)), attention_mask, order)
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
-        """RoPE angles for the positions of `x [B, S, dim]`."""
         batch, length, _ = x.shape
         if cu_seqlens is None and cache is None:
             return self.rope.table(length, x.device, x.dtype)
@@ -123,9 +109,7 @@ class DenseAttention(nn.Module):
         # Only padding can be past the end of a cache.
         return self.rope.angles(positions.clamp_max(limit - 1), x.dtype, limit=limit)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, q_start: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
         """`q [B,S,Hq,Dk]` over `k, v [B,N,G,D]`; with `q_start [B]` the queries start in the middle of the keys."""
         if cu_seqlens is None and q_start is None:
             return self.attend_causally(q, k, v)
@@ -135,7 +119,7 @@ class DenseAttention(nn.Module):
 
     def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
         past = cache.append(new, counts)
-        o = self.attend(past.tokens.rotate_queries(q), *past.pair, q_start=past.q_start)
+        o = self.attend(past.tokens.rotate_queries(q), *past.pair, None, past.q_start)
         return past.tokens.restore_order(o, q.shape[1])
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -160,11 +144,9 @@ class DenseAttention(nn.Module):
             o = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=seen[:, None])
         return o.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
-    def attend_window(
-        self, q: Tensor, k: Tensor, v: Tensor, *, window: int, cu_seqlens: Tensor | None, q_start: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend_window(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """`(o, lse)` over the `window` tokens that end at each query."""
-        return ops.sliding_attention(q, k, v, window=window, cu_seqlens=cu_seqlens, q_start=q_start, **self.op_options)
+        return ops.sliding_attention(q, k, v, **options, **self.op_options)
 
     @property
     def op_options(self) -> dict[str, Any]:
@@ -199,7 +181,6 @@ class DenseCache(RowCache):
             self.kv = self.new_kv()
 
     def new_kv(self) -> Store:
-        """The empty store of all keys and values."""
         return Store(self.config, (self.batch_size, self.slots_for(self.max_len)["kv"] + 1), self.dtype, self.device)
 
     def slots_for(self, max_len: int) -> dict[str, int]:
@@ -210,15 +191,8 @@ class DenseCache(RowCache):
 
     @torch.no_grad()
     def append(self, new: Pair, counts: Tensor | None) -> Past:
-        """Append tokens and return what they attend to.
-
-        Args:
-            new: Keys and values of `T` tokens per row, `[B, T, G, D]` each.
-            counts: `[B]` how many of the `T` are real, the first ones; the rest is padding and is not kept.
-
-        Raises:
-            ValueError: The dtype is not the cache's, or the tokens do not fit.
-        """
+        """Append keys and values of `T` tokens per row, `[B, T, G, D]` each, of which the first `counts [B]` are real
+        and kept; returns what they attend to. A ValueError for another dtype, or where they do not fit."""
         _, new, tokens, crowded = self.advance(new, counts)
         self.kv.write(tokens.position, new, tokens.keep)
         n_keys = self.max_len if crowded else self.longest

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling, require
+from nsa.dtypes import dtype_name
 from nsa.files import make_folder, parse_json, read_text, replace_text
 from nsa.model.checkpoint import load_parameters
 from nsa.model.config import LMConfig
@@ -27,8 +28,13 @@ MODEL_TYPE, DENSE_TYPE = "nsa_llama", "llama"
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 2**26
 
-# Fields of an NSAConfig that Llama's config has under names of its own.
-LLAMA_FIELDS = ("dim", "n_heads", "n_kv_groups", "d_k", "rope_theta", "rope_scaling", "qk_norm_eps")
+# Llama's names of fields of an LMConfig, and of an NSAConfig.
+LLAMA_SIZES = {"vocab_size": "vocab_size", "num_hidden_layers": "n_layers"}
+LLAMA_SIZES |= {"intermediate_size": "hidden", "rms_norm_eps": "norm_eps"}
+LLAMA_HEADS = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
+LLAMA_HEADS |= {"num_key_value_heads": "n_kv_groups", "head_dim": "d_k"}
+# Fields of an NSAConfig that Llama's config has in a form of its own.
+LLAMA_FIELDS = (*LLAMA_HEADS.values(), "rope_theta", "rope_scaling", "qk_norm_eps")
 # Parameters of Llama-3's RoPE.
 LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Which branch a projection belongs to, in the order of `NSAAttention.k_proj`.
@@ -36,30 +42,26 @@ BRANCH_NAMES = ("_cmp", "", "_win")
 
 
 def attention_config(fields: Mapping[str, Any]) -> NSAConfig:
-    """The hyperparameters of every layer, from the fields of a `config.json`.
-
-    Raises:
-        ValueError: A field is missing, a key of `nsa` unknown, or a value wrong.
-    """
+    """The hyperparameters of every layer, from the fields of a `config.json`; a ValueError names what is wrong or
+    missing."""
     nsa = fields.get("nsa") or {}
     require(isinstance(nsa, Mapping), "nsa", nsa, "hyperparameters by name")
     taken = sorted(set(LLAMA_FIELDS) & nsa.keys())
     require(not taken, "the keys of nsa", taken, "only hyperparameters that are not fields of Llama's config")
-    needed = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    missing = [name for name in needed if fields.get(name) is None]
-    require(not missing, "the config", sorted(fields), f"a value for {missing}")
-    dim, n_heads, n_groups, head_dim = (fields[name] for name in needed)
-    own = {"dim": dim, "n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
-    own |= {"qk_norm_eps": fields.get("rms_norm_eps", 1e-6), **rope_fields(saved_rope(fields))}
+    own = values_of(fields, LLAMA_HEADS)
+    own |= {"d_v": own["d_k"], "qk_norm_eps": fields.get("rms_norm_eps", 1e-6), **rope_fields(saved_rope(fields))}
     return NSAConfig.from_dict({**own, **nsa})
 
 
-def saved_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The `rope_parameters` of a `config.json`, which early versions saved as `rope_theta` and `rope_scaling`.
+def values_of(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of Llama's fields, by our names; a ValueError if one is missing."""
+    missing = [name for name in names if fields.get(name) is None]
+    require(not missing, "the config", sorted(fields), f"a value for {missing}")
+    return {own: fields[name] for name, own in names.items()}
 
-    Raises:
-        ValueError: They are no parameters by name.
-    """
+
+def saved_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rope_parameters` of a `config.json`, which early versions saved as `rope_theta` and `rope_scaling`."""
     found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     require(isinstance(found, Mapping), "rope_parameters", found, "parameters by name")
     named = {"rope_type" if name == "type" else name: value for name, value in found.items()}
@@ -68,11 +70,8 @@ def saved_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of an `NSAConfig`, from Transformers' `rope_parameters`.
-
-    Raises:
-        ValueError: The kind of RoPE is neither the default nor Llama-3's, or rotates a part of each head.
-    """
+    """`rope_theta` and `rope_scaling` of an `NSAConfig`, from Transformers' `rope_parameters`; a ValueError if they are
+    neither the default kind nor Llama-3's, or rotate a part of each head."""
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     require(kind in ("default", "llama3"), "rope_type", kind, "'default' or 'llama3'")
     unknown = sorted(map(str, rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_FIELDS}))
@@ -97,11 +96,8 @@ def rope_parameters(c: NSAConfig) -> dict[str, Any]:
 
 
 def llama_config(config: LMConfig) -> dict[str, Any]:
-    """The `config.json` of a model with NSA, or dense attention, in every layer.
-
-    Raises:
-        ValueError: The layers have another attention, or a dense head has values of another size than its keys.
-    """
+    """The `config.json` of a model with NSA, or dense attention, in every layer; a ValueError for others, or a dense
+    head with values of another size than its keys."""
     c, kinds = config.attn, set(config.kinds)
     require(kinds in ({"nsa"}, {"dense"}), "attention", config.attention, "'nsa' or 'dense' in every layer")
     dense = kinds == {"dense"}
@@ -109,16 +105,10 @@ def llama_config(config: LMConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model_type": DENSE_TYPE if dense else MODEL_TYPE,
         "architectures": ["LlamaForCausalLM" if dense else "NSALlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": c.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_groups,
-        "head_dim": c.d_k,
+        **{name: getattr(config, own) for name, own in LLAMA_SIZES.items()},
+        **{name: getattr(c, own) for name, own in LLAMA_HEADS.items()},
         "hidden_act": "silu",
         "max_position_embeddings": config.seq_len,
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope_parameters(c),
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
@@ -132,30 +122,15 @@ def llama_config(config: LMConfig) -> dict[str, Any]:
 
 
 def lm_config(fields: Mapping[str, Any], seq_len: int) -> LMConfig:
-    """The inverse of `llama_config`; `seq_len` is that of the training.
-
-    Raises:
-        ValueError: It is no config of such a model; the message names the field.
-    """
+    """The inverse of `llama_config`, with the `seq_len` of the training; a ValueError names the field that is wrong."""
     kind, act = fields.get("model_type"), fields.get("hidden_act", "silu")
     require(kind in (MODEL_TYPE, DENSE_TYPE), "model_type", kind, f"{MODEL_TYPE!r}, or {DENSE_TYPE!r} if dense")
     require(act == "silu", "hidden_act", act, "'silu'")
     for name in ("mlp_bias", "attention_bias"):
         require(not fields.get(name), name, fields.get(name), "False")
-    needed = ("vocab_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")
-    missing = [name for name in needed if fields.get(name) is None]
-    require(not missing, "the config", sorted(fields), f"a value for {missing}")
-    vocab_size, n_layers, hidden, eps = (fields[name] for name in needed)
-    return LMConfig(
-        vocab_size=vocab_size,
-        n_layers=n_layers,
-        hidden=hidden,
-        seq_len=seq_len,
-        attn=attention_config(fields),
-        attention="nsa" if kind == MODEL_TYPE else "dense",
-        tie_embeddings=bool(fields.get("tie_word_embeddings")),
-        norm_eps=eps,
-    )
+    tied = bool(fields.get("tie_word_embeddings"))
+    own = values_of(fields, LLAMA_SIZES) | {"seq_len": seq_len, "tie_embeddings": tied}
+    return LMConfig(**own, attn=attention_config(fields), attention="nsa" if kind == MODEL_TYPE else "dense")
 
 
 def llama_tensors(model: LM) -> dict[str, Tensor]:
@@ -172,8 +147,7 @@ def llama_tensors(model: LM) -> dict[str, Tensor]:
         }
         own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"] = layer.mlp.inner.weight.chunk(2)
         for name, x in layer.attention.named_parameters():
-            per_branch = c.kinds[index] == "nsa" and not c.attn.share_kv and name.startswith(("k_proj", "v_proj"))
-            if per_branch:
+            if c.kinds[index] == "nsa" and not c.attn.share_kv and name.startswith(("k_proj", "v_proj")):
                 letter, kind = name[0], name.partition(".")[2]
                 for branch, part in zip(BRANCH_NAMES, x.chunk(3), strict=True):
                     own[f"self_attn.{letter}{branch}_proj.{kind}"] = part
@@ -184,11 +158,7 @@ def llama_tensors(model: LM) -> dict[str, Tensor]:
 
 
 def load_llama_tensors(model: LM, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy `tensors` into the parameters of `model`.
-
-    Raises:
-        ValueError: A tensor is missing, left over, or has another shape; the message names it and `origin`.
-    """
+    """Copy `tensors` into the parameters of `model`; raises as `check_tensors`."""
     targets = llama_tensors(model)
     check_tensors({name: x.shape for name, x in targets.items()}, tensors, origin, tied=model.head is None)
     with torch.no_grad():
@@ -204,30 +174,23 @@ def check_tensors(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor
     ignored = head | {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys() - head]
     problems += [f"{name} is left over" for name in tensors.keys() - shapes.keys() - ignored]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, not {list(shapes[name])}"
-        for name in shapes.keys() & tensors.keys()
-        if tensors[name].shape != shapes[name]
-    ]
+    both = {name: (list(tensors[name].shape), list(shapes[name])) for name in shapes.keys() & tensors.keys()}
+    problems += [f"{name} has shape {found}, not {needed}" for name, (found, needed) in both.items() if found != needed]
     if problems:
         raise ValueError(f"{origin} does not fit the model: {shorten('; '.join(sorted(problems)), 300)}")
 
 
 def write_folder(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a model as Transformers reads it."""
     make_folder(folder)
-    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors.values()}
     write_tensors(folder / WEIGHTS_FILE, {name: x.cpu().contiguous() for name, x in tensors.items()})
-    values = {**fields, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})}
+    dtypes = {dtype_name(x.dtype) for x in tensors.values()}
+    values = {**fields, "dtype": dtypes.pop()} if len(dtypes) == 1 else fields
     replace_text(folder / CONFIG_FILE, json.dumps(values, indent=2) + "\n")
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder.
-
-    Raises:
-        ValueError: It is missing or damaged, or says that the folder holds quantized weights or code.
-    """
+    """The `config.json` of a folder; a ValueError if it is missing or damaged, or says that the weights are quantized
+    or that there is code."""
     path = folder / CONFIG_FILE
     require(path.is_file(), "folder", str(folder), f"a folder with {CONFIG_FILE}, as Transformers writes it")
     fields = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged")
@@ -239,11 +202,8 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Which file of a folder holds each tensor.
-
-    Raises:
-        ValueError: There are no safetensors files, or the index is damaged.
-    """
+    """Which file of a folder holds each tensor; a ValueError if there are no safetensors files, or the index is
+    damaged."""
     if (folder / WEIGHTS_FILE).is_file():
         return dict.fromkeys(read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
     index = folder / INDEX_FILE
@@ -273,11 +233,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def load_initial(model: LM, folder: Path) -> None:
-    """Copy the parameters of a Transformers folder, or of a run or its export, into a model that has the same ones.
-
-    Raises:
-        ValueError: A file is missing, damaged, or does not fit the model; the message names it.
-    """
+    """Copy the parameters of a Transformers folder, or of a run or its export, into a model that has the same ones; a
+    ValueError names the file that is missing, damaged, or does not fit."""
     if (folder / CONFIG_FILE).is_file():
         load_llama_tensors(model, read_weights(folder), folder)
     else:

@@ -120,21 +120,14 @@ class LM(nn.Module):
             return apply_layer, chunked_cross_entropy
         return self.compiled
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        caches: list[Cache] | None = None,
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, *, caches: list[Cache] | None = None, **given: Tensor | None) -> Tensor:
         """The input of the head, `[B, S, D]`; arguments as in `forward`."""
         x = self.embedding(tokens)
         run, _ = self.parts(cached=caches is not None)
         recompute = self.recompute and self.training and caches is None
         for index, layer in enumerate(self.layers):
             cache = None if caches is None else caches[index]
-            x = run(layer, x, cu_seqlens, attention_mask, cache, recompute)
+            x = run(layer, x, cache, recompute, **given)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -151,20 +144,12 @@ class LM(nn.Module):
         """`[V, D]`; the embedding's if tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def new_cache(
-        self,
-        batch_size: int,
-        max_len: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> list[Cache]:
+    def new_cache(self, batch_size: int, max_len: int, **options: Any) -> list[Cache]:
         """One cache per layer, for `batch_size` rows of up to `max_len` tokens; under autocast pass its dtype.
 
         Args:
-            options: More arguments of the layers' `new_cache`: `max_rollback` and `static`; for NSA alone `quantize`,
-                `page_size` and `n_pages`.
+            options: More arguments of the layers' `new_cache`: `dtype`, `device`, `max_rollback` and `static`; for NSA
+                alone `quantize`, `page_size` and `n_pages`.
 
         Raises:
             ValueError: An argument has a wrong type or value, or a layer has no such form of a cache.
@@ -172,7 +157,6 @@ class LM(nn.Module):
         special = [name for name in ("quantize", "page_size", "n_pages") if name in options]
         if special:
             require(set(self.config.kinds) == {"nsa"}, special[0], options[special[0]], "only with NSA in every layer")
-        options |= {"dtype": dtype, "device": device}
         return [layer.attention.new_cache(batch_size, max_len, **options) for layer in self.blocks]
 
     def parameter_counts(self) -> dict[str, int]:
@@ -227,24 +211,14 @@ class LM(nn.Module):
         long = 1 << 20
         return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
 
-    def kv_bytes_read(
-        self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None, **options: Any
-    ) -> int:
+    def kv_bytes_read(self, length: int, *, batch_size: int = 1, **options: Any) -> int:
         """Bytes of keys and values that one decoding step reads when every row is `length` long; `options` as in
         `new_cache`."""
-        caches = self.new_cache(batch_size, length, dtype=dtype, device="meta", **options)
+        caches = self.new_cache(batch_size, length, device="meta", **options)
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 
 
-def apply_layer(
-    layer: Layer,
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    attention_mask: Tensor | None,
-    cache: Cache | None,
-    recompute: bool,
-) -> Tensor:
-    given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+def apply_layer(layer: Layer, x: Tensor, cache: Cache | None, recompute: bool, **given: Tensor | None) -> Tensor:
     if recompute:
         return cast(Tensor, checkpoint(partial(layer, **given), x, use_reentrant=False))
     return cast(Tensor, layer(x, cache=cache, **given))
@@ -261,21 +235,13 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(dim, config.norm_eps)
         self.mlp = SwiGLU(dim, config.hidden)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        """`given`: what the attention takes besides `x [B, S, dim]`."""
         x = x + self.attention(self.attention_norm(x), **given)
         return x + self.mlp(self.mlp_norm(x))
 
 
 def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention:
-    """The attention module of one layer."""
     c, kind = config, config.kinds[layer]
     if kind == "nsa":
         return NSAAttention(c.attn)

@@ -140,14 +140,15 @@ def assert_same_attention(attend: Callable[..., Tensor], pattern: Pattern, batch
 
 @pytest.mark.parametrize("pattern", WHOLE, ids=str)
 def test_whole_sequences_are_a_masked_softmax_with_its_gradients(pattern: Pattern) -> None:
-    assert_same_attention(pattern.attention().attend, pattern, batch=2)
+    attention = pattern.attention()
+    assert_same_attention(lambda q, k, v: attention.attend(q, k, v, None, None), pattern, batch=2)
 
 
 @pytest.mark.parametrize("pattern", PACKED, ids=str)
 def test_varlen_equals_masked_softmax_with_gradients(pattern: Pattern) -> None:
     cu_seqlens = offsets(pattern.lengths)
     attention = pattern.attention()
-    assert_same_attention(lambda q, k, v: attention.attend(q, k, v, cu_seqlens=cu_seqlens), pattern, batch=1)
+    assert_same_attention(lambda q, k, v: attention.attend(q, k, v, cu_seqlens, None), pattern, batch=1)
 
 
 @pytest.mark.parametrize("pattern", WHOLE, ids=str)
@@ -180,7 +181,7 @@ def test_keys_seen_are_those_of_the_mask(pattern: Pattern) -> None:
 def test_narrow_dtypes_stay_what_they_are(pattern: Pattern, dtype: torch.dtype) -> None:
     attention = pattern.attention()
     inputs = leaves(1, pattern.lengths[0], dtype)
-    actual = attention.attend(*inputs)
+    actual = attention.attend(*inputs, None, None)
     expected = masked_softmax(*(x.double() for x in inputs), pattern.visible())
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), expected, atol=20 * torch.finfo(dtype).eps, rtol=0)
@@ -251,10 +252,10 @@ def test_flex_attention_is_told_what_the_ops_are_told(block: int, length: int, m
     assert isinstance(attention, BigBirdAttention)
     # It has no backward on a CPU.
     inputs = tuple(x.detach() for x in leaves(2, length))
-    expected = attention.attend(*inputs)
+    expected = attention.attend(*inputs, None, None)
     monkeypatch.setattr(alternatives, "compiled_flex_attention", lambda: flex_attention)
     monkeypatch.setattr(BigBirdAttention, "can_use_flex", lambda *_: True)
-    torch.testing.assert_close(attention.attend(*inputs), expected)
+    torch.testing.assert_close(attention.attend(*inputs, None, None), expected)
 
 
 @pytest.mark.parametrize("block", [64, 32, 128])
