@@ -65,11 +65,8 @@ class MeasuredRoute:
 
 
 def load_routes(path: Path) -> tuple[MeasuredRoute, ...]:
-    """Read `{"routes": [{"gpu": ..., "op": ..., "order": [...]}, ...]}`; empty when there is no such file.
-
-    Raises:
-        ValueError: The file is not such a table; the message names the file and the entry's key.
-    """
+    """Read `{"routes": [{"gpu": ..., "op": ..., "order": [...]}, ...]}`; empty when there is no such file. A ValueError
+    names the file and the entry's key."""
     if not path.is_file():
         return ()
     try:
@@ -81,7 +78,6 @@ def load_routes(path: Path) -> tuple[MeasuredRoute, ...]:
 
 
 def read_route(row: Mapping[str, Any]) -> MeasuredRoute:
-    """One entry of the file."""
     values: dict[str, Any] = {OLD_KEYS.get(key, key): tuple(x) if isinstance(x, list) else x for key, x in row.items()}
     known = [field.name for field in fields(MeasuredRoute)]
     for key in values:

@@ -35,17 +35,8 @@ RUNTIME_FIELDS = ("backend", "strict")
 def save_caches(
     path: Path, caches: Sequence[RowCache], *, tokens: Sequence[Sequence[int]] | None = None, model: str = ""
 ) -> None:
-    """Write what the rows of `caches` hold.
-
-    Args:
-        path: Replaced if it exists.
-        caches: Of one layer, or of all layers of a model, in order.
-        tokens: The token ids of each row, as many as it holds.
-        model: Identifies the weights that the rows were computed with.
-
-    Raises:
-        ValueError: `tokens` are not as many as the rows hold.
-    """
+    """Write what the rows of `caches`, one per layer, hold, over `path`; `tokens`: the ids of each row, as many as it
+    holds; `model` identifies the weights. Raises ValueError for another number of tokens."""
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, cache in enumerate(caches):
@@ -64,7 +55,6 @@ def save_caches(
 
 
 def content_config(config: NSAConfig) -> dict[str, Any]:
-    """The config without what does not change the content of a cache."""
     return {name: value for name, value in config.to_dict().items() if name not in RUNTIME_FIELDS}
 
 
@@ -119,11 +109,8 @@ class SavedCaches:
         return self.tensors[key]
 
     def form(self, layer: int, config: NSAConfig, *, kind: str, n_layers: int = 1) -> dict[str, Any]:
-        """What the file says of one cache.
-
-        Raises:
-            ValueError: The file holds another number of caches, or this one is of another kind or config.
-        """
+        """What the file says of one cache; a ValueError if it holds another number of them, or another kind or
+        config."""
         require(len(self.forms) == n_layers, f"caches in {self.path}", len(self.forms), f"{n_layers}")
         form = self.forms[layer]
         require(form["kind"] == kind, f"the kind of cache in {self.path}", form["kind"], kind)
@@ -136,17 +123,9 @@ class SavedCaches:
     def restore(
         self, cache: RowCache, layer: int, *, rows: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> None:
-        """Fill an empty cache, whose sizes may be others than those that were saved.
-
-        Args:
-            cache: With as many rows as `rows`.
-            layer: Which of the saved caches it is filled from.
-            rows: The saved row of each row. Default: as saved.
-            lengths: How many tokens of each row are taken. Default: all.
-
-        Raises:
-            ValueError: The rows do not fit, or `lengths` takes away more than can be rolled back.
-        """
+        """Fill an empty cache, whose sizes may be others than those saved, from the cache of `layer`: its `rows`, by
+        default all, and `lengths` tokens of each. A ValueError where they do not fit, or more is taken away than can be
+        rolled back."""
         source = torch.arange(len(self.tensor("lengths", layer))) if rows is None else torch.tensor(rows)
         saved, high_water = (self.tensor(name, layer)[source] for name in ("lengths", "high_water"))
         kept = saved if lengths is None else torch.tensor(lengths, dtype=torch.int32)
@@ -173,7 +152,8 @@ class SavedCaches:
             else:
                 index = torch.arange(n_saved).expand(len(kept), -1)
                 keep = index < cache.slots_of(name, kept)[:, None]
-            store.store(*(on_device(x, cache.device) for x in (index, values, keep)))
+            index, keep = index.to(cache.device), keep.to(cache.device)
+            store.store(index, tuple(x.to(cache.device) for x in values), keep)
         cache.lengths.copy_(kept)
         cache.high_water.copy_(overwritten)
         cache.longest = int(kept.max())
@@ -188,17 +168,8 @@ class SavedCaches:
         return found
 
 
-def on_device(x: Any, device: torch.device) -> Any:
-    """A tensor or a tuple of them on `device`."""
-    return x.to(device) if isinstance(x, Tensor) else tuple(y.to(device) for y in x)
-
-
 def read_saved(path: Path) -> SavedCaches:
-    """Read a file that `save_caches` wrote.
-
-    Raises:
-        ValueError: It is damaged, or is no such file; the message names `path`.
-    """
+    """Read a file that `save_caches` wrote; a ValueError names `path` if it is damaged, or no such file."""
     tensors, metadata = read_tensors_and_metadata(path)
     accepted = f"a file that NSACache.save wrote, of version {VERSION}"
     require(metadata.get("format") == FORMAT, f"the format of {path}", metadata.get("format"), accepted)

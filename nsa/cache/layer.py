@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nsa.cache.file import read_saved
 from nsa.cache.rows import RowCache
-from nsa.cache.store import Ring, Store
-from nsa.cache.tokens import NewTokens, pair_of, take
+from nsa.cache.store import NewTokens, Ring, Store, pair_of, take
 from nsa.config import NSAConfig, require
 from nsa.geometry import n_compressed, n_compressed_of
 from nsa.rope import Rope

@@ -46,29 +46,25 @@ class PagedNSACache(NSACache):
         n_pages: int | None = None,
         **options: Any,
     ) -> None:
-        require(isinstance(config, NSAConfig), "config", config, "an NSAConfig")
         require_positive_int("page_size", page_size)
-        require(page_size % config.d == 0, "page_size", page_size, f"a multiple of the stride d = {config.d}")
-        require_positive_int("batch_size", batch_size)
-        require_positive_int("max_len", max_len)
-        columns = -(-max_len // page_size)
-        n_pages = batch_size * columns if n_pages is None else n_pages
-        require_positive_int("n_pages", n_pages)
-        self.page_size = page_size
-        self.n_pages = n_pages
-        # What the host knows of the table: the pages of each row, in order.
-        self.pages: list[list[int]] = [[] for _ in range(batch_size)]
+        self.page_size, self.n_pages = page_size, 0 if n_pages is None else n_pages
+        if n_pages is not None:
+            require_positive_int("n_pages", n_pages)
         super().__init__(config, batch_size, max_len, **options)
 
     def new_stores(self) -> tuple[Store, Store]:
-        columns = -(-self.max_len // self.page_size)
+        stride, columns = self.config.d, -(-self.max_len // self.page_size)
+        require(self.page_size % stride == 0, "page_size", self.page_size, f"a multiple of the stride d = {stride}")
+        self.n_pages = self.n_pages or self.batch_size * columns
+        # What the host knows of the table: the pages of each row, in order.
+        self.pages: list[list[int]] = [[] for _ in range(self.batch_size)]
         # An entry without a page is the spare one, so that every read and write stays inside.
         self.table = torch.full((self.batch_size, columns), self.n_pages, dtype=torch.int32, device=self.device)
         self.row_capacity = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
         fp8 = self.quantize == "fp8"
         selected, compressed = (
             PagedStore(self.config, (self.n_pages + 1, n), self.dtype, self.device, table=self.table, fp8=fp8)
-            for n in (self.page_size, self.page_size // self.config.d)
+            for n in (self.page_size, self.page_size // stride)
         )
         return selected, compressed
 

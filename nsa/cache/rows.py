@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.cache.file import save_caches
-from nsa.cache.store import Ring, Store, bits
-from nsa.cache.tokens import NewTokens
+from nsa.cache.store import NewTokens, Ring, Store, bits
 from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
 
@@ -89,11 +88,8 @@ class RowCache(ABC):
         self.lengths, self.high_water = function(self.lengths), function(self.high_water)
 
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
-        """An upper bound on the row lengths after `n_new` more tokens, of which `counts [B]` are real.
-
-        Raises:
-            ValueError: They do not fit. A static cache reads lengths only under `config.strict`.
-        """
+        """An upper bound on the row lengths after `n_new` more tokens, of which `counts [B]` are real; a ValueError
+        where they do not fit, which a static cache knows only under `config.strict`."""
         if self.static:
             # A compiled step cannot read the device.
             if self.config.strict and not torch.compiler.is_compiling():
@@ -104,15 +100,9 @@ class RowCache(ABC):
         return longest if longest <= self.least_capacity() else self.exact_longest_after(n_new, counts)
 
     def place_tokens(self, n_new: int, counts: Tensor | None) -> tuple[Tensor, Tensor, NewTokens, bool, int]:
-        """Where `n_new` more tokens per row go, of which `counts [B]` are real.
-
-        Returns:
-            `[B]` each row's length before and after, the places of the tokens, whether some row's queries may run past
-            `max_len`, and an upper bound on the new lengths.
-
-        Raises:
-            ValueError: They do not fit.
-        """
+        """Where `n_new` more tokens per row go, of which `counts [B]` are real: `[B]` each row's length before and
+        after, the places of the tokens, whether some row's queries may run past `max_len`, and an upper bound on the
+        new lengths."""
         accepted = f"at most the cache's max_len = {self.max_len}"
         require(counts is not None or n_new <= self.max_len, "new tokens in one step", n_new, accepted)
         crowded = self.static or self.longest + n_new > self.max_len

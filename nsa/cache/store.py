@@ -8,13 +8,12 @@ fp8 is e4m3 with one fp32 scale per token and group, the largest magnitude divid
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.cache.tokens import NewTokens, pair_of, take
 from nsa.config import NSAConfig
 from nsa.sequences import Pair
 
@@ -22,16 +21,56 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
-class Store:
-    """Keys and values `[B, slots + 1, G, D]`, the last slot of each row spare.
+class NewTokens(NamedTuple):
+    """Where a step's `T` new tokens go, and where their queries are placed.
 
-    Args:
-        config: The layer's config.
-        shape: `(B, slots + 1)`.
-        dtype: Of keys and values as they are written and read.
-        device: Where they are stored.
-        fp8: Store e4m3 values and their scales instead of `dtype`.
+    Every query must lie among the keys, even one of padding or of a token that does not fit. Where a row's queries
+    would run past the end, they start `shift` positions earlier, rotated so that the queries of tokens that fit stay at
+    their positions and the others come before them.
     """
+
+    position: Tensor  # [B, T], at most max_len of the new tokens: the rest is padding or does not fit
+    keep: Tensor  # [B, T] which of them are real and fit
+    q_start: Tensor  # [B] position of the first query
+    shift: Tensor | None  # [B]; None: no row's queries are rotated
+
+    @classmethod
+    def place(cls, start: Tensor, end: Tensor, n_new: int, max_len: int, *, crowded: bool) -> NewTokens:
+        """`start, end [B]`: row lengths before and after. `crowded`: some row's queries may run past `max_len`."""
+        n_queries = min(n_new, max_len)
+        position = start[:, None] + torch.arange(n_queries, device=start.device)
+        q_start = start.clamp_max(max_len - n_queries) if crowded else start
+        # A single query cannot be rotated.
+        return cls(position, position < end[:, None], q_start, start - q_start if crowded and n_new > 1 else None)
+
+    def rotate_queries(self, x: Tensor) -> Tensor:
+        """`[B, n_new, ...]` in the order of the tokens to `[B, T, ...]` in the order of the queries."""
+        if self.shift is None:
+            return x
+        n_queries = self.position.shape[1]
+        return take(x, (torch.arange(n_queries, device=x.device) - self.shift[:, None]) % n_queries)
+
+    def restore_order(self, x: Tensor, n_new: int) -> Tensor:
+        """`[B, T, ...]` in the order of the queries back to `[B, n_new, ...]` in the order of the tokens."""
+        if self.shift is None:
+            return x
+        return take(x, (torch.arange(n_new, device=x.device) + self.shift[:, None]) % x.shape[1])
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """`x [B, N, ...]` at `index [B, M]`: `[B, M, ...]`."""
+    row = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[row, index.long()]
+
+
+def pair_of(tensors: Iterable[Tensor]) -> Pair:
+    k, v = tensors
+    return k, v
+
+
+class Store:
+    """Keys and values `[B, slots + 1, G, D]`, the last slot of each row spare; `shape`: `(B, slots + 1)`. They are
+    written and read in `dtype`, and stored in it, or as e4m3 values and their scales."""
 
     def __init__(
         self,
@@ -59,7 +98,6 @@ class Store:
         return self.pair if self.scales is None else (*self.pair, *self.scales)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by what `function` makes of it."""
         self.pair = pair_of(map(function, self.pair))
         if self.scales is not None:
             self.scales = pair_of(map(function, self.scales))
@@ -123,7 +161,6 @@ class Store:
         return (*((x.float() / s).to(FP8) for x, s in zip(new, divisors, strict=True)), *scales)
 
     def decode(self, pair: Pair, scales: Pair) -> Pair:
-        """The reverse of `encode`."""
         return pair_of((x.float() * s[..., None]).to(self.dtype) for x, s in zip(pair, scales, strict=True))
 
     def as_stored(self, new: Pair) -> Pair:
@@ -147,12 +184,8 @@ class Store:
 
 
 class Ring(Store):
-    """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`.
-
-    Args:
-        args, options: As for `Store`.
-        reach: How many tokens before the first new one a step reads.
-    """
+    """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`. A step reads `reach` tokens before
+    its first."""
 
     def __init__(self, *args: Any, reach: int, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -193,12 +226,8 @@ class Ring(Store):
 
 
 class PagedStore(Store):
-    """Keys and values `[n_pages + 1, per_page, G, D]`; `table [B, columns]` has the page of each part of a row.
-
-    Args:
-        args, options: As for `Store`; its shape is `(n_pages + 1, per_page)`, with a spare page at the end.
-        table: int32, shared with the cache. An entry without a page is `n_pages`, the spare one.
-    """
+    """Keys and values `[n_pages + 1, per_page, G, D]`, a spare page at the end; int32 `table [B, columns]`, shared with
+    the cache, has the page of each part of a row, or `n_pages` for none."""
 
     def __init__(self, *args: Any, table: Tensor, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -227,7 +256,6 @@ class PagedStore(Store):
         """Rows grow by pages."""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages `source [n]` to pages `target [n]`."""
         for x in map(bits, self.tensors()):
             x[target] = x[source]
 

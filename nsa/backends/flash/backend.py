@@ -36,7 +36,6 @@ Prober = Callable[[Library, FlashProblem, int, torch.dtype], list[Outcome]]
 
 
 def probe_in_child(library: Library, problem: FlashProblem, head_dim: int, dtype: torch.dtype) -> list[Outcome]:
-    """The cases of the problem's layout, run in a child process."""
     device = f"cuda:{torch.cuda.current_device()}" if problem.device == "cuda" else problem.device
     # An embedded Python may not know its own path; no child starts then. `-P`: the working directory may hold modules
     # with the names of those that the child needs.
@@ -153,7 +152,6 @@ class FlashBackend:
         return kind_of(problem, padded(problem.d_k, problem.d_v), self.dtype_of(problem.dtype))
 
     def probe(self, library: Library, problem: FlashProblem) -> list[Outcome]:
-        """Try now, and keep the verdict."""
         verdicts, kind = self.verdicts(library), self.kind_of(problem)
         subject = verdicts.subject
         # A run stands still meanwhile: say why.
@@ -238,14 +236,10 @@ class FlashBackend:
     compressed_backward, sliding_backward = partialmethod(backward, "compressed"), partialmethod(backward, "sliding")
 
 
-def variants(
-    problem: Problem,
-    *,
-    block: int = 2 * USUAL["compressed"],
-    stride: int = USUAL["compressed"],
-    window: int = USUAL["sliding"],
-) -> Iterator[FlashProblem]:
+def variants(problem: Problem, **hyperparameters: int) -> Iterator[FlashProblem]:
     """Each branch and layout of the whole attention `problem`; a step of one query for the cached layout."""
+    usual = {"block": 2 * USUAL["compressed"], "stride": USUAL["compressed"], "window": USUAL["sliding"]}
+    block, stride, window = (usual | hyperparameters).values()
     n_blocks = n_compressed(problem.n_keys, block, stride)
     sliding = flash_problem(problem.for_op("sliding"), window)
     compressed = flash_problem(replace(problem, op="compressed", n_keys=n_blocks), stride)

@@ -48,11 +48,8 @@ def padded(d_k: int, d_v: int) -> int:
 
 
 def safe_offsets(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Offsets clamped to rows that exist; legal ones are unchanged.
-
-    Values on a GPU are not read unless `strict`: a wrong one may give wrong numbers, as on every other path, but must
-    not read memory that is not the caller's.
-    """
+    """Offsets clamped to rows that exist; legal ones are unchanged. Values on a GPU are not read unless `strict`: a
+    wrong one may give wrong numbers, but must not read memory that is not the caller's."""
     offsets = cu_seqlens.clamp(0, total).cummax(0).values
     offsets[:1] = 0
     offsets[-1:] = total

@@ -37,7 +37,6 @@ class Flag:
 
 
 def flag(config: Settings, op: str) -> Flag:
-    """The state of a branch under `config`."""
     switches, min_keys_setting = BRANCH_SETTINGS[op]
     for switch in switches:
         if not getattr(config, switch):
@@ -67,15 +66,8 @@ def reason_against(config: Settings, problem: Problem, *, named: bool) -> str | 
         return f"{found.why}, the problem has {problem.n_keys} keys"
     if not named and problem.cached and found.state == "default":
         return "decode with FlashAttention was never measured (NSA_USE_FA2=1 uses it)"
-    return copied_cache(config, problem)
-
-
-def copied_cache(config: Settings, problem: Problem) -> str | None:
-    """Why a decode step would have to copy its whole cache for one query; None if it need not."""
-    if not problem.cached:
-        return None
-    if problem.dtype == torch.float32 and config.fa2_prefer_fp16:
+    if problem.cached and problem.dtype == torch.float32 and config.fa2_prefer_fp16:
         return f"{config.describe('fa2_prefer_fp16')}, and a cast would copy the cache at every step"
-    if problem.d_k != problem.d_v or problem.d_k % HEAD_DIM_STEP:
+    if problem.cached and (problem.d_k != problem.d_v or problem.d_k % HEAD_DIM_STEP):
         return f"d_k is {problem.d_k} and d_v {problem.d_v}: padding them would copy the cache at every step"
     return None

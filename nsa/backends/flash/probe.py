@@ -96,10 +96,8 @@ def file_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdicts on one subject, one file per kind of problem under `folder`.
-
-    Without a folder, or if it cannot be written, a verdict holds for this process only.
-    """
+    """The verdicts on one subject, one file per kind of problem under `folder`. Without one, or if it cannot be
+    written, a verdict holds for this process only."""
 
     folder: Path | None
     subject: Subject
@@ -109,7 +107,6 @@ class Verdicts:
         return None if self.folder is None else self.folder / self.subject.name
 
     def read(self) -> list[list[Outcome]]:
-        """The verdicts on all kinds."""
         found = [] if self.path is None else map(read_outcomes, sorted(self.path.glob("*.json")))
         return [outcomes for outcomes in found if outcomes is not None]
 
@@ -267,7 +264,6 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def shown_list(values: Sequence[int]) -> str:
-    """A list as a report shows it."""
     shown = str(list(values[:LONGEST_LIST]))
     return shown if len(values) <= LONGEST_LIST else f"{shown[:-1]}, ... {len(values)} in all]"
 

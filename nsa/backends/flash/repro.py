@@ -73,7 +73,6 @@ if __name__ == "__main__":
 
 
 def repro_script(library: Library, subject: Subject, outcome: Outcome) -> str:
-    """The source of the script for one failed `outcome`."""
     where = {name: in_docstring(value) for name, value in asdict(subject).items()}
     header = HEADER.format(
         library=where["library"],

@@ -6,7 +6,6 @@ block gathers the queries that selected it (`selected.py`). Nothing here reads a
 """
 
 from nsa.backends.problem import Problem
-from nsa.backends.sdpa.branches import compressed_backward, compressed_forward, sliding_backward, sliding_forward
 from nsa.backends.sdpa.combine import combine_backward, combine_forward, prepare_backward
 from nsa.backends.sdpa.compress import (
     compress_mean_backward,
@@ -14,6 +13,7 @@ from nsa.backends.sdpa.compress import (
     gather_blocks_backward,
     gather_blocks_forward,
 )
+from nsa.backends.sdpa.ranged import compressed_backward, compressed_forward, sliding_backward, sliding_forward
 from nsa.backends.sdpa.selected import selected_backward, selected_forward
 from nsa.backends.sdpa.selection import select_blocks
 

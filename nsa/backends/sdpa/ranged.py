@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.backends.gated import without_gate
 from nsa.backends.sdpa.layout import (
     group_keys,
     group_lse,
@@ -26,9 +27,13 @@ from nsa.backends.sdpa.layout import (
 )
 from nsa.backends.sdpa.tile import is_fused, tile_backward, tile_forward
 from nsa.dtypes import sum_dtype
-from nsa.sequences import Ranges, Saved, Upstream
+from nsa.sequences import Compressed, Ranges, Saved, Selection, Sliding, Upstream, ranges_of
 
 MIN_TILE = 16
+# Queries per tile. The sliding branch computes `tile * (tile + window)` scores for `tile * window` visible ones; in the
+# compressed branch the keys of a tile do not depend on its size.
+SLIDING_TILE = 256
+COMPRESSED_TILE = 512
 
 
 @dataclass(frozen=True)
@@ -189,13 +194,54 @@ def tiled_backward(upstream: Upstream, saved: Saved, tiling: Tiling, scale: floa
         dk, dv = key_totals(kg, groups[0]), key_totals(vg, groups[0])
     for group in groups:
         if group.n_keys > 0:
-            do_t, q_t, o_t = map(group.tiles, (dog, qg, og))
-            dlse_t, lse_t = None if dlse_g is None else group.tiles(dlse_g), group.tiles(lse_g, fill=float("inf"))
-            inputs = (q_t, group.keys(kg), group.keys(vg), o_t, lse_t)
-            dq_tiles, dk_tiles, dv_tiles = tile_backward(do_t, dlse_t, *inputs, group.hidden(qg.shape[0]), scale)
+            given = Upstream(group.tiles(dog), None if dlse_g is None else group.tiles(dlse_g))
+            lse_t = group.tiles(lse_g, fill=float("inf"))
+            inputs = Saved(group.tiles(qg), group.keys(kg), group.keys(vg), group.tiles(og), lse_t)
+            dq_tiles, dk_tiles, dv_tiles = tile_backward(given, inputs, group.hidden(qg.shape[0]), scale)
             dq[:, group.c0 : group.c1] = group.queries(dq_tiles)
             group.add_keys(dk, dk_tiles)
             group.add_keys(dv, dv_tiles)
     before = tiling.before if tiling.along else 0
     dk, dv = dk[:, before : before + n_keys], dv[:, before : before + n_keys]
     return ungroup_queries(dq, batch, q.dtype), ungroup_keys(dk, batch, k.dtype), ungroup_keys(dv, batch, v.dtype)
+
+
+def compressed_tiling(branch: Compressed | Selection, n_keys: int) -> Tiling:
+    sequences = branch.sequences
+
+    def n_slice_keys(tile: int, c1: int) -> int:
+        # A block takes a whole stride of tokens, in a varlen batch too: no more blocks than strides before `c1`.
+        return n_keys if sequences.q_start is not None else min(n_keys, c1 // branch.stride)
+
+    tile = min(COMPRESSED_TILE, sequences.length)
+    return Tiling(ranges_of(branch, n_keys), tile=tile, along=False, before=0, n_slice_keys=n_slice_keys)
+
+
+def sliding_tiling(branch: Sliding, n_keys: int) -> Tiling:
+    length = branch.sequences.length
+    reach = min(branch.window, n_keys) - 1
+
+    def n_slice_keys(tile: int, c1: int) -> int:
+        # The keys of a cache are ahead of the queries by at most the difference of their numbers.
+        return reach + tile + n_keys - length
+
+    tile = min(SLIDING_TILE, length)
+    return Tiling(ranges_of(branch, n_keys), tile=tile, along=True, before=reach, n_slice_keys=n_slice_keys)
+
+
+def compressed_forward(q: Tensor, k: Tensor, v: Tensor, branch: Compressed) -> tuple[Tensor, Tensor]:
+    return tiled_forward(q, k, v, compressed_tiling(branch, k.shape[1]), branch.scale)
+
+
+@without_gate
+def compressed_backward(upstream: Upstream, saved: Saved, branch: Compressed) -> tuple[Tensor, Tensor, Tensor]:
+    return tiled_backward(upstream, saved, compressed_tiling(branch, saved.k.shape[1]), branch.scale)
+
+
+def sliding_forward(q: Tensor, k: Tensor, v: Tensor, branch: Sliding) -> tuple[Tensor, Tensor]:
+    return tiled_forward(q, k, v, sliding_tiling(branch, k.shape[1]), branch.scale)
+
+
+@without_gate
+def sliding_backward(upstream: Upstream, saved: Saved, branch: Sliding) -> tuple[Tensor, Tensor, Tensor]:
+    return tiled_backward(upstream, saved, sliding_tiling(branch, saved.k.shape[1]), branch.scale)

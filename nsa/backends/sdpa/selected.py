@@ -39,10 +39,8 @@ def block_starts(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def readable_blocks(blocks: Blocks, c0: int, c1: int) -> tuple[Tensor, Tensor]:
-    """`block_starts` of the blocks that queries `[c0, c1)` can read, from block `offset[c0]` on.
-
-    A chunk has no more documents than queries, whatever the number in the batch.
-    """
+    """`block_starts` of the blocks that queries `[c0, c1)` can read, from block `offset[c0]` on. A chunk has no more
+    documents than queries, whatever the number in the batch."""
     first_token, first_position = block_starts(blocks)
     n_blocks = -(-c1 // blocks.size)
     if blocks.sequences.cu_seqlens is None:
@@ -180,14 +178,11 @@ def chunks(indices: Tensor, blocks: Blocks, pairs_at_once: int) -> Iterator[Quer
         token = first_token[tiles.block][:, None] + inner
         key_position = first_position[tiles.block][:, None] + inner
         q_position = torch.where(tiles.used, position.flatten()[query].view_as(tiles.used), -1)
-        token = key_row(tiles.row, n_groups, n_keys)[:, None] + token.clamp_max(n_keys - 1) * n_groups
+        # Row `b * G + g` of keys begins there when `[B, N, G, D]` is viewed as rows of `D`.
+        begin = torch.div(tiles.row, n_groups, rounding_mode="floor") * (n_keys * n_groups) + tiles.row % n_groups
+        token = begin[:, None] + token.clamp_max(n_keys - 1) * n_groups
         hidden = key_position[:, None] > q_position[..., None]
         yield QueryChunk(c0, c1, tiles, query, token, hidden, n_select, first_token)
-
-
-def key_row(row: Tensor, n_groups: int, n_keys: int) -> Tensor:
-    """Index of row `b * G + g` when `[B, N, G, D]` is viewed as rows of `D`."""
-    return torch.div(row, n_groups, rounding_mode="floor") * (n_keys * n_groups) + row % n_groups
 
 
 def chunk_size(pairs_per_row: int, n_select: int, n_extra: int) -> int:
@@ -248,9 +243,9 @@ def selected_backward(upstream: Upstream, saved: Saved, branch: Selected) -> tup
     pairs = pairs_within_budget(q, n_heads // n_groups, blocks.size, fused=fused)
     for chunk in chunks(indices, blocks, pairs):
         do_c, q_c, o_c, lse_c = map(chunk.gather_queries, (dog, qg, og, lse_g))
-        dlse_c = None if dlse_g is None else chunk.gather_queries(dlse_g)
-        inputs = (q_c, chunk.gather_keys(k), chunk.gather_keys(v), o_c, lse_c)
-        dq_tile, dk_tile, dv_tile = tile_backward(do_c, dlse_c, *inputs, chunk.hidden, branch.scale, chunk.row_sum)
+        given = Upstream(do_c, None if dlse_g is None else chunk.gather_queries(dlse_g))
+        inputs = Saved(q_c, chunk.gather_keys(k), chunk.gather_keys(v), o_c, lse_c)
+        dq_tile, dk_tile, dv_tile = tile_backward(given, inputs, chunk.hidden, branch.scale, chunk.row_sum)
         dq[:, chunk.c0 : chunk.c1] = chunk.per_pair(dq_tile, missing=0.0).sum(dim=2, dtype=sum_dtype(q))
         chunk.add_blocks(dk, dk_tile)
         chunk.add_blocks(dv, dv_tile)

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.backends.sdpa.branches import compressed_tiling
 from nsa.backends.sdpa.layout import group_keys, group_lse, group_queries, score_budget
-from nsa.backends.sdpa.ranged import TileGroup
+from nsa.backends.sdpa.ranged import TileGroup, compressed_tiling
 from nsa.backends.sdpa.tile import plain_scores
 from nsa.sequences import Selection
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.dtypes import HALF_DTYPES
+from nsa.sequences import Saved, Upstream
 
 # The fused kernel has tiles in the third grid dimension, which CUDA limits.
 MAX_TILES = 65_535
@@ -37,25 +38,17 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) 
 
 
 def tile_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    scale: float,
-    row_sum: Callable[[Tensor], Tensor] | None = None,
+    upstream: Upstream, saved: Saved, hidden: Tensor, scale: float, row_sum: Callable[[Tensor], Tensor] = lambda x: x
 ) -> tuple[Tensor, ...]:
     """Gradients of `q` `[T,M,h,Dk]`, and of `k` and `v` `[T,N,D]` summed over heads.
 
     `o` and `lse` are those of the whole row; `lse = +inf` marks an empty row. Where tiles share a row, `row_sum`
     turns sums over each tile's keys, `[T,M,h]`, into sums over all keys of the row.
     """
-    if dlse is not None or not is_fused(q, v):
-        return plain_backward(do, dlse, q, k, v, lse, hidden, scale, row_sum or (lambda x: x))
-    return join_tiles([fused_backward(*part, scale=scale) for part in split_tiles(do, q, k, v, o, lse, hidden)])
+    if upstream.dlse is not None or not is_fused(saved.q, saved.v):
+        return plain_backward(upstream, saved, hidden, scale, row_sum)
+    parts = split_tiles(upstream.do, *saved[:5], hidden)
+    return join_tiles([fused_backward(*part, scale=scale) for part in parts])
 
 
 def split_tiles(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -99,15 +92,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float)
 
 
 def plain_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    scale: float,
-    row_sum: Callable[[Tensor], Tensor],
+    upstream: Upstream, saved: Saved, hidden: Tensor, scale: float, row_sum: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As exact as autograd through a softmax, however large the scores are.
 
@@ -115,6 +100,7 @@ def plain_backward(
     otherwise be 1. The mean of `dp` is summed from the products that it is subtracted from, not taken from `do . o`:
     where one key has all the weight, the two then cancel.
     """
+    (do, dlse, *_), (q, k, v, _, lse, _) = upstream, saved
     p = plain_scores(q, k, hidden, scale).sub_(lse[..., None]).exp_()
     total = row_sum(p.sum(dim=-1))
     p.div_(total.masked_fill_(total == 0.0, 1.0)[..., None])
@@ -130,19 +116,15 @@ def plain_backward(
     return dq, dk, dv
 
 
-def fused_bias(q: Tensor, hidden: Tensor) -> Tensor:
-    """The mask for the fused kernel: `[T, h, M, N]` of 0 and -inf, rows padded, heads by a stride of zero."""
+def fused_operands(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys, values and the mask, `[T, h, M, N]` of 0 and -inf with padded rows, for the fused kernel; the
+    heads of a group share keys and mask by a stride of zero."""
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1) for x in (k, v))
     n_keys = hidden.shape[-1]
     padded = -(-n_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
     bias = torch.zeros(*hidden.shape[:-1], padded, dtype=q.dtype, device=q.device)[..., :n_keys]
     bias.masked_fill_(hidden, float("-inf"))
-    return bias[:, None].expand(q.shape[0], q.shape[2], -1, -1)
-
-
-def fused_operands(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys, values and mask for the fused kernel; the heads of a group share keys by a stride of zero."""
-    k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1) for x in (k, v))
-    return q, k, v, fused_bias(q, hidden)
+    return q, k, v, bias[:, None].expand(q.shape[0], q.shape[2], -1, -1)
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
