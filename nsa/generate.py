@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa.config import require, require_int
 from nsa.data.tokenizer import Tokenizer
 from nsa.dtypes import DTYPES
-from nsa.generation.engine import Generation, as_rows
+from nsa.generation.engine import Generation
 from nsa.generation.options import Options
 from nsa.generation.text import TextGeneration
 from nsa.machine import usable_device
@@ -56,7 +56,10 @@ def generate(
     Raises:
         ValueError: A prompt or an option is impossible.
     """
-    generation = Generation(model, as_rows(prompts), Options(max_new_tokens=max_new_tokens, **options))
+    if isinstance(prompts, Tensor):
+        require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
+        prompts = prompts.tolist()
+    generation = Generation(model, prompts, Options(max_new_tokens=max_new_tokens, **options))
     for _ in generation:
         if stop():
             break
@@ -99,12 +102,8 @@ def generate_text(
 
 
 class OrderedRows:
-    """Writes rows one after the other: the first that is not finished as it grows, those after it once it is.
-
-    Args:
-        write: Takes text.
-        heads: What each row begins with.
-    """
+    """Writes rows one after the other, each after its head: the first that is not finished as it grows, those after it
+    once it is."""
 
     def __init__(self, write: Callable[[str], None], heads: Sequence[str]) -> None:
         self.write = write
@@ -112,7 +111,6 @@ class OrderedRows:
         self.current = 0
 
     def add(self, pieces: Sequence[str], finished: Callable[[int], bool]) -> None:
-        """Append `pieces`, one per row."""
         self.waiting = [text + piece for text, piece in zip(self.waiting, pieces, strict=True)]
         while self.current < len(self.waiting):
             row = self.current

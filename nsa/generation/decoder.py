@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.cache import save_caches
 from nsa.generation.options import Options
-from nsa.generation.prompt_cache import load_prompt_cache, save_prompt_cache
+from nsa.generation.prompt_cache import load_prompt_cache, model_fingerprint
 from nsa.generation.sampling import draws, pick
 from nsa.model import LM
 from nsa.model.transformer import Cache
@@ -27,12 +28,8 @@ WARMUP = 2
 
 
 class Replay:
-    """Calls `run`; on a GPU it is captured in a CUDA graph after `WARMUP` calls, and replayed from then on.
-
-    Args:
-        run: Reads and writes tensors at fixed addresses, and waits for nothing.
-        capture: False calls it eagerly every time.
-    """
+    """Calls `run`, which reads and writes tensors at fixed addresses and waits for nothing; with `capture` it becomes a
+    CUDA graph after `WARMUP` calls, and is replayed from then on."""
 
     def __init__(self, run: Callable[[], None], *, capture: bool) -> None:
         self.run = run
@@ -62,17 +59,9 @@ def can_capture(model: LM, options: Options) -> bool:
 
 
 class Decoder:
-    """Caches and sampling state of a batch, its prefill and its decode step.
-
-    Args:
-        model: The model.
-        prompts: Token ids of each row, checked.
-        limits: Most new tokens of each row.
-        options: How tokens are picked.
-
-    Raises:
-        ValueError: A layer has no such cache, or the file with caches does not go with the model and the prompts.
-    """
+    """Caches and sampling state of a batch, its prefill and its decode step, for checked prompts and at most `limits`
+    new tokens of each. A ValueError if a layer has no such cache, or the file with caches does not go with model and
+    prompts."""
 
     def __init__(self, model: LM, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: Options) -> None:
         self.model = model
@@ -98,22 +87,17 @@ class Decoder:
         self.index = torch.zeros_like(self.counts)
         self.limits = torch.tensor(limits, device=device)
         self.draws = draws(options, batch_size, device)
-        self.seen = None if options.repetition_penalty == 1 else self.tokens_of(prompts)
+        # `[B, V]` bool: the tokens of each row.
+        self.seen = None
+        if options.repetition_penalty != 1:
+            self.seen = torch.zeros(batch_size, model.config.vocab_size, dtype=torch.bool, device=device)
+            for row, prompt in zip(self.seen, prompts, strict=True):
+                row[torch.tensor(prompt, device=device)] = True
         self.steps = {w: Replay(partial(self.run, w), capture=captured) for w in {1, self.width}}
 
-    def tokens_of(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """`[B, V]` bool: the tokens of each prompt."""
-        seen = torch.zeros(len(prompts), self.model.config.vocab_size, dtype=torch.bool, device=self.device)
-        for row, prompt in zip(seen, prompts, strict=True):
-            row[torch.tensor(prompt, device=self.device)] = True
-        return seen
-
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Process the prompts in chunks and pick every row's first token.
-
-        Args:
-            progress: Called after each chunk with the columns done and in all; the device is waited for before.
-        """
+        """Process the prompts in chunks and pick every row's first token; `progress(columns done, in all)` is called
+        after each chunk, once the device has finished it."""
         n_columns = self.prompts.shape[1]
         # From here on no row is padding.
         n_padded = 0 if self.mask is None else int((~self.mask).sum(dim=1).max())
@@ -126,7 +110,8 @@ class Decoder:
                     torch.cuda.synchronize(x.device)
                 progress(min(columns.stop, n_columns), n_columns)
         if self.options.save_cache is not None:
-            save_prompt_cache(Path(self.options.save_cache), self.model, self.caches, self.whole_prompts)
+            fingerprint = model_fingerprint(self.model)
+            save_caches(Path(self.options.save_cache), self.caches, tokens=self.whole_prompts, model=fingerprint)
         self.pick(self.model.logits(x[:, -1:]), None)
 
     def step(self, width: int = 1) -> None:
@@ -163,11 +148,8 @@ class Decoder:
         self.counts.copy_(self.index < self.limits)
 
     def feed(self, drafts: Sequence[Sequence[int] | None]) -> int:
-        """Set what the next step feeds after each row's last token; None: the row is finished and is fed nothing.
-
-        Returns:
-            The width of that step.
-        """
+        """Set what the next step feeds after each row's last token, None for a finished row; returns the width of that
+        step."""
         n_draft = self.width - 1
         counts = [0 if draft is None else 1 + len(draft) for draft in drafts]
         self.counts.copy_(torch.tensor(counts))

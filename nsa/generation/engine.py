@@ -10,13 +10,44 @@ from typing import Any, Literal
 
 import torch
 
-from nsa.config import require
 from nsa.generation.decoder import Decoder
-from nsa.generation.lookup import PromptLookup
 from nsa.generation.options import Options
 from nsa.model import LM
 
 Finish = Literal["length", "end", "stop", "nonfinite"]
+
+
+class PromptLookup:
+    """Proposes what followed the latest earlier occurrence of the last n-gram in `tokens`, the text so far."""
+
+    def __init__(self, tokens: Sequence[int], ngram: int) -> None:
+        self.ngram = ngram
+        self.tokens: list[int] = []
+        # Where the continuation of each n-gram begins, the latest one.
+        self.continuations: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            # An n-gram is listed once a token follows it, so that the last one does not find itself.
+            if len(self.tokens) >= self.ngram:
+                self.continuations[self.last()] = len(self.tokens)
+            self.tokens.append(token)
+
+    def last(self) -> tuple[int, ...]:
+        return tuple(self.tokens[-self.ngram :])
+
+    def propose(self, n: int) -> list[int]:
+        """`n` tokens, or none where the last n-gram did not occur before.
+
+        A copy that reaches the end of the text goes on with what it copied, as in LZ77: a text that repeats itself is
+        continued at its period.
+        """
+        start = self.continuations.get(self.last())
+        if start is None:
+            return []
+        period = len(self.tokens) - start
+        return [self.tokens[start + i % period] for i in range(n)]
 
 
 @dataclass
@@ -46,19 +77,9 @@ class Stats:
 
 
 class Generation:
-    """Generates the tokens after a batch of prompts.
-
-    Iterating runs the prefill, then decode steps until every row has ended.
-
-    Args:
-        model: The model, on its device.
-        prompts: Token ids of each row, of any lengths.
-        options: See `Options`.
-        progress: Called after each prefill chunk with the prompt columns done and in all.
-
-    Raises:
-        ValueError: A prompt is empty, too long or has an unknown token, or an option does not fit the model.
-    """
+    """Generates the tokens after prompts of any lengths: iterating runs the prefill, then decode steps until every row
+    has ended. `progress(columns done, in all)` is called after each chunk of the prefill. A ValueError if a prompt is
+    empty, too long or has an unknown token, or an option does not fit the model."""
 
     @torch.inference_mode()
     def __init__(
@@ -85,12 +106,10 @@ class Generation:
         self.stats.cached_tokens = sum(self.decoder.n_cached)
 
     def stop(self, row: int) -> None:
-        """End a row; the others go on."""
         self.rows[row].finish = self.rows[row].finish or "stop"
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended."""
         return all(row.finish is not None for row in self.rows)
 
     @torch.inference_mode()
@@ -194,12 +213,3 @@ class HostCopy:
         if self.event is not None:
             self.event.synchronize()
         return [row[: row[-1]] for row in self.copies.tolist()]
-
-
-def as_rows(prompts: torch.Tensor | Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Prompts `[B, S]` as lists."""
-    if not isinstance(prompts, torch.Tensor):
-        return prompts
-    require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
-    rows: list[list[int]] = prompts.tolist()
-    return rows

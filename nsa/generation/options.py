@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,34 +62,22 @@ class Options:
     load_cache: Path | str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, {"seed": 0, "prompt_lookup": 0, "max_len": 2}, skip=("end", "temperature", "top_p", "min_p"))
+        least = {"seed": 0, "prompt_lookup": 0, "max_len": 2, "temperature": 0, "min_p": 0}
+        check_fields(self, least, skip=("end",))
         for name in ("save_cache", "load_cache"):
             path = getattr(self, name)
             require(path is None or isinstance(path, Path | str), name, path, "a path")
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(number or (value is None and name != "temperature"), name, value, "a number")
-        finite = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
         accepted = f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}"
-        require(finite, "temperature", self.temperature, accepted)
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
-        require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        require(self.temperature == 0 or self.temperature >= MIN_TEMPERATURE, "temperature", self.temperature, accepted)
+        require(self.top_p is None or self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
+        require(self.min_p is None or self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
         for name in ("top_k", "top_p", "min_p"):
             value = getattr(self, name)
             accepted = "None with temperature = 0, which takes the most likely token"
             require(value is None or self.temperature != 0, name, value, accepted)
 
     def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """Check what depends on the model and the prompts.
-
-        Args:
-            prompts: Token ids of each row.
-            vocab_size: Of the model.
-
-        Raises:
-            ValueError: An option or a prompt is impossible for the other or for the model.
-        """
+        """Check what depends on the prompts' token ids and the model's vocabulary; a ValueError names what is wrong."""
         require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
         inside = self.end is None or 0 <= self.end < vocab_size
         require(inside, "end", self.end, f"None or a token id from 0 to {vocab_size - 1}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.attention import NSAAttention
-from nsa.cache import read_saved, save_caches
+from nsa.cache import read_saved
 from nsa.config import require
 from nsa.model import LM
 from nsa.model.transformer import Cache
@@ -30,27 +30,16 @@ def model_fingerprint(model: LM) -> str:
     return digest.hexdigest()
 
 
-def save_prompt_cache(path: Path, model: LM, caches: Sequence[Cache], prompts: Sequence[Sequence[int]]) -> None:
-    """Write the caches of processed prompts, one per layer, with the token ids of each row, over `path`."""
-    save_caches(path, caches, tokens=prompts, model=model_fingerprint(model))
-
-
 def load_prompt_cache(
     path: Path, model: LM, prompts: Sequence[Sequence[int]], max_len: int, **options: Any
 ) -> tuple[list[Cache], list[int]]:
-    """Caches with the beginning of each prompt, from the saved row that holds most of it.
+    """Caches with the beginning of each prompt, from the row of the file that holds most of it, and how many tokens of
+    each prompt they hold; `options` are more arguments of `LM.new_cache`.
 
     At least the last token of a prompt is left to be processed, because its logits are needed. A saved row may go on
     after the beginning it shares with the prompt for at most as many tokens as it can roll back: tokenizers may merge
-    its last characters with those that follow.
-
-    `path` is a file of `save_prompt_cache`, `options` are more arguments of `LM.new_cache`.
-
-    Returns:
-        One cache per layer, and how many tokens of each prompt they hold.
-
-    Raises:
-        ValueError: The file is damaged, or of another model or form, or a prompt starts with no row that was saved.
+    its last characters with those that follow. A ValueError if the file is damaged, or of another model or form, or a
+    prompt starts with no row that was saved.
     """
     saved = read_saved(path)
     same = saved.model == model_fingerprint(model)
@@ -75,10 +64,8 @@ def load_prompt_cache(
 def longest_match(
     path: Path, index: int, prompt: Sequence[int], rows: Sequence[Sequence[int]], max_rollback: int
 ) -> tuple[int, int]:
-    """The saved row that holds most of the beginning of a prompt, and how many tokens that is, without the last.
-
-    Rows that can always be cropped to what they share with the prompt come first.
-    """
+    """The saved row that holds most of the beginning of a prompt, and how many tokens that is, without the last. Rows
+    that can always be cropped to what they share with the prompt come first."""
     matches = [common_prefix(prompt, row) for row in rows]
     removed = [len(row) - min(match, len(prompt) - 1) for row, match in zip(rows, matches, strict=True)]
     best = max(range(len(rows)), key=lambda row: (removed[row] <= max_rollback, matches[row]), default=None)
@@ -90,6 +77,5 @@ def longest_match(
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences start with alike."""
     differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differing, min(len(a), len(b)))

@@ -12,13 +12,8 @@ MAX_DRAW = 1 - 2**-50
 
 
 def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
-    """Uniform random numbers, one per row and new token.
-
-    A row's numbers depend on its seed alone: not on the device, the batch or `max_new_tokens`.
-
-    Returns:
-        `[B, max_new_tokens]` fp64 in `[0, 1)`, or `[B, 1]` zeros where nothing is sampled.
-    """
+    """Uniform random numbers in `[0, 1)`, fp64 `[B, max_new_tokens]`, or `[B, 1]` zeros where nothing is sampled. A
+    row's depend on its seed alone: not on the device, the batch or `max_new_tokens`."""
     if options.temperature == 0:
         return torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
     streams = [torch.Generator().manual_seed(options.seed + row) for row in range(batch_size)]
@@ -27,17 +22,8 @@ def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
 
 
 def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = None) -> Tensor:
-    """The next token at every position.
-
-    Args:
-        logits: `[..., V]`.
-        draw: `[...]` numbers in `[0, 1)`; not used by greedy decoding.
-        options: Temperature, filters and penalty.
-        seen: bool, broadcast to `[..., V]`: the tokens that `repetition_penalty` is for. None: no penalty.
-
-    Returns:
-        `[...]` int64; -1 where logits are not finite.
-    """
+    """The next token at every position, int64 `[...]`, -1 where `logits [..., V]` are not finite. `draw [...]`: in `[0,
+    1)`; `seen`: bool, broadcast to `[..., V]`, the tokens that `repetition_penalty` is for, None for no penalty."""
     finite = logits.isfinite().all(dim=-1)
     # A CUDA assert on NaN would end the process.
     logits = logits.where(finite[..., None], 0.0).float()
@@ -58,12 +44,8 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def filtered(probabilities: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """What top-k, then top-p, and min-p leave of `probabilities [..., V]`.
-
-    Returns:
-        Probabilities in descending order, 0 for tokens left out and not normalized, and the token ids: `[..., top_k]`
-        each.
-    """
+    """What top-k, then top-p, and min-p leave of `probabilities [..., V]`: in descending order, 0 for tokens left out
+    and not normalized, and the token ids, `[..., top_k]` each."""
     kept, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     if options.top_k is not None:
         kept = kept[..., : options.top_k]

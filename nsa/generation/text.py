@@ -17,21 +17,10 @@ CONTEXT = 8
 
 
 class TextGeneration:
-    """Generates text; iterating yields the new text of every row after each step.
-
-    Args:
-        model: The model, on its device.
-        tokenizer: The model's.
-        prompts: Texts of at least one token.
-        options: See `Options`.
-        stop_strings: A row ends before the first of them that it generates.
-        name: What errors call the model.
-        progress: Called after each prefill chunk with the prompt columns done and in all.
-
-    Raises:
-        ValueError: A prompt, a stop string or an option is impossible, the model's vocabulary is too small; while
-            iterating, its logits are not finite.
-    """
+    """Generates text; iterating yields the new text of every row after each step. A row ends before the first of the
+    stop strings that it generates. `name`: what errors call the model; `progress` as for `Generation`. A ValueError for
+    a prompt, stop string or option that is impossible, a vocabulary that is too small, and while iterating for logits
+    that are not finite."""
 
     def __init__(
         self,
@@ -64,7 +53,6 @@ class TextGeneration:
             yield pieces
 
     def finished(self, row: int) -> bool:
-        """Whether no more text follows in a row."""
         return self.tokens.rows[row].finish is not None
 
     def close(self) -> list[str]:
@@ -81,18 +69,9 @@ def where_not_finite(model: LM) -> str:
 
 
 class TextStream:
-    """The text of one row, handed out as far as later tokens cannot change it.
-
-    Characters of several tokens wait for the last of them; what may become a stop string waits until it is decided.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        prompt: Tokens before the first new one.
-        stop_strings: The text ends before the one that is complete first, which is not part of it.
-
-    Raises:
-        ValueError: A stop string is empty.
-    """
+    """The text of one row, handed out as far as later tokens cannot change it: characters of several tokens wait for
+    the last of them, and what may become a stop string until it is decided. `prompt`: the tokens before the first new
+    one. The text ends before the stop string that is complete first; a ValueError if one is empty."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
         require(all(stop_strings), "stop_strings", list(stop_strings), "strings of at least one character")
@@ -106,11 +85,7 @@ class TextStream:
         self.held = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Append `tokens`.
-
-        Returns:
-            The text that has become certain; after a stop string, nothing more.
-        """
+        """Append `tokens`; returns the text that has become certain, after a stop string nothing more."""
         self.waiting += tokens
         text = self.decode_waiting()
         if text.endswith(INCOMPLETE):

@@ -18,7 +18,6 @@ GRACE_S = 30
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     require(not missing, "missing packages", missing, "none: pip install 'nsa[serve]'")
     import uvicorn
@@ -35,11 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
-    """The ASGI application for the flags of `nsa serve`, with the model loaded and its caches allocated.
-
-    Raises:
-        ValueError: A flag or the folder is wrong.
-    """
+    """The ASGI application for the flags of `nsa serve`, with the model loaded and its caches allocated; a ValueError
+    if a flag or the folder is wrong."""
     import torch
 
     from nsa.generate import MIB
@@ -62,23 +58,14 @@ def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
     name = args.name or args.model.resolve().name
     caches = f"{batch.bytes_used() / MIB:,.0f} MiB of caches"
     say(f"{name}: {args.slots} slots of {max_len:,} tokens, {caches}, on {device}", error=True)
-    scheduler = Scheduler(
-        batch,
-        ends=encoder.ends,
-        hidden=encoder.hidden,
-        max_waiting=args.max_waiting,
-        prefill_chunk=args.prefill_chunk,
-    )
+    sizes = {"max_waiting": args.max_waiting, "prefill_chunk": args.prefill_chunk}
+    scheduler = Scheduler(batch, ends=encoder.ends, hidden=encoder.hidden, **sizes)
     limits = Limits(max_tokens=args.max_tokens, timeout_s=args.timeout)
     return make_app(name, encoder, scheduler, limits, api_key=api_key)
 
 
 def read_key(file: Path) -> str:
-    """The API key in a file.
-
-    Raises:
-        ValueError: The file is empty.
-    """
+    """The API key in a file; a ValueError if it is empty."""
     key = file.read_text().strip()
     require(bool(key), "--api-key-file", str(file), "a file with a key")
     return key

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from nsa.generation.options import Options
+from nsa.generation.text import TextStream
 from nsa.serving.errors import ServingError, bad_request
 from nsa.serving.loading import PromptEncoder
 from nsa.serving.protocol import Answer, ChatRequest, CompletionRequest, SamplingRequest, event, parse_body
@@ -28,12 +29,8 @@ DISCONNECT_POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may take.
-
-    Args:
-        max_tokens: Most new tokens, and how many there are where a request names no number.
-        timeout_s: Seconds from its arrival to its last token.
-    """
+    """What one request may take: new tokens, also where it names no number, and seconds from its arrival to its last
+    token."""
 
     max_tokens: int
     timeout_s: float
@@ -42,15 +39,8 @@ class Limits:
 def make_app(
     name: str, encoder: PromptEncoder, scheduler: Scheduler, limits: Limits, *, api_key: str | None = None
 ) -> FastAPI:
-    """An application for an ASGI server; its shutdown closes the scheduler, which is its `state.scheduler`.
-
-    Args:
-        name: Of the model, for clients.
-        encoder: Of the model.
-        scheduler: Runs the requests.
-        limits: Of each request.
-        api_key: What `Authorization: Bearer` must say, but for /health. None: nothing.
-    """
+    """An application for an ASGI server; its shutdown closes the scheduler, which is its `state.scheduler`. `name`: of
+    the model, for clients; `api_key`: what `Authorization: Bearer` must say, but for /health."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -119,7 +109,7 @@ def make_app(
         def deliver(update: Update) -> None:
             loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        job = Job(prompt, options, encoder.text_stream(prompt, asked.stop_strings()), deadline, deliver)
+        job = Job(prompt, options, TextStream(encoder.decoder, prompt, asked.stop_strings()), deadline, deliver)
         scheduler.submit(job)
         found = follow(request, job, updates)
         form = Answer(secrets.token_hex(12), name, chat=chat, n_prompt=len(prompt))
@@ -134,16 +124,13 @@ def make_app(
 
 
 def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
-    """How a request is sampled.
-
-    Raises:
-        ServingError: 400 where a value is impossible, or the prompt or the answer is too long.
-    """
+    """How a request is sampled; a ServingError 400 for an impossible value, or where the prompt or the answer is too
+    long."""
     space = max_len - n_prompt
     if space < 1:
         message = f"the prompt has {n_prompt} tokens; accepted: less than {max_len}, the context length"
         raise bad_request(message, "context_length_exceeded")
-    wanted = asked.wanted_tokens()
+    wanted = asked.max_completion_tokens or asked.max_tokens
     if wanted is not None and wanted > limits.max_tokens:
         raise bad_request(f"max_tokens is {wanted}; accepted: at most {limits.max_tokens} per request")
     if wanted is not None and wanted > space:
@@ -157,11 +144,7 @@ def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limi
 
 
 async def read_body(request: Request, timeout_s: float) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ServingError: 413 where it is too large, 408 where it takes too long, 499 where the client leaves.
-    """
+    """A request's body; a ServingError 413 if it is too large, 408 if it takes too long, 499 if the client leaves."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
@@ -178,11 +161,8 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
 
 
 async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> AsyncIterator[Update]:
-    """The updates of a job until it ends or its client leaves; then the job is cancelled.
-
-    Raises:
-        ServingError: The job failed.
-    """
+    """The updates of a job until it ends or its client leaves, then the job is cancelled; a ServingError if it
+    failed."""
     next_check = time.monotonic() + DISCONNECT_POLL_S
     try:
         while True:

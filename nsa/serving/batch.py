@@ -11,29 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nsa.config import require_positive_int
 from nsa.generation.decoder import Replay, can_capture
 from nsa.generation.options import Options
 from nsa.model import LM
 
 
 class SlotBatch:
-    """Caches for `n_slots` requests, allocated once.
-
-    Args:
-        model: On its device.
-        n_slots: Requests that decode together.
-        max_len: Most tokens of a request, prompt included.
-        cuda_graph: On a GPU, replay the step as a CUDA graph.
-
-    Raises:
-        ValueError: A size is not positive.
-    """
+    """Caches for `n_slots` requests that decode together, of up to `max_len` tokens each, allocated once."""
 
     @torch.inference_mode()
     def __init__(self, model: LM, n_slots: int, max_len: int, *, cuda_graph: bool = True) -> None:
-        require_positive_int("n_slots", n_slots)
-        require_positive_int("max_len", max_len)
         self.model, self.n_slots, self.max_len = model, n_slots, max_len
         self.device = device = model.head_weight.device
         captured = can_capture(model, Options(max_new_tokens=1, cuda_graph=cuda_graph))
@@ -46,12 +33,10 @@ class SlotBatch:
         self.replay = Replay(self.run, capture=captured)
 
     def bytes_used(self) -> int:
-        """Memory of all caches, in bytes."""
         return sum(cache.bytes_used() for cache in (*self.caches, *self.prompt_caches))
 
     @torch.inference_mode()
     def begin_prompt(self) -> None:
-        """Forget the last prompt."""
         for cache in self.prompt_caches:
             cache.reset()
 
@@ -63,7 +48,6 @@ class SlotBatch:
 
     @torch.inference_mode()
     def occupy(self, slot: int) -> None:
-        """Copy the prompt's caches to a slot."""
         for cache, prompt in zip(self.caches, self.prompt_caches, strict=True):
             for buffer, row in zip(cache.buffers(), prompt.buffers(), strict=True):
                 buffer[slot].copy_(row[0])

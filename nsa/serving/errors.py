@@ -6,14 +6,8 @@ from typing import Any
 
 
 class ServingError(Exception):
-    """A request that ends without an answer.
-
-    Args:
-        status: Of HTTP.
-        code: What clients may test for.
-        message: For people.
-        retry_after: Seconds after which the same request may succeed.
-    """
+    """A request that ends without an answer: HTTP's status, a code that clients may test for, a message for people, and
+    the seconds after which the same request may succeed."""
 
     def __init__(self, status: int, code: str, message: str, *, retry_after: int | None = None) -> None:
         super().__init__(message)

@@ -15,7 +15,6 @@ import nsa.hf  # noqa: F401  registers the model type, by which a tokenizer is l
 from nsa.config import require
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 from nsa.files import parse_json, read_text
-from nsa.generation.text import TextStream
 from nsa.model import LM
 from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, lm_config, load_llama_tensors, read_fields, read_weights
 from nsa.serving.errors import bad_request
@@ -24,16 +23,8 @@ GENERATION_FILE = "generation_config.json"
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LM:
-    """A model of `nsa export` or `nsa convert`.
-
-    Args:
-        folder: With `config.json` and safetensors.
-        device: Where it will run.
-        dtype: Of its parameters (default: as saved).
-
-    Raises:
-        ValueError: It is no such folder, or is damaged.
-    """
+    """A model of `nsa export` or `nsa convert`, by default in its dtype; a ValueError if the folder is none, or
+    damaged."""
     accepted = f"a folder with {CONFIG_FILE}; `nsa export {folder} --to DIR` makes one of a run"
     require((folder / CONFIG_FILE).is_file(), "DIR", str(folder), accepted)
     fields = read_fields(folder)
@@ -48,15 +39,8 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None = 
 
 
 class PromptEncoder:
-    """Text and chats to tokens as Transformers does, and tokens to text as they arrive.
-
-    Args:
-        folder: With the tokenizer's files; no code in it is run.
-        vocab_size: Of the model.
-
-    Raises:
-        ValueError: The tokenizer is missing or damaged, or has more tokens than the model.
-    """
+    """Text and chats to tokens as Transformers does, and tokens to text as they arrive, with the tokenizer of a folder,
+    of which no code is run. A ValueError if it is missing or damaged, or has more tokens than the model."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.decoder = load_tokenizer(folder)
@@ -78,22 +62,16 @@ class PromptEncoder:
         return set(found) if isinstance(found, list) else {self.decoder.end if found is None else found}
 
     def encode_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt; token ids stay as they are.
-
-        Raises:
-            ServingError: 400 where there are none, or a token is unknown.
-        """
+        """The tokens of a prompt; token ids stay as they are. A ServingError 400 where there are none, or one is
+        unknown."""
         if isinstance(prompt, str):
             with self.lock:
                 return self.checked(self.inner(prompt)["input_ids"])
         return self.checked(list(prompt))
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of a chat up to where the answer starts.
-
-        Raises:
-            ServingError: 400 where the model has no chat template, or the template refuses the messages.
-        """
+        """The tokens of a chat up to where the answer starts; a ServingError 400 where the model has no chat template,
+        or it refuses the messages."""
         if not self.inner.chat_template:
             raise bad_request("the model has no chat template; accepted: /v1/completions", "no_chat_template")
         try:
@@ -109,7 +87,3 @@ class PromptEncoder:
                 f"the prompt has {len(tokens)} tokens; accepted: 1 or more, from 0 to {self.vocab_size - 1}"
             )
         return tokens
-
-    def text_stream(self, prompt: Sequence[int], stop_strings: Sequence[str]) -> TextStream:
-        """The text that follows a prompt."""
-        return TextStream(self.decoder, prompt, stop_strings)

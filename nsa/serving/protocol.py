@@ -66,9 +66,6 @@ class SamplingRequest(BaseModel):
             raise bad_request(f"stop: accepted: up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         return found
 
-    def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
     def sampling(self) -> dict[str, Any]:
         """Arguments of `Options`. Greedy decoding takes no filters, and OpenAI's default is temperature 1."""
         if self.temperature == 0:
@@ -116,7 +113,6 @@ class CompletionRequest(SamplingRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
 
     def single(self) -> str | list[int]:
-        """The prompt: text or token ids."""
         found = self.prompt
         if isinstance(found, list) and found and not isinstance(found[0], int):
             if len(found) > 1:
@@ -126,11 +122,7 @@ class CompletionRequest(SamplingRequest):
 
 
 def parse_body(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """A request from JSON.
-
-    Raises:
-        ServingError: 400 where it is no such request, or asks for what is not supported.
-    """
+    """A request from JSON; a ServingError 400 where it is no such request, or asks for what is not supported."""
     try:
         found = kind.model_validate_json(body)
     except ValidationError as error:
@@ -147,36 +139,24 @@ def parse_body(kind: type[AnyRequest], body: bytes) -> AnyRequest:
 
 
 class Answer:
-    """The JSON of one answer, whole or in chunks.
-
-    Args:
-        identifier: Of the request.
-        model: The name that is served.
-        chat: Whether it answers a chat.
-        n_prompt: Tokens of the prompt.
-    """
+    """The JSON of the answer to one request, whole or in chunks."""
 
     def __init__(self, identifier: str, model: str, *, chat: bool, n_prompt: int) -> None:
         self.chat, self.n_prompt = chat, n_prompt
-        self.head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{identifier}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        kind = "chatcmpl" if chat else "cmpl"
+        self.head = {"id": f"{kind}-{identifier}", "created": int(time.time()), "model": model}
 
     def usage(self, n_tokens: int) -> dict[str, int]:
         total = self.n_prompt + n_tokens
         return {"prompt_tokens": self.n_prompt, "completion_tokens": n_tokens, "total_tokens": total}
 
     def whole(self, text: str, finish: str, n_tokens: int) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": [choice], "usage": self.usage(n_tokens)}
 
     def chunk(self, text: str, finish: str | None, *, first: bool) -> dict[str, Any]:
-        """An event of a stream."""
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         content = {"delta": delta} if self.chat else {"text": text}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
@@ -192,5 +172,4 @@ class Answer:
 
 
 def event(data: dict[str, Any] | str) -> str:
-    """A server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"

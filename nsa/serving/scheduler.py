@@ -28,17 +28,8 @@ from nsa.serving.errors import ServingError
 log = logging.getLogger("nsa")
 
 # What computing and decoding can raise. Anything else is no request's fault: it ends the thread, and /health says so.
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError)
+FAILURES += (OSError, RuntimeError, TypeError, ValueError)
 # So many failed steps in a row mean that the device is lost.
 MAX_FAILED_STEPS = 3
 
@@ -53,15 +44,8 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way.
-
-    Args:
-        prompt: Token ids, at least one.
-        options: How tokens are picked; `max_new_tokens` is its limit.
-        stream: Turns its tokens into text.
-        deadline: By `time.monotonic`.
-        deliver: Called with each update, from the scheduler's thread; must not wait.
-    """
+    """A request on its way: its token ids, how they are picked, and what turns tokens into text. `deadline` is by
+    `time.monotonic`; `deliver` is called with each update from the scheduler's thread, and must not wait."""
 
     prompt: Sequence[int]
     options: Options
@@ -92,18 +76,8 @@ class Job:
 
 
 class Scheduler:
-    """Runs requests until `close`.
-
-    Args:
-        batch: The model and its slots.
-        ends: Tokens that end an answer.
-        hidden: Tokens that are not part of a text, such as those of a chat's markup.
-        max_waiting: Most requests that wait for a slot.
-        prefill_chunk: Most prompt tokens processed between two decode steps.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
+    """Runs requests until `close`: tokens of `ends` end an answer, `hidden` ones are not part of a text, `max_waiting`
+    requests wait for a slot, and `prefill_chunk` prompt tokens are processed between two decode steps, at most."""
 
     def __init__(
         self,
@@ -130,12 +104,10 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken."""
         return self.thread.is_alive() and not self.closing
 
     @property
     def max_len(self) -> int:
-        """Most tokens of a request, prompt included."""
         return self.batch.max_len
 
     @property
@@ -144,19 +116,13 @@ class Scheduler:
         return self.batch.n_slots - len(self.free)
 
     def submit(self, job: Job) -> None:
-        """Queue a request.
-
-        Raises:
-            ServingError: 429 where too many wait already, 503 where the scheduler has stopped.
-        """
+        """Queue a request; a ServingError 429 where too many wait already, 503 where the scheduler has stopped."""
         with self.changed:
             if not self.healthy:
                 raise stopped()
             if len(self.waiting) - len(self.free) >= self.max_waiting:
-                message = (
-                    f"{self.batch.n_slots} requests are running and {self.max_waiting} are waiting; try again later"
-                )
-                raise ServingError(429, "too_many_requests", message, retry_after=1)
+                busy = f"{self.batch.n_slots} requests are running and {self.max_waiting} are waiting"
+                raise ServingError(429, "too_many_requests", f"{busy}; try again later", retry_after=1)
             self.waiting.append(job)
             self.changed.notify()
 
@@ -191,7 +157,6 @@ class Scheduler:
         return [*self.waiting, *([] if self.prefilling is None else [self.prefilling]), *self.running]
 
     def drop_ended(self) -> None:
-        """Requests that were cancelled, or are out of time."""
         now = time.monotonic()
         for job in self.jobs():
             if job.cancelled:
@@ -230,7 +195,6 @@ class Scheduler:
             self.sample([job], logits)
 
     def step(self) -> None:
-        """One token for every running request."""
         if not self.running:
             return
         jobs = list(self.running)

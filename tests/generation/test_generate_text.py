@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nsa.data import train_bpe
 from nsa.data.tokenizer import ByteTokenizer
-from nsa.generation.lookup import PromptLookup
+from nsa.generation.engine import PromptLookup
 from nsa.generation.text import TextStream
 
 
