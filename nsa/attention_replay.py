@@ -76,12 +76,8 @@ class ReplayAttention(torch.autograd.Function):
 
 def replay_attention(passes: Passes, inputs: tuple[Tensor, ...], rest: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     """The attention of fixed-length sequences and the selected blocks; None where this call is not to be replayed.
-
-    Args:
-        passes: the bodies of `nsa::attention` and `nsa::attention_backward`.
-        inputs: their eight tensors.
-        rest: the arguments after the places of queries.
-    """
+    `passes`: the bodies of `nsa::attention` and its backward; `inputs`: their tensors; `rest`: what follows the places
+    of queries."""
     q, differentiable = inputs[0], torch.is_grad_enabled()
     if forward_ad._current_level >= 0 or not can_replay(q, *rest[-2:]):
         return None

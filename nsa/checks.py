@@ -105,13 +105,16 @@ def check_token_count(q: Tensor, k: Tensor, q_start: Tensor | None, name: str = 
         require(False, f"{name}.shape[1]", k.shape[1], f"at least q's {q.shape[1]} tokens")
 
 
-def check_compressed_count(
-    q: Tensor, n_keys: int, named: dict[str, Any], cu_seqlens: Tensor | None, q_start: Tensor | None
-) -> None:
-    if cu_seqlens is None and q_start is None:
+def check_attention_args(q: Tensor, k_cmp: Tensor | None, names: Sequence[str], args: Sequence[Any]) -> None:
+    """What the ops with queries take after their tensors."""
+    cu_seqlens, q_start, *values, scale, backend, strict = args
+    named = check_hyperparameters(names, values)
+    check_sequences(q, cu_seqlens, q_start)
+    if k_cmp is not None and cu_seqlens is None and q_start is None:
         expected = n_compressed(q.shape[1], named["block"], named["stride"])
-        if n_keys != expected:
-            require(False, "k_cmp.shape[1]", n_keys, f"{expected} blocks for {q.shape[1]} tokens")
+        if k_cmp.shape[1] != expected:
+            require(False, "k_cmp.shape[1]", k_cmp.shape[1], f"{expected} blocks for {q.shape[1]} tokens")
+    check_routing(backend, strict, scale)
 
 
 def check_compressible(x: Tensor, block: int, stride: int, cu_seqlens: Tensor | None) -> None:
@@ -177,17 +180,12 @@ def check_gather_blocks(x: Tensor, position: Tensor, *args: Any) -> None:
 
 @once_per_layout
 def check_compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k_cmp, v_cmp, "k_cmp", "v_cmp")
-    named = check_hyperparameters(COMPRESSED_NAMES, values)
-    check_sequences(q, cu_seqlens, q_start)
-    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
-    check_routing(backend, strict, scale)
+    check_attention_args(q, k_cmp, COMPRESSED_NAMES, args)
 
 
 @once_per_layout
 def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_queries(q)
     check_key("k_cmp", k_cmp, q, "B N G Dk")
     check_same("k_cmp", "shape[3]", k_cmp.shape[3], "q", q.shape[3])
@@ -195,35 +193,26 @@ def check_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> No
     check_tensor("lse", lse, "B S Hq", (expected,), f"{expected} for q of {q.dtype}")
     check_same("lse", "shape", tuple(lse.shape), "q", tuple(q.shape[:3]))
     check_same("lse", "device", lse.device, "q", q.device)
-    named = check_hyperparameters(SELECTION_NAMES, values)
-    check_sequences(q, cu_seqlens, q_start)
-    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
-    check_routing(backend, strict, scale)
+    check_attention_args(q, k_cmp, SELECTION_NAMES, args)
 
 
 @once_per_layout
 def check_selected_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
-    check_token_count(q, k, q_start)
+    check_token_count(q, k, args[1])
     check_tensor("indices", indices, "B S G n", (torch.int32,), "int32")
     expected = (q.shape[0], q.shape[1], k.shape[2])
     check_same("indices", "shape[:3]", tuple(indices.shape[:3]), "q and k", expected)
     require(indices.shape[3] >= 1, "indices.shape", tuple(indices.shape), "at least one slot")
     check_same("indices", "device", indices.device, "q", q.device)
-    check_hyperparameters(SELECTED_NAMES, values)
-    check_sequences(q, cu_seqlens, q_start)
-    check_routing(backend, strict, scale)
+    check_attention_args(q, None, SELECTED_NAMES, args)
 
 
 @once_per_layout
 def check_sliding_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
-    cu_seqlens, q_start, *values, scale, backend, strict = args
     check_keys_values(q, k, v, "k", "v")
-    check_token_count(q, k, q_start)
-    check_hyperparameters(SLIDING_NAMES, values)
-    check_sequences(q, cu_seqlens, q_start)
-    check_routing(backend, strict, scale)
+    check_token_count(q, k, args[1])
+    check_attention_args(q, None, SLIDING_NAMES, args)
 
 
 @once_per_layout
@@ -249,19 +238,15 @@ def check_gates(gates: Tensor, like: Tensor, name: str) -> None:
 @once_per_layout
 def check_attention(*args: Any) -> None:
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start, *rest = args
-    *values, scale, backend, strict = rest
     for branch, k, v in (("cmp", k_cmp, v_cmp), ("sel", k_sel, v_sel), ("win", k_win, v_win)):
         check_keys_values(q, k, v, f"k_{branch}", f"v_{branch}")
         check_same(f"k_{branch}", "shape[2]", k.shape[2], "k_cmp", k_cmp.shape[2])
         check_same(f"v_{branch}", "shape[3]", v.shape[3], "v_cmp", v_cmp.shape[3])
     check_gates(gates, q, "q")
-    named = check_hyperparameters(ATTENTION_NAMES, values)
-    check_sequences(q, cu_seqlens, q_start)
-    check_sequences(q, cu_seqlens, window_start, start="window_start")
-    check_compressed_count(q, k_cmp.shape[1], named, cu_seqlens, q_start)
+    check_attention_args(q, k_cmp, ATTENTION_NAMES, (cu_seqlens, q_start, *rest))
+    check_sequences(q, None, window_start, start="window_start")
     check_token_count(q, k_sel, q_start, "k_sel")
     check_token_count(q, k_win, window_start, "k_win")
-    check_routing(backend, strict, scale)
 
 
 def can_read_values(x: Tensor, strict: bool) -> bool:
@@ -277,25 +262,6 @@ def check_cu_seqlens_values(cu_seqlens: Tensor | None, length: int, strict: bool
     require(values[-1] == length, "cu_seqlens[-1]", values[-1], f"the number of packed tokens, {length}")
 
 
-def check_q_start_values(
-    q_start: Tensor | None, length: int, capacity: int, name: str, strict: bool, start: str = "q_start"
-) -> None:
-    """`capacity`: how many tokens the keys called `name` can hold."""
-    if q_start is None or not can_read_values(q_start, strict):
-        return
-    values = q_start.tolist()
-    require(min(values) >= 0, start, values, "no negative position")
-    fits = max(values) + length <= capacity
-    require(fits, start, values, f"at most {capacity - length}: {name} holds {capacity} tokens")
-
-
-def check_compressed_values(k_cmp: Tensor, block: int, stride: int, cu_seqlens: Tensor | None, strict: bool) -> None:
-    if cu_seqlens is None or not can_read_values(cu_seqlens, strict):
-        return
-    needed = int(compressed_offsets(cu_seqlens, block, stride)[-1])
-    require(k_cmp.shape[1] >= needed, "k_cmp.shape[1]", k_cmp.shape[1], f"at least the documents' {needed} blocks")
-
-
 def check_branch_values(
     branch: Any, k: Tensor, name: str, indices: Sequence[Tensor], strict: bool, *, start: str = "q_start"
 ) -> None:
@@ -309,11 +275,16 @@ def check_branch_values(
         # The documents are those of the keys, of which compressed ones do not tell how many tokens there are.
         n_tokens = capacity = int(cu_seqlens[-1]) if over_blocks else k.shape[1]
     check_cu_seqlens_values(cu_seqlens, n_tokens, strict)
-    if over_blocks:
-        check_compressed_values(k, branch.block, branch.stride, cu_seqlens, strict)
-    check_q_start_values(q_start, sequences.length, capacity, name, strict, start)
+    if over_blocks and cu_seqlens is not None:
+        needed = int(compressed_offsets(cu_seqlens, branch.block, branch.stride)[-1])
+        require(k.shape[1] >= needed, f"{name}.shape[1]", k.shape[1], f"at least the documents' {needed} blocks")
+    if q_start is not None:
+        values, length = q_start.tolist(), sequences.length
+        require(min(values) >= 0, start, values, "no negative position")
+        fits = max(values) + length <= capacity
+        require(fits, start, values, f"at most {capacity - length}: {name} holds {capacity} tokens")
     for x in indices:
-        check_indices_values(x, branch.select_block, k.shape[1], cu_seqlens, q_start, strict)
+        check_indices_values(x, branch.select_block, k.shape[1], cu_seqlens, q_start)
 
 
 def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool) -> None:
@@ -334,11 +305,9 @@ def check_attention_values(inputs: Sequence[Tensor], branches: Any, strict: bool
 
 
 def check_indices_values(
-    indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, q_start: Tensor | None, strict: bool
+    indices: Tensor, select_block: int, n_keys: int, cu_seqlens: Tensor | None, q_start: Tensor | None
 ) -> None:
     """Ascending block numbers inside the sequence, distinct, then -1 to the end."""
-    if not can_read_values(indices, strict):
-        return
     if cu_seqlens is None:
         n_blocks = torch.full((1,), -(-n_keys // select_block), device=indices.device)
     else:

@@ -188,17 +188,8 @@ def check_fields(
     config: Any, at_least: Mapping[str, int] | None = None, *, prefix: str = "", skip: Collection[str] = ()
 ) -> None:
     """Check each field of a dataclass by its type: a bool, an int of at least 1, a positive finite float, or one of the
-    values of a `Literal`; None where the type says so. Fields of other types are not checked.
-
-    Args:
-        config: The dataclass.
-        at_least: The least value of fields where it is not the above; 0 for a float.
-        prefix: What names in errors start with.
-        skip: Fields that are not checked either.
-
-    Raises:
-        ValueError: Names the first field that is wrong.
-    """
+    values of a `Literal`; None where the type says so. Other types, and fields of `skip`, are not checked. `at_least`:
+    the least value of a field where it differs, 0 for a float; `prefix`: what names in errors start with."""
     for name, hint in field_types(type(config)).items():
         value, label = getattr(config, name), prefix + name
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -219,17 +210,8 @@ def check_fields(
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
-    """Check an argument.
-
-    Args:
-        condition: Whether the value is accepted.
-        name: The argument.
-        value: What it was.
-        accepted: What is accepted, in words.
-
-    Raises:
-        ValueError: `condition` is False; the message holds the other three.
-    """
+    """A ValueError with the other three unless `condition`: the argument's name, its value, and what is accepted, in
+    words."""
     if not condition:
         raise ValueError(f"{name} is {shortened(value)}; accepted: {accepted}")
 
@@ -253,7 +235,6 @@ def require_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def require_bool(name: str, value: object) -> None:
-    """`require` a bool."""
     require(isinstance(value, bool), name, value, "True or False")
 
 
@@ -265,7 +246,6 @@ def require_positive_number(name: str, value: object) -> None:
 
 
 def require_positive_int(name: str, value: object) -> None:
-    """`require` an int of at least 1."""
     require_int(name, value, at_least=1)
 
 

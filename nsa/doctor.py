@@ -104,7 +104,6 @@ class Report:
 
     @property
     def failures(self) -> list[Check]:
-        """Checks whose error is above the tolerance."""
         return [check for check in self.checks if not check.agrees]
 
     @property
@@ -144,18 +143,14 @@ def diagnose(
     attn: nsa.NSAConfig | None = None,
     probe_failures: Sequence[str] = (),
 ) -> Report:
-    """Collect the report, self-test included.
-
-    Args:
-        problem: The attention whose route is explained; the self-test takes its heads, dtype and device.
-        router: The router to report on, with its settings.
-        environ: Environment to search for unknown names. Default: this process's.
-        attn: Of a run: its layers' backend and hyperparameters.
-        probe_failures: One sentence per library that failed when it was probed.
-    """
+    """Collect the report: the route of `problem`, and a self-test with its heads, dtype and device. `environ` is
+    searched for unknown names, by default this process's. `attn`: of a run, its layers' backend and hyperparameters;
+    `probe_failures`: a sentence per library that failed."""
     of_run = {} if attn is None else {name: getattr(attn, field) for name, field in nsa.config.PAPER_NAMES.items()}
     backend = "auto" if attn is None else attn.backend
     forward, backward = (router.explain(replace(problem, backward=x), backend, **of_run) for x in (False, True))
+    # A backend that a setting disables is not called.
+    ask = partial(router.reason_against, named=True)
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
@@ -171,12 +166,7 @@ def diagnose(
         counts=counts_so_far().as_dict(),
         forward=forward,
         backward=backward,
-        # A backend that a setting disables is not called.
-        checks=tuple(
-            self_test(
-                list(router.backends.values()), problem, partial(router.reason_against, named=True), show_compilation
-            )
-        ),
+        checks=tuple(self_test(list(router.backends.values()), problem, ask, show_compilation)),
         probe_failures=tuple(probe_failures),
     )
 
@@ -236,16 +226,12 @@ def routes_origin(router: Router) -> str:
 def probe(
     router: Router, problem: Problem, attn: nsa.NSAConfig | None, repro: Path | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Probe the FlashAttention libraries again, in child processes; write the first failure as a script.
-
-    Returns what to print, and a sentence for each library that failed.
-    """
+    """Probe the FlashAttention libraries again, in child processes; write the first failure as a script. Returns what
+    to print, and a sentence for each library that failed."""
     backend: Any = router.backends.get("flash")
     if backend is None:
         return f"nothing to probe: {router.absent.get('flash', 'no flash backend')}", ()
-    lines = []
-    failures = []
-    failed = None
+    lines, failures, failed = [], [], None
     hyperparameters = {} if attn is None else {"block": attn.l, "stride": attn.d, "window": attn.w}
     for library, subject, outcomes in backend.probe_all(problem, **hyperparameters):
         lines.append(probe_report(subject, outcomes))
@@ -260,8 +246,9 @@ def probe(
             failed = repro_script(library, subject, wrong)
     if repro is not None and failed is not None:
         repro.write_text(failed)
-    if repro is not None:
-        lines.append("nothing failed: no script to write" if failed is None else f"the first failure is in {repro}")
+        lines.append(f"the first failure is in {repro}")
+    elif repro is not None:
+        lines.append("nothing failed: no script to write")
     return "\n".join(lines) or f"nothing to probe: no library takes {problem}", tuple(failures)
 
 
@@ -281,7 +268,6 @@ def setting_states(router: Router) -> tuple[SettingState, ...]:
 
 
 def render_report(report: Report) -> str:
-    """The report as text, in titled sections."""
     sections = {
         "versions": render_versions(report),
         "backends": render_backends(report),
@@ -347,17 +333,14 @@ def render_routes(report: Report) -> str:
         for route, mode in ((forward, ""), (backward, " backward")):
             for name, reason in route.reasons.items():
                 against.setdefault((name, reason), []).append(op + mode)
-    everywhere = 2 * len(report.forward.routes)
-    where = {key: "" if len(ops) == everywhere else scope(ops) for key, ops in against.items()}
-    reasons = [f"not {name}{where[name, reason]}: {reason}" for name, reason in against]
+    reasons = []
+    for (name, reason), where in against.items():
+        # A backward pass is named only where its forward differs.
+        ops = ", ".join(op for op in where if not op.endswith(" backward") or op.removesuffix(" backward") not in where)
+        everywhere = len(where) == 2 * len(report.forward.routes)
+        reasons.append(f"not {name}{'' if everywhere else f' for {ops}'}: {reason}")
     shape = str(report.forward.problem).removeprefix("attention ")
     return "\n".join([shape, format_table(rows), *reasons])
-
-
-def scope(where: Sequence[str]) -> str:
-    """The ops that a reason holds for; a backward pass only where its forward differs."""
-    ops = [op for op in where if not op.endswith(" backward") or op.removesuffix(" backward") not in where]
-    return f" for {', '.join(ops)}"
 
 
 def render_checks(checks: Sequence[Check]) -> str:
@@ -399,7 +382,6 @@ def render_verdict(report: Report) -> str:
 
 
 def sentence(check: Check) -> str:
-    """A failed check in one sentence."""
     where = f"{check.backend} is wrong in {check.op} ({check.quantity}, {check.case}, {check.dtype})"
     return f"{where}: {check.note or f'error {check.error:.2e}, allowed {check.allowed:.2e}'}"
 
@@ -410,7 +392,6 @@ def format_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def load_settings(args: argparse.Namespace) -> Settings:
-    """The settings from the arguments and this process's environment."""
     file = settings.read_file(args.settings_file) if args.settings_file else None
     with warnings.catch_warnings():
         # The report lists unknown variables itself; reading this process's settings later does not warn again.
@@ -420,7 +401,6 @@ def load_settings(args: argparse.Namespace) -> Settings:
 
 
 def requested_problem(args: argparse.Namespace) -> Problem:
-    """The shape given by the flags."""
     device = usable_device(args.device).type
     given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in SHAPE.items()}
     heads, groups, d_k, d_v = (given[name] for name in ("heads", "groups", "d_k", "d_v"))
@@ -440,16 +420,15 @@ def requested_run(args: argparse.Namespace, config: Settings) -> TrainConfig:
     return load_config(args.config, given | parse_set(args.set), env=config)
 
 
-def device_given(args: argparse.Namespace) -> bool:
-    """Whether the command line or the config names a device; otherwise the best one here is used."""
-    named = (args.device, parse_set(args.set).get("device"), read_yaml(find_config(args.config)).get("device"))
-    return any(device not in (None, "auto") for device in named)
-
-
-def check_run(config: TrainConfig, report: Report, router: Router, device_given: bool) -> tuple[list[str], list[str]]:
+def check_run(
+    config: TrainConfig, report: Report, router: Router, args: argparse.Namespace
+) -> tuple[list[str], list[str]]:
     """Problems that prevent a planned run from starting, and notes about it."""
+    # By the command line or the config; otherwise the best device here is used.
+    named = (args.device, parse_set(args.set).get("device"), read_yaml(find_config(args.config)).get("device"))
+    given = any(device not in (None, "auto") for device in named)
     notes: list[str] = []
-    found = preflight.problems(config, router, notes=notes, device_given=device_given)
+    found = preflight.problems(config, router, notes=notes, device_given=given)
     return [*report.debug_modes, *found, *map(sentence, report.failures), *report.obstacles], notes
 
 
@@ -458,18 +437,8 @@ def list_problems(problems: list[str]) -> str:
 
 
 def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] = build_router) -> int:
-    """Run the command.
-
-    Args:
-        args: The parsed flags of `nsa doctor`.
-        make_router: Builds the router from settings.
-
-    Returns:
-        0 if every backend agrees with the reference, no probe failed and a planned run can start; else 1.
-
-    Raises:
-        ValueError: A flag has a wrong value or is given without the one it needs.
-    """
+    """Run `nsa doctor`: 0 if every backend agrees with the reference, no probe failed and a planned run can start; else
+    1. A ValueError for a flag with a wrong value, or without the one it needs."""
     loaded = load_settings(args)
     nsa.config.require(bool(args.config) or not args.set, "--set", args.set, "nothing without --config")
     if args.repro is not None:
@@ -494,7 +463,7 @@ def run(args: argparse.Namespace, *, make_router: Callable[[Settings], Router] =
     print(render_report(report))
     ready, record = report.healthy, report.to_dict()
     if config is not None:
-        problems, notes = check_run(config, report, router, device_given(args))
+        problems, notes = check_run(config, report, router, args)
         ready = not problems
         record |= {"ready": ready, "problems": problems, "notes": notes}
         print(f"\nrun\n{indent(chr(10).join(notes) or 'no step was run', INDENT)}")

@@ -118,7 +118,6 @@ def matmuls(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 def matmuls_backward(
     grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs_x: bool, needed: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of `x` and of `weights`."""
     dx = None
     if x.shape[0] > FEW_TOKENS:
         if needs_x:
@@ -168,7 +167,6 @@ class LayerAngles(NamedTuple):
 
 
 def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> LayerAngles:
-    """For `x [B, S, dim]`."""
     blocks: tuple[Tensor | None, Tensor | None] = (None, None)
     if layer.config.compress_rope == "after":
         blocks = layer.block_angles(x, cu_seqlens, position_offset)
@@ -359,7 +357,6 @@ class LayerReplay(BothPasses):
     def run_backward(
         self, layer: NSAAttention, weights: Sequence[Tensor | None], dy: Tensor, x: Tensor, saved: Tensor
     ) -> Results:
-        """`dx`, and the gradients of the parameters."""
         pack = self.forward.packs[1]
         assert pack is not None
         p = Parameters.split([w if w is None else w.detach().to(self.dtype) for w in weights])
@@ -371,7 +368,6 @@ class LayerReplay(BothPasses):
     def replay_backward(
         self, layer: NSAAttention, dy: Tensor, x: Tensor, saved: Tensor, weights: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        """The gradients of `x` and of the parameters."""
         run, backward = partial(self.run_backward, layer, weights), None
         # They may have been moved since the forward pass, and autocast switched on.
         if addresses(weights) == self.addresses and matmul_dtype(dy) == self.dtype:

@@ -68,7 +68,6 @@ class SharedMemory(NamedTuple):
     buffers: WeakValueDictionary[tuple[Any, ...], Tensor]
 
     def buffer(self, role: object, like: Tensor) -> Tensor:
-        """SharedMemory for a tensor of this role, contiguous."""
         key = (role, like.shape, like.dtype)
         found = self.buffers.get(key)
         if found is None:
@@ -96,13 +95,9 @@ Results = Sequence[Tensor | Sequence[Tensor]]
 
 
 class ReplayedFunction:
-    """`function(*inputs)` as a graph, captured for tensors laid out as `inputs` are.
-
-    Of its results, those in a sequence come as one block; `packs` has their layout.
-
-    Raises:
-        NotCapturableError: A backend runs it that may not be replayed.
-    """
+    """`function(*inputs)` as a graph, captured for tensors laid out as `inputs` are. Of its results, those in a
+    sequence come as one block; `packs` has their layout. Raises NotCapturableError if a backend runs it that may not be
+    replayed."""
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
         device = inputs[0].device

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +46,6 @@ class Check:
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is within the tolerance."""
         return self.error <= self.allowed
 
     @property
@@ -177,13 +177,6 @@ class CaseInputs:
         """The same as keyword arguments of the reference."""
         return {} if kind is None else arguments_of(self.branch(kind))
 
-    def products(self, branch: int, o: Tensor) -> Tensor:
-        """`do . o` of all branches, in fp32 as a kernel sums it: `[B,S,Hq,3]`; `o` is the output of `branch`."""
-        outputs = [self.tensors[name] for name in BRANCH_OUTPUTS]
-        outputs[branch] = o
-        do = self.tensors["do"].to(self.tensors["dlse"].dtype)
-        return torch.stack([(do * x).sum(dim=-1) for x in outputs], dim=-1)
-
     def check(self, backend: str, op: str, quantity: str = "-", **found: Any) -> Check:
         return Check(backend=backend, op=op, dtype=dtype_name(self.dtype), case=self.case, quantity=quantity, **found)
 
@@ -194,28 +187,33 @@ def self_test(
     reason_against: ReasonAgainst | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Check]:
-    """Compare every op of every backend with the reference.
-
-    Args:
-        backends: Modules or objects with the functions of a backend.
-        shape: Heads, head_dim, device and dtype to test; sizes are reduced by `reduced_shape`.
-        reason_against: Called before a backend runs, so that a disabled backend stays off. Default: its `supports`.
-        progress: Called as `progress(kernel, done, total)` while kernels are compiled.
-
-    Returns:
-        One check per backend, op, dtype, case and quantity.
-    """
+    """Compare every op of every backend with the reference, at the heads, head_dim, device and dtype of `shape` (see
+    `reduced_shape`); returns one check per backend, op, dtype, case and quantity. `reason_against` is asked before a
+    backend runs, so that a disabled one stays off, by default its `supports`; `progress(kernel, done, total)` is called
+    while kernels are compiled."""
     by_name = {backend.name: backend for backend in backends}
     ask = reason_against or (lambda name, problem: by_name[name].supports(problem))
     drawn = {case: draw_inputs(case, shape.dtype, reduced_shape(shape, shape.dtype)) for case in CASES}
     compiling = [backend for backend in backends if hasattr(backend, "compile_ahead")]
-    others = [backend for backend in backends if compiling and not compiles_kernels(backend)]
-    with ThreadPoolExecutor(len(CASES) * len(OPS)) as pool:
+    every_op = list(product(drawn.values(), OPS))
+    gpu = torch.cuda.current_device() if shape.device == "cuda" else None
+
+    def ask_all(inputs: CaseInputs, op: str) -> None:
+        # In a thread, which would start on GPU 0.
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        for backend in backends:
+            run_ahead(backend, inputs, op, ask, only_ask=not compiling or compiles_kernels(backend))
+
+    def run_all(backend: Any) -> None:
+        for inputs, op in every_op:
+            run_ahead(backend, inputs, op, ask)
+
+    with ThreadPoolExecutor(len(every_op)) as pool:
         # A backend may start a process to answer: all of them at once, and meanwhile kernels are compiled.
-        gpu = torch.cuda.current_device() if shape.device == "cuda" else None
-        answers = [pool.submit(ask_ahead, backends, others, x, op, ask, gpu) for x in drawn.values() for op in OPS]
+        answers = [pool.submit(ask_all, inputs, op) for inputs, op in every_op]
         for backend in compiling:
-            backend.compile_ahead(partial(run_every_op, backend, drawn.values(), ask), progress)
+            backend.compile_ahead(partial(run_all, backend), progress)
         for answer in answers:
             answer.result()
     checks: list[Check] = []
@@ -230,29 +228,16 @@ def self_test(
     return sorted(checks, key=lambda check: (rank[check.backend], check.dtype != "float32", OPS.index(check.op)))
 
 
-def ask_ahead(
-    backends: Sequence[Any], run: Sequence[Any], inputs: CaseInputs, op: str, ask: ReasonAgainst, gpu: int | None
-) -> None:
-    """Ask the backends for one op of a case, and `run` some of them: FlashAttention is tried in a process of its own
-    first. In a thread, which would start on GPU 0."""
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    for spec in (spec for spec in inputs.specs if spec.op == op):
-        for backend in backends:
-            if ask(backend.name, inputs.problem_of(op)) is None and backend in run:
-                with suppress(*REPORTED_ERRORS):
-                    run_backend(backend, spec, inputs)
-
-
-def run_every_op(backend: Any, drawn: Iterable[CaseInputs], reason_against: ReasonAgainst) -> None:
-    """Run whatever the self-test will run of a backend, so that its kernels are compiled; errors are reported later."""
-    for inputs in drawn:
-        runs: list[tuple[str, Callable[[], Any]]] = [("scores", partial(select, backend, inputs))]
-        runs += [(spec.op, partial(run_backend, backend, spec, inputs)) for spec in inputs.specs]
-        for op, run in runs:
-            if reason_against(backend.name, inputs.problem_of(op)) is None:
-                with suppress(*REPORTED_ERRORS):
-                    run()
+def run_ahead(backend: Any, inputs: CaseInputs, op: str, ask: ReasonAgainst, *, only_ask: bool = False) -> None:
+    """Ask about an op, and run whatever the self-test will run of it: FlashAttention is tried in a process of its own
+    first, and kernels are compiled. Errors are reported later."""
+    runs: list[Callable[[], Any]] = [partial(run_backend, backend, s, inputs) for s in inputs.specs if s.op == op]
+    if op == "scores":
+        runs = [partial(select, backend, inputs)]
+    if runs and ask(backend.name, inputs.problem_of(op)) is None and not only_ask:
+        for run in runs:
+            with suppress(*REPORTED_ERRORS):
+                run()
 
 
 def compiles_kernels(backend: Any) -> bool:
@@ -277,7 +262,6 @@ def reduced_shape(shape: Problem, dtype: torch.dtype) -> Problem:
 
 
 def describe_shapes(shape: Problem) -> str:
-    """The shapes that the self-test runs for `shape`, in one line."""
     runs = {dtype_name(dtype): reduced_shape(shape, dtype) for dtype in dict.fromkeys((torch.float32, shape.dtype))}
     return "ran " + "; ".join(
         f"{name} with {run.n_heads} heads in {run.n_groups} groups, head_dim {run.d_k}/{run.d_v}"
@@ -286,7 +270,6 @@ def describe_shapes(shape: Problem) -> str:
 
 
 def draw_inputs(case: str, dtype: torch.dtype, shape: Problem) -> CaseInputs:
-    """Random tensors for one case, on the device of `shape`."""
     lengths = torch.tensor(CASES[case])
     varlen, cached = case == "varlen", case == "cached"
     n_keys = int(lengths.sum())
@@ -372,7 +355,6 @@ def attempt(
 
 
 def run_reference(spec: OpSpec, inputs: CaseInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Outputs, and gradients by autograd, in `dtype`."""
     leaves = [x.clone().requires_grad_() for x in inputs.cast(spec.leaves, dtype)]
     fixed = inputs.cast(spec.fixed, dtype)
     outputs = as_tuple(spec.reference(*leaves, *fixed, **inputs.keywords(spec.kind)))
@@ -426,9 +408,10 @@ def upstream_of(
         # As in a layer: one function prepares all branches, of which this is one.
         upstream = prepare_gates(backend, inputs, {backward.gate: outputs})[1][backward.gate]
     else:
-        # Columns of one tensor that holds all gates.
-        gate = inputs.tensors["gates"][..., backward.gate]
-        upstream = Upstream(do, dlse, gate, inputs.products(backward.gate, outputs[0])[..., backward.gate])
+        # Columns of tensors that hold all branches; `do . o` in fp32, as a kernel sums it.
+        products = (do.to(inputs.tensors["dlse"].dtype) * outputs[0]).sum(dim=-1, keepdim=True).expand(-1, -1, -1, 3)
+        columns = (x[..., backward.gate] for x in (inputs.tensors["gates"], products.contiguous()))
+        upstream = Upstream(do, dlse, *columns)
     # Accumulated in place.
     return upstream._replace(dq=inputs.tensors["dq"].clone() if backward.accumulated else None)
 
@@ -483,7 +466,12 @@ def compare_selection(inputs: CaseInputs, backends: Sequence[Any], reason_agains
     n_free = counts["n_select"] - counts["n_init"] - counts["n_local"]
 
     best, plain = (reference.select_blocks(*tensors, **selection) for tensors in (exact, low))
-    value = block_values(importance, inputs)
+    # A forced block counts more than all others together; one that starts after the query is never right.
+    _, t = locate_queries(inputs.tensors["q"], inputs.sequences.cu_seqlens, inputs.sequences.q_start)
+    own = (t // HYPERPARAMETERS["select_block"])[:, :, None, None]
+    j = torch.arange(importance.shape[-1], device=importance.device)
+    forced = (j < counts["n_init"]) | (j > own - counts["n_local"])
+    value = importance.masked_fill(forced, 1e3).masked_fill(j > own, -math.inf)
     allowed = 2 * (missed_importance(plain, best, value) + n_free * 2 * off)
     problem = inputs.problem_of("scores")
     for backend in backends:
@@ -493,16 +481,6 @@ def compare_selection(inputs: CaseInputs, backends: Sequence[Any], reason_agains
             continue
         missed = missed_importance(selected, best, value)
         yield inputs.check(backend.name, "scores", "missed", error=missed, allowed=allowed)
-
-
-def block_values(importance: Tensor, inputs: CaseInputs) -> Tensor:
-    """`[B,S,G,J]`: a forced block counts more than all others together; one that starts after the query is never
-    right."""
-    _, t = locate_queries(inputs.tensors["q"], inputs.sequences.cu_seqlens, inputs.sequences.q_start)
-    own = (t // HYPERPARAMETERS["select_block"])[:, :, None, None]
-    j = torch.arange(importance.shape[-1], device=importance.device)
-    forced = (j < HYPERPARAMETERS["n_init"]) | (j > own - HYPERPARAMETERS["n_local"])
-    return importance.masked_fill(forced, 1e3).masked_fill(j > own, -math.inf)
 
 
 def missed_importance(selected: Tensor, best: Tensor, value: Tensor) -> float:

@@ -57,7 +57,6 @@ class Setting:
 
     @property
     def accepted(self) -> str:
-        """What is accepted, in words."""
         if self.kind is str:
             return "a path"
         return "true or false" if self.kind is bool else f"an integer of at least {self.at_least}"
@@ -142,7 +141,6 @@ class Settings:
                 each.check(value, each.name)
 
     def source(self, name: str) -> Source:
-        """Where the value of a setting came from."""
         return self.sources.get(name, "default")
 
     def describe(self, name: str) -> str:
@@ -200,7 +198,6 @@ def show_value(value: Value) -> str:
 
 
 def find_setting(name: str, where: str) -> Setting:
-    """The setting of that name; a ValueError suggests the nearest."""
     if name not in BY_NAME:
         near = nearest(name, BY_NAME)
         raise ValueError(f"{name!r} in {where} is not a setting; the nearest known name is {near}")

@@ -42,12 +42,12 @@ Rows = list[dict[str, Any]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """`nsa eval`: returns the exit status."""
     device = usable_device(args.device)
     rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
     out = args.out or default_out(args.runs[0])
     written = write_results(out, args.eval_command, rows, device, args)
-    say(results_table(args.eval_command, rows))
+    tables = {"loss": loss_table, "lm-eval": harness_table}
+    say(tables.get(args.eval_command, accuracy_tables)(rows))
     say(json.dumps(plain({"out": [str(path) for path in written], "mean": means(rows)})))
     return 0
 
@@ -94,8 +94,10 @@ def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
 
 
 def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
-    lengths = args.lengths or default_lengths(max(subject.model.config.seq_len for subject in subjects))
-    cells = needle_cells(lengths, args.depths) if args.eval_command == "needle" else recall_cells(lengths, args)
+    longest = max(subject.model.config.seq_len for subject in subjects)
+    # By default an eighth of the model's length to all of it, by doubling.
+    by_default = [longest // factor for factor in (8, 4, 2, 1) if longest // factor >= 64] or [longest]
+    cells = cells_of(args, args.lengths or by_default)
     texts: Callable[[], Iterator[str]] = library_texts
     if args.haystack is not None:
         text = args.haystack.read_text(encoding="utf-8")
@@ -113,24 +115,14 @@ def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
     return rows
 
 
-def default_lengths(seq_len: int) -> list[int]:
-    """An eighth of the model's length to all of it, by doubling."""
-    return [seq_len // factor for factor in (8, 4, 2, 1) if seq_len // factor >= 64] or [seq_len]
-
-
-def needle_cells(lengths: Sequence[int], depths: int) -> list[Cell]:
-    require_positive_int("--depths", depths)
-    at = [index / max(1, depths - 1) for index in range(depths)]
-    return [Cell("needle", length, depth) for length in lengths for depth in at]
-
-
-def recall_cells(lengths: Sequence[int], args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace, lengths: Sequence[int]) -> list[Cell]:
+    if args.eval_command == "needle":
+        require_positive_int("--depths", args.depths)
+        depths = [index / max(1, args.depths - 1) for index in range(args.depths)]
+        return [Cell("needle", length, depth) for length in lengths for depth in depths]
     require(bool(args.keys or args.hops), "--keys and --hops", [], "at least one number")
     asked = [("keys", n) for n in args.keys] + [("hops", n) for n in args.hops]
     return [Cell(task, length, n) for task, n in asked for length in lengths]
-
-
-# Results.
 
 
 def means(rows: Rows) -> dict[str, float]:
@@ -150,14 +142,8 @@ def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: 
     flags |= {"runs": [str(run) for run in args.runs]}
     del flags["out"]
     origin = origin_columns(device)
-    values = {
-        "nsa": nsa.__version__,
-        "device": origin.pop("gpu"),
-        **origin,
-        "flags": flags,
-        "mean": means(rows),
-        "rows": rows,
-    }
+    values = {"nsa": nsa.__version__, "device": origin.pop("gpu"), **origin}
+    values |= {"flags": flags, "mean": means(rows), "rows": rows}
     replace_text(paths[0], json.dumps(plain(values), indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
     if find_spec("matplotlib") is None:
@@ -174,12 +160,6 @@ def csv_text(rows: Rows) -> str:
     writer.writeheader()
     writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return text.getvalue()
-
-
-def results_table(name: str, rows: Rows) -> str:
-    """What is printed: runs side by side for the loss, one block per run and task for the others."""
-    tables = {"loss": loss_table, "lm-eval": harness_table}
-    return tables.get(name, accuracy_tables)(rows)
 
 
 def loss_table(rows: Rows) -> str:

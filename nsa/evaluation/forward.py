@@ -38,11 +38,8 @@ class EvalModel:
 def open_models(
     runs: Sequence[Path], *, device: torch.device, dtype: str | None = None, chunk: int = 8192
 ) -> list[EvalModel]:
-    """The models of folders that `nsa train` wrote; `dtype` of matmuls by default bfloat16 on a GPU, else float32.
-
-    Raises:
-        ValueError: A folder has no model, or the model no row for some token of its tokenizer.
-    """
+    """The models of folders that `nsa train` wrote; `dtype` of matmuls by default bfloat16 on a GPU, else float32. A
+    ValueError if a folder has no model, or the model no row for some token of its tokenizer."""
     chosen = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     subjects = []
     for run, name in zip(runs, run_names(runs), strict=True):

@@ -29,12 +29,8 @@ SPARE = 256
 
 
 def harness_rows(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The accuracy of each folder in `args.runs` on each task at each length.
-
-    Raises:
-        ValueError: A package is missing; a folder is no Transformers folder, or holds code; a task is unknown or needs
-            the network; a length is too short for a task.
-    """
+    """The accuracy of each folder in `args.runs` on each task at each length; a ValueError if a package is missing, a
+    folder is no Transformers folder or holds code, a task is unknown or needs the network, or a length is too short."""
     missing = [name for name in HARNESS_PACKAGES if find_spec(name) is None]
     require(not missing, "packages", f"without {missing}", "pip install 'nsa[eval]'")
     check_tasks(args.tasks)
@@ -76,7 +72,6 @@ def check_no_code(folder: Path) -> None:
 
 
 def open_folder(folder: Path, args: argparse.Namespace, device: torch.device) -> Any:
-    """The model as the harness has it."""
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +113,6 @@ def check_length(task: str, length: int, tokenizer: Any) -> None:
 
 
 def evaluate(model: Any, folder: Path, task: str, length: int, samples: int) -> dict[str, Any]:
-    """The mean accuracy over the first so many samples."""
     from lm_eval import simple_evaluate
 
     name = TASKS[task]

@@ -20,7 +20,6 @@ from nsa.train.run_model import load_run
 
 
 def run(args: argparse.Namespace) -> int:
-    """`nsa inspect`: returns the exit status."""
     require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
     device = usable_device(args.device)
     text = args.prompt if args.text is None else read_source(args.text, "--text")

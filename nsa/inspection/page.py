@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nsa.config import BRANCHES, require
 from nsa.files import make_folder, replace_text
@@ -45,16 +44,7 @@ PANEL = f"""<aside id="panel" aria-live="polite">
 
 
 def write_page(inspection: Inspection, path: Path, title: str) -> None:
-    """Write the page.
-
-    Args:
-        inspection: What to show.
-        path: The file, usually `.html`.
-        title: Its heading.
-
-    Raises:
-        ValueError: The text has more blocks than 16 bits number.
-    """
+    """Write the page with this heading to `path`; a ValueError if the text has more blocks than 16 bits number."""
     n_blocks = -(-len(inspection.tokens) // min(inspection.config.d, inspection.config.l_sel))
     require(n_blocks <= NONE, "the blocks of the text", n_blocks, f"at most {NONE:,} on a page")
     make_folder(path.parent)
@@ -63,17 +53,19 @@ def write_page(inspection: Inspection, path: Path, title: str) -> None:
 
 def page_html(inspection: Inspection, title: str) -> str:
     style, script = (files(__package__).joinpath(name).read_text() for name in ("inspect.css", "inspect.js"))
-    layers = "\n".join(
+    layers = (
         f'<script type="application/octet-stream" class="layer">{packed(record)}</script>'
         for record in inspection.layers.values()
     )
+    gates = heat_table("Mean gate by layer", BRANCHES, {n: record.gate_mean for n, record in inspection.layers.items()})
+    histogram = "".join(distances([{"kind": "distances", "counts": inspection.distances}]))
     body = [
         tiles_html(title, key_numbers(inspection)),
-        f'<div class="cards">{gate_map(inspection)}{histogram(inspection)}{reads_chart(inspection)}</div>',
+        f'<div class="cards">{gates}{histogram}{reads_chart(inspection)}</div>',
         f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
         f"</div>{PANEL}</main>",
         f'<script type="application/json" id="meta">{meta(inspection)}</script>',
-        layers,
+        *layers,
     ]
     return render_page(title, body, style, script)
 
@@ -89,15 +81,6 @@ def key_numbers(inspection: Inspection) -> dict[str, str]:
     }
 
 
-def gate_map(inspection: Inspection) -> str:
-    means = {layer: record.gate_mean for layer, record in inspection.layers.items()}
-    return heat_table("Mean gate by layer", BRANCHES, means)
-
-
-def histogram(inspection: Inspection) -> str:
-    return "".join(distances([{"kind": "distances", "counts": inspection.distances}]))
-
-
 def reads_chart(inspection: Inspection) -> str:
     length = len(inspection.tokens)
     at = range(0, length, -(-length // POINTS))
@@ -109,13 +92,13 @@ def text(inspection: Inspection) -> str:
     """A row per selection block, an element per token."""
     size, pieces = inspection.config.l_sel, inspection.pieces
     return "".join(
-        f"<p><b>{begin // size}</b>{''.join(f'<i>{shown(piece)}</i>' for piece in pieces[begin : begin + size])}</p>"
+        f"<p><b>{begin // size}</b>{''.join(map(token_html, pieces[begin : begin + size]))}</p>"
         for begin in range(0, len(pieces), size)
     )
 
 
-def shown(piece: str) -> str:
-    return escape(piece).translate(CONTROLS)
+def token_html(piece: str) -> str:
+    return f"<i>{escape(piece).translate(CONTROLS)}</i>"
 
 
 def meta(inspection: Inspection) -> str:
@@ -138,22 +121,9 @@ def meta(inspection: Inspection) -> str:
 
 def packed(record: LayerRecord) -> str:
     """The arrays of a layer in the order that the script reads them, tokens innermost: neighbors are alike."""
-    parts = [
-        as_uint16(record.selected),
-        as_uint16(record.blocks),
-        as_bytes(record.group_gates),
-        as_bytes(record.weights),
-    ]
-    return base64.b64encode(zlib.compress(b"".join(parts), 6)).decode()
-
-
-def as_uint16(x: Tensor) -> bytes:
-    """int32 `[S, G, k]` as `[G, k, S]` of little-endian 16 bits, -1 as NONE."""
-    values = x.permute(1, 2, 0).where(x.permute(1, 2, 0) >= 0, NONE).to(torch.uint16).contiguous()
-    return bytes(raw(values))
-
-
-def as_bytes(x: Tensor) -> bytes:
-    """Fractions `[S, G, k]` as `[G, k, S]` of 8 bits."""
-    values = (x.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8).contiguous()
-    return bytes(raw(values))
+    # `[S, G, k]` as `[G, k, S]`: blocks in little-endian 16 bits, fractions in 8.
+    arrays = [x.where(x >= 0, NONE).to(torch.uint16) for x in (record.selected, record.blocks)]
+    arrays += [(x * 255).round().clamp(0, 255).to(torch.uint8) for x in (record.group_gates, record.weights)]
+    # `raw` does not keep its tensor.
+    arrays = [x.permute(1, 2, 0).contiguous() for x in arrays]
+    return base64.b64encode(zlib.compress(b"".join(bytes(raw(x)) for x in arrays), 6)).decode()

@@ -40,7 +40,6 @@ class LayerRecord:
 
     @cached_property
     def group_gates(self) -> Tensor:
-        """`[S, G, 3]`: the mean over the heads of each group."""
         return self.gates.unflatten(1, (self.selected.shape[1], -1)).mean(dim=2)
 
 
@@ -185,16 +184,8 @@ def inspect_model(
 
 
 def most_attended(attention: NSAAttention, x: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The compression blocks with the most attention.
-
-    Args:
-        attention: The layer.
-        x: Its input, `[1, S, dim]`.
-        top: How many, k.
-
-    Returns:
-        int32 `[S, G, k]` blocks and fp32 `[S, G, k]` weights on the CPU; -1 and 0 where fewer are visible.
-    """
+    """The `top` compression blocks with the most attention of a layer with the input `x [1, S, dim]`, on the CPU: int32
+    `[S, G, top]` blocks and fp32 weights, -1 and 0 where fewer are visible."""
     c = attention.config
     q, raw, _, _ = attention.project(x, attention.angles(x, None, None, 0))
     k_cmp = attention.compress_all(raw, None, 0)[0][0]
