@@ -26,11 +26,7 @@ LOCK = ".lock"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the name `path` when the block ends; if the block raises, what was there stays.
-
-    Raises:
-        OSError: The file cannot be written; it names `path`.
-    """
+    """A new file that takes the name `path` when the block ends; if the block raises, what was there stays."""
     # A unique name, opened exclusively: no other file is replaced, no link written through.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}{TEMPORARY}")
     try:
@@ -84,8 +80,7 @@ def is_at(path: Path, file: IO[Any]) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Create `folder` and its parents, each synced into its own parent."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
 
@@ -111,14 +106,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, argument: str) -> Iterator[Callable[[], bool]]:
-    """Create `folder` and be its only writer until the block or the process ends, on file systems that have locks.
-
-    Yields:
-        A function that returns whether the folder is still the one that was locked: not deleted, moved or replaced.
-
-    Raises:
-        ValueError: Another process holds the lock; it names `argument`.
-    """
+    """Create `folder` and be its only writer until the block or the process ends, on file systems that have locks; a
+    ValueError names `argument` if another process is. Yields a function that returns whether the folder is still the
+    one that was locked: not deleted, moved or replaced."""
     make_folder(folder)
     path = folder / LOCK
     with open(path, "a", opener=open_no_link) as file:
@@ -150,12 +140,8 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
-    """The JSON object in `data`.
-
-    Raises:
-        ValueError: It is not JSON, is nested too deeply, has a number too long to convert, or is not an object. The
-            message starts with `problem`.
-    """
+    """The JSON object in `data`; a ValueError, which starts with `problem`, if it is none, is nested too deeply, or has
+    a number too long to convert."""
     prefix = f"{problem}: " if problem else ""
     try:
         value = json.loads(data)

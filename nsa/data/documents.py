@@ -265,8 +265,7 @@ class HubDocuments(Documents):
 
     def chunks(self, seed: int, epoch: int, first: int, bookmark: Any) -> Iterator[DocumentChunk]:
         self.doing = f"opening {self.name}"
-        load_dataset = import_module("datasets").load_dataset
-        stream = load_dataset(self.dataset, self.subset, split="train", streaming=True)
+        stream = import_module("datasets").load_dataset(self.dataset, self.subset, split="train", streaming=True)
         if bookmark is not None:
             stream.load_state_dict(bookmark)
         elif first:

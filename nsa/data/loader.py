@@ -224,7 +224,7 @@ class Loader:
         pools = SyntheticPools(self.tokenizer, split="train", seq_len=seq_len, seed=self.identity["seed"])
         pool = pools.pool(share.rank + share.world_size * self.stand_ins)
         self.stand_ins += 1
-        windows = [pool.window(index % len(pool)) for index in range(share.batch_size)]
+        windows = [pool.window(index % len(pool.order)) for index in range(share.batch_size)]
         position = self.position._replace(used=self.position.used + share.world_size * share.batch_size)
         return (pack if share.pack else stack)(windows), position
 
@@ -292,10 +292,10 @@ def batches(supply: Iterator[Pool], share: Share, used: int) -> Iterator[tuple[B
         for ranks, own in ((share.rank, False), (1, True), (share.world_size - share.rank - 1, False)):
             left = ranks * share.batch_size
             while left:
-                if at >= len(pool):
-                    pool, at = next(supply), at - len(pool)
+                if at >= len(pool.order):
+                    pool, at = next(supply), at - len(pool.order)
                     continue
-                count = min(left, len(pool) - at)
+                count = min(left, len(pool.order) - at)
                 if own:
                     windows += [pool.window(index) for index in range(at, at + count)]
                 at, left = at + count, left - count

@@ -7,8 +7,7 @@ is dropped. A pool has a mark from which it can be created again.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -32,17 +31,15 @@ class Window(NamedTuple):
     starts: Tensor  # where documents begin in it, ascending; 0 may be missing
 
 
-class Pool(ABC):
-    """Windows in a shuffled order; `mark`: JSON types, from which the same pool is created again."""
+class Pool(NamedTuple):
+    """Windows in a shuffled order."""
 
-    mark: dict[str, Any]
+    mark: dict[str, Any]  # JSON types, from which the same pool is created again
     order: Permutation
+    read: Callable[[int], Window]
 
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @abstractmethod
-    def window(self, index: int) -> Window: ...
+    def window(self, index: int) -> Window:
+        return self.read(self.order[index])
 
 
 class Pools(Protocol):
@@ -61,17 +58,16 @@ class Pools(Protocol):
         ...
 
 
-class RowPool(Pool):
-    """Tokens in memory."""
+def row_pool(tokens: Tensor, starts: Tensor, seq_len: int, mark: dict[str, Any], order: Permutation) -> Pool:
+    """A pool of tokens in memory."""
 
-    def __init__(self, tokens: Tensor, starts: Tensor, seq_len: int, mark: dict[str, Any], order: Permutation) -> None:
-        self.tokens, self.starts, self.seq_len, self.mark, self.order = tokens, starts, seq_len, mark, order
+    def read(number: int) -> Window:
+        begin = number * seq_len
+        end = begin + seq_len + 1
+        first, last = torch.searchsorted(starts, torch.tensor([begin, end])).tolist()
+        return Window(tokens[begin:end], starts[first:last] - begin)
 
-    def window(self, index: int) -> Window:
-        begin = self.order[index] * self.seq_len
-        end = begin + self.seq_len + 1
-        first, last = torch.searchsorted(self.starts, torch.tensor([begin, end])).tolist()
-        return Window(self.tokens[begin:end], self.starts[first:last] - begin)
+    return Pool(mark, order, read)
 
 
 class Mark(NamedTuple):
@@ -118,7 +114,7 @@ class TextPools:
                 tokens += sum(len(document.tokens) for document in row)
                 pool = self.pool(row)
                 if pool is not None:
-                    windows += len(pool)
+                    windows += len(pool.order)
                     yield pool
             accepted = f"at least seq_len + 1 = {self.seq_len + 1:,}"
             require(windows > 0, f"the {self.split} split of {self.name}", f"{tokens:,} tokens", accepted)
@@ -140,7 +136,7 @@ class TextPools:
                 row, length = [Encoded(mark._replace(token=mark.token + before), tokens[before:])], length - full
         yield row
 
-    def pool(self, row: list[Encoded]) -> RowPool | None:
+    def pool(self, row: list[Encoded]) -> Pool | None:
         """The windows of a row; None if it is shorter than one."""
         lengths = [len(document.tokens) for document in row]
         count = (sum(lengths) - 1) // self.seq_len
@@ -149,7 +145,7 @@ class TextPools:
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         mark = row[0].mark
         order = Permutation(count, self.seed, mark.epoch, mark.chunk, mark.document, mark.token)
-        return RowPool(torch.cat([d.tokens for d in row]), starts, self.seq_len, mark._asdict(), order)
+        return row_pool(torch.cat([d.tokens for d in row]), starts, self.seq_len, mark._asdict(), order)
 
     def encoded(self, start: Mark) -> Iterator[Encoded]:
         """The documents of the rest of an epoch as tokens, `doc_batch` at a time."""
@@ -199,7 +195,7 @@ class SyntheticPools:
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
         return map(self.pool, count(mark["number"] if mark else 0))
 
-    def pool(self, number: int) -> RowPool:
+    def pool(self, number: int) -> Pool:
         # torch takes seeds of 63 bits.
         generator = torch.Generator().manual_seed(mix(self.key, number) >> 1)
         shape = (SYNTHETIC_WINDOWS, (self.seq_len + 1) // 2)
@@ -208,4 +204,4 @@ class SyntheticPools:
         starts = torch.arange(SYNTHETIC_WINDOWS) * self.seq_len
         # The last window needs one more token as its last target.
         row = torch.cat([row, phrases[-1:, 0]])
-        return RowPool(row, starts, self.seq_len, {"number": number}, Permutation(SYNTHETIC_WINDOWS, number))
+        return row_pool(row, starts, self.seq_len, {"number": number}, Permutation(SYNTHETIC_WINDOWS, number))

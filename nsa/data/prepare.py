@@ -1,8 +1,4 @@
-"""`nsa data`: tokenize a corpus into files that training reads, and check such files.
-
-nsa data prepare --source text --path books/ --out data/books
-nsa data check data/books
-"""
+"""`nsa data`: tokenize a corpus into files that training reads, and check such files."""
 
 from __future__ import annotations
 
@@ -68,16 +64,8 @@ def prepare(
 ) -> dict[Split, ShardWriter]:
     """Write the documents of `config` into `out`, a folder without shards; after an error only its lock is left in it.
 
-    Args:
-        config: where the documents come from, and the tokenizer.
-        out: the folder.
-        bpe_vocab_size: train a BPE with this vocabulary on the corpus.
-        shard_tokens: tokens per file, approximately.
-        limit_tokens: stop after approximately this many.
-        on_bad: called with each document that cannot be read (default: an error).
-
-    Returns:
-        What was written, by split.
+    With `bpe_vocab_size` a BPE of this vocabulary is trained on the corpus. `shard_tokens` per file and `limit_tokens`
+    in all are approximate. `on_bad` is called with each document that cannot be read. Returns what was written.
     """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
     require_positive_int("shard_tokens", shard_tokens)
@@ -104,7 +92,7 @@ def prepare(
         require(there in (None, tokenizer.name), "out", str(out), accepted)
         writers = {split: ShardWriter(out, split, tokenizer, shard_tokens) for split in SPLITS}
         try:
-            write_shards(documents, tokenizer, writers, doc_batch=config.doc_batch, limit_tokens=limit_tokens)
+            write_shards(documents, tokenizer, writers, config.doc_batch, limit_tokens)
             publish(out, documents, tokenizer, writers)
         except BaseException:
             for path in [out / MANIFEST] + [out / TOKENIZER_FILE] * (there is None):
@@ -128,19 +116,13 @@ def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict
         require(writer.longest > 1, f"the {split} split of {documents.name}", f"{writer.tokens} tokens", accepted)
     tokenizer.save(out)
     # Before the files are renamed: a set of which only some are is then known to be incomplete.
-    files = {name: listed for writer in writers.values() for name, listed in writer.listed.items()}
-    Manifest(files).write(out)
+    Manifest({name: listed for writer in writers.values() for name, listed in writer.listed.items()}).write(out)
     for writer in writers.values():
         writer.publish()
 
 
 def write_shards(
-    documents: Documents,
-    tokenizer: Tokenizer,
-    writers: dict[Split, ShardWriter],
-    *,
-    doc_batch: int,
-    limit_tokens: int | None,
+    documents: Documents, tokenizer: Tokenizer, writers: dict[Split, ShardWriter], doc_batch: int, limit: int | None
 ) -> None:
     """Up to the limit; beyond it only until each split has a document, without which no run starts."""
     total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
@@ -154,7 +136,7 @@ def write_shards(
                     writer.add(tokenizer.encode_documents(texts[begin : begin + doc_batch]))
             tokens = sum(writer.tokens for writer in writers.values())
             shown.show(done, f"{tokens:,} tokens")
-            if limit_tokens is not None and tokens >= limit_tokens:
+            if limit is not None and tokens >= limit:
                 wanted = {split: writer for split, writer in writers.items() if not writer.tokens}
                 if not wanted:
                     return
@@ -213,8 +195,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     vocab_size = writers["train"].vocab_size
     # A window lies within one file, and has one token more than its targets.
     longest = min(writer.longest for writer in writers.values()) - 1
-    seq_len = min(longest, DEFAULT_SEQ_LEN)
-    flags = f"--set model.vocab_size={vocab_size} --seq-len {seq_len}"
+    flags = f"--set model.vocab_size={vocab_size} --seq-len {min(longest, DEFAULT_SEQ_LEN)}"
     print(f"model.vocab_size: at least {vocab_size}, model.seq_len: at most {longest}")
     print(f"train with: nsa train --dataset shards --data-path {shlex.quote(str(out))} {flags}")
     counts = {split: {"documents": w.documents, "tokens": w.tokens} for split, w in writers.items()}

@@ -109,8 +109,7 @@ class Manifest(NamedTuple):
             check_json(values, MANIFEST_FORMAT)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        files = {name: Listed(x["bytes"], x["header_sha256"]) for name, x in sorted(values["files"].items())}
-        manifest = cls(files)
+        manifest = cls({name: Listed(x["bytes"], x["header_sha256"]) for name, x in sorted(values["files"].items())})
         manifest.check_names(path)
         return manifest
 
@@ -187,8 +186,7 @@ class Shard:
         with open_file(self.path) as file:
             status = os.fstat(file)
             check_size(self.path, status.st_size, self.header)
-            same = os.path.samestat(status, self.status)
-            check_shard(same, self.path, "it was replaced after it was opened")
+            check_shard(os.path.samestat(status, self.status), self.path, "it was replaced after it was opened")
             yield file
 
     def read(self, file: int, at: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -368,25 +366,8 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return bytes(raw(tensor.contiguous()))
 
 
-class ShardPool(Pool):
-    """All windows of all files: an epoch. A window lies within one file."""
-
-    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, epoch: int) -> None:
-        self.shards, self.seq_len = shards, seq_len
-        # Cumulative numbers of windows.
-        self.ends = list(accumulate(max(0, (shard.header.tokens - 1) // seq_len) for shard in shards))
-        self.mark = {"epoch": epoch}
-        self.order = Permutation(self.ends[-1], seed, epoch)
-
-    def window(self, index: int) -> Window:
-        number = self.order[index]
-        at = bisect_right(self.ends, number)
-        begin = (number - (self.ends[at - 1] if at else 0)) * self.seq_len
-        return self.shards[at].window(begin, begin + self.seq_len + 1)
-
-
 class ShardPools:
-    """Pools of prepared data; every rank reads only its own windows."""
+    """A pool is an epoch: all windows of all files, each within one. Every rank reads only its own."""
 
     mark_keys: tuple[str, ...] = ("epoch",)
 
@@ -404,13 +385,20 @@ class ShardPools:
         headers = b"".join(shard.header.pack() for shard in self.shards)
         self.fingerprint = hashlib.sha256(headers).hexdigest()[:16]
         accepted = f"a file with at least seq_len + 1 = {seq_len + 1:,}"
-        require(self.pool(0).ends[-1] > 0, f"the {split} split of {folder}", f"{tokens:,} tokens", accepted)
+        # Cumulative numbers of windows.
+        self.ends = list(accumulate(max(0, (shard.header.tokens - 1) // seq_len) for shard in self.shards))
+        require(self.ends[-1] > 0, f"the {split} split of {folder}", f"{tokens:,} tokens", accepted)
 
     def pools(self, mark: dict[str, Any] | None) -> Iterator[Pool]:
         return map(self.pool, count(mark["epoch"] if mark else 0))
 
-    def pool(self, epoch: int) -> ShardPool:
-        return ShardPool(self.shards, self.seq_len, self.seed, epoch)
+    def pool(self, epoch: int) -> Pool:
+        return Pool({"epoch": epoch}, Permutation(self.ends[-1], self.seed, epoch), self.read)
+
+    def read(self, number: int) -> Window:
+        at = bisect_right(self.ends, number)
+        begin = (number - (self.ends[at - 1] if at else 0)) * self.seq_len
+        return self.shards[at].window(begin, begin + self.seq_len + 1)
 
 
 def open_shards(folder: Path, files: dict[str, Listed]) -> tuple[Tokenizer, list[Shard]]:

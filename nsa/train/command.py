@@ -1,12 +1,4 @@
-"""`nsa train`: flags to config, config to run.
-
-nsa train                                              # a minute or two on two CPU cores
-nsa train --attention dense                            # the same with dense attention: the A/B is one flag
-nsa train --config 125m --batch-size 8 --steps 2000    # on a GPU: bf16, compiled, CUDA graphs
-nsa train --resume runs/tiny-nsa-20261115-120000       # resume; so does the same --out a second time
-nsa train --init models/converted --config 125m-32k    # start from a Transformers folder, or a run
-torchrun --nproc-per-node 8 -m nsa train --config 125m
-"""
+"""`nsa train`: flags to config, config to run. `nsa.commands.train` has the flags, with examples."""
 
 from __future__ import annotations
 

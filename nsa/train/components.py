@@ -10,12 +10,11 @@ import json
 import math
 import shlex
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from nsa.config import require
 from nsa.data import Batch
@@ -47,14 +46,18 @@ def every(step: int, interval: int) -> bool:
 
 
 class Component:
-    """Something that a run does after some of its steps."""
+    """Something that a run does after some of its steps: every so many as the key `interval` of its config says, but
+    for the last, after which the run ends with most of them anyway."""
+
+    interval: str
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def due(self, step: int) -> bool:
         """Whether to run after the first `step` steps."""
-        raise NotImplementedError
+        c = self.trainer.config
+        return step < c.steps and every(step, getattr(c, self.interval))
 
     def run(self) -> object:
         raise NotImplementedError
@@ -106,12 +109,10 @@ class Logger(Component):
     def close_progress(self) -> None:
         if self.progress is not None:
             self.progress.close()
-            self.progress = None
 
     def close_files(self) -> None:
         if self.files is not None:
             self.files.close()
-            self.files = None
 
     def save_run_info(self) -> None:
         """Write config and environment; a resumed run does so after a step, so that no failed start is resumed."""
@@ -214,10 +215,8 @@ class SpeedCheck(Component):
         t, least, rate = self.trainer, self.min_tokens_per_s, self.trainer.clock.mean_rate
         if any_rank(rate is not None and rate < least, t.device):
             profile = branch_profile(t.update.module, to_device(t.validator.batches[0], t.device), t.dtype)
-            raise RunStopped(
-                f"{rate:,.0f} tokens/s in the first steps, where at least {least:,.0f} are expected; "
-                f"--min-tokens-per-s 0 accepts any speed\n{profile}"
-            )
+            slow = f"{rate:,.0f} tokens/s in the first steps, where at least {least:,.0f} are expected"
+            raise RunStopped(f"{slow}; --min-tokens-per-s 0 accepts any speed\n{profile}")
 
 
 class StatsWriter(Component):
@@ -228,11 +227,8 @@ class StatsWriter(Component):
 
     def run(self) -> None:
         t = self.trainer
-        found = attention_stats(t.model, to_device(t.validator.batches[0], t.device), t.dtype)
-        if found is not None:
-            gates, distances = found
-            t.logger.write("gates", step=t.done, **gates)
-            t.logger.write("distances", step=t.done, **distances)
+        for kind, values in attention_stats(t.model, to_device(t.validator.batches[0], t.device), t.dtype).items():
+            t.logger.write(kind, step=t.done, **values)
 
 
 class Validator(Component):
@@ -251,14 +247,7 @@ class Validator(Component):
     def run(self) -> float:
         """Validate and log the loss; raises `StopRequested` on a signal, because it may take minutes."""
         t = self.trainer
-
-        def until_stopped() -> Iterator[Batch]:
-            for batch in self.batches:
-                if t.stop_requested():
-                    raise StopRequested
-                yield batch
-
-        loss = mean_loss(t.model, until_stopped(), t.dtype).item()
+        loss = mean_loss(t.model, self.batches, t.dtype, t.stop_requested)
         self.last = (t.done, loss)
         t.logger.write("eval", step=t.done, loss=loss)
         if not math.isfinite(loss):
@@ -274,20 +263,21 @@ class Validator(Component):
     def has_finite_loss(self) -> bool:
         """Whether the parameters give a finite loss: an update can break the model before steps that are skipped."""
         # One batch is enough, and a run that is about to stop has no time for more.
-        loss = self.loss or mean_loss(self.trainer.model, self.batches[:1], self.trainer.dtype).item()
-        return math.isfinite(loss)
+        t, loss = self.trainer, self.loss
+        return math.isfinite(mean_loss(t.model, self.batches[:1], t.dtype) if loss is None else loss)
 
 
 @torch.no_grad()
-def mean_loss(model: LM, batches: Iterable[Batch], dtype: torch.dtype) -> Tensor:
-    """The mean loss over the tokens of all ranks' `batches`; every rank calls it."""
-    device = model.head_weight.device
-    moved, losses = [], []
+def mean_loss(model: LM, batches: list[Batch], dtype: torch.dtype, stop: Callable[[], bool] = lambda: False) -> float:
+    """Over the tokens of all ranks' `batches`; every rank calls it. `stop` is asked before each batch."""
+    device, moved, losses = model.head_weight.device, [], []
     for batch in batches:
+        if stop():
+            raise StopRequested
         moved.append(to_device(batch, device))
         with autocast(device, dtype):
             losses.append(model(moved[-1].tokens, moved[-1].targets, cu_seqlens=moved[-1].cu_seqlens))
-    return mean_over_ranks((torch.stack(losses) * shares(moved)).sum())
+    return mean_over_ranks((torch.stack(losses) * shares(moved)).sum()).item()
 
 
 def validation_id(batches: list[Batch], seq_len: int) -> str:
@@ -303,15 +293,14 @@ def validation_id(batches: list[Batch], seq_len: int) -> str:
 class Sampler(Component):
     """Text that the model generates."""
 
+    interval = "sample_every"
+
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         prompt, tokenizer = trainer.config.sample_prompt, trainer.loader.tokenizer
         # Now, because a run samples at its end.
         self.prompt = tokenizer.encode(prompt)
         require(bool(self.prompt), "sample_prompt", prompt, f"text of at least one token of {tokenizer.name}")
-
-    def due(self, step: int) -> bool:
-        return step < self.trainer.config.steps and every(step, self.trainer.config.sample_every)
 
     def run(self) -> None:
         t = self.trainer
@@ -336,6 +325,8 @@ class Sampler(Component):
 class Checkpointer(Component):
     """Saves and restores the state of the run."""
 
+    interval = "save_every"
+
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         c = trainer.config
@@ -343,9 +334,6 @@ class Checkpointer(Component):
         self.checkpoints = Checkpoints(c.out / CHECKPOINTS, keep=c.keep, validation_id=data)
         # Held while parameters change or are copied, so that the watchdog never saves half a step.
         self.changing = threading.Lock()
-
-    def due(self, step: int) -> bool:
-        return step < self.trainer.config.steps and every(step, self.trainer.config.save_every)
 
     def run(self) -> None:
         self.save_if_finite(wait=False)
@@ -426,9 +414,7 @@ class Checkpointer(Component):
         # Empty where the run did not scale its losses so far.
         if extra["scaler"]:
             t.update.scaler.load_state_dict(extra["scaler"])
-        t.skips.total = extra["skipped"]
-        t.loss_start = extra["loss_start"]
-        t.clock.earlier = extra["seconds"]
+        t.skips.total, t.clock.earlier, t.loss_start = extra["skipped"], extra["seconds"], extra["loss_start"]
         t.logger.log0(f"[resume] step {step} of {c.out}")
         for key, (then, now) in t.changed.items():
             t.logger.log0(f"[resume] {key}: {then!r} -> {now!r}")

@@ -1,8 +1,4 @@
-"""Several ranks, one run: the processes that torchrun started, and DDP or FSDP2 around the model.
-
-torchrun --nproc-per-node 8 -m nsa.cli train --config 125m                    # DDP
-torchrun --nproc-per-node 8 -m nsa.cli train --config 1b --parallel fsdp      # FSDP2
-"""
+"""Several ranks, one run: the processes that torchrun started, and DDP or FSDP2 around the model."""
 
 from __future__ import annotations
 

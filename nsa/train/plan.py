@@ -1,8 +1,5 @@
 """Memory, time and cost of a run before it starts: `nsa plan`.
 
-nsa plan --config 125m --gpu H200 --price 2.0
-nsa plan --config 1b --gpu H200 H100 A100 --gpus 8 --set parallel=fsdp
-
 Memory and FLOPs are computed from the model. The speed is "measured" only where `benchmarks/results` has a row for this
 model, length, batch, backend and mode on this GPU. Everything else is marked as an estimate: the nearest row scaled by
 FLOPs, the fraction of the peak that was reached on another GPU, or FLOPs alone; each plus the time to launch the
@@ -108,17 +105,11 @@ class RunPlan:
 
 
 def plan_run(
-    config: TrainConfig,
-    gpu: str,
-    *,
-    gpus: int = 1,
-    price: float | None = None,
-    rows: Iterable[Row] = (),
-    parity: bool = False,
+    config: TrainConfig, gpu: str, *, gpus: int = 1, price: float | None = None, rows: Iterable[Row] = ()
 ) -> RunPlan:
     """Plan a run on so many GPUs of a kind in `GPUS`, from measured `rows`; a `price` is of one GPU per hour.
 
-    `parity`: NSA_FORCE_PARITY is on. An unknown GPU, a run in fp32 and an absurd amount of memory are a ValueError.
+    An unknown GPU, a run in fp32 and an absurd amount of memory are a ValueError.
     """
     require_positive_int("gpus", gpus)
     if price is not None:
@@ -133,7 +124,7 @@ def plan_run(
     require(gib <= ABSURD * here, "the memory of this run", f"{gib:,.0f} GiB", f"at most {ABSURD} times a GPU's")
     # Several ranks turn graphs off.
     mode = 2 if config.cuda_graphs and gpus == 1 else int(config.compile)
-    rate = rate_of(name, config, rows, mode, parity=parity)
+    rate = rate_of(name, config, rows, mode)
     # A recomputed forward is no part of the model's FLOPs.
     recomputed = config.gc and not rate.gc
     work = flops_of(config.model, config.model.seq_len) * (4 / 3 if recomputed else 1)
@@ -269,12 +260,12 @@ class Measured(NamedTuple):
         return f"{row.impl}, B {row.B}, S {row.S}, {rate}{peak}"
 
 
-def rate_of(gpu: str, config: TrainConfig, rows: Iterable[Row], mode: int, *, parity: bool) -> Rate:
+def rate_of(gpu: str, config: TrainConfig, rows: Iterable[Row], mode: int) -> Rate:
     """From the rows of this GPU, else the fraction of the peak reached on another one, else an assumed fraction."""
     model = config.model
     kinds = sorted(set(model.kinds))
     # Dense attention is torch's own, whatever the backend.
-    wanted = "auto" if kinds == ["dense"] else "reference" if parity else model.attn.backend
+    wanted = "auto" if kinds == ["dense"] else "reference" if settings.current().force_parity else model.attn.backend
     fraction = REFERENCE_FRACTION if wanted == "reference" else ASSUMED_FRACTION
 
     def estimate(why: str) -> Rate:
@@ -334,7 +325,7 @@ def expected_plan(config: TrainConfig, *, ranks: int = 1) -> RunPlan | None:
     gpu = gpu_kind(torch.cuda.get_device_name(config.device))
     if gpu is None:
         return None
-    return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS), parity=settings.current().force_parity)
+    return plan_run(config, gpu, gpus=ranks, rows=measurements(RESULTS))
 
 
 class Corpus(NamedTuple):
@@ -402,8 +393,8 @@ def run(args: argparse.Namespace) -> int:
     # As it would resolve on a machine with that many GPUs.
     assumed = {"device": "cuda", "parallel": "none" if args.gpus == 1 else "ddp"}
     config = load_config(args.config, assumed | parse_set(args.set))
-    rows, parity = measurements(args.results or RESULTS), settings.current().force_parity
-    plans = [plan_run(config, gpu, gpus=args.gpus, price=args.price, rows=rows, parity=parity) for gpu in args.gpu]
+    rows = measurements(args.results or RESULTS)
+    plans = [plan_run(config, gpu, gpus=args.gpus, price=args.price, rows=rows) for gpu in args.gpu]
     passes = unused = None
     try:
         corpus = find_corpus(config.data, seq_len=config.model.seq_len)

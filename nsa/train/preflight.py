@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from nsa.machine import usable_device
 from nsa.model import LM
 from nsa.train.config import TrainConfig
 from nsa.train.plan import GIB, RunPlan, estimate_memory, expected_plan, flops_of, in_ms, parameter_count
-from nsa.train.run_info import check_folder, open_data, problem_of
+from nsa.train.run_info import check_folder, open_data, routes_of
 from nsa.train.step import TrainStep
 
 # Bytes of a parameter in a checkpoint: itself and Adam's two moments.
@@ -132,19 +132,14 @@ def long_time(seconds: float) -> str:
 
 
 def problems(
-    config: TrainConfig,
-    router: Router,
-    environ: Mapping[str, str] | None = None,
-    *,
-    notes: list[str] | None = None,
-    device_given: bool = True,
+    config: TrainConfig, router: Router, *, notes: list[str] | None = None, device_given: bool = True
 ) -> list[str]:
     """What is wrong with this machine for that run, each as a sentence; leaves nothing behind.
 
     `notes` gets the speed of a step, which is no problem; `device_given`: the device was asked for by name.
     """
     notes = [] if notes is None else notes
-    unknown = settings.unknown_names(environ).items()
+    unknown = settings.unknown_names().items()
     found = [f"{name} is not a setting; the nearest is {near}" for name, near in unknown]
     absent = missing_device(config)
     if absent:
@@ -227,15 +222,13 @@ def try_step(config: TrainConfig, device: torch.device) -> float:
 def route_problems(config: TrainConfig, router: Router) -> Iterator[str]:
     if "nsa" not in config.model.kinds:
         return
-    attn = config.model.attn
-    for backward in (False, True):
-        problem = problem_of(config, backward=backward)
-        routes = router.explain(problem, attn.backend, block=attn.l, stride=attn.d, window=attn.w).routes
+    auto = config.model.attn.backend == "auto" and config.device.startswith("cuda")
+    for backward, routes in enumerate(routes_of(config, router)):
         for name, route in routes.items():
             op = f"{name} backward" if backward else name
             if route.chosen is None:
                 yield f"no backend runs {op}: {route.error_message()}"
-            elif route.chosen == "reference" and problem.device == "cuda" and attn.backend == "auto":
+            elif route.chosen == "reference" and auto:
                 yield f"only the reference runs {op}, which is slow: {route.reasons}"
 
 

@@ -34,7 +34,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from nsa.config import require
-from nsa.files import LOCK, TEMPORARY, is_at, open_no_link, parse_json, sync_folder
+from nsa.files import LOCK, TEMPORARY, is_at, is_natural, naming_file, open_no_link, parse_json, sync_folder
 
 RUNS = Path("runs")
 
@@ -117,10 +117,10 @@ def require_checkpoint(run: Path, argument: str) -> None:
     """`ValueError`, naming `argument`, unless `run` has a checkpoint: without one, a start would empty its metrics."""
     folder = run / CHECKPOINTS
     found = bool(saved_steps(folder)) or any(folder.glob(f"step_*{REPLACED}"))
+    how = f"--config and another --out (or --out {shlex.quote(str(run))}, once its {METRICS} is moved away)"
     accepted = (
-        f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start again from step 0 with "
+        f"a run with a checkpoint, and {folder} has none: restore it from a copy, or start from step 0 with {how}"
     )
-    accepted += f"--config and another --out (or --out {shlex.quote(str(run))}, once its {METRICS} is moved away)"
     require(found, argument, str(run), accepted)
 
 
@@ -200,11 +200,9 @@ class Charts:
 
 
 def add_line(file: IO[str], record: dict[str, Any]) -> None:
-    try:
+    with naming_file(Path(file.name)):
         file.write(json.dumps(record) + "\n")
         file.flush()
-    except OSError as error:
-        raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}") from error
 
 
 def open_lines(path: Path, resume: bool) -> IO[str]:
@@ -225,7 +223,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         # A disk that was full, or a machine that lost power, can tear a line that others follow.
         with suppress(ValueError):
             records.append(parse_json(line))
-    return [record for record in records if type(step := record.get("step", 0)) is int and 0 <= step < 2**63]
+    return [record for record in records if is_natural(record.get("step", 0))]
 
 
 def plain(value: Any) -> Any:
@@ -239,11 +237,8 @@ def plain(value: Any) -> Any:
 
 def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Every number in a nested value, by its path."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
+    if isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from scalars(f"{name}/{key}", entry)
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            yield from scalars(f"{name}/{index}", entry)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name, float(value)

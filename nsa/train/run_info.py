@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import nsa
 from nsa import machine, settings
 from nsa.backends.problem import Problem
-from nsa.backends.routing import explain
+from nsa.backends.routing import Route, Router, router
 from nsa.config import require
 from nsa.data import Loader, open_loader
 from nsa.data.config import Split
@@ -52,16 +53,20 @@ def backends(config: TrainConfig) -> dict[str, str]:
     kinds = set(config.model.kinds)
     if kinds == {"dense"}:
         return {"backend": "torch-sdpa"}
-    attn = config.model.attn
-    problems = (problem_of(config, backward=is_backward) for is_backward in (False, True))
-    sizes: dict[str, Any] = {"block": attn.l, "stride": attn.d, "window": attn.w}
-    forward, backward = (explain(problem, attn.backend, **sizes).routes for problem in problems)
+    forward, backward = routes_of(config, router())
     found = {}
     # The alternatives to NSA consist of these two ops.
     for op in forward if "nsa" in kinds else ("selected", "sliding"):
-        names = [route[op].chosen or "none" for route in (forward, backward)]
-        found[op] = "/".join(dict.fromkeys(names))
+        found[op] = "/".join(dict.fromkeys(route[op].chosen or "none" for route in (forward, backward)))
     return found | ({"dense": "torch-sdpa"} if "dense" in kinds else {})
+
+
+def routes_of(config: TrainConfig, router: Router) -> list[Mapping[str, Route]]:
+    """By op, of the forward and of the backward."""
+    attn = config.model.attn
+    problems = [problem_of(config, backward=backward) for backward in (False, True)]
+    sizes: dict[str, Any] = {"block": attn.l, "stride": attn.d, "window": attn.w}
+    return [router.explain(problem, attn.backend, **sizes).routes for problem in problems]
 
 
 def problem_of(config: TrainConfig, *, backward: bool) -> Problem:

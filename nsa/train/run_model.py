@@ -17,18 +17,9 @@ from nsa.train.storage import Damaged, Index
 
 
 def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Tokenizer]:
-    """Load the model that a run exported at its end, else of its newest good checkpoint, which is named on stderr.
-
-    Args:
-        folder: of a run, or `checkpoints/step_N` of a run.
-        device: where to put the parameters.
-
-    Returns:
-        The model in eval mode, and its tokenizer: bytes where the model was saved without one.
-
-    Raises:
-        ValueError: the folder has no model, or what it has is damaged; the message names the file.
-    """
+    """The model that a run exported at its end, else of its newest good checkpoint, which is named on stderr; or of the
+    checkpoint `checkpoints/step_N`. In eval mode, with its tokenizer: bytes where the model was saved without one.
+    A ValueError names what is missing or damaged."""
     run = run_of(folder)
     named = [int(folder.resolve().name.removeprefix("step_"))] if run != folder else []
     steps = named or saved_steps(run / CHECKPOINTS)

@@ -119,16 +119,16 @@ def watching(
 
 
 @torch.no_grad()
-def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What the gates and the selection do on one batch, for the log's "gates" and "distances"; None without NSA."""
+def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """What the gates and the selection do on one batch, for the log's "gates" and "distances"; empty without NSA."""
     with watching(model) as found, autocast(batch.tokens.device, dtype):
         model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
     if not found:
-        return None
+        return {}
     layers = [found.get(index) for index in range(len(model.blocks))]
     gates = {name: [x and getattr(x, f"gate_{name}") for x in layers] for name in ("mean", "entropy")}
     counted = [stats.selected_distance.tolist() for stats in found.values()]
-    return gates, {"counts": [sum(counts) for counts in zip_longest(*counted, fillvalue=0)]}
+    return {"gates": gates, "distances": {"counts": [sum(x) for x in zip_longest(*counted, fillvalue=0)]}}
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -132,11 +132,10 @@ def shares(batches: Sequence[Batch]) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    # A copy that does not wait needs pinned memory.
-    def move(x: Tensor) -> Tensor:
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-    return Batch(move(batch.tokens), move(batch.targets), None if batch.cu_seqlens is None else move(batch.cu_seqlens))
+    """Does not wait, for which the memory of the copies has to be pinned."""
+    if device.type != "cuda":
+        return batch
+    return Batch._make(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in batch)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -20,11 +20,7 @@ REPORT_EVERY = 12
 
 
 def compile_kernels(
-    config: LMConfig,
-    batch: Batch,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Callable[[str, int, int], None],
+    config: LMConfig, batch: Batch, device: torch.device, dtype: torch.dtype, progress: Callable[[str, int, int], None]
 ) -> None:
     """Compile the kernels of one NSA layer, both passes, for batches shaped like `batch`; after each, call `progress`
     with its name, how many are done and how many there are."""

@@ -105,16 +105,18 @@ def test_a_row_of_the_batch_size_is_found(tmp_path: Path) -> None:
     assert "B 8, S 2048" in plan_run(config(batch_size=6), "H200", rows=rows).source
 
 
-def test_parity_takes_no_rate_of_the_kernels() -> None:
+def test_parity_takes_no_rate_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = row()
-    found = plan_run(config(), "H200", rows=[kernels], parity=True)
+    parity = Settings.load(environ={"NSA_FORCE_PARITY": "1"})
+    monkeypatch.setattr(planning.settings, "current", lambda: parity)
+    found = plan_run(config(), "H200", rows=[kernels])
     assert found.basis == "estimated"
     assert found.tokens_per_s < 20_000
     reference = row(impl="nsa-reference", tokens_per_s=3_000.0)
-    assert "nsa-reference" in plan_run(config(), "H200", rows=[kernels, reference], parity=True).source
+    assert "nsa-reference" in plan_run(config(), "H200", rows=[kernels, reference]).source
     # Dense attention is torch's own under parity too.
     dense = row(impl="dense-sdpa-graphs", tokens_per_s=400_000.0)
-    assert plan_run(config(model__attention="dense"), "H200", rows=[dense], parity=True).basis == "measured"
+    assert plan_run(config(model__attention="dense"), "H200", rows=[dense]).basis == "measured"
 
 
 def test_activation_checkpointing_has_rows_of_its_own() -> None:
@@ -334,7 +336,7 @@ def test_a_device_that_is_not_there_is_a_problem_and_no_crash(tmp_path: Path) ->
     absent = preflight.missing_device(given)
     assert absent is not None
     assert absent.startswith("device is 'cuda:99'; accepted: ")
-    found = preflight.problems(given, build_router(Settings()), {})
+    found = preflight.problems(given, build_router(Settings()))
     assert found[0] == absent
     assert all("data: data.path is" in problem for problem in found[1:])
     assert len(found) == 3

@@ -193,9 +193,7 @@ def test_looking_at_the_attention_leaves_nothing_behind() -> None:
     model = LM(small_run(Path(), kind="nsa").model)
     batch = random_batch(2, 32)
     expected = model(batch.tokens, batch.targets)
-    found = attention_stats(model, batch, torch.float32)
-    assert found is not None
-    gates, distances = found
+    gates, distances = attention_stats(model, batch, torch.float32).values()
     assert set(gates["mean"][0]) == {"cmp", "sel", "win"}
     # Every query of every group takes all the blocks there are, up to n_sel = 4 of 8 tokens.
     assert sum(distances["counts"]) == 2 * 8 * (1 + 2 + 3 + 4)

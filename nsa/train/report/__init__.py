@@ -33,18 +33,7 @@ Record = dict[str, Any]
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Draw a run.
-
-    Args:
-        run: its folder.
-        out: the file to write; default: `report.html` in the folder.
-
-    Returns:
-        The path of the report.
-
-    Raises:
-        ValueError: `run` is no folder with metrics.
-    """
+    """Draw the run in a folder as `report.html` in it, or as `out`; a ValueError if it is no folder with metrics."""
     path, text = run / REPORT if out is None else out, page(RunLines(run))
     make_folder(path.parent)
     replace_text(path, text)
@@ -308,8 +297,7 @@ class ComparedRun(RunLines):
         rate = f"{median(y for _, y in rates):,.0f}" if rates else ""
         tokens = f"{steps * self.tokens_per_step:,.0f}" if self.tokens_per_step else ""
         time = duration(max(self.seconds.values())) if self.seconds else ""
-        failed = sum((self.failures() or {}).values())
-        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(failed)]
+        return [self.label, f"{steps:,.0f}", tokens, *losses, rate, time, str(sum((self.failures() or {}).values()))]
 
 
 Charted = dict[str, Callable[[ComparedRun], list[Point]]]
