@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from nsa import ops, reference
 from nsa.bench import gate, peers
-from nsa.bench.runner import CudaClock, Pass, PassClock, Runner, Suite, Task, cpu_clock, forward_and_backward
+from nsa.bench.runner import Context, CudaClock, Pass, PassClock, Runner, Suite, Task, cpu_clock, forward_and_backward
 from nsa.commands.bench import IMPLEMENTATIONS, SELECTED_IMPLEMENTATIONS
 from nsa.config import NSAConfig, require, require_positive_int
 from nsa.functional import attention_kwargs, hyperparameter_kwargs, nsa_attention
 from nsa.sequences import BRANCH_KINDS, Pooling, hyperparameters
 
 POOLING_NAMES = hyperparameters(Pooling)
+# Of a forward pass and its leaves.
+MakePasses = Callable[[Callable[[], Tensor], tuple[Tensor, ...]], Iterator[Pass]]
 # Heads and lengths where none are given.
 DEFAULTS = {"cuda": (["64/4/128"], [8192, 32768]), "cpu": (["8/2/32"], [512, 2048])}
 
@@ -119,14 +121,10 @@ def nsa_error(forward: Callable[[], Tensor], inputs: Inputs, config: NSAConfig) 
 
 
 def attention_task(
-    suite: str,
-    impl: str,
-    inputs: Inputs,
-    shape: AttentionShape,
-    passes: Callable[..., Iterator[Pass]] = forward_and_backward,
+    suite: str, impl: str, inputs: Inputs, shape: AttentionShape, passes: MakePasses = forward_and_backward
 ) -> Task:
     leaves: tuple[Tensor, ...] = (inputs.q, inputs.k, inputs.v, inputs.gates)
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    within: Context = nullcontext
     if impl.startswith("dense-"):
         leaves = leaves[:3]
         forward, within = peers.dense(impl, *leaves)

@@ -8,13 +8,14 @@ for which plain torch in the same dtype does the same computation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa import ops, reference
+from nsa.bench.runner import Context
 from nsa.config import NSAConfig
 from nsa.functional import attention_kwargs, hyperparameter_kwargs
 from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES
@@ -61,12 +62,7 @@ def sampled_error(forward: Callable[[], Tensor], leaves: Leaves, expected: Expec
         return worst_ratio(found, by_reference(own_dtype), by_reference(torch.float64))
 
 
-def module_error(
-    module: nn.Module,
-    specification: nn.Module,
-    inputs: Tensor,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> float:
+def module_error(module: nn.Module, specification: nn.Module, inputs: Tensor, within: Context = nullcontext) -> float:
     """The error of a module on inputs so short that every block is selected, in units of the tolerance.
     `specification`: the same module with the reference as backend, exact in fp64, and plain torch within `within`."""
     specification.load_state_dict(module.state_dict())

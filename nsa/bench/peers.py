@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.backends import triton
+from nsa.bench.runner import Context
 from nsa.config import NSAConfig
 from nsa.model.alternatives import tile_lists
 
@@ -47,7 +48,7 @@ def missing(impl: str, device: str, shape: Any) -> str | None:
     return None if size >= 16 and size & (size - 1) == 0 else f"{size} heads per group; it takes 16, 32, 64 ..."
 
 
-def dense(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Forward, Callable[[], AbstractContextManager[Any]]]:
+def dense(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Forward, Context]:
     """Causal attention of `[B, S, H, D]` tensors, and the context that it runs in; `dense-sdpa`: torch selects."""
     if impl == "dense-flex":
         return flex(q, k, v, causal_mask(q.shape[1], q.device)), keeps_buffers

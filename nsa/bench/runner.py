@@ -23,6 +23,8 @@ from nsa.machine import usable_device
 from nsa.results import Row, append, make_row
 
 Found = TypeVar("Found")
+# What a call runs in.
+Context = Callable[[], AbstractContextManager[Any]]
 
 WARMUP_MS, MEASURE_MS = 50.0, 300.0
 MIN_CALLS, MAX_CALLS, MAX_CPU_CALLS = 3, 200, 50
@@ -50,7 +52,7 @@ class Task:
     passes: Callable[[], Iterator[Pass]]
     # The error as a multiple of what is allowed; above 1, or NaN, is wrong.
     error: Callable[[], float]
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    within: Context = nullcontext
 
     @property
     def title(self) -> str:

@@ -108,6 +108,7 @@ def try_tiles(tiles: Sequence[Any], run: Run, timer: Timer, show: Callable[[Any]
 
 
 def fastest(outcomes: Sequence[TileTime]) -> TileTime | None:
+    """The fastest tile; None if no tile runs."""
     timed = [outcome for outcome in outcomes if outcome.ms is not None]
     return min(timed, key=lambda outcome: outcome.ms or 0.0, default=None)
 

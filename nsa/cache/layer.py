@@ -170,20 +170,16 @@ class NSACache(RowCache):
         compress: Callable[[Tensor, Tensor, Tensor], Pair],
         counts: Tensor | None = None,
     ) -> Step:
-        """Write the keys and values of `T` new tokens per row and return what these tokens attend to.
+        """Write the keys and values of `T` new tokens per row, `[B, T, G, D]` each, and return what these attend to.
 
-        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was.
+        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was. Its
+        queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
 
         Args:
-            raw: Keys and values that blocks are compressed from, `[B, T, G, D]` each.
-            selected: Keys and values of the selected branch, `[B, T, G, D]` each.
-            window: Keys and values of the sliding branch, `[B, T, G, D]` each.
+            raw, selected, window: What blocks are compressed from, and of the two other branches.
             compress: `compress(k_blocks, v_blocks, positions)` turns blocks `[B, E, l, G, D]` that start at
                 `positions [B, E]` into one key and one value each.
             counts: `[B]` how many of the `T` tokens are real, the first ones; the rest is padding. Default: all.
-
-        Returns:
-            The staged step; its queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
 
         Raises:
             ValueError: The dtype or batch is not the cache's, or the tokens do not fit.

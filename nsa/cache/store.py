@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.sequences import Pair
 
+Device = torch.device | str
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -73,13 +74,7 @@ class Store:
     written and read in `dtype`, and stored in it, or as e4m3 values and their scales."""
 
     def __init__(
-        self,
-        config: NSAConfig,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        fp8: bool = False,
+        self, config: NSAConfig, shape: tuple[int, int], dtype: torch.dtype, device: Device, *, fp8: bool = False
     ) -> None:
         sizes = (*shape, config.n_kv_groups)
         stored = FP8 if fp8 else dtype

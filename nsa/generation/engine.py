@@ -15,6 +15,7 @@ from nsa.generation.options import Options
 from nsa.model import LM
 
 Finish = Literal["length", "end", "stop", "nonfinite"]
+PrefillProgress = Callable[[int, int], None]
 
 
 class PromptLookup:
@@ -83,12 +84,7 @@ class Generation:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        model: LM,
-        prompts: Sequence[Sequence[int]],
-        options: Options,
-        *,
-        progress: Callable[[int, int], None] | None = None,
+        self, model: LM, prompts: Sequence[Sequence[int]], options: Options, *, progress: PrefillProgress | None = None
     ) -> None:
         options.check(prompts, model.config.vocab_size)
         self.model, self.options, self.progress = model, options, progress
