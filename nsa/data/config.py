@@ -39,34 +39,25 @@ class Batch(NamedTuple):
 class DataConfig:
     """Where tokens come from and how they are batched."""
 
-    # One of SOURCES, or "hf:NAME" for a data set of the Hugging Face hub.
-    source: str = "stdlib"
-    # A file, a folder or a pattern, for the sources that read files.
-    path: str | None = None
-    # The configuration of a hub data set ("sample-10BT").
-    name: str | None = None
+    source: str = "stdlib"  # one of SOURCES, or "hf:NAME" for a data set of the Hugging Face hub
+    path: str | None = None  # a file, a folder or a pattern, for the sources that read files
+    name: str | None = None  # the configuration of a hub data set ("sample-10BT")
     # "bytes", a tokenizer.json, or a folder with one: a run's, or prepared data. None: the shards' own, or bytes.
     # Shards accept no other than their own.
     tokenizer: str | None = None
-    # The field of a JSON object, or the column, that holds the text.
-    text_key: str = "text"
-    # Documents do not attend to each other: they are packed into one row with cu_seqlens.
-    pack: bool = False
-    # What to do when no batch comes for `stall_timeout_s` seconds.
-    on_stall: OnStall = "abort"
+    text_key: str = "text"  # the field of a JSON object, or the column, that holds the text
+    pack: bool = False  # documents do not attend to each other: they are packed into one row with cu_seqlens
+    on_stall: OnStall = "abort"  # what to do when no batch comes for `stall_timeout_s` seconds
     stall_timeout_s: float = 300.0
-    # Documents tokenized at once.
-    doc_batch: int = 64
-    # Prefetch in a thread, and how many batches. Without the thread no stall is noticed.
-    prefetch: bool = True
-    queue: int = 4
-    # Documents are shuffled, and then the windows of every so many tokens.
-    shuffle_tokens: int = 2**20
+    doc_batch: int = 64  # documents tokenized at once
+    prefetch: bool = True  # in a thread; without it no stall is noticed
+    queue: int = 4  # batches that are prefetched
+    shuffle_tokens: int = 2**20  # documents are shuffled, and then the windows of every so many tokens
 
     def __post_init__(self) -> None:
         known = self.source in SOURCES or (self.source.startswith(HUB) and self.source != HUB)
         require(known, "data.source", self.source, f"one of {sorted(SOURCES)}, or '{HUB}NAME'")
-        if self.needs_path:
+        if self.source in SOURCES and SOURCES[self.source][1]:
             require(bool(self.path), "data.path", self.path, f"for {self.source}: {SOURCES[self.source][0]}")
         else:
             require(self.path is None, "data.path", self.path, f"None, because {self.source} reads no file of yours")
@@ -77,7 +68,3 @@ class DataConfig:
             value = getattr(self, name)
             unset = name == "tokenizer" and value is None
             require(unset or (isinstance(value, str) and value != ""), f"data.{name}", value, "a name")
-
-    @property
-    def needs_path(self) -> bool:
-        return self.source in SOURCES and SOURCES[self.source][1]

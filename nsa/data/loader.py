@@ -76,8 +76,7 @@ class Prefetcher(Generic[T]):
         self.ready: deque[T] = deque()
         self.failure: Exception | None = None
         self.stopping = False
-        # Guards the three attributes above.
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # guards the three attributes above
         self.thread = threading.Thread(target=self.work, name="nsa-data", daemon=True)
         self.thread.start()
 

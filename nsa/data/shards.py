@@ -173,8 +173,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Every STRIDE-th offset: all of them would fill the memory for a trillion tokens.
-        self.coarse: list[int] = []
+        self.coarse: list[int] = []  # every STRIDE-th offset: all of them would fill the memory for a trillion tokens
         with open_file(path) as file:
             self.header = read_shard_header(file, path)
             self.status = os.fstat(file)

@@ -92,7 +92,8 @@ class Checkpoints:
         except TypeError as error:
             accepted = "dict, list, str, int, float, bool, None"
             raise ValueError(f"extra is not plain JSON ({error}); accepted: {accepted}") from error
-        writer = Writer(self.path(step), step, loss, self.validation_id, good, text, lambda: self.prune(step))
+        index = Index(step, loss, self.validation_id, [], {}, {}, good)
+        writer = Writer(self.path(step), index, text, then=lambda: self.prune(step))
         if self.rank == 0:
             self.set_aside()
         answer = dcp.async_save(state_of(model, optimizer), storage_writer=writer, process_group=self.group)

@@ -37,8 +37,7 @@ class Ranks:
     device: torch.device
     rank: int = 0
     size: int = 1
-    # The process that started this one; 0: it may end without this one noticing.
-    launcher: int = 0
+    launcher: int = 0  # the process that started this one; 0: it may end without this one noticing
     # A second group of the same ranks, for a barrier that some of them may not reach.
     aside: dist.ProcessGroup | None = None
 

@@ -97,8 +97,7 @@ class Trainer:
         self.fetched: list[Batch] = []
         self.began = 0  # the step that this process started from
         self.loss_start: float | None = None
-        # The error that ends the run, once what was done before it is saved.
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # the error that ends the run, once what was done before it is saved
         # The first step compiles; CUDA graphs are captured in the two after it.
         self.warmup_steps = 3 if c.cuda_graphs else 1
 

@@ -27,8 +27,7 @@ class Clock:
         self.started = time.perf_counter()
         self.earlier = 0.0  # seconds of the run before this process
         self.began = (0.0, 0.0, 0.0)
-        # Of the last timed interval, as it is logged; empty: not known.
-        self.speed: dict[str, float] = {}
+        self.speed: dict[str, float] = {}  # of the last timed interval, as it is logged; empty: not known
         self.tokens_per_s = 0.0
         self.timed = (0, 0.0)  # tokens and seconds of all timed intervals
 

@@ -213,16 +213,10 @@ class Writer(OneCheckpoint, StorageWriter):
     distributes tensors that all ranks hold alike."""
 
     folder: Path
-    step: int
-    loss: float | None
-    validation_id: str
-    good: bool
-    # This rank's part, as JSON text: the caller may change its dictionary afterwards.
-    extra: str
-    # Called on rank 0 once the folder has its name.
-    then: Callable[[], None]
-    # Those of all ranks, on rank 0.
-    extras: list[str] = field(default_factory=list)
+    index: Index  # without extra, files and tensors, which this adds
+    extra: str  # this rank's part, as JSON text: the caller may change its dictionary afterwards
+    then: Callable[[], None]  # called on rank 0 once the folder has its name
+    extras: list[str] = field(default_factory=list)  # those of all ranks, on rank 0
 
     @property
     def aside(self) -> Path:
@@ -275,7 +269,7 @@ class Writer(OneCheckpoint, StorageWriter):
             assert isinstance(x, TensorStorageMetadata)
             tensors[name] = Stored(NAMES[x.properties.dtype], tuple(x.size), tuple(chunks[name]))
         extra = [json.loads(text) for text in self.extras]
-        Index(self.step, self.loss, self.validation_id, extra, files, tensors, self.good).write(self.aside / INDEX)
+        self.index._replace(extra=extra, files=files, tensors=tensors).write(self.aside / INDEX)
         name_checkpoint(self.folder)
         self.then()
 
