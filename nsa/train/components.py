@@ -109,10 +109,12 @@ class Logger(Component):
     def close_progress(self) -> None:
         if self.progress is not None:
             self.progress.close()
+            self.progress = None
 
     def close_files(self) -> None:
         if self.files is not None:
             self.files.close()
+            self.files = None
 
     def save_run_info(self) -> None:
         """Write config and environment; a resumed run does so after a step, so that no failed start is resumed."""
