@@ -210,8 +210,7 @@ def check_fields(
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
-    """A ValueError with the other three unless `condition`: the argument's name, its value, and what is accepted, in
-    words."""
+    """A ValueError that holds the name, the value and what is accepted, in words, unless `condition`."""
     if not condition:
         raise ValueError(f"{name} is {shortened(value)}; accepted: {accepted}")
 

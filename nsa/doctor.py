@@ -57,8 +57,7 @@ class BackendState:
     name: str
     available: bool
     note: str
-    # Installed, but its import fails.
-    broken: bool = False
+    broken: bool = False  # installed, but its import fails
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class SettingState:
     value: bool | int | str | None
     source: Source
     meaning: str
-    # The part of nsa that the setting needs and that is missing here.
-    missing: str | None
+    missing: str | None  # the part of nsa that the setting needs and that is missing here
 
 
 @dataclass(frozen=True)
@@ -80,27 +78,20 @@ class Report:
 
     versions: Versions
     gpus: tuple[Gpu, ...]
-    # Driver, libraries and flags of torch, from `machine.runtime`.
-    runtime: Mapping[str, Any]
+    runtime: Mapping[str, Any]  # driver, libraries and flags of torch, from `machine.runtime`
     backends: tuple[BackendState, ...]
-    # The file that the Triton kernels read their tiles from, or the error in it.
-    tiles: str
-    # Which kernels of the Triton backend run the branches of the problem, and why.
-    kernel_set: str
-    # Which branches may use FlashAttention and why, and its libraries.
-    flash: Mapping[str, str]
+    tiles: str  # the file that the Triton kernels read their tiles from, or the error in it
+    kernel_set: str  # which kernels of the Triton backend run the branches of the problem, and why
+    flash: Mapping[str, str]  # which branches may use FlashAttention and why, and its libraries
     settings: tuple[SettingState, ...]
     unknown_names: Mapping[str, str]
-    # Variables of earlier runbooks that have no effect any more, and why.
-    retired_names: Mapping[str, str]
-    # Debug modes that slow a run down.
-    debug_modes: tuple[str, ...]
+    retired_names: Mapping[str, str]  # variables of earlier runbooks that have no effect any more, and why
+    debug_modes: tuple[str, ...]  # debug modes that slow a run down
     counts: Mapping[str, Mapping[str, int]]
     forward: Explanation
     backward: Explanation
     checks: tuple[Check, ...]
-    # Libraries that failed in the probe, if one was asked for.
-    probe_failures: tuple[str, ...] = ()
+    probe_failures: tuple[str, ...] = ()  # libraries that failed in the probe, if one was asked for
 
     @property
     def failures(self) -> list[Check]:

@@ -102,8 +102,7 @@ def generate_text(
 
 
 class OrderedRows:
-    """Writes rows one after the other, each after its head: the first that is not finished as it grows, those after it
-    once it is."""
+    """Writes rows one after the other: the first that is not finished as it grows, those after it once it is."""
 
     def __init__(self, write: Callable[[str], None], heads: Sequence[str]) -> None:
         self.write = write

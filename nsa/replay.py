@@ -60,12 +60,9 @@ class SharedMemory(NamedTuple):
     """What the captures for one stream share: functions on one stream never overlap."""
 
     pool: torch.cuda.MemPool
-    # To capture on.
-    stream: torch.cuda.Stream
-    # A call is several: copy, launch, copy.
-    lock: threading.RLock
-    # Inputs and outputs, for as long as a graph uses them.
-    buffers: WeakValueDictionary[tuple[Any, ...], Tensor]
+    stream: torch.cuda.Stream  # to capture on
+    lock: threading.RLock  # a call is several: copy, launch, copy
+    buffers: WeakValueDictionary[tuple[Any, ...], Tensor]  # inputs and outputs, for as long as a graph uses them
 
     def buffer(self, role: object, like: Tensor) -> Tensor:
         key = (role, like.shape, like.dtype)
@@ -96,7 +93,7 @@ Results = Sequence[Tensor | Sequence[Tensor]]
 
 class ReplayedFunction:
     """`function(*inputs)` as a graph, captured for tensors laid out as `inputs` are. Of its results, those in a
-    sequence come as one block; `packs` has their layout. Raises NotCapturableError if a backend runs it that may not be
+    sequence come as one block; `packs` has their layout. Raises NotCapturableError for a backend that may not be
     replayed."""
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
@@ -190,8 +187,7 @@ def has_pools() -> bool:
 
 
 def situation(x: Tensor) -> tuple[Any, ...]:
-    """What a graph depends on besides shapes: where it runs, in which dtype and precision, and whether for a
-    backward pass."""
+    """What a graph depends on besides shapes: stream, dtype and precision, and whether for a backward pass."""
     matmul = torch._C._get_fp32_precision_getter("cuda", "matmul")
     sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     half_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()

@@ -104,13 +104,11 @@ class OpSpec:
 
     op: str
     reference: Callable[..., Any]
-    # What a backend is given besides tensors; the gated sum takes tensors only.
-    kind: type | None
+    kind: type | None  # what a backend is given besides tensors; the gated sum takes tensors only
     leaves: tuple[str, ...]
     fixed: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("o", "lse")
-    # A branch's position among the gates.
-    gate: int | None = None
+    gate: int | None = None  # a branch's position among the gates
 
     @property
     def name(self) -> str:

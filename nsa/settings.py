@@ -45,10 +45,8 @@ class Setting:
     env: str
     default: Value
     meaning: str
-    # The smallest value of an integer setting.
-    at_least: int
-    # The module without which the setting has no effect.
-    needs: str
+    at_least: int  # the smallest value of an integer setting
+    needs: str  # the module without which the setting has no effect
 
     @property
     def kind(self) -> type:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,7 @@ class AttentionShape:
         return NSAConfig(dim=self.n_heads * d, **heads, phi="mean", backend=backend)
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Leaves of one attention call, with gradients."""
 
     q: Tensor  # [B, S, Hq, D]
@@ -68,8 +67,7 @@ class Inputs:
 
     @classmethod
     def of(cls, shape: AttentionShape, dtype: torch.dtype, device: str, smooth: float) -> Inputs:
-        """Random tensors. `smooth` in [0, 1): correlation of neighbouring queries, which select mostly the same blocks
-        in a trained model."""
+        """Random tensors. `smooth` in [0, 1): correlation of neighbouring queries, which a trained model has too."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(heads: int, head_dim: int) -> Tensor:
@@ -77,12 +75,10 @@ class Inputs:
             return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
         q = normal(shape.n_heads, shape.head_dim)
-        if smooth:
-            q = smoothed(q, smooth)
+        q = smoothed(q, smooth) if smooth else q
         k, v = (normal(shape.n_groups, shape.head_dim) for _ in range(2))
         gates = normal(shape.n_heads, 3).sigmoid()
-        q, k, v, gates = (x.to(dtype).requires_grad_() for x in (q, k, v, gates))
-        return cls(q, k, v, gates)
+        return cls(*(x.to(dtype).requires_grad_() for x in (q, k, v, gates)))
 
 
 def smoothed(q: Tensor, share: float) -> Tensor:
@@ -107,7 +103,7 @@ def nsa_forward(inputs: Inputs, config: NSAConfig) -> Tensor:
 def nsa_error(forward: Callable[[], Tensor], inputs: Inputs, config: NSAConfig) -> float:
     """The error of the whole attention. `config`: its hyperparameters, and the backend that selects the same blocks."""
     means = hyperparameter_kwargs(config, POOLING_NAMES)
-    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (x.detach() for x in inputs[:3])
     folded = (q, *(ops.compress_mean(x, **means, backend=config.backend) for x in (k, v)))
     indices = gate.selected_indices(config, *folded)
 
@@ -116,14 +112,13 @@ def nsa_error(forward: Callable[[], Tensor], inputs: Inputs, config: NSAConfig) 
         compressed = (reference.compress_mean(x, **means) for x in (k, v))
         return gate.expect_nsa(config, indices, (q, *compressed, k, v, k, v, gates), rows)
 
-    leaves = (inputs.q, inputs.k, inputs.v, inputs.gates)
-    return max(gate.selection_error(config, indices, *folded), gate.sampled_error(forward, leaves, expected))
+    return max(gate.selection_error(config, indices, *folded), gate.sampled_error(forward, inputs, expected))
 
 
 def attention_task(
     suite: str, impl: str, inputs: Inputs, shape: AttentionShape, passes: MakePasses = forward_and_backward
 ) -> Task:
-    leaves: tuple[Tensor, ...] = (inputs.q, inputs.k, inputs.v, inputs.gates)
+    leaves: tuple[Tensor, ...] = inputs
     within: Context = nullcontext
     if impl.startswith("dense-"):
         leaves = leaves[:3]
@@ -146,7 +141,7 @@ def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -
     pooling, compression, selection, selected, sliding, backend = (
         attention_kwargs(c, names) for names in (POOLING_NAMES, *map(hyperparameters, BRANCH_KINDS), ())
     )
-    means, whole = hyperparameter_kwargs(c, POOLING_NAMES), (inputs.q, inputs.k, inputs.v)
+    means, whole = hyperparameter_kwargs(c, POOLING_NAMES), inputs[:3]
     with torch.no_grad():
         folded = (inputs.q, *(ops.compress_mean(x, **pooling).requires_grad_() for x in whole[1:]))
         o_cmp, lse = ops.compressed_attention(*folded, **compression)
@@ -182,7 +177,7 @@ def branch_tasks(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -
 
 def selected_peer(suite: str, impl: str, inputs: Inputs, shape: AttentionShape) -> Task:
     """Another implementation of the selected branch, on the blocks that NSA selects."""
-    c, whole = shape.config("auto"), (inputs.q, inputs.k, inputs.v)
+    c, whole = shape.config("auto"), inputs[:3]
     q, *keys_values = (x.detach() for x in whole)
     means = (ops.compress_mean(x, **hyperparameter_kwargs(c, POOLING_NAMES)) for x in keys_values)
     indices = gate.selected_indices(c, q, *means)

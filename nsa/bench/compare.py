@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if change.verdict:
             print(change)
     worse = [change for change in found if {"slower", "memory"} & set(change.verdict.split())]
-    missing = len(latest_rows(before).keys() - latest_rows(after).keys())
-    counts = {"compared": len(found), "worse": len(worse), "only_before": missing}
-    counts["only_after"] = len(latest_rows(after).keys() - latest_rows(before).keys())
-    print(json.dumps(counts))
+    old, new = latest_rows(before).keys(), latest_rows(after).keys()
+    only = {"only_before": len(old - new), "only_after": len(new - old)}
+    print(json.dumps({"compared": len(found), "worse": len(worse), **only}))
     return int(bool(worse))

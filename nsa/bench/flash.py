@@ -53,8 +53,7 @@ class FlashPoint(AttentionShape):
 
     op: str
     window: int = WINDOW
-    # Of equal length; 1: a fixed-length row.
-    documents: int = 1
+    documents: int = 1  # of equal length; 1: a fixed-length row
 
     @property
     def packed(self) -> bool:

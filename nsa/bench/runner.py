@@ -36,8 +36,7 @@ class Pass:
 
     mode: str
     call: Callable[[], object]
-    # What counts for peak memory; default: `call`.
-    peak_of: Callable[[], object] | None = None
+    peak_of: Callable[[], object] | None = None  # what counts for peak memory; default: `call`
     tokens: int | None = None  # per call, for tokens per second
 
 
@@ -50,8 +49,7 @@ class Task:
     impl: str
     shape: Any  # printed; `columns` are its columns in a row
     passes: Callable[[], Iterator[Pass]]
-    # The error as a multiple of what is allowed; above 1, or NaN, is wrong.
-    error: Callable[[], float]
+    error: Callable[[], float]  # the error as a multiple of what is allowed; above 1, or NaN, is wrong
     within: Context = nullcontext
 
     @property
@@ -156,8 +154,7 @@ class Suite:
 
     tasks: Callable[[argparse.Namespace, Runner], Iterable[Task]]
     clock: Callable[[argparse.Namespace, str], PassClock]
-    # What follows from the rows.
-    finish: Callable[[argparse.Namespace, Runner], None] | None = None
+    finish: Callable[[argparse.Namespace, Runner], None] | None = None  # what follows from the rows
 
     def run(self, args: argparse.Namespace) -> int:
         device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -210,8 +207,7 @@ class CudaClock:
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Run on a stream that a graph can be captured on. It waits for the work before the block, and the work after the
-    block waits for it."""
+    """Run on a stream that a graph can be captured on, after the work before the block and before the work after it."""
     here, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(here)
     with torch.cuda.stream(side):
@@ -234,8 +230,7 @@ def cpu_clock(each: Pass) -> Timing:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of `call` as one CUDA graph. The caller is on a side stream, where the forward pass of a backward one
-    ran too."""
+    """The replay of `call` as one CUDA graph, on the side stream where the forward pass of a backward one ran too."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -109,8 +109,7 @@ class SavedCaches:
         return self.tensors[key]
 
     def form(self, layer: int, config: NSAConfig, *, kind: str, n_layers: int = 1) -> dict[str, Any]:
-        """What the file says of one cache; a ValueError if it holds another number of them, or another kind or
-        config."""
+        """What the file says of one cache; a ValueError for another number of them, or another kind or config."""
         require(len(self.forms) == n_layers, f"caches in {self.path}", len(self.forms), f"{n_layers}")
         form = self.forms[layer]
         require(form["kind"] == kind, f"the kind of cache in {self.path}", form["kind"], kind)
@@ -123,9 +122,8 @@ class SavedCaches:
     def restore(
         self, cache: RowCache, layer: int, *, rows: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> None:
-        """Fill an empty cache, whose sizes may be others than those saved, from the cache of `layer`: its `rows`, by
-        default all, and `lengths` tokens of each. A ValueError where they do not fit, or more is taken away than can be
-        rolled back."""
+        """Fill an empty cache, which may have other sizes, from the cache of `layer`: its `rows`, by default all, and
+        `lengths` tokens of each. A ValueError where they do not fit, or more is taken away than can be rolled back."""
         source = torch.arange(len(self.tensor("lengths", layer))) if rows is None else torch.tensor(rows)
         saved, high_water = (self.tensor(name, layer)[source] for name in ("lengths", "high_water"))
         kept = saved if lengths is None else torch.tensor(lengths, dtype=torch.int32)

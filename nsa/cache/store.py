@@ -179,8 +179,7 @@ class Store:
 
 
 class Ring(Store):
-    """A ring buffer of each row's last tokens: position `p` is in slot `p % slots`. A step reads `reach` tokens before
-    its first."""
+    """Each row's last tokens: position `p` is in slot `p % slots`. A step reads `reach` tokens before its first."""
 
     def __init__(self, *args: Any, reach: int, **options: Any) -> None:
         super().__init__(*args, **options)

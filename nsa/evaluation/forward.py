@@ -25,10 +25,8 @@ class EvalModel:
     run: Path
     model: LM
     tokenizer: Tokenizer
-    # Of matmuls, by autocast as in training.
-    dtype: torch.dtype
-    # Most tokens of a forward pass; longer rows go through caches in chunks of this length.
-    chunk: int
+    dtype: torch.dtype  # of matmuls, by autocast as in training
+    chunk: int  # most tokens of a forward pass; longer rows go through caches in chunks of this length
 
     @property
     def device(self) -> torch.device:

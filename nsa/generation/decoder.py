@@ -60,8 +60,7 @@ def can_capture(model: LM, options: Options) -> bool:
 
 class Decoder:
     """Caches and sampling state of a batch, its prefill and its decode step, for checked prompts and at most `limits`
-    new tokens of each. A ValueError if a layer has no such cache, or the file with caches does not go with model and
-    prompts."""
+    new tokens of each. A ValueError if a layer has no such cache, or the saved caches do not go with the prompts."""
 
     def __init__(self, model: LM, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: Options) -> None:
         self.model = model
@@ -148,8 +147,7 @@ class Decoder:
         self.counts.copy_(self.index < self.limits)
 
     def feed(self, drafts: Sequence[Sequence[int] | None]) -> int:
-        """Set what the next step feeds after each row's last token, None for a finished row; returns the width of that
-        step."""
+        """Set what the next step feeds after each row's last token, None for a finished row; returns its width."""
         n_draft = self.width - 1
         counts = [0 if draft is None else 1 + len(draft) for draft in drafts]
         self.counts.copy_(torch.tensor(counts))

@@ -18,19 +18,7 @@ from nsa.config import NSAConfig, require, require_positive_int
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
 from nsa.export import require_empty, write_json
 from nsa.files import make_folder
-from nsa.model.llama import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    MODEL_TYPE,
-    WEIGHTS_FILE,
-    attention_config,
-    check_tensors,
-    read_fields,
-    read_weights,
-    rope_fields,
-    saved_rope,
-    weight_files,
-)
+from nsa.model import llama
 from nsa.tensor_file import write_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -80,43 +68,40 @@ def convert_folder(source: Path, to: Path, recipe: str, changes: Mapping[str, An
     """
     require(recipe in RECIPES, "recipe", recipe, f"one of {tuple(RECIPES)}")
     require_empty(to)
-    fields = read_fields(source)
+    fields = llama.read_fields(source)
     dense = dense_config(fields)
     new = new_fields(fields, dense, recipe, changes or {})
-    attn = attention_config(new)
+    attn = llama.attention_config(new)
     check_vocabulary(load_tokenizer(source), dense.vocab_size, name="vocab_size")
-    weights = read_weights(source)
+    weights = llama.read_weights(source)
     n_layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
     there = dense.num_hidden_layers == n_layers
     require(there, "num_hidden_layers", dense.num_hidden_layers, f"{n_layers}, as many as there are weights of")
     with torch.device("meta"):
         targets = AutoModelForCausalLM.from_config(dense).state_dict()
-    check_tensors({name: x.shape for name, x in targets.items()}, weights, source, tied=dense.tie_word_embeddings)
+    llama.check_tensors({name: x.shape for name, x in targets.items()}, weights, source, tied=dense.tie_word_embeddings)
     kinds = {x.dtype for x in weights.values()}
     plain = kinds <= {torch.float32, torch.bfloat16, torch.float16}
     require(plain, f"dtypes in {source}", sorted(map(str, kinds)), "fp32, bf16 and fp16: not quantized")
     added = {} if recipe == "select" else new_tensors(attn, weights, dense.num_hidden_layers, recipe == "full")
     copy_model(source, to, weights, added)
-    write_json(to / CONFIG_FILE, new)
+    write_json(to / llama.CONFIG_FILE, new)
     return attn
 
 
 def convert_back(source: Path, to: Path) -> None:
-    """Write the dense model that `select` made `source` of, with the parameters of `source`.
-
-    Raises:
-        ValueError: `source` is no folder of the recipe `select`, nor the export of a run that started from one.
-    """
+    """Write the dense model that `select` made `source` of, with the parameters of `source`; a ValueError if that is no
+    folder of the recipe `select`, nor the export of a run that started from one."""
     require_empty(to)
-    fields = read_fields(source)
+    fields = llama.read_fields(source)
     nsa, kind = fields.get("nsa") or {}, fields.get("model_type")
-    selected = kind == MODEL_TYPE and all(nsa.get(name) == value for name, value in RECIPES["select"].items())
+    selected = kind == llama.MODEL_TYPE and all(nsa.get(name) == value for name, value in RECIPES["select"].items())
     accepted = "a folder of the recipe select: others have parameters that a dense model does not"
     require(selected, "folder", str(source), accepted)
     dense = fields.get("dense_config") or fields_without_nsa(fields)
     dense_config(dense)
-    copy_model(source, to, read_weights(source), {})
-    write_json(to / CONFIG_FILE, dense)
+    copy_model(source, to, llama.read_weights(source), {})
+    write_json(to / llama.CONFIG_FILE, dense)
 
 
 def fields_without_nsa(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +121,7 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         require(not fields.get(name), name, fields.get(name), "none: no mixture of experts")
     # Checked before transformers sees them: it would ignore some, and divide by others.
-    rope_fields(saved_rope(fields))
+    llama.rope_fields(llama.saved_rope(fields))
     for name in POSITIVE_FIELDS:
         if fields.get(name) is not None:
             require_positive_int(name, fields[name])
@@ -155,7 +140,7 @@ def dense_config(fields: Mapping[str, Any]) -> Any:
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     require(layers <= known, "layer_types", sorted(layers), "'full_attention'")
-    rope_fields(config.rope_parameters or {})
+    llama.rope_fields(config.rope_parameters or {})
     return config
 
 
@@ -168,7 +153,7 @@ def new_fields(fields: Mapping[str, Any], dense: Any, recipe: str, changes: Mapp
     if dense.model_type == "qwen3":
         nsa["qk_norm"] = True
     head_dim = getattr(dense, "head_dim", None) or dense.hidden_size // dense.num_attention_heads
-    own = {"model_type": MODEL_TYPE, "architectures": ["NSALlamaForCausalLM"], "head_dim": head_dim, "nsa": nsa}
+    own = {"model_type": llama.MODEL_TYPE, "architectures": ["NSALlamaForCausalLM"], "head_dim": head_dim, "nsa": nsa}
     dtype = {name: fields[name] for name in ("dtype", "torch_dtype") if name in fields}
     return {**own, **{name: getattr(dense, name, None) for name in COMMON}, **dtype, "dense_config": dict(fields)}
 
@@ -221,18 +206,19 @@ def new_gate(c: NSAConfig, generator: torch.Generator) -> dict[str, Tensor]:
 def copy_model(source: Path, to: Path, weights: Mapping[str, Tensor], added: Mapping[str, Tensor]) -> None:
     """Copy the weights, bit by bit, and the tokenizer's files; write `added` to a file of its own."""
     make_folder(to)
-    files = {name: path.name for name, path in weight_files(source).items()}
+    files = {name: path.name for name, path in llama.weight_files(source).items()}
     # Loaders prefer a lone file to an index.
-    names = {name: DENSE_FILE if added and name == WEIGHTS_FILE else name for name in set(files.values())}
+    names = {name: DENSE_FILE if added and name == llama.WEIGHTS_FILE else name for name in set(files.values())}
     for name, copied in names.items():
         shutil.copyfile(source / name, to / copied)
     if added:
         write_tensors(to / ADDED_FILE, {name: x.contiguous() for name, x in added.items()})
         mapping = {name: names[file] for name, file in files.items()} | dict.fromkeys(added, ADDED_FILE)
         size = sum(x.numel() * x.element_size() for x in (*weights.values(), *added.values()))
-        write_json(to / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapping.items()))})
-    elif (source / INDEX_FILE).is_file():
-        shutil.copyfile(source / INDEX_FILE, to / INDEX_FILE)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapping.items()))}
+        write_json(to / llama.INDEX_FILE, index)
+    elif (source / llama.INDEX_FILE).is_file():
+        shutil.copyfile(source / llama.INDEX_FILE, to / llama.INDEX_FILE)
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, to / name)

@@ -43,8 +43,7 @@ DISTANCE_HEADER = f"{'tokens':>8}{'logits differ':>14}{'relative':>12}{'ppl, den
 
 
 def text_tokens(folder: Path, length: int, file: Path | None) -> Tensor:
-    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library; a ValueError if they are less
-    than two."""
+    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library, but at least two."""
     tokenizer = load_tokenizer(folder)
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokens: list[int] = []
@@ -60,10 +59,7 @@ def text_tokens(folder: Path, length: int, file: Path | None) -> Tensor:
 def logit_distances(
     dense: Path, converted: Path, tokens: Tensor, lengths: list[int], *, device: str = "cpu", dtype: str | None = None
 ) -> list[Distance]:
-    """Compare two folders on `tokens [1, n]`; a length beyond `n` is left out.
-
-    Attention is causal: one pass over all tokens gives every prefix.
-    """
+    """Compare two folders on `tokens [1, n]`, by one pass, at every length up to `n`: attention is causal."""
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "dtype": dtype or "auto"}
     hidden, heads = [], []
     for folder in (dense, converted):

@@ -50,8 +50,7 @@ class Inspection:
 
     config: NSAConfig
     tokens: list[int]
-    # The text of each token; a character of several tokens belongs to its last one.
-    pieces: list[str]
+    pieces: list[str]  # the text of each token; a character of several tokens belongs to its last one
     layers: dict[int, LayerRecord]
 
     def selected_blocks(self, token: int, layer: int, group: int) -> list[int]:

@@ -161,8 +161,7 @@ class BigBirdAttention(DenseAttention):
         return ops.selected_attention(q, k, v, indices, **options)[0]
 
     def can_use_flex(self, q: Tensor) -> bool:
-        """Fixed-length sequences on a GPU whose blocks fit FlexAttention's tiles; short ones would use its decode
-        kernel."""
+        """On a GPU, for blocks that fit FlexAttention's tiles; short sequences would use its decode kernel."""
         fits = FLEX_TILE % self.block == 0 and FLEX_TILE <= q.shape[1] <= FLEX_TILE * MAX_FLEX_TILES
         runs = q.is_cuda and q.dtype != torch.float64 and self.flex_compiles
         return fits and runs and self.config.backend == "auto"

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from nsa.config import (
-    NSAConfig,
-    check_field_names,
-    check_fields,
-    require,
-)
+from nsa.config import NSAConfig, check_field_names, check_fields, require
 
 AttentionKind = Literal["nsa", "dense", "sliding", "longformer", "bigbird"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)

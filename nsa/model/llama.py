@@ -42,8 +42,7 @@ BRANCH_NAMES = ("_cmp", "", "_win")
 
 
 def attention_config(fields: Mapping[str, Any]) -> NSAConfig:
-    """The hyperparameters of every layer, from the fields of a `config.json`; a ValueError names what is wrong or
-    missing."""
+    """The hyperparameters of every layer, from the fields of a `config.json`; a ValueError names a wrong one."""
     nsa = fields.get("nsa") or {}
     require(isinstance(nsa, Mapping), "nsa", nsa, "hyperparameters by name")
     taken = sorted(set(LLAMA_FIELDS) & nsa.keys())
@@ -189,8 +188,7 @@ def write_folder(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder; a ValueError if it is missing or damaged, or says that the weights are quantized
-    or that there is code."""
+    """The `config.json` of a folder; a ValueError if it is damaged, or names quantized weights or code."""
     path = folder / CONFIG_FILE
     require(path.is_file(), "folder", str(folder), f"a folder with {CONFIG_FILE}, as Transformers writes it")
     fields = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged")
@@ -202,8 +200,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Which file of a folder holds each tensor; a ValueError if there are no safetensors files, or the index is
-    damaged."""
+    """Which file of a folder holds each tensor; a ValueError without safetensors, or with a damaged index."""
     if (folder / WEIGHTS_FILE).is_file():
         return dict.fromkeys(read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
     index = folder / INDEX_FILE

@@ -212,8 +212,7 @@ class LM(nn.Module):
         return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
 
     def kv_bytes_read(self, length: int, *, batch_size: int = 1, **options: Any) -> int:
-        """Bytes of keys and values that one decoding step reads when every row is `length` long; `options` as in
-        `new_cache`."""
+        """Bytes of K/V that one decoding step reads from rows of this `length`; `options` as in `new_cache`."""
         caches = self.new_cache(batch_size, length, device="meta", **options)
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 

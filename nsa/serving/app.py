@@ -29,8 +29,7 @@ DISCONNECT_POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may take: new tokens, also where it names no number, and seconds from its arrival to its last
-    token."""
+    """What one request may take: new tokens, also where it names no number, and seconds from its arrival."""
 
     max_tokens: int
     timeout_s: float
@@ -124,8 +123,7 @@ def make_app(
 
 
 def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
-    """How a request is sampled; a ServingError 400 for an impossible value, or where the prompt or the answer is too
-    long."""
+    """How a request is sampled; a ServingError 400 for an impossible value, or where it is too long."""
     space = max_len - n_prompt
     if space < 1:
         message = f"the prompt has {n_prompt} tokens; accepted: less than {max_len}, the context length"
@@ -161,8 +159,7 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
 
 
 async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> AsyncIterator[Update]:
-    """The updates of a job until it ends or its client leaves, then the job is cancelled; a ServingError if it
-    failed."""
+    """The updates of a job until it ends, fails with a ServingError, or its client leaves: it is cancelled then."""
     next_check = time.monotonic() + DISCONNECT_POLL_S
     try:
         while True:

@@ -23,8 +23,7 @@ GENERATION_FILE = "generation_config.json"
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LM:
-    """A model of `nsa export` or `nsa convert`, by default in its dtype; a ValueError if the folder is none, or
-    damaged."""
+    """A model of `nsa export` or `nsa convert`, by default in its dtype; a ValueError if it is damaged."""
     accepted = f"a folder with {CONFIG_FILE}; `nsa export {folder} --to DIR` makes one of a run"
     require((folder / CONFIG_FILE).is_file(), "DIR", str(folder), accepted)
     fields = read_fields(folder)
@@ -62,16 +61,14 @@ class PromptEncoder:
         return set(found) if isinstance(found, list) else {self.decoder.end if found is None else found}
 
     def encode_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt; token ids stay as they are. A ServingError 400 where there are none, or one is
-        unknown."""
+        """The tokens of a prompt; token ids stay as they are. A ServingError 400 for none, or an unknown one."""
         if isinstance(prompt, str):
             with self.lock:
                 return self.checked(self.inner(prompt)["input_ids"])
         return self.checked(list(prompt))
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of a chat up to where the answer starts; a ServingError 400 where the model has no chat template,
-        or it refuses the messages."""
+        """The tokens of a chat up to its answer; a ServingError 400 without a chat template, or if it refuses."""
         if not self.inner.chat_template:
             raise bad_request("the model has no chat template; accepted: /v1/completions", "no_chat_template")
         try:

@@ -56,8 +56,7 @@ class Job:
     cancelled: bool = False
     slot: int | None = None
     last: int = 0
-    # Of the prompt, how many tokens are processed.
-    n_prefilled: int = 0
+    n_prefilled: int = 0  # of the prompt, how many tokens are processed
     draws: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

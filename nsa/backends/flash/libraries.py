@@ -155,11 +155,14 @@ def find_libraries() -> tuple[tuple[Library, ...], dict[str, str]]:
     return (TorchLibrary(), package), {}
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def reasons_against(library: Library, call: Call) -> list[str]:
     """Why the call must not be made. Does not wait for the GPU."""
-    obstacle, device = library.obstacle(), call.q.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return [*filter(None, [obstacle]), *violations(call, library.contract, capability)]
+    obstacle = library.obstacle()
+    return [*filter(None, [obstacle]), *violations(call, library.contract, capability_of(call.q.device))]
 
 
 def call_library(library: Library, direction: str, call: Call) -> Any:

@@ -130,6 +130,7 @@ def synchronize(call: Call) -> None:
 
 
 def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> str | None:
+    """What is wrong with the results; None if they are right."""
     for name, expected in expected_results(call, do).items():
         if found[name].shape != expected.shape:
             return f"{name} has shape {tuple(found[name].shape)}, not {tuple(expected.shape)}"
@@ -200,6 +201,11 @@ def run_case(library: Library, case: Mapping[str, Any], device: str, answers: An
     return difference(call, found, do)
 
 
+def load_library(address: str) -> Library:
+    """The library at an `address` that the parent passed on."""
+    return resolve_name(address)()
+
+
 def main(address: str, device: str, path: str) -> None:
     try:
         run_all(address, device, Answers(path))
@@ -214,7 +220,7 @@ def run_all(address: str, device: str, answers: Answers) -> None:
         torch.zeros(1, device=device)
         answers.begin(LOADING)
         end_after(START_SECONDS + MARGIN_SECONDS)
-        library: Library = resolve_name(address)()
+        library = load_library(address)
     except LIBRARY_ERRORS as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for line in sys.stdin.read().splitlines():
