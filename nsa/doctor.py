@@ -137,6 +137,8 @@ def diagnose(
     """Collect the report: the route of `problem`, and a self-test with its heads, dtype and device. `environ` is
     searched for unknown names, by default this process's. `attn`: of a run, its layers' backend and hyperparameters;
     `probe_failures`: a sentence per library that failed."""
+    # Before the routes: to find them, a library may be probed.
+    flash = flash_states(router)
     of_run = {} if attn is None else {name: getattr(attn, field) for name, field in nsa.config.PAPER_NAMES.items()}
     backend = "auto" if attn is None else attn.backend
     forward, backward = (router.explain(replace(problem, backward=x), backend, **of_run) for x in (False, True))
@@ -149,7 +151,7 @@ def diagnose(
         backends=backend_states(router),
         tiles=tiles_origin(router.config),
         kernel_set=forward.kernels.get(triton.name, "none of Triton's: no op is routed to it"),
-        flash=flash_states(router),
+        flash=flash,
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),
         retired_names=settings.retired_names(environ),
