@@ -35,7 +35,7 @@ NOTE_VALUES = range(800, 900)
 DENSE_CHAINS = 8
 CHARS_PER_CHAIN = 40
 # Questions per chain of a dense document, and at most of the others.
-DENSE_QUESTIONS, MAX_QUESTIONS = 3, 2
+DENSE_QUESTIONS, MAX_QUESTIONS = 3, 4
 # First questions at log-uniform distances.
 NEAR_SHARE = 1 / 3
 # Notes of a chain in a training document, at most; and how many chains have more than one.
@@ -81,8 +81,8 @@ def make_chains(rng: Random, hops: Sequence[int]) -> list[Chain]:
 def recall_document(rng: Random, filler: Sequence[str]) -> str:
     """A training document: the lines of `filler` with notes between them, and questions after each chain.
 
-    The distance of a chain's first question is uniform or log-uniform up to the document's length, that of a second
-    one log-uniform. Without filler the document is dense: all questions follow in the next lines.
+    The distance of a chain's first question is uniform or log-uniform up to the document's length; more are anywhere
+    after it. Without filler the document is dense: all questions follow in the next lines.
     """
     ends = list(accumulate(len(line) + 1 for line in filler))
     length = ends[-1] if ends else 0
@@ -102,7 +102,7 @@ def recall_document(rng: Random, filler: Sequence[str]) -> str:
         place = last + distance
         for _ in range(rng.randint(1, MAX_QUESTIONS) if filler else DENSE_QUESTIONS):
             questions.append((place, chain.question + chain.answer))
-            place += (length - place + 1) ** rng.random() - 1
+            place = rng.uniform(place, length)
     rng.shuffle(questions)
     # Sorting is stable: in the same place notes come first.
     placed = sorted([*zip(ends, filler, strict=True), *notes, *questions], key=lambda entry: entry[0])
