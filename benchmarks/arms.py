@@ -11,8 +11,8 @@ from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
 # The arms that are asked for needles before the extension: of one seed and learning rate, and different in attention.
-KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win", "nsa-gate-bias")
-KINDS += ("nsa-branch-norm",)
+KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
+KINDS += ("nsa-gate-bias", "nsa-branch-norm")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ SCALES = {
         steps=3000,
         lr=2e-3,
         other_lr=1e-3,
-        extend_lr=4e-4,
+        extend_lr=8e-4,
         vocab=8192,
         chars=60_000_000,
         extend={8192: 600, 32768: 200, 65536: 80},
