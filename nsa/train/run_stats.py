@@ -125,7 +125,10 @@ def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> dict[str, di
     if not found:
         return {}
     layers = [found.get(index) for index in range(len(model.blocks))]
-    gates = {name: [x and getattr(x, f"gate_{name}") for x in layers] for name in ("mean", "entropy")}
+    gates = {
+        "mean": [None if stats is None else stats.gate_mean for stats in layers],
+        "entropy": [None if stats is None else stats.gate_entropy for stats in layers],
+    }
     counted = [stats.selected_distance.tolist() for stats in found.values()]
     return {"gates": gates, "distances": {"counts": [sum(x) for x in zip_longest(*counted, fillvalue=0)]}}
 

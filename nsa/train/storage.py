@@ -19,7 +19,6 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +175,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 def covers(chunks: Sequence[TensorChunk], size: Sequence[int]) -> bool:
     """Whether the chunks of a tensor cover each of its elements once: their volumes add up and no two overlap."""
     for c in chunks:
-        if not len(c.offsets) == len(c.sizes) == len(size) or any(map(gt, map(add, c.offsets, c.sizes), size)):
+        same = len(c.offsets) == len(c.sizes) == len(size)
+        if not same or any(at + n > end for at, n, end in zip(c.offsets, c.sizes, size, strict=True)):
             return False
     boxes = sorted((c.offsets, c.sizes) for c in chunks if math.prod(c.sizes))
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
