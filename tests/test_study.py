@@ -76,7 +76,7 @@ def test_the_arms_are_those_that_the_issue_asks_for(study: ModuleType) -> None:
     } <= set(arms)
 
 
-def test_three_percent_of_all_tokens_are_answers(study: ModuleType) -> None:
+def test_one_token_in_forty_is_of_an_answer(study: ModuleType) -> None:
     pytest.importorskip("tokenizers")
     files = python_files([FOLDER.parent / "nsa"])
     options = study.corpus_options(study.SCALES["26m"])
@@ -86,7 +86,7 @@ def test_three_percent_of_all_tokens_are_answers(study: ModuleType) -> None:
         lines = [line.split() for text in texts for line in text.splitlines() if line.startswith("# recall ")]
         # All but the mark, the word and the key that is asked for.
         answers = sum(len(words) - 3 for words in lines)
-        assert answers > 0.03 * sum(len(tokenizer.encode(text)) for text in texts)
+        assert answers > 0.025 * sum(len(tokenizer.encode(text)) for text in texts)
 
 
 def test_a_curve_counts_training_alone(study: ModuleType) -> None:

@@ -61,7 +61,8 @@ def measure(length: int, document: int = 0) -> dict[str, float]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(length), str(document)],
-        env={**environment, "PYTHONPATH": root},
+        # Every large tensor is mapped alone, so that no hole that a freed one leaves in the heap counts.
+        env={**environment, "PYTHONPATH": root, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
         check=False,
