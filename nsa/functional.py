@@ -64,22 +64,15 @@ def hyperparameter_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NA
 
 def attend_normed(
     q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
+    *others: Tensor,
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
     q_start: Tensor | None = None,
     window_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`nsa.ops.attention` where `config.branch_norm` is set: `o [B,S,Hq,Dv]` and the selected blocks. Each branch runs
-    by its own op: no kernel that combines them normalizes."""
-    c = config
+    by its own op: no kernel that combines them normalizes. `others`: keys, values and gates in the order of the op."""
+    c, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates) = config, others
     places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_start": q_start}
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **places, **attention_kwargs(c, COMPRESSED_NAMES))
     indices = ops.select_blocks(q, k_cmp, lse, **places, **attention_kwargs(c, SELECTION_NAMES))
