@@ -23,35 +23,52 @@ from typing import NoReturn, TextIO
 import nsa
 from nsa.progress import prepare_streams, say
 
-# By name: the module that has `run`, and what it does.
+# By name: the module that has `run`, what it does, and what needs less memory.
 COMMANDS = {
-    "train": ("nsa.train", "train a language model"),
-    "report": ("nsa.train.report", "draw a run, or compare several, on one page"),
-    "plan": ("nsa.train.plan", "memory, time and cost of a run before it starts"),
-    "generate": ("nsa.generate", "continue a prompt with a trained model"),
-    "eval": ("nsa.evaluation.command", "loss by position, needle maps, recall and lm-eval-harness of trained models"),
-    "inspect": ("nsa.inspection.command", "show what a trained model attends to in a text"),
-    "export": ("nsa.export", "write a run as a Transformers folder"),
-    "convert": ("nsa.convert", "turn a dense Transformers model into one with NSA"),
-    "serve": ("nsa.serving", "serve a model with OpenAI's HTTP API"),
-    "bench": ("nsa.bench", "measure training and attention on this machine, and plot it"),
-    "data": ("nsa.data.prepare", "turn text into shards of tokens"),
-    "doctor": ("nsa.doctor", "check this machine: versions, settings, routes, and every backend against the reference"),
-}
-# What needs less memory.
-LOWER = {
-    "train": "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
-    "report": "fewer runs need less",
-    "plan": "a smaller --set model.n_layers needs less",
-    "generate": "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
-    "eval": "a smaller --chunk or shorter --lengths need less",
-    "inspect": "a smaller --max-tokens needs less",
-    "export": "a smaller --dtype needs less",
-    "convert": "fewer or shorter --lengths need less",
-    "serve": "fewer --slots or a smaller --max-len need less",
-    "bench": "a smaller --batch-size or shorter sequences need less",
-    "data": "a smaller --doc-batch needs less",
-    "doctor": "a smaller --batch or --seq-len needs less",
+    "train": (
+        "nsa.train",
+        "train a language model",
+        "a smaller --batch-size with a larger --accum-batches, a smaller --seq-len, or --gc needs less",
+    ),
+    "report": ("nsa.train.report", "draw a run, or compare several, on one page", "fewer runs need less"),
+    "plan": (
+        "nsa.train.plan",
+        "memory, time and cost of a run before it starts",
+        "a smaller --set model.n_layers needs less",
+    ),
+    "generate": (
+        "nsa.generate",
+        "continue a prompt with a trained model",
+        "a shorter --prompt, fewer of them, or fewer --max-new-tokens need less",
+    ),
+    "eval": (
+        "nsa.evaluation.command",
+        "loss by position, needle maps, recall and lm-eval-harness of trained models",
+        "a smaller --chunk or shorter --lengths need less",
+    ),
+    "inspect": (
+        "nsa.inspection.command",
+        "show what a trained model attends to in a text",
+        "a smaller --max-tokens needs less",
+    ),
+    "export": ("nsa.export", "write a run as a Transformers folder", "a smaller --dtype needs less"),
+    "convert": (
+        "nsa.convert",
+        "turn a dense Transformers model into one with NSA",
+        "fewer or shorter --lengths need less",
+    ),
+    "serve": ("nsa.serving", "serve a model with OpenAI's HTTP API", "fewer --slots or a smaller --max-len need less"),
+    "bench": (
+        "nsa.bench",
+        "measure training and attention on this machine, and plot it",
+        "a smaller --batch-size or shorter sequences need less",
+    ),
+    "data": ("nsa.data.prepare", "turn text into shards of tokens", "a smaller --doc-batch needs less"),
+    "doctor": (
+        "nsa.doctor",
+        "check this machine: versions, settings, routes, and every backend against the reference",
+        "a smaller --batch or --seq-len needs less",
+    ),
 }
 
 
@@ -85,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS)) + 2
-    commands = "\n".join(f"  {name:<{width}}{summary}" for name, (_, summary) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}{summary}" for name, (_, summary, _) in COMMANDS.items())
     parser = Parser(
         prog="nsa",
         description=f"Native sparse attention.\n\ncommands:\n{commands}",
@@ -161,7 +178,7 @@ def run_command(argv: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0] or "the machine's memory is full"
-        say(f"nsa {name}: out of memory: {first}; {LOWER[name]}", error=True)
+        say(f"nsa {name}: out of memory: {first}; {COMMANDS[name][2]}", error=True)
         return 1
     except KeyboardInterrupt:
         say(f"nsa {name}: interrupted", error=True)
