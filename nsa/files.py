@@ -173,7 +173,7 @@ def check_json(value: Any, expected: Any, name: str = "") -> None:
         for i, (entry, part) in enumerate(zip(value, expected, strict=True)):
             check_json(entry, part, f"{name}[{i}]")
     elif not (callable(expected) and expected(value)):
-        raise ValueError(f"{name} is {reprlib.repr(value)}, which it cannot be")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which is not valid")
 
 
 def is_natural(value: object) -> bool:
