@@ -23,6 +23,7 @@ from rich.table import Table
 
 TREE = Path(__file__).resolve().parent.parent
 DENSE = "nsa-triton dense-cudnn dense-fa2"
+COMMIT = "--commit {commit}"
 LENGTHS = "1024 2048 4096 8192 16384 32768 65536 131072"
 
 
@@ -39,11 +40,17 @@ class Step(NamedTuple):
 
 
 def attention(heads: str, lengths: str, more: str = "", file: str = "attention") -> str:
-    return f"-m nsa bench attention --cuda-graphs --heads {heads} --lengths {lengths} --out {{out}}/{file}.csv {more}"
+    shapes = f"--heads {heads} --lengths {lengths}"
+    return f"-m nsa bench attention --cuda-graphs {shapes} --out {{out}}/{file}.csv {COMMIT} {more}"
 
 
 def train(more: str) -> str:
-    return f"-m nsa bench train --preset 125m --attention nsa dense --out {{out}}/train.csv {more}"
+    return f"-m nsa bench train --preset 125m --attention nsa dense --out {{out}}/train.csv {COMMIT} {more}"
+
+
+def profile(heads: str, lengths: str, more: str = "") -> str:
+    script = f"{TREE}/benchmarks/kernel_profile.py"
+    return f"{script} --heads {heads} --lengths {lengths} --out {{out}}/ncu.csv {COMMIT} {more}"
 
 
 STEPS = {
@@ -69,7 +76,7 @@ STEPS = {
             attention("12/2/64", "2048", f"--batch-size 8 --impl {DENSE}", "attention-batch-8"),
         ),
     ),
-    "host": Step(30, ("-m nsa bench host --heads 12/2/64 --lengths 2048 8192 --out {out}/host.csv",)),
+    "host": Step(30, ("-m nsa bench host --heads 12/2/64 --lengths 2048 8192 --out {out}/host.csv --commit {commit}",)),
     "train": Step(
         190,
         (
@@ -79,8 +86,16 @@ STEPS = {
             train("--tokens 16384 --seq-len 2048 --compile --no-cuda-graphs"),
         ),
     ),
-    "decode": Step(150, ("-m nsa bench decode --out {out}/decode.csv",)),
-    "generate": Step(90, ("-m nsa bench generate --prefill 65536 --out {out}/generate.csv",)),
+    "decode": Step(150, ("-m nsa bench decode --out {out}/decode.csv --commit {commit}",)),
+    "generate": Step(90, ("-m nsa bench generate --prefill 65536 --out {out}/generate.csv --commit {commit}",)),
+    "profile": Step(
+        150,
+        (
+            profile("64/4/128", "8192 65536"),
+            profile("32/8/128 12/2/64", "65536"),
+            profile("12/2/64", "2048", "--batch-size 8"),
+        ),
+    ),
     "tests": Step(590, ("-m pytest tests/gpu -q",)),
     "sanitize": Step(590, ("tests/gpu/sanitize.py",)),
 }
@@ -92,10 +107,8 @@ def commands(step: Step, out: Path, commit: str, baseline: Path | None) -> list[
     found = []
     for command in step.commands:
         for side, tree in sides.items() if "{side}" in command else [("after", TREE)]:
-            words = shlex.split(command.format(out=out, side=side))
-            if "bench" in words and "--out" in words:
-                words += ["--commit", commit if side == "after" else "baseline"]
-            found.append((tree, words))
+            measured = commit if side == "after" else "baseline"
+            found.append((tree, shlex.split(command.format(out=out, side=side, commit=measured))))
     return found
 
 
