@@ -53,7 +53,7 @@ class Launched(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What ncu counted of one launch; a unit without a column is missing."""
+    """What ncu counted of one launch; a unit for which it has no column is not in `busy`."""
 
     kernel: str
     ms: float
@@ -135,7 +135,8 @@ def profile_rows(launches: list[Launched], counted: list[Counted]) -> Iterator[d
         groups.setdefault(launched, []).append(one)
     for (function, kernel), ones in groups.items():
         total = sum(one.ms for one in ones)
-        busy = {unit: sum(one.ms * one.busy.get(unit, 0.0) for one in ones) / total for unit in UNITS}
+        known = [unit for unit in UNITS if all(unit in one.busy for one in ones)]
+        busy = {unit: sum(one.ms * one.busy[unit] for one in ones) / total for unit in known}
         mode = "bwd" if function.endswith("backward") else "fwd"
         yield {
             "mode": mode,
@@ -143,7 +144,7 @@ def profile_rows(launches: list[Launched], counted: list[Counted]) -> Iterator[d
             "kernel": kernel,
             "launches": len(ones),
             "ms": f"{total:.4f}",
-            **{f"{unit}_pct": f"{share:.1f}" for unit, share in busy.items()},
+            **{f"{unit}_pct": f"{busy[unit]:.1f}" if unit in busy else "" for unit in UNITS},
         }
 
 

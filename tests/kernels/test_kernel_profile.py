@@ -1,4 +1,4 @@
-"""benchmarks/kernel_profile.py: which stage launches a kernel, and what becomes of ncu's table."""
+"""benchmarks/kernel_profile.py: the stage of each launch, and the rows made of ncu's table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE
 
 from nsa.bench.attention import AttentionShape, Inputs, nsa_forward
 
@@ -29,7 +30,7 @@ LAUNCHES = [Launched("select_blocks", f"{kernel}_kernel") for kernel in ("score"
 
 def test_each_launch_is_of_its_stage() -> None:
     shape = AttentionShape(1, 200, 4, 2, 16)
-    inputs = Inputs.of(shape, torch.float32, "cpu", 0.0)
+    inputs = Inputs.of(shape, torch.float32, DEVICE, 0.0)
     with PROFILE["recorded"]() as launches:
         nsa_forward(inputs, shape.config("triton")).sum().backward()
     ranged = {one.function for one in launches if one.kernel == "ranged_forward_kernel"}
@@ -45,6 +46,8 @@ def test_launches_of_a_kernel_are_one_row() -> None:
     assert (score["mode"], score["stage"], score["kernel"]) == ("fwd", "select blocks", "score_kernel")
     assert (score["launches"], float(score["ms"]), float(score["tensor_pct"])) == (2, 4.0, 75.0)
     assert (select["kernel"], float(select["ms"])) == ("select_kernel", 0.25)
+    # No column of the table is one of the memory's.
+    assert score["dram_pct"] == ""
 
 
 def test_another_order_than_launched_is_refused() -> None:
