@@ -10,9 +10,11 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arms that are asked for needles before the extension: of one seed and learning rate, and different in attention.
-KINDS = ("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win")
-KINDS += ("nsa-gate-bias", "nsa-branch-norm")
+# The arms whose needles are evaluated before the extension: one seed and learning rate, different attention.
+KINDS = (
+    *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
+    *("nsa-gate-bias", "nsa-branch-norm"),
+)
 
 
 @dataclass(frozen=True)

@@ -236,10 +236,14 @@ class FlashBackend:
     compressed_backward, sliding_backward = partialmethod(backward, "compressed"), partialmethod(backward, "sliding")
 
 
-def variants(problem: Problem, **hyperparameters: int) -> Iterator[FlashProblem]:
+def variants(
+    problem: Problem,
+    *,
+    block: int = 2 * USUAL["compressed"],
+    stride: int = USUAL["compressed"],
+    window: int = USUAL["sliding"],
+) -> Iterator[FlashProblem]:
     """Each branch and layout of the whole attention `problem`; a step of one query for the cached layout."""
-    usual = {"block": 2 * USUAL["compressed"], "stride": USUAL["compressed"], "window": USUAL["sliding"]}
-    block, stride, window = (usual | hyperparameters).values()
     n_blocks = n_compressed(problem.n_keys, block, stride)
     sliding = flash_problem(problem.for_op("sliding"), window)
     compressed = flash_problem(replace(problem, op="compressed", n_keys=n_blocks), stride)
