@@ -363,9 +363,9 @@ def from_environment(env: settings.Settings) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by dotted key."""
+    """The values of nested mappings by dotted key; an empty mapping is a value too."""
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
@@ -384,8 +384,10 @@ def to_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted key; a value and the keys of a group in its place replace each other."""
+    """By dotted key; a value and the keys of a group in its place replace each other, an empty group replaces none."""
     for key, value in changes.items():
+        if value == {} and any(k.startswith(f"{key}.") for k in values):
+            continue
         others = {k: x for k, x in values.items() if not k.startswith(f"{key}.") and not key.startswith(f"{k}.")}
         values = others | {key: value}
     return values
@@ -402,14 +404,18 @@ def check_types(values: dict[str, Any], where: str) -> dict[str, Any]:
         kinds = keys_of(TrainConfig)[key]
         if value is None and NoneType in kinds:
             continue
-        require(not any(map(is_dataclass, kinds)), key, value, "keys and values")
+        require(value == {} or not any(map(is_dataclass, kinds)), key, value, "keys and values")
         if float in kinds and isinstance(value, str):
             # YAML 1.1 takes 1e-3 for text. Other text is "auto", or an error that the config's own checks report.
             with suppress(ValueError):
                 values[key] = float(value)
         else:
             require(str not in kinds or isinstance(value, str), key, value, "text")
-    for prefix, cls in (("", TrainConfig), ("model.", LMConfig), ("model.attn.", NSAConfig)):
+    groups: list[tuple[str, Any]] = [("", TrainConfig)]
+    groups += [(f"{key}.", kind) for key, kinds in keys_of(TrainConfig).items() for kind in kinds if is_dataclass(kind)]
+    for prefix, cls in groups:
+        if not any(f"{key}.".startswith(prefix) for key, value in values.items() if value is not None):
+            continue
         needed = {f"{prefix}{f.name}" for f in fields(cls) if f.default is MISSING} - OPTIONAL
         missing = sorted(key for key in needed if not any(f"{given}.".startswith(f"{key}.") for given in values))
         if missing:

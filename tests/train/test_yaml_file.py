@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nsa import cli
 from nsa.settings import Settings
-from nsa.train.config import flat, load_config, parse_set, read_config, to_tree
+from nsa.train.config import flat, load_config, merged, parse_set, read_config, to_tree
 from nsa.train.yaml_file import MAX_YAML_BYTES, parse_yaml, read_yaml
 
 PLAIN = Settings.load(environ={})
@@ -141,6 +141,33 @@ def test_a_key_that_is_both_dotted_and_nested_is_refused(text: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(ValueError, match=r"data\.pack in .*a\.yaml"):
         read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"lr": {}}, r"lr is \{\}"),
+        ({"model": {"foo": {}}}, r"'model\.foo' is not a key"),
+        ({"data": {"pack": {}}}, r"data\.pack is \{\}"),
+        ({"model.attn.rope_scaling": {}}, r"lacks \['model\.attn\.rope_scaling\.factor'\]"),
+        ({"model.attn.rope_scaling.low_freq_factor": 2.0}, r"lacks \['model\.attn\.rope_scaling\.factor'\]"),
+    ],
+)
+def test_an_empty_mapping_is_not_ignored(override: dict[str, Any], message: str, tmp_path: Path) -> None:
+    import yaml
+
+    tiny = Path(cli.__file__).parent / "configs" / "tiny.yaml"
+    with pytest.raises(ValueError, match=message):
+        load_config(tiny, override, env=PLAIN)
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(to_tree(merged(read_config(tiny), dict(flat(override))))))
+    with pytest.raises(ValueError, match=message):
+        load_config(path, env=PLAIN)
+
+
+def test_an_empty_group_changes_nothing(tmp_path: Path) -> None:
+    whole, empty = (load_config("tiny", {"out": tmp_path, **more}, env=PLAIN) for more in ({}, {"model": {"attn": {}}}))
+    assert empty == whole
 
 
 def test_an_error_names_where_the_value_comes_from(tmp_path: Path) -> None:
