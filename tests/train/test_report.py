@@ -118,6 +118,16 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     assert "2.000" in text
 
 
+def test_counts_of_heartbeats_are_drawn_of_a_finished_run(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, resume=False)
+    for step in (1, 2, 3):
+        log.write("step", step=step, loss=1.0, **({"skipped": True} if step == 2 else {}))
+        log.heartbeat(step, loss=1.0, skipped=int(step > 1), stand_ins=int(step > 2))
+    log.write("end", skipped=1, stand_ins=1)
+    log.close()
+    assert captions(checked(write_report(tmp_path))) == ["Loss", "Skipped", "Stand ins"]
+
+
 def test_non_finite_numbers_leave_a_gap_and_valid_json(tmp_path: Path) -> None:
     log = RunLog(tmp_path, resume=False)
     for step, loss in enumerate([1.0, math.nan, math.inf, 2.0]):

@@ -80,12 +80,17 @@ def dotted(read: Callable[[], Record]) -> Record:
 def points_of(records: list[Record], beats: list[Record]) -> dict[tuple[str, str], list[Point]]:
     """By kind and field every number that has a step. Of a step that was repeated after a resume, the last counts."""
     values: dict[tuple[str, str], dict[int, float]] = {}
-    logged = {field for record in records for field in record}
-    beats = [{name: value for name, value in beat.items() if name == "step" or name not in logged} for beat in beats]
-    for record in [*records, *({"kind": "heartbeat", **beat} for beat in beats)]:
+
+    def add(kind: str, record: Record) -> None:
         for field, value in record.items():
             if field not in ("step", "time") and is_finite(value) and isinstance(record.get("step"), int):
-                values.setdefault((str(record.get("kind")), field), {})[record["step"]] = float(value)
+                values.setdefault((kind, field), {})[record["step"]] = float(value)
+
+    for record in records:
+        add(str(record.get("kind")), record)
+    logged = {field for _, field in values}
+    for beat in beats:
+        add("heartbeat", {field: value for field, value in beat.items() if field not in logged})
     return {name: [(float(step), y) for step, y in sorted(by_step.items())] for name, by_step in values.items()}
 
 
