@@ -120,9 +120,11 @@ def compare_step(config: TrainConfig, found: RunPlan | None, seconds: float) -> 
 def cpu_step_s(config: TrainConfig) -> float:
     """Seconds that a batch takes on this CPU, estimated from the speed of one matmul in the run's dtype."""
     matrix = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=DTYPES[config.dtype])
+    # By default a Timer runs on one thread, and a training step on all.
+    timer = Timer("a @ a", globals={"a": matrix}, num_threads=torch.get_num_threads())
     # A CPU without instructions for the dtype takes a slow path, and warns of it.
     with warnings.catch_warnings(action="ignore"):
-        times = Timer("a @ a", globals={"a": matrix}).blocked_autorange(min_run_time=CPU_MATMUL_S).times
+        times = timer.blocked_autorange(min_run_time=CPU_MATMUL_S).times
     rate = 2 * CPU_MATMUL**3 / min(times)
     return config.tokens_per_batch * flops_of(config.model, config.model.seq_len) / (CPU_FRACTION * rate)
 

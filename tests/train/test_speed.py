@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from bench_rows import ROW
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import small_run
 
 from nsa.results import Row
@@ -87,6 +89,30 @@ def test_a_step_is_compared_with_the_plan() -> None:
     guess = plan_run(config(), "H200")
     assert preflight.compare_step(config(), guess, 100 * guess.step_s)[1] is None
     assert preflight.compare_step(config(), None, 100.0)[1] is None
+
+
+class SeenThreads(TorchDispatchMode):
+    """The number of threads at each matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cpu_is_timed_on_all_threads(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with SeenThreads() as found:
+            preflight.cpu_step_s(small_run(tmp_path))
+    finally:
+        torch.set_num_threads(threads)
+    assert found.seen == {3}
 
 
 def test_twice_the_tokens_take_twice_the_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
