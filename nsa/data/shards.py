@@ -77,11 +77,7 @@ class Listed(NamedTuple):
     header_sha256: str
 
 
-def is_version(value: object) -> bool:
-    return value == MANIFEST_VERSION
-
-
-MANIFEST_FORMAT = {"version": is_version, "files": {...: {"bytes": is_natural, "header_sha256": is_sha256}}}
+MANIFEST_FORMAT = {"files": {...: {"bytes": is_natural, "header_sha256": is_sha256}}}
 
 
 class Manifest(NamedTuple):
@@ -105,6 +101,8 @@ class Manifest(NamedTuple):
             accepted = f"a folder with {MANIFEST} and *{SUFFIX} files, as `nsa data prepare` writes it"
             require(False, "data.path", str(folder), accepted + hint * old)
         values = read_json(path, MAX_MANIFEST_BYTES)
+        version = values.get("version")
+        require(version == MANIFEST_VERSION, f"{path}: version", version, str(MANIFEST_VERSION))
         try:
             check_json(values, MANIFEST_FORMAT)
         except ValueError as error:

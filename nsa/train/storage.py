@@ -110,7 +110,10 @@ class Index(NamedTuple):
         tensors = {}
         for name, (dtype, size, listed) in body["tensors"].items():
             chunks = tuple(TensorChunk(tuple(offsets), tuple(sizes), *place) for offsets, sizes, *place in listed)
-            if not all(chunk.file in files for chunk in chunks) or not covers(chunks, size):
+            unlisted = [chunk.file for chunk in chunks if chunk.file not in files]
+            if unlisted:
+                raise ValueError(f"the file {reprlib.repr(unlisted[0])} of tensor {reprlib.repr(name)} is not listed")
+            if not covers(chunks, size):
                 raise ValueError(f"the chunks of tensor {reprlib.repr(name)} do not cover its shape {size} exactly")
             tensors[name] = Stored(dtype, tuple(size), chunks)
         return cls(body["step"], body["loss"], body["judge"], body["extra"], files, tensors, body["good"])

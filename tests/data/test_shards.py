@@ -244,7 +244,7 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
         ("1" * 10_000, "is not JSON"),
         ("[]", "an object"),
         ("{}", "version is None"),
-        ({"version": 2}, "version is 2"),
+        ({"version": 2}, "version is 2; accepted: 1"),
         ({"files": []}, r"files is \[\]"),
         ({"files": {}}, "train files in"),
         ({"files": {"train-00000.tokens": ENTRY}}, "valid files in"),
