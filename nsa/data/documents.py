@@ -184,10 +184,11 @@ class JsonLines(IndexedDocuments):
         return DocumentChunk([self.parse(line, f"{path}:{number + i}") for i, line in enumerate(lines)], first)
 
     def parse(self, line: bytes, where: str) -> str:
-        if not line.strip():
+        line = line.strip()
+        if not line:
             return ""
         try:
-            values = json.loads(line.strip())
+            values = json.loads(line)
         # Brackets that nest too deeply are a RecursionError.
         except (ValueError, RecursionError) as error:
             return self.bad(where, f"is not a line of JSON: {error}")

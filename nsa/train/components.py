@@ -46,10 +46,10 @@ def every(step: int, interval: int) -> bool:
 
 
 class Component:
-    """Something that a run does after some of its steps: every so many as the key `interval` of its config says, but
-    for the last, after which the run ends with most of them anyway."""
+    """Something that a run does after some of its steps; by default at intervals, except after the last step, because
+    the end of a run validates, saves and samples anyway."""
 
-    interval: str
+    interval: str  # the key of the config that holds the interval in steps
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

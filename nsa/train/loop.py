@@ -206,10 +206,11 @@ class Trainer:
         try:
             with nullcontext() if self.ranks.size > 1 else self.signals.waiting():
                 self.fetched = list(islice(self.loader, self.config.accum))
+        except StopRequested:
+            raise
         except Exception as error:
-            if not isinstance(error, StopRequested):
-                # All ranks read the same data, so they all fail at the same step and can save together.
-                self.save_before(error, "no data")
+            # All ranks read the same data, so they all fail at the same step and can save together.
+            self.save_before(error, "no data")
             raise
         return self.fetched
 
@@ -315,10 +316,12 @@ def launch(config: TrainConfig) -> int:
             config = replace(config, out=Path(from_first(str(config.out))))
             check_capacity(config, own.size)
             # For the time before the run has a watchdog of its own.
-            doing = "the run has not started: it is opening its data or building its model"
-            saved = "no checkpoint: no step is done yet"
-            callbacks = {"describe": lambda: doing, "rescue": lambda: saved}
-            watchdog = Watchdog(config.out / WATCHDOG, config.watchdog_s, **callbacks)
+            watchdog = Watchdog(
+                config.out / WATCHDOG,
+                config.watchdog_s,
+                describe=lambda: "the run has not started: it is opening its data or building its model",
+                rescue=lambda: "no checkpoint: no step is done yet",
+            )
             with Signals(forwarded=own.size > 1) as signals, report_lost_ranks(own, config.out):
                 with signals.waiting(), watchdog, warn_on_first_rank():
                     trainer = Trainer(config, own)

@@ -132,7 +132,7 @@ def shares(batches: Sequence[Batch]) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Does not wait, for which the memory of the copies has to be pinned."""
+    """Copy a batch to the device without waiting, which needs pinned memory."""
     if device.type != "cuda":
         return batch
     return Batch._make(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in batch)
