@@ -147,7 +147,8 @@ def mixed_documents(
         ValueError: There is no file, or a number is out of range.
     """
     require(bool(files), "files", list(files), "at least one file")
-    require(0 <= recall_share <= 1, "recall_share", recall_share, "a fraction from 0 to 1")
+    for name, share in (("recall_share", recall_share), ("dense_share", dense_share)):
+        require(0 <= share <= 1, name, share, "a fraction from 0 to 1")
     low, high = recall_chars
     require(0 < low <= high, "recall_chars", recall_chars, "two positive numbers in ascending order")
     rng = Random(seed)

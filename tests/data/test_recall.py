@@ -135,6 +135,14 @@ def test_a_corpus_has_the_share_of_recall_that_is_asked(share: float, tmp_path: 
         check_questions(text)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_recall_has_the_share_without_filler_that_is_asked(share: float, tmp_path: Path) -> None:
+    sizes = {"n_chars": 30_000, "recall_share": 1.0, "recall_chars": (100, 800)}
+    texts = list(mixed_documents(sources(tmp_path), **sizes, dense_share=share, seed=1))  # type: ignore[arg-type]
+    dense = [text for text in texts if all(line.startswith("#") for line in text.splitlines())]
+    assert sum(map(len, dense)) / sum(map(len, texts)) == pytest.approx(share, abs=0.1)
+
+
 def test_no_file_is_both_a_document_and_filler(tmp_path: Path) -> None:
     files = sources(tmp_path)
     texts = list(mixed_documents(files, n_chars=10**9, recall_share=0.3, recall_chars=(100, 800), seed=1))
@@ -148,7 +156,8 @@ def test_no_file_is_both_a_document_and_filler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"), [("recall_share", 1.5), ("recall_share", -0.1), ("recall_chars", (5, 2)), ("files", [])]
+    ("name", "wrong"),
+    [("recall_share", 1.5), ("recall_share", -0.1), ("dense_share", 1.5), ("recall_chars", (5, 2)), ("files", [])],
 )
 def test_a_wrong_argument_of_a_corpus_is_named(name: str, wrong: object, tmp_path: Path) -> None:
     given = {"files": sources(tmp_path), "recall_share": 0.5, "recall_chars": (10, 20), name: wrong}
