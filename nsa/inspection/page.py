@@ -58,7 +58,7 @@ def page_html(inspection: Inspection, title: str) -> str:
         for record in inspection.layers.values()
     )
     gates = heat_table("Mean gate by layer", BRANCHES, {n: record.gate_mean for n, record in inspection.layers.items()})
-    histogram = "".join(distances([{"kind": "distances", "counts": inspection.distances}]))
+    histogram = "".join(distances({"counts": inspection.distances}))
     body = [
         tiles_html(title, key_numbers(inspection)),
         f'<div class="cards">{gates}{histogram}{reads_chart(inspection)}</div>',

@@ -148,7 +148,7 @@ def page(run: RunLines) -> str:
         header(run),
         section("Curves", [chart.html() for chart in curves(run)]),
         section("Gates", gates(run.records)),
-        section("Selection", distances(run.records)),
+        section("Selection", distances(run.last("distances"))),
         section("Fallbacks", [table(failures)] if failures else []),
         section("Samples", samples(run.records)),
         section("Configuration", config),
@@ -227,9 +227,8 @@ def layers_of(value: Any) -> dict[int, dict[str, float]]:
     }
 
 
-def distances(records: list[Record]) -> list[str]:
+def distances(record: Record) -> list[str]:
     """A histogram of how far back the selected blocks lie, in bins that double."""
-    record = next((record for record in reversed(records) if record.get("kind") == "distances"), {})
     counts, step = record.get("counts"), record.get("step")
     if not isinstance(counts, list) or not any(is_finite(count) and count > 0 for count in counts):
         return []
