@@ -156,7 +156,7 @@ def parse_json(data: str | bytes, problem: str = "") -> dict[str, Any]:
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """The JSON object of a file with at most `limit` bytes; a ValueError names `path`."""
-    return parse_json(read_text(path, limit), f"{path} is not JSON")
+    return parse_json(read_text(path, limit), f"{path} is damaged")
 
 
 def check_json(value: Any, expected: Any, name: str = "") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nsa.config import require, require_positive_int
-from nsa.files import parse_json, read_text
+from nsa.files import read_json
 from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, read_fields, weight_files
 from nsa.progress import LINE_EVERY_S, progress
 from nsa.train.run_folder import run_names
@@ -67,7 +67,7 @@ def check_no_code(folder: Path) -> None:
     weight_files(folder)
     path = folder / "tokenizer_config.json"
     require(path.is_file(), "DIR", str(folder), f"a folder with {path.name}")
-    code = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged").get("auto_map")
+    code = read_json(path, MAX_JSON_BYTES).get("auto_map")
     require(not code, f"auto_map in {path}", code, "none: code in a folder is never run")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling, require
 from nsa.dtypes import dtype_name
-from nsa.files import make_folder, parse_json, read_text, replace_text
+from nsa.files import make_folder, read_json, replace_text
 from nsa.model.checkpoint import load_parameters
 from nsa.model.config import LMConfig
 from nsa.model.transformer import LM
@@ -191,7 +191,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder; a ValueError if it is damaged, or names quantized weights or code."""
     path = folder / CONFIG_FILE
     require(path.is_file(), "folder", str(folder), f"a folder with {CONFIG_FILE}, as Transformers writes it")
-    fields = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged")
+    fields = read_json(path, MAX_JSON_BYTES)
     quantized = fields.get("quantization_config")
     require(not quantized, f"quantization_config in {path}", quantized, "none: weights in fp32, bf16 or fp16")
     code = fields.get("auto_map")
@@ -208,7 +208,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     accepted = f"a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
     require(not pickles or index.is_file(), "folder", str(folder), f"{accepted}; {pickles} may hold code")
     require(index.is_file(), "folder", str(folder), accepted)
-    names = parse_json(read_text(index, MAX_JSON_BYTES), f"{index} is damaged").get("weight_map")
+    names = read_json(index, MAX_JSON_BYTES).get("weight_map")
     require(isinstance(names, dict) and bool(names), f"weight_map in {index}", names, "files by the names of tensors")
     assert isinstance(names, dict)
     for name in set(map(str, names.values())):

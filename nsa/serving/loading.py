@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import nsa.hf  # noqa: F401  registers the model type, by which a tokenizer is looked up
 from nsa.config import require
 from nsa.data.tokenizer import check_vocabulary, load_tokenizer
-from nsa.files import parse_json, read_text
+from nsa.files import read_json
 from nsa.model import LM
 from nsa.model.llama import CONFIG_FILE, MAX_JSON_BYTES, lm_config, load_llama_tensors, read_fields, read_weights
 from nsa.serving.errors import bad_request
@@ -56,7 +56,7 @@ class PromptEncoder:
         path = folder / GENERATION_FILE
         found = None
         if path.is_file():
-            found = parse_json(read_text(path, MAX_JSON_BYTES), f"{path} is damaged").get("eos_token_id")
+            found = read_json(path, MAX_JSON_BYTES).get("eos_token_id")
         found = self.inner.eos_token_id if found is None else found
         return set(found) if isinstance(found, list) else {self.decoder.end if found is None else found}
 

@@ -239,9 +239,9 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON: nested too deeply"),
-        ("1" * 10_000, "is not JSON"),
+        ("", "is damaged"),
+        ("[" * 100_000, "is damaged: nested too deeply"),
+        ("1" * 10_000, "is damaged"),
         ("[]", "an object"),
         ("{}", "version is None"),
         ({"version": 2}, "version is 2; accepted: 1"),
