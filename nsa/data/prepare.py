@@ -62,15 +62,30 @@ def prepare(
     limit_tokens: int | None = None,
     on_bad: OnBad = stop,
 ) -> dict[Split, ShardWriter]:
-    """Write the documents of `config` into `out`, a folder without shards; after an error only its lock is left in it.
+    """Tokenize the documents of `config` into the files of `out`.
 
-    With `bpe_vocab_size` a BPE of this vocabulary is trained on the corpus. `shard_tokens` per file and `limit_tokens`
-    in all are approximate. `on_bad` is called with each document that cannot be read. Returns what was written.
+    Args:
+        config: The source of the documents, and the tokenizer.
+        out: A folder without shards. After an error only its lock is left in it.
+        bpe_vocab_size: Train a BPE with this vocabulary size on the corpus.
+        shard_tokens: Tokens per file, approximately.
+        limit_tokens: Stop after approximately this many.
+        on_bad: Called with each document that cannot be read; by default an error.
+
+    Returns:
+        The writer of each split, with the counts of what was written.
+
+    Raises:
+        ValueError: An argument is wrong, a document cannot be read, a split has no tokens, or another process writes
+            to the folder.
     """
     require(config.source not in ("shards", "synthetic"), "source", config.source, "a source of text")
     require_positive_int("shard_tokens", shard_tokens)
+    if limit_tokens is not None:
+        require_positive_int("limit_tokens", limit_tokens)
     if bpe_vocab_size is not None:
         require(config.tokenizer is None, "tokenizer", config.tokenizer, "none, where a BPE is trained")
+        check_bpe_vocabulary("bpe_vocab_size", bpe_vocab_size)
     require_no_shards(out)
     documents = open_documents(config, on_bad)
     tokenizer = load_tokenizer(config.tokenizer or "bytes")

@@ -362,6 +362,14 @@ def test_prepare_stops_at_the_limit(tmp_path: Path) -> None:
     assert 200 <= total < 300
 
 
+@pytest.mark.parametrize("size", ["shard_tokens", "limit_tokens", "bpe_vocab_size"])
+def test_a_wrong_size_is_named_before_anything_is_written(size: str, tmp_path: Path) -> None:
+    config = DataConfig(source="text", path=str(text_files(tmp_path / "in")))
+    with pytest.raises(ValueError, match=f"^{size} is 0"):
+        prepare.prepare(config, tmp_path / "out", **{size: 0})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("limit", ["1", "200", "700"])
 def test_prepare_keeps_a_validation_document_at_any_token_limit(limit: str, tmp_path: Path) -> None:
     words = ("prepare", "--path", str(text_files(tmp_path / "in")), "--out", str(tmp_path / "out"))
