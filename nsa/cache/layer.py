@@ -172,14 +172,16 @@ class NSACache(RowCache):
     ) -> Step:
         """Write the keys and values of `T` new tokens per row, `[B, T, G, D]` each, and return what these attend to.
 
-        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was. Its
-        queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
+        Nothing that a later step reads changes before `commit`: a step that fails leaves the cache as it was.
 
         Args:
             raw, selected, window: What blocks are compressed from, and of the two other branches.
             compress: `compress(k_blocks, v_blocks, positions)` turns blocks `[B, E, l, G, D]` that start at
                 `positions [B, E]` into one key and one value each.
             counts: `[B]` how many of the `T` tokens are real, the first ones; the rest is padding. Default: all.
+
+        Returns:
+            The staged step; its queries are ordered by `tokens.rotate_queries` and `tokens.restore_order`.
 
         Raises:
             ValueError: The dtype or batch is not the cache's, or the tokens do not fit.

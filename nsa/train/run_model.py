@@ -17,9 +17,19 @@ from nsa.train.storage import Damaged, Index
 
 
 def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Tokenizer]:
-    """The model that a run exported at its end, else of its newest good checkpoint, which is named on stderr; or of the
-    checkpoint `checkpoints/step_N`. In eval mode, with its tokenizer: bytes where the model was saved without one.
-    A ValueError names what is missing or damaged."""
+    """Load the model of a run, and its tokenizer.
+
+    Args:
+        folder: A run, whose exported model is loaded, or else its newest good checkpoint, which is named on stderr; or
+            a checkpoint, `checkpoints/step_N`.
+        device: The device of the parameters.
+
+    Returns:
+        The model in eval mode, and its tokenizer: bytes if the model was saved without one.
+
+    Raises:
+        ValueError: The folder has no model, or a file is damaged; the message names it.
+    """
     run = run_of(folder)
     named = [int(folder.resolve().name.removeprefix("step_"))] if run != folder else []
     steps = named or saved_steps(run / CHECKPOINTS)
