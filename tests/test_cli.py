@@ -93,6 +93,15 @@ def test_a_mistake_in_a_config_file_is_reported_without_torch(tmp_path: Path) ->
         assert status_and_torch(command, "--config", str(tmp_path / "run.yaml")) == (2, False)
 
 
+@pytest.mark.parametrize("columns", ["1", "2", "12"])
+def test_a_narrow_terminal_is_no_error(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["plan", "--help"]) == 0
+    assert "--price" in capsys.readouterr().out
+
+
 def test_help_takes_little_time() -> None:
     """The best of a few tries, because the machine may be busy; torch alone takes several times as long."""
     tries: list[float] = []
