@@ -165,8 +165,9 @@ def run_command(argv: list[str]) -> int:
     # Only the first word: the flags after it are the command's own.
     name = make_parser().parse_args(argv[:1]).command
     args = parser_of(name).parse_args(argv[1:])
+    module, _, memory_advice = COMMANDS[name]
     try:
-        status: int = import_module(COMMANDS[name][0]).run(args)
+        status: int = import_module(module).run(args)
         return status
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and output_is_closed():
@@ -178,7 +179,7 @@ def run_command(argv: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0] or "the machine's memory is full"
-        say(f"nsa {name}: out of memory: {first}; {COMMANDS[name][2]}", error=True)
+        say(f"nsa {name}: out of memory: {first}; {memory_advice}", error=True)
         return 1
     except KeyboardInterrupt:
         say(f"nsa {name}: interrupted", error=True)
