@@ -205,8 +205,8 @@ def check_fields(
             require_bool(label, value)
         elif kind is int:
             require_int(label, value, at_least=least)
-        elif kind is float and not (least == 0 and value == 0 and value is not False):
-            require_positive_number(label, value)
+        elif kind is float:
+            require_positive_number(label, value, or_zero=least == 0)
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
@@ -237,11 +237,12 @@ def require_bool(name: str, value: object) -> None:
     require(isinstance(value, bool), name, value, "True or False")
 
 
-def require_positive_number(name: str, value: object) -> None:
-    """`require` a positive finite int or float."""
+def require_positive_number(name: str, value: object, *, or_zero: bool = False) -> None:
+    """`require` a positive finite int or float, or 0 where that is allowed."""
     # Compared, not converted: an integer may be too large for a float.
-    positive = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-    require(positive, name, value, "a positive finite number")
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    accepted = "0 or a positive finite number" if or_zero else "a positive finite number"
+    require(finite and (or_zero or value != 0), name, value, accepted)
 
 
 def require_positive_int(name: str, value: object) -> None:

@@ -257,7 +257,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": -1.0}, "temperature is -1.0; accepted: 0 or"),
         ({"temperature": 1e-320}, "temperature is 1e-320"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "warm"}, "temperature is 'warm'"),
@@ -266,7 +266,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_p": float("nan")}, "top_p is nan"),
-        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"min_p": -0.1}, "min_p is -0.1; accepted: 0 or"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"seed": -1}, "seed is -1"),
         ({"end": 64}, "end is 64"),
