@@ -51,12 +51,20 @@ class DenseAttention(nn.Module):
         self.rope = Rope(c.d_k, c.rope_theta, c.rope_scaling)
         self.no_flash = settings.current().sdpa_no_flash
 
-    def new_cache(self, batch_size: int, max_len: int, **options: Any) -> DenseCache:
+    def new_cache(
+        self,
+        batch_size: int,
+        max_len: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> DenseCache:
         """An empty cache, by default of this layer's dtype and on its device; arguments as for `NSACache`."""
         weight = self.k_proj.weight
-        given = {name: value for name, value in options.items() if value is not None}
-        given = {"dtype": weight.dtype, "device": weight.device, **given, "keys_seen": self.keys_seen}
-        return self.make_cache(batch_size, max_len, given)
+        options["dtype"] = weight.dtype if dtype is None else dtype
+        options["device"] = weight.device if device is None else device
+        return self.make_cache(batch_size, max_len, {**options, "keys_seen": self.keys_seen})
 
     def make_cache(self, batch_size: int, max_len: int, options: dict[str, Any]) -> DenseCache:
         return DenseCache(self.config, batch_size, max_len, **options)

@@ -255,6 +255,13 @@ def test_a_full_cache_is_an_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["static", "max_rollback"])
+def test_options_of_a_cache_are_checked(kind: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is None"):
+        small_model(kind).new_cache(1, 8, **{name: None})
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_recomputing_activations_gives_the_same_gradients(kind: str) -> None:
     tokens, targets = repeating(2, 24, period=8)
     gradients = []
