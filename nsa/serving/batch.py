@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nsa.config import require_positive_int
 from nsa.generation.decoder import Replay, can_capture
 from nsa.generation.options import Options
 from nsa.model import LM
@@ -21,6 +22,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def __init__(self, model: LM, n_slots: int, max_len: int, *, cuda_graph: bool = True) -> None:
+        require_positive_int("n_slots", n_slots)
         self.model, self.n_slots, self.max_len = model, n_slots, max_len
         self.device = device = model.head_weight.device
         captured = can_capture(model, Options(max_new_tokens=1, cuda_graph=cuda_graph))

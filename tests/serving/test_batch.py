@@ -111,5 +111,5 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 16), (2, 0)])
 def test_sizes_of_slots_are_positive(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"batch_size|max_len"):
+    with pytest.raises(ValueError, match=r"n_slots|max_len"):
         SlotBatch(tiny_lm(), *sizes)
