@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa import NSAConfig, bench, cli, functional, ops, reference
 from nsa.bench import attention, gate, peers
 from nsa.bench.attention import AttentionShape, Inputs
-from nsa.bench.runner import Pass, Runner, Task, Timing
+from nsa.bench.runner import CudaClock, Pass, Runner, Task, Timing
 from nsa.reference.visibility import sees_selected
 from nsa.results import read_rows
 from nsa.sequences import Compressed, Pooling, Selected, Selection, Sliding, hyperparameters
@@ -72,6 +72,15 @@ def test_only_what_is_right_is_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_too_little_memory_is_no_error() -> None:
     runner = Runner(one_call, torch.float32, "cpu", argparse.Namespace(out=None, commit=None))
     assert runner.run([task("large", out_of_memory)]) == 0
+
+
+def test_rows_of_replayed_graphs_are_named_so() -> None:
+    clock = attention.clock(argparse.Namespace(cuda_graphs=True), "cuda")
+    assert isinstance(clock, CudaClock)
+    assert clock.graphs
+    runner = Runner(clock, torch.float32, "cpu", argparse.Namespace(out=None, commit="abc"))
+    runner.record(task("nsa-triton", lambda: 0.0), Pass("fwd", lambda: None), [1.0], None)
+    assert [row.impl for row in runner.rows] == ["nsa-triton-graphs"]
 
 
 # The gate.
