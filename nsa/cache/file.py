@@ -35,8 +35,17 @@ RUNTIME_FIELDS = ("backend", "strict")
 def save_caches(
     path: Path, caches: Sequence[RowCache], *, tokens: Sequence[Sequence[int]] | None = None, model: str = ""
 ) -> None:
-    """Write what the rows of `caches`, one per layer, hold, over `path`; `tokens`: the ids of each row, as many as it
-    holds; `model` identifies the weights. Raises ValueError for another number of tokens."""
+    """Write the contents of `caches`.
+
+    Args:
+        path: Replaced if it exists.
+        caches: Of one layer, or of all layers of a model, in order.
+        tokens: The token ids of each row, as many as it holds.
+        model: Identifies the weights that the rows were computed with.
+
+    Raises:
+        ValueError: A row of `tokens` has another length than the row of the caches.
+    """
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, cache in enumerate(caches):
@@ -122,8 +131,17 @@ class SavedCaches:
     def restore(
         self, cache: RowCache, layer: int, *, rows: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> None:
-        """Fill an empty cache, which may have other sizes, from the cache of `layer`: its `rows`, by default all, and
-        `lengths` tokens of each. A ValueError where they do not fit, or more is taken away than can be rolled back."""
+        """Fill an empty cache, whose `batch_size` and `max_len` may differ from those that were saved.
+
+        Args:
+            cache: With as many rows as `rows`.
+            layer: Which of the saved caches it is filled from.
+            rows: The saved row of each row. Default: as saved.
+            lengths: How many tokens of each row are kept. Default: all.
+
+        Raises:
+            ValueError: The rows do not fit, or `lengths` removes more tokens than can be rolled back.
+        """
         source = torch.arange(len(self.tensor("lengths", layer))) if rows is None else torch.tensor(rows)
         saved, high_water = (self.tensor(name, layer)[source] for name in ("lengths", "high_water"))
         kept = saved if lengths is None else torch.tensor(lengths, dtype=torch.int32)

@@ -25,6 +25,8 @@ from nsa.model.transformer import Cache
 
 # Eager calls before a capture: kernels are compiled and libraries initialized in them.
 WARMUP = 2
+# Called after each prefill chunk with the prompt columns done and in all.
+PrefillProgress = Callable[[int, int], None]
 
 
 class Replay:
@@ -60,7 +62,8 @@ def can_capture(model: LM, options: Options) -> bool:
 
 class Decoder:
     """Caches and sampling state of a batch, its prefill and its decode step, for checked prompts and at most `limits`
-    new tokens of each. A ValueError if a layer has no such cache, or the saved caches do not go with the prompts."""
+    new tokens of each. A ValueError if a layer does not support the kind of cache in `options` (fp8, paged), or the
+    saved caches do not match the model and the prompts."""
 
     def __init__(self, model: LM, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: Options) -> None:
         self.model = model
@@ -94,7 +97,7 @@ class Decoder:
                 row[torch.tensor(prompt, device=device)] = True
         self.steps = {w: Replay(partial(self.run, w), capture=captured) for w in {1, self.width}}
 
-    def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def prefill(self, progress: PrefillProgress | None = None) -> None:
         """Process the prompts in chunks and pick every row's first token; `progress(columns done, in all)` is called
         after each chunk, once the device has finished it."""
         n_columns = self.prompts.shape[1]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from nsa.generation.decoder import Decoder
+from nsa.generation.decoder import Decoder, PrefillProgress
 from nsa.generation.options import Options
 from nsa.model import LM
 
 Finish = Literal["length", "end", "stop", "nonfinite"]
-PrefillProgress = Callable[[int, int], None]
 
 
 class PromptLookup:
@@ -78,9 +77,18 @@ class Stats:
 
 
 class Generation:
-    """Generates the tokens after prompts of any lengths: iterating runs the prefill, then decode steps until every row
-    has ended. `progress(columns done, in all)` is called after each chunk of the prefill. A ValueError if a prompt is
-    empty, too long or has an unknown token, or an option does not fit the model."""
+    """Generates the tokens after a batch of prompts: iterating runs the prefill, then decode steps until every row has
+    ended.
+
+    Args:
+        model: The model, on its device.
+        prompts: Token ids of each row, of any lengths.
+        options: See `Options`.
+        progress: Called after each prefill chunk with the prompt columns done and in all.
+
+    Raises:
+        ValueError: A prompt is empty, too long or has an unknown token, or an option does not fit the model.
+    """
 
     @torch.inference_mode()
     def __init__(

@@ -12,8 +12,8 @@ MAX_DRAW = 1 - 2**-50
 
 
 def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
-    """Uniform random numbers in `[0, 1)`, fp64 `[B, max_new_tokens]`, or `[B, 1]` zeros where nothing is sampled. A
-    row's depend on its seed alone: not on the device, the batch or `max_new_tokens`."""
+    """Uniform random numbers in `[0, 1)`, fp64 `[B, max_new_tokens]`, or `[B, 1]` zeros for greedy decoding. Those of a
+    row depend on its seed alone: not on the device, the batch or `max_new_tokens`."""
     if options.temperature == 0:
         return torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
     streams = [torch.Generator().manual_seed(options.seed + row) for row in range(batch_size)]
@@ -22,8 +22,14 @@ def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
 
 
 def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = None) -> Tensor:
-    """The next token at every position, int64 `[...]`, -1 where `logits [..., V]` are not finite. `draw [...]`: in `[0,
-    1)`; `seen`: bool, broadcast to `[..., V]`, the tokens that `repetition_penalty` is for, None for no penalty."""
+    """The next token at every position, int64 `[...]`, -1 where `logits [..., V]` are not finite.
+
+    Args:
+        logits: `[..., V]`.
+        draw: `[...]` uniform random numbers in `[0, 1)`; not used by greedy decoding.
+        options: Temperature, filters and penalty.
+        seen: bool, broadcast to `[..., V]`: the tokens that `repetition_penalty` applies to. None: no penalty.
+    """
     finite = logits.isfinite().all(dim=-1)
     # A CUDA assert on NaN would end the process.
     logits = logits.where(finite[..., None], 0.0).float()

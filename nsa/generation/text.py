@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from nsa.config import require
 from nsa.data.tokenizer import Tokenizer, check_vocabulary
+from nsa.generation.decoder import PrefillProgress
 from nsa.generation.engine import Generation
 from nsa.generation.options import Options
 from nsa.model import LM
@@ -17,10 +18,18 @@ CONTEXT = 8
 
 
 class TextGeneration:
-    """Generates text; iterating yields the new text of every row after each step. A row ends before the first of the
-    stop strings that it generates. `name`: what errors call the model; `progress` as for `Generation`. A ValueError for
-    a prompt, stop string or option that is impossible, a vocabulary that is too small, and while iterating for logits
-    that are not finite."""
+    """Generates text; iterating yields the new text of every row after each step.
+
+    Args:
+        model, prompts, options, progress: As for `Generation`; the prompts are texts.
+        tokenizer: The model's.
+        stop_strings: A row ends before the first of them that it generates.
+        name: What errors call the model.
+
+    Raises:
+        ValueError: A prompt, a stop string or an option is impossible, or the model's vocabulary is too small; while
+            iterating, its logits are not finite.
+    """
 
     def __init__(
         self,
@@ -31,7 +40,7 @@ class TextGeneration:
         *,
         stop_strings: Sequence[str] = (),
         name: str = "the model",
-        progress: Callable[[int, int], None] | None = None,
+        progress: PrefillProgress | None = None,
     ) -> None:
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of {name}")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
