@@ -26,7 +26,7 @@ from nsa.functional import attention_kwargs, hyperparameter_kwargs, nsa_attentio
 from nsa.sequences import BRANCH_KINDS, Pooling, hyperparameters
 
 POOLING_NAMES = hyperparameters(Pooling)
-# Of a forward pass and its leaves.
+# The passes to time, given a forward pass and its leaves.
 MakePasses = Callable[[Callable[[], Tensor], tuple[Tensor, ...]], Iterator[Pass]]
 # Heads and lengths where none are given.
 DEFAULTS = {"cuda": (["64/4/128"], [8192, 32768]), "cpu": (["8/2/32"], [512, 2048])}
@@ -128,7 +128,7 @@ def attention_task(
         fla = impl == "fla-nsa"
         config = shape.config("sdpa" if fla else impl.removeprefix("nsa-"))
         if fla:
-            # What it has fixed: it compresses and selects the same blocks.
+            # Fixed in flash-linear-attention: it compresses and selects the same blocks.
             config = replace(config, l=config.l_sel, d=config.l_sel, n_init=1, n_local=2)
         forward = partial(peers.fla_attention, config, *leaves) if fla else partial(nsa_forward, inputs, config)
         error = partial(nsa_error, forward, inputs, config)

@@ -23,7 +23,7 @@ from nsa.machine import usable_device
 from nsa.results import Row, append, make_row
 
 Found = TypeVar("Found")
-# What a call runs in.
+# Makes the context manager that a call runs in.
 Context = Callable[[], AbstractContextManager[Any]]
 
 WARMUP_MS, MEASURE_MS = 50.0, 300.0
@@ -230,7 +230,8 @@ def cpu_clock(each: Pass) -> Timing:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of `call` as one CUDA graph, on the side stream where the forward pass of a backward one ran too."""
+    """The replay of `call`, captured in a CUDA graph on the current stream. That must be a side stream, and for a
+    backward pass the one that its forward ran on."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -43,7 +43,7 @@ DISTANCE_HEADER = f"{'tokens':>8}{'logits differ':>14}{'relative':>12}{'ppl, den
 
 
 def text_tokens(folder: Path, length: int, file: Path | None) -> Tensor:
-    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library, but at least two."""
+    """`[1, n]`, up to `length` tokens of a text file, or of Python's standard library; a ValueError if only one."""
     tokenizer = load_tokenizer(folder)
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokens: list[int] = []

@@ -29,10 +29,10 @@ DISCONNECT_POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may take: new tokens, also where it names no number, and seconds from its arrival."""
+    """The limits of one request."""
 
-    max_tokens: int
-    timeout_s: float
+    max_tokens: int  # most new tokens, and the default
+    timeout_s: float  # from its arrival to its last token
 
 
 def make_app(
@@ -123,7 +123,7 @@ def make_app(
 
 
 def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
-    """How a request is sampled; a ServingError 400 for an impossible value, or where it is too long."""
+    """How a request is sampled; a ServingError 400 for an impossible value, or a prompt or answer that is too long."""
     space = max_len - n_prompt
     if space < 1:
         message = f"the prompt has {n_prompt} tokens; accepted: less than {max_len}, the context length"

@@ -23,7 +23,8 @@ GENERATION_FILE = "generation_config.json"
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LM:
-    """A model of `nsa export` or `nsa convert`, by default in its dtype; a ValueError if it is damaged."""
+    """A model of `nsa export` or `nsa convert`, by default in the dtype it was saved in; a ValueError if the folder is
+    not one of those, or damaged."""
     accepted = f"a folder with {CONFIG_FILE}; `nsa export {folder} --to DIR` makes one of a run"
     require((folder / CONFIG_FILE).is_file(), "DIR", str(folder), accepted)
     fields = read_fields(folder)
@@ -68,7 +69,7 @@ class PromptEncoder:
         return self.checked(list(prompt))
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of a chat up to its answer; a ServingError 400 without a chat template, or if it refuses."""
+        """The tokens of a chat up to its answer; a ServingError 400 if there is no chat template, or it raises."""
         if not self.inner.chat_template:
             raise bad_request("the model has no chat template; accepted: /v1/completions", "no_chat_template")
         try:
