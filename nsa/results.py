@@ -51,8 +51,8 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "float": float,
     "str": str,
     "str | None": lambda text: text or None,
+    "float | None": lambda text: float(text) if text else None,
 }
-TYPES["float | None"] = lambda text: float(text) if text else None
 PARSERS = {field.name: TYPES[str(field.type)] for field in fields(Row)}
 __getattr__ = renamed_attributes(__name__, {"read": "read_rows", "environment": "origin_columns"})
 

@@ -29,10 +29,18 @@ CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "mod
 MAX_JSON_BYTES = 2**26
 
 # Llama's names of fields of an LMConfig, and of an NSAConfig.
-LLAMA_SIZES = {"vocab_size": "vocab_size", "num_hidden_layers": "n_layers"}
-LLAMA_SIZES |= {"intermediate_size": "hidden", "rms_norm_eps": "norm_eps"}
-LLAMA_HEADS = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
-LLAMA_HEADS |= {"num_key_value_heads": "n_kv_groups", "head_dim": "d_k"}
+LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden",
+    "rms_norm_eps": "norm_eps",
+}
+LLAMA_HEADS = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_groups",
+    "head_dim": "d_k",
+}
 # Fields of an NSAConfig that Llama's config has in a form of its own.
 LLAMA_FIELDS = (*LLAMA_HEADS.values(), "rope_theta", "rope_scaling", "qk_norm_eps")
 # Parameters of Llama-3's RoPE.

@@ -28,8 +28,17 @@ from nsa.serving.errors import ServingError
 log = logging.getLogger("nsa")
 
 # What computing and decoding can raise. Anything else is no request's fault: it ends the thread, and /health says so.
-FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError)
-FAILURES += (OSError, RuntimeError, TypeError, ValueError)
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # So many failed steps in a row mean that the device is lost.
 MAX_FAILED_STEPS = 3
 
@@ -44,8 +53,9 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way: its token ids, how they are picked, and what turns tokens into text. `deadline` is by
-    `time.monotonic`; `deliver` is called with each update from the scheduler's thread, and must not wait."""
+    """A request in progress: the token ids of its prompt, how tokens are sampled, and the stream that decodes them.
+    `deadline` is in the time of `time.monotonic`; `deliver` is called with each update from the scheduler's thread, and
+    must not block."""
 
     prompt: Sequence[int]
     options: Options
