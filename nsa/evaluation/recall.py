@@ -67,10 +67,9 @@ class Haystack:
         # A short text is repeated.
         self.tokens *= max(1, -(-n_tokens // len(self.tokens)))
         ends_line = {token: tokenizer.decode([token]).startswith("\n") for token in set(self.tokens)}
+        ends = [at for at, token in enumerate(self.tokens) if ends_line[token]]
         # Where lines end; a text of one line is cut anywhere.
-        self.ends: Sequence[int] = [at for at, token in enumerate(self.tokens) if ends_line[token]] or range(
-            len(self.tokens)
-        )
+        self.ends: Sequence[int] = ends or range(len(self.tokens))
 
     def prompt(
         self, rng: Random, notes: Sequence[tuple[float, str]], asked: Chain, length: int
