@@ -19,7 +19,6 @@ from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
-
 R = TypeVar("R")
 
 

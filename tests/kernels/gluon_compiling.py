@@ -168,7 +168,8 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
     indices = torch.zeros(1, shape.length, shape.groups, 16, dtype=torch.int32)
     with recorder.at("fused"):
         over = attention_branches(q, None, None, None, 32, 16, 64, 16, 1, 2, 512, 0.1)
-        branches.selected_sliding_forward(q, k, v, indices, k, v, over)
+        gates = torch.empty(1, shape.length, shape.heads, 3, dtype=q.dtype)
+        branches.selected_sliding_forward(q, k, v, indices, k, v, do, gates, over)
 
 
 def main() -> None:
