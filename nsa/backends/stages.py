@@ -151,7 +151,6 @@ class Plan:
         self.combine = find("combine", combine, combine_shape(q, v_cmp.shape[3]), backward=backward)
         if not backward:
             self.select = find("scores", "select_blocks", attention_shape(q, k_cmp, k_cmp), **kind)
-            self.last_three = (self.selected, self.sliding, self.combine)
         fixed = all(x is None for x in places)
         self.branches = attention_branches(q, *places, *rest[:-2]) if fixed else None
 

@@ -25,18 +25,16 @@ def run_forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, places, rest = args[:N_INPUTS], args[N_INPUTS : N_INPUTS + N_PLACES], args[N_INPUTS + N_PLACES :]
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
     plan, branches = plan_of(inputs, places, rest, backward=False)
+    compressed, selection, selected, sliding = branches
     if checks.can_read_values(q, rest[-1]):
         checks.check_attention_values(inputs, branches, rest[-1])
-    o_cmp, lse_cmp = plan.compressed(q, k_cmp, v_cmp, branches.compressed)
-    indices = plan.select(q, k_cmp, lse_cmp, branches.selection)
-    found = run_together(
-        plan.last_three, "selected_sliding_forward", q, k_sel, v_sel, indices, k_win, v_win, o_cmp, gates, branches
-    )
-    if found is None:
-        o_sel, lse_sel = plan.selected(q, k_sel, v_sel, indices, branches.selected)
-        o_win, lse_win = plan.sliding(q, k_win, v_win, branches.sliding)
-        found = plan.combine(o_cmp, o_sel, o_win, gates).contiguous(), o_sel, lse_sel, o_win, lse_win
-    return found[0], indices, o_cmp, lse_cmp, *found[1:]
+    o_cmp, lse_cmp = plan.compressed(q, k_cmp, v_cmp, compressed)
+    indices = plan.select(q, k_cmp, lse_cmp, selection)
+    o_sel, lse_sel, o_win, lse_win = run_together(
+        (plan.selected, plan.sliding), "selected_sliding_forward", q, k_sel, v_sel, indices, k_win, v_win, branches
+    ) or (*plan.selected(q, k_sel, v_sel, indices, selected), *plan.sliding(q, k_win, v_win, sliding))
+    o = plan.combine(o_cmp, o_sel, o_win, gates)
+    return o.contiguous(), indices, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
 def fake_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -62,6 +60,7 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 SCHEMAS = schema_arguments(INPUTS, *REST), schema_arguments(f"do {INPUTS} {OUTPUTS}", *REST)
 ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", SCHEMAS[0], run_forward, fake_forward, outputs=8)
-ATTENTION_BACKWARD: Op[Any] = Op("attention_backward", SCHEMAS[1], run_backward, fake_gradients(1, N_INPUTS), outputs=8)
+FAKE = fake_gradients(1, N_INPUTS)
+ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op("attention_backward", SCHEMAS[1], run_backward, FAKE, outputs=8)
 # Only `o` is a result; the other outputs are there for the backward pass, and for callers that want the selection.
 ATTENTION.differentiate(ATTENTION_BACKWARD, lambda given, out: (*given[:N_INPUTS], *out[1:], *given[N_INPUTS:]))

@@ -19,6 +19,7 @@ from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
+
 R = TypeVar("R")
 
 

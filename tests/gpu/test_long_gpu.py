@@ -144,12 +144,10 @@ def test_compressed_and_selected() -> None:
 
     # In one kernel, where there is one for both: `None` elsewhere.
     over = attention_branches(q, None, None, None, *hyperparameters.values(), WINDOW, SCALE)
-    gates = torch.rand(1, LENGTH, HEADS, 3, device="cuda", dtype=q.dtype)
-    together = branches.selected_sliding_forward(q, k, v, indices, k, v, q, gates, over)
+    together = branches.selected_sliding_forward(q, k, v, indices, k, v, over)
     if together is not None:
-        names, (o, *tails) = ("o_sel", "lse_sel", "o_win", "lse_win"), [tail_of(x).clone() for x in together]
+        names, tails = ("o_sel", "lse_sel", "o_win", "lse_win"), [tail_of(x).clone() for x in together]
         del together
-        assert torch.equal(o, combine.combine_forward(tail_of(q), tails[0], tails[2], tail_of(gates)))
         apart = [tail_of(x).clone() for x in selected.selected_forward(q, k, v, indices, over_selected)]
         apart += [tail_of(x).clone() for x in ranged.sliding_forward(q, k, v, over.sliding)]
         for name, ours, theirs in zip(names, tails, apart, strict=True):

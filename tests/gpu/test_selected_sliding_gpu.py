@@ -1,6 +1,5 @@
-"""The selected and the sliding forward pass and the gated sum in one Gluon kernel, on a Hopper GPU: the numbers of the
-reference in fp64, those of the separate kernels, the same bits twice, and the separate kernels where it does not apply.
-"""
+"""The selected and the sliding forward pass in one Gluon kernel, on a Hopper GPU: the numbers of the reference in fp64,
+those of the separate kernels, the same bits twice, and the separate kernels where it does not apply."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, ops, reference
 from nsa.backends import gluon
-from nsa.backends.triton import branches, combine, ranged, selected
+from nsa.backends.triton import branches, ranged, selected
 from nsa.functional import attention_kwargs
 
 if gluon.unavailable() is not None:
@@ -62,7 +61,7 @@ APART = {
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows with each forward pass by whether the three ran in one kernel."""
+    """Grows with each forward pass by whether the two ran in one kernel."""
     found, intact = [], branches.selected_sliding_forward
 
     def recorded(*args: Any) -> Any:
@@ -74,21 +73,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def compressed_output(x: Inputs) -> Tensor:
-    """Any values."""
-    return x.q.flip(1)
-
-
 def together(x: Inputs, case: Case) -> dict[str, Tensor]:
-    inputs = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win)
-    found = branches.selected_sliding_forward(*inputs, compressed_output(x), x.gates, branches_of(case, "cuda"))
+    found = branches.selected_sliding_forward(
+        x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win, branches_of(case, "cuda")
+    )
     assert found is not None
-    return dict(zip(("o", "o_sel", "lse_sel", "o_win", "lse_win"), found, strict=True))
-
-
-def combined(x: Inputs, found: dict[str, Tensor]) -> Tensor:
-    """By the kernel that only sums."""
-    return combine.combine_forward(compressed_output(x), found["o_sel"], found["o_win"], x.gates)
+    return dict(zip(("o_sel", "lse_sel", "o_win", "lse_win"), found, strict=True))
 
 
 def default_attention(x: Inputs, start: int = 0, **places: Tensor) -> Tensor:
@@ -103,7 +93,7 @@ def by_reference(x: Inputs, case: Case) -> dict[str, Tensor]:
     found = {}
     for branch, name in (("selected", "sel"), ("sliding", "win")):
         found[f"o_{name}"], found[f"lse_{name}"] = attend(reference, branch, x, case, x.of(branch))
-    return found | {"o": reference.combine(compressed_output(x), found["o_sel"], found["o_win"], x.gates)}
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +106,6 @@ def test_matches_fp64_and_the_separate_kernels(name: str, dtype: str) -> None:
     assert_same_bits(ours, again)
     exact = by_reference(x.to(torch.float64), case)
     assert_close_to_fp64(ours, exact, by_reference(x, case), case)
-    assert torch.equal(ours["o"], combined(x, ours))
     # A query that selected nothing.
     assert exact["lse_sel"].isinf().any()
     over = branches_of(case, "cuda")
@@ -129,13 +118,6 @@ def test_matches_fp64_and_the_separate_kernels(name: str, dtype: str) -> None:
         assert torch.equal(ours[key].isinf(), hidden), key
         a, b = (y.float().masked_fill(hidden, 0.0) for y in (ours[key], theirs))
         assert (a - b).norm() <= 1e-2 * b.norm(), key
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_of_any_strides_give_the_same_bits(dtype: str) -> None:
-    x = random_inputs(BASE, DTYPES[dtype]).map(Tensor.cuda)
-    gates = x.gates.movedim(-1, 0).contiguous().movedim(0, -1)
-    assert_same_bits(together(x.but(gates=gates), BASE), together(x, BASE))
 
 
 def test_head_major_tensors_give_the_same_bits() -> None:
@@ -195,7 +177,7 @@ def test_later_queries_are_those_of_the_whole(taken: list[bool]) -> None:
     assert (later - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
-def test_the_op_launches_one_kernel_for_all_three() -> None:
+def test_the_op_launches_one_kernel_for_both() -> None:
     x = random_inputs(FUSED["as by default"], torch.bfloat16).map(Tensor.cuda)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         default_attention(x)
@@ -204,4 +186,4 @@ def test_the_op_launches_one_kernel_for_all_three() -> None:
     assert counts["hopper_selected_sliding_kernel"] == counts["block_kernel"] == 1
     # That of the compressed branch.
     assert counts["hopper_forward_kernel"] == 1
-    assert not {"common_kernel", "combine_forward_kernel"} & counts.keys()
+    assert "common_kernel" not in counts

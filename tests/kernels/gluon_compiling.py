@@ -168,8 +168,7 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
     indices = torch.zeros(1, shape.length, shape.groups, 16, dtype=torch.int32)
     with recorder.at("fused"):
         over = attention_branches(q, None, None, None, 32, 16, 64, 16, 1, 2, 512, 0.1)
-        gates = torch.empty(1, shape.length, shape.heads, 3, dtype=q.dtype)
-        branches.selected_sliding_forward(q, k, v, indices, k, v, do, gates, over)
+        branches.selected_sliding_forward(q, k, v, indices, k, v, over)
 
 
 def main() -> None:

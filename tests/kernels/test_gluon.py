@@ -305,12 +305,12 @@ def test_what_is_not_supported_is_named(gpu: Any, dtype: torch.dtype, d_k: int, 
     assert named in str(unsupported(gpu, dtype, d_k, d_v))
 
 
-TOGETHER = "selected, sliding and combine forward in one kernel"
+TOGETHER = "selected and sliding forward in one kernel"
 
 
 @pytest.fixture
 def on_gpu(usable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Problem]:
-    """An attention whose last three forward passes run at once, and a GPU for it."""
+    """An attention whose selected and sliding forward pass run at once, and a GPU for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(backend, "supports", lambda problem: None)
@@ -349,13 +349,10 @@ def test_explain_reports_branches_apart_by_route(on_gpu: Problem) -> None:
     def explained(*others: Any, **settings: Any) -> str:
         return str(Router([*others, backend], Settings(**settings)).explain(on_gpu))
 
-    def only(op: str) -> Any:
-        return SimpleNamespace(name="flash", supports=lambda problem: None if problem.op == op else "no")
-
+    sliding = SimpleNamespace(name="flash", supports=lambda problem: None if problem.op == "sliding" else "no")
     broken = SimpleNamespace(name="flash", supports=lambda problem: FailureReason("broken"))
     assert TOGETHER in explained()
-    assert TOGETHER not in explained(only("sliding"))
-    assert TOGETHER not in explained(only("combine"))
+    assert TOGETHER not in explained(sliding)
     # Calls then go through the router, branch by branch.
     assert TOGETHER not in explained(broken)
     assert TOGETHER not in explained(debug_timing=True)

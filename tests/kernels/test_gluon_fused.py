@@ -1,5 +1,5 @@
-"""The selected and the sliding forward pass and the gated sum in one Gluon kernel, run on the CPU by
-`gluon_emulator.py`, against the reference in fp64 and Triton's sum."""
+"""The selected and the sliding forward pass in one Gluon kernel, run on the CPU by `gluon_emulator.py`, against the
+reference in fp64."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from interpreted import INTERPRETED  # isort: skip
 from helpers import Case, assert_within_derived_tolerance, random_inputs, results
 from helpers import branches as branches_of
-from op_arguments import attention_arguments, head_major
+from op_arguments import attention_arguments
 from test_gluon import Emulator, emulator, poison
 
 from nsa import reference
-from nsa.backends import gluon, stages
+from nsa.backends import gluon
 from nsa.backends import triton as backend
 from nsa.backends.gluon.tiles import FusedTile, pick_fused
-from nsa.backends.triton import branches, combine, ranged_forward
+from nsa.backends.triton import branches, ranged_forward
 from nsa.backends.triton.launch import Launch, layout, new_layout
 from nsa.backends.triton.selected import SelectedForwardTile
 from nsa.backends.triton.selected.index import Shapes, block_tables
@@ -93,21 +93,16 @@ def test_both_branches(
     over = branches_of(case)
     shapes = Shapes(*map(layout, (x.q, x.k_sel, x.v_sel, x.indices)), case.select_block, None, False)
     tile = SelectedForwardTile(block_m=16, segment=64, scratch=scratch, common_m=128)
-    o_cmp, gates = torch.randn_like(x.q), x.gates
-    if forced:
-        o_cmp, gates = head_major(o_cmp), gates.movedim(-1, 0).contiguous().movedim(0, -1)
     plan = selected_sliding.SelectedSlidingForward(
-        shapes, layout(x.k_win), layout(x.v_win), layout(o_cmp), layout(gates), case.window, over.selected.scale, tile,
+        shapes, layout(x.k_win), layout(x.v_win), case.window, over.selected.scale, tile,
         FusedTile(block_n=case.select_block, num_stages=2, ring=2),
     )  # fmt: skip
-    o, o_sel, o_win = (torch.empty_like(x.q) for _ in range(3))
-    lse_sel, lse_win = torch.empty(x.q.shape[:3]), torch.empty(x.q.shape[:3])
+    o, o_win = torch.empty_like(x.q), torch.empty_like(x.q)
+    lse, lse_win = torch.empty(x.q.shape[:3]), torch.empty(x.q.shape[:3])
     tables = block_tables(over.selected.sequences, case.length, case.select_block)
-    inputs = (x.q, x.k_sel, x.v_sel, x.indices, tables)
-    plan(*inputs, o_sel, lse_sel, x.k_win, x.v_win, o_win, lse_win, o_cmp, gates, o)
+    plan(x.q, x.k_sel, x.v_sel, x.indices, tables, o, lse, x.k_win, x.v_win, o_win, lse_win)
     assert "hopper_selected_sliding_kernel" in emulator.launched
-    assert torch.equal(o, combine.combine_forward(o_cmp, o_sel, o_win, gates))
-    for branch, got in (("selected", (o_sel, lse_sel)), ("sliding", (o_win, lse_win))):
+    for branch, got in (("selected", (o, lse)), ("sliding", (o_win, lse_win))):
         exact, plain = (results(reference, branch, x.to(dtype), case) for dtype in (torch.float64, FP16))
         names = ("o", "lse")
         assert_within_derived_tolerance(
@@ -122,19 +117,13 @@ SERVED = Case(
 )  # fmt: skip
 
 
-def combine_calls() -> int:
-    return stages.router().counts.calls["combine", "triton"]
-
-
 def test_the_attention_runs_it(offered: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in attention_arguments(SERVED, "triton", FP16)]
-    calls = combine_calls()
     found = fused.run_forward(*arguments)
     assert offered.launched.count("hopper_selected_sliding_kernel") == 1
     # The compressed branch.
     assert offered.launched.count("hopper_forward_kernel") == 1
-    assert not {"common_kernel", "combine_forward_kernel"} & {*offered.launched}
-    assert combine_calls() == calls + 1
+    assert "common_kernel" not in offered.launched
     monkeypatch.delattr(backend, "selected_sliding_forward")
     apart = fused.run_forward(*arguments)
     assert offered.launched.count("hopper_selected_sliding_kernel") == 1
@@ -154,7 +143,7 @@ def test_a_profile_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
         fused.run_forward(*arguments)
     names = {event.key for event in profile.key_averages()}
     assert "nsa::selected_sliding_forward" in names
-    assert not names & {"nsa::selected_forward", "nsa::sliding_forward", "nsa::combine_forward"}
+    assert not names & {"nsa::selected_forward", "nsa::sliding_forward"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +167,7 @@ def test_other_problems_run_branch_by_branch(
     x = random_inputs(case, FP16)
     starts = [zeros if name in places else None for name in ("q_start", "window_start")]
     over = attention_branches(x.q, case.cu_seqlens, *starts, *case.selection.values(), case.window, 0.1)
-    given = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win, x.q, x.gates)
+    given = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win)
     assert branches.selected_sliding_forward(*given, over) is None
     assert offered.launched == []
 
@@ -186,20 +175,10 @@ def test_other_problems_run_branch_by_branch(
 def test_fp32_and_longer_keys_run_branch_by_branch(offered: Emulator) -> None:
     x = random_inputs(SERVED, FP16)
     over = attention_branches(x.q, None, None, None, *SERVED.selection.values(), SERVED.window, 0.1)
-    given = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win, x.q, x.gates)
+    given = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win)
     wide = [y.float() if y.is_floating_point() else y for y in given]
     assert branches.selected_sliding_forward(*wide, over) is None
     assert branches.selected_sliding_forward(x.q[:, :200], *given[1:], over) is None
-    assert offered.launched == []
-
-
-def test_an_output_no_descriptor_takes_runs_by_itself(offered: Emulator) -> None:
-    """Of the compressed branch, which another backend may have run."""
-    x = random_inputs(SERVED, FP16)
-    over = attention_branches(x.q, None, None, None, *SERVED.selection.values(), SERVED.window, 0.1)
-    shifted = torch.empty(x.q.numel() + 1, dtype=FP16)[1:].view(x.q.shape)
-    given = (x.q, x.k_sel, x.v_sel, x.indices, x.k_win, x.v_win, shifted, x.gates)
-    assert branches.selected_sliding_forward(*given, over) is None
     assert offered.launched == []
 
 

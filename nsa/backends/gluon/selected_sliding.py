@@ -1,16 +1,15 @@
-"""Forward of the selected and the sliding branch of the same queries and the gated sum at once, for Hopper.
+"""Forward of the selected and the sliding branch of the same queries at once, for Hopper.
 
-The results of `common_kernel` in `triton/selected/common.py`, of the sliding branch in `forward.py`, and, to the bit,
-of `combine_forward_kernel` in `triton/combine.py`. What the other blocks of a selection give comes as partial outputs,
-whose sum is bound by memory; the sliding window and the blocks that a run of queries has in common are dense tiles,
-bound by products. A CTA owns 128 rows, a run of queries. One warp loads queries, keys and values, another the partial
-outputs and then the compressed branch's output, each into buffers of its own, and two warpgroups own 64 rows each:
+The results of `common_kernel` in `triton/selected/common.py` and of the sliding branch in `forward.py`. What the other
+blocks of a selection give comes as partial outputs, whose sum is bound by memory; the sliding window and the blocks
+that a run of queries has in common are dense tiles, bound by products. A CTA owns 128 rows, a run of queries. One warp
+loads queries, keys and values, another the partial outputs, each into buffers of its own, and two warpgroups own 64
+rows each:
 
     the common blocks; the weights of the partial outputs from their LSEs
     for each tile of keys of the window:
         issue S = Q K^T, add one slot of partial outputs, wait for S, softmax
         issue O += P V,  add one slot of partial outputs, wait for O
-    store both outputs; add them, rounded and gated, to the compressed branch's, in whose buffer the sum leaves
 
 Grid: persistent, at most one CTA per SM.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -36,7 +34,7 @@ from nsa.backends.gluon.api import (
 from nsa.backends.gluon.descriptors import Descriptor, describe_keys, describe_rows
 from nsa.backends.gluon.forward import edge_tile, lane_sums, masked
 from nsa.backends.gluon.tiles import FusedTile
-from nsa.backends.triton.launch import Launch, Layout, new_layout, strides
+from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, visible_keys
 from nsa.backends.triton.selected.common import RUN_FIELDS
 from nsa.backends.triton.selected.forward import BlockForward, SelectedForwardTile
@@ -126,23 +124,11 @@ def produce_keys(
 
 
 @gluon.jit
-def load_halves(x, i_0, i_1, i_2, x_s, x_full, x_free, step, RUN: gl.constexpr, RING: gl.constexpr):
-    """The rows of a run from a corner on, one half for each warpgroup, as soon as their place in the ring is free."""
-    ring = step % RING
-    mbarrier.wait(x_free.index(ring), ((step // RING) & 1) ^ 1)
-    mbarrier.expect(x_full.index(ring), 2 * x.block_type.nbytes)
-    for w in gl.static_range(2):
-        corner = [i_0, i_1 + w * (RUN // 2), i_2, 0]
-        tma.async_copy_global_to_shared(x, corner, x_full.index(ring), x_s.index(ring * 2 + w))
-
-
-@gluon.jit
 def produce_parts(
-    part, o_cmp, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
-    n_queries, H: gl.constexpr, RUN: gl.constexpr, RING: gl.constexpr,
+    part, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
+    RUN: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the partial outputs of a run, one slot of all its queries after the other, then the compressed branch's
-    output."""
+    """One warp: the partial outputs of a run, one slot of all its queries after the other."""
     step = 0
     i_tile = gl.program_id(0)
     n_next = run_field(p_runs, i_tile, n_tiles, n_all_tiles, row_0, query_0, n_runs, RUN, 2)
@@ -151,12 +137,14 @@ def produce_parts(
         n_next = run_field(p_runs, tile + gl.num_programs(0), n_tiles, n_all_tiles, row_0, query_0, n_runs, RUN, 2)
         i_query = tile // n_tiles * n_queries + tile % n_tiles * RUN
         for i in range(n_slots):
-            load_halves(part, i, i_query, 0, part_s, part_full, part_free, step + i, RUN, RING)
+            ring = (step + i) % RING
+            mbarrier.wait(part_free.index(ring), (((step + i) // RING) & 1) ^ 1)
+            mbarrier.expect(part_full.index(ring), 2 * part.block_type.nbytes)
+            for w in gl.static_range(2):
+                corner = [i_query + w * (RUN // 2), i, 0, 0]
+                tma.async_copy_global_to_shared(part, corner, part_full.index(ring), part_s.index(ring * 2 + w))
         # As in `produce_keys`.
         step += n_slots
-        _, i_b, i_g, i_t = locate_run(tile, n_tiles, row_0, query_0, n_groups, RUN)
-        load_halves(o_cmp, i_b, i_t, i_g * H, part_s, part_full, part_free, step, RUN, RING)
-        step += 1
 
 
 @gluon.jit
@@ -264,18 +252,10 @@ def row_lse(b_m, b_sum):
 
 
 @gluon.jit
-def times_gate(b_x, b_gate):
-    """In fp32."""
-    b_gate = gl.convert_layout(b_gate.to(gl.float32), gl.SliceLayout(1, b_x.type.layout))
-    return b_gate[:, None] * b_x.to(gl.float32)
-
-
-@gluon.jit
 def consume_runs(
-    W: gl.constexpr, o, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, p_gates,
-    q_s, k_s, v_s, o_s, part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
-    n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries, stride_gb, stride_gt, stride_gh,
-    stride_gc,
+    W: gl.constexpr, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s, part_s,
+    q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
+    n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
     H: gl.constexpr, D: gl.constexpr, RUN: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_S: gl.constexpr,
     BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
@@ -327,15 +307,6 @@ def consume_runs(
         # Rows past the end look like the last query; they are computed and not stored.
         o_seen = gl.minimum(o_t, n_tokens - 1)
         b_lo, b_hi = visible_keys(o_seen, 0, None, None, n_tokens, True, WINDOW, 1, False)
-        p_gate = p_gates + gl.cast(i_b, gl.int64) * stride_gb + gl.cast(o_seen, gl.int64) * stride_gt
-        p_gate += (i_g * H + o_m % H) * stride_gh
-        b_gate_cmp = gl.load(p_gate)
-        b_gate_sel = gl.load(p_gate + stride_gc)
-        b_gate_win = gl.load(p_gate + 2 * stride_gc)
-        # The outputs of the run before have left their buffers by now, of which one belongs to the ring.
-        tma.store_wait(0)
-        if part_step > 0:
-            mbarrier.arrive(part_free.index((part_step - 1) % RING), count=1)
         mbarrier.wait(q_full, phase)
         b_sum = gl.zeros([64, D], gl.float32, o_layout)
         b_m = gl.zeros([64], gl.float32, s_row) + FLOOR
@@ -392,41 +363,29 @@ def consume_runs(
         b_lse_sel, b_total = row_lse(b_m_sel, b_total)
         gl.store(p_lse_win + p_row, b_lse_win, mask=o_t < n_tokens)
         gl.store(p_lse_sel + p_row, b_lse_sel, mask=o_t < n_tokens)
-        b_win = (b_o * gl.convert_layout(1.0 / b_total_win, o_row)[:, None]).to(o_s.dtype)
-        b_sel = (b_sum * gl.convert_layout(1.0 / b_total, o_row)[:, None]).to(o_s.dtype)
+        b_o = b_o * gl.convert_layout(1.0 / b_total_win, o_row)[:, None]
+        b_sum = b_sum * gl.convert_layout(1.0 / b_total, o_row)[:, None]
         # One leaves through the queries' buffer, which is of no more use, the other through one that the run before
-        # has left.
+        # has left by now.
+        tma.store_wait(0)
         barrier()
-        q_w.reshape([64, D]).store(b_win)
-        o_w.reshape([64, D]).store(b_sel)
+        q_w.reshape([64, D]).store(b_o.to(o_s.dtype))
+        o_w.reshape([64, D]).store(b_sum.to(o_s.dtype))
         fence_async_shared()
         barrier()
         corner = [i_b, i_t + W * (RUN // 2), i_g * H, 0]
         tma.async_copy_shared_to_global(o_win, corner, q_w)
         tma.async_copy_shared_to_global(o_sel, corner, o_w)
-        # Meanwhile the gated sum of the outputs as they are stored, in the order of `combine_forward_kernel`. Products
-        # with gates in half precision are exact in fp32, so its bits do not depend on which ones the compiler fuses.
-        ring = part_step % RING
-        sum_w = part_s.index(ring * 2 + W)
-        mbarrier.wait(part_full.index(ring), (part_step // RING) & 1)
-        b_cmp = sum_w.reshape([64, D]).load(o_layout)
-        b_gated = times_gate(b_cmp, b_gate_cmp) + times_gate(b_sel, b_gate_sel) + times_gate(b_win, b_gate_win)
-        sum_w.reshape([64, D]).store(b_gated.to(o_s.dtype))
-        part_step += 1
         tma.store_wait(1)
         mbarrier.arrive(q_free, count=1)
         phase ^= 1
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(o, corner, sum_w)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=[*COUNTS, "n_all_tiles"])
 def hopper_selected_sliding_kernel(
-    q, k_sel, v_sel, k_win, v_win, part, o_cmp, o, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_common, p_runs,
-    p_rest, p_gates, scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
-    stride_gb, stride_gt, stride_gh, stride_gc,
+    q, k_sel, v_sel, k_win, v_win, part, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_common, p_runs, p_rest,
+    scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
     H: gl.constexpr, D: gl.constexpr, RUN: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_S: gl.constexpr,
     BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
@@ -435,7 +394,7 @@ def hopper_selected_sliding_kernel(
     o_s = gl.allocate_shared_memory(q.dtype, [2, 1, RUN // 2, H, D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, D], k_sel.layout)
     v_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, D], k_sel.layout)
-    part_s = gl.allocate_shared_memory(q.dtype, [2 * RING, 1, RUN // 2, H, D], q.layout)
+    part_s = gl.allocate_shared_memory(q.dtype, [2 * RING, RUN // 2, 1, H, D], part.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -457,22 +416,20 @@ def hopper_selected_sliding_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_runs, (0, o, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, p_gates,
-                            q_s, k_s, v_s, o_s, part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full,
-                            part_free, scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
-                            n_queries, stride_gb, stride_gt, stride_gh, stride_gc,
+            (consume_runs, (0, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s,
+                            part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
+                            n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
                             H, D, RUN, N_SELECT, BLOCK_S, BLOCK_N, WINDOW, STAGES, RING)),
-            (consume_runs, (1, o, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, p_gates,
-                            q_s, k_s, v_s, o_s, part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full,
-                            part_free, scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
-                            n_queries, stride_gb, stride_gt, stride_gh, stride_gc,
+            (consume_runs, (1, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s,
+                            part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
+                            n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
                             H, D, RUN, N_SELECT, BLOCK_S, BLOCK_N, WINDOW, STAGES, RING)),
             (produce_keys, (q, k_sel, v_sel, k_win, v_win, p_common, p_runs, q_s, k_s, v_s,
                             q_full, q_free, k_full, k_free, v_full, v_free,
                             n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
                             H, RUN, N_SELECT, BLOCK_N, WINDOW, STAGES)),
-            (produce_parts, (part, o_cmp, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles,
-                             n_all_tiles, row_0, query_0, n_queries, H, RUN, RING)),
+            (produce_parts, (part, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles, n_all_tiles,
+                             row_0, query_0, n_queries, RUN, RING)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -480,28 +437,25 @@ def hopper_selected_sliding_kernel(
 
 
 class SelectedSlidingForward(BlockForward):
-    """The plan of both branches and the gated sum: chunk by chunk the partial outputs by block, then this kernel."""
+    """The plan of both branches: chunk by chunk the partial outputs by block, then this kernel."""
 
     def __init__(
-        self, shapes: Shapes, k_win: Layout, v_win: Layout, o_cmp: Layout, gates: Layout, window: int, scale: float,
+        self, shapes: Shapes, k_win: Layout, v_win: Layout, window: int, scale: float,
         blocks: SelectedForwardTile, tile: FusedTile,
     ) -> None:  # fmt: skip
-        q = shapes.q
-        self.gates, self.window, self.fused = gates, window, tile
-        o = new_layout(q.shape, q.dtype, q.device)
-        rows = [describe_rows(x, shapes.heads, tile.block_m // 2) for x in (q, o_cmp, o, o, o)]
-        assert None not in rows, "a tile of rows holds whole queries"
-        keys = [describe_keys(x, tile.block_n) for x in (shapes.k, shapes.v, k_win, v_win)]
-        names = ("q", "o_cmp", "o", "o_sel", "o_win", "k_sel", "v_sel", "k_win", "v_win")
-        self.describe: dict[str, Any] = dict(zip(names, (*rows, *keys), strict=True))
+        q, heads = shapes.q, shapes.heads
+        self.window, self.fused = window, tile
+        describe_q = describe_rows(q, heads, tile.block_m // 2)
+        describe_o = describe_rows(new_layout(q.shape, q.dtype, q.device), heads, tile.block_m // 2)
+        assert describe_q is not None, "a tile of rows holds whole queries"
+        assert describe_o is not None
+        keys = (describe_keys(x, tile.block_n) for x in (shapes.k, shapes.v, k_win, v_win))
+        names = ("q", "k_sel", "v_sel", "k_win", "v_win", "o_sel", "o_win")
+        self.describe = dict(zip(names, (describe_q, *keys, describe_o, describe_o), strict=True))
         super().__init__(shapes, scale, blocks)
-        # Of the largest chunk: what a smaller one leaves of it is read only for rows that are not stored. Slots before
-        # queries, so that its boxes are those of `q`.
-        n_queries, n_slots, *row = self.partials
-        part = new_layout(self.partials, q.dtype, q.device)
-        steps = (part.strides[1], part.strides[0], *part.strides[2:])
-        part = part._replace(shape=torch.Size((n_slots, n_queries, *row)), strides=steps)
-        self.describe["part"] = Descriptor(part, (1, self.split.run // 2, *row))
+        # Of the largest chunk: what a smaller one leaves of it is read only for rows that are not stored.
+        box = (self.split.run // 2, 1, heads, shapes.d_v)
+        self.describe["part"] = Descriptor(new_layout(self.partials, q.dtype, q.device), box)
 
     def merge(self, chunk: Chunk) -> Launch:
         shapes, split, tile = self.shapes, self.split, self.fused
@@ -509,20 +463,19 @@ class SelectedSlidingForward(BlockForward):
         return Launch(
             hopper_selected_sliding_kernel, (min(sm_count(shapes.q.device), n_tiles * chunk.n_rows),),
             scale_log2=self.scale * LOG2_E, n_tokens=shapes.n_tokens, n_groups=shapes.n_groups, n_runs=split.n_runs,
-            n_tiles=n_tiles, n_all_tiles=n_tiles * chunk.n_rows, **chunk.where, **strides(g_bthc=self.gates),
-            H=shapes.heads, D=shapes.d_v, RUN=split.run, N_SELECT=shapes.n_select,
-            BLOCK_S=max(16, triton.next_power_of_2(shapes.n_select)), BLOCK_N=tile.block_n, WINDOW=self.window,
-            STAGES=tile.num_stages, RING=tile.ring, num_warps=tile.num_warps, maxnreg=tile.max_registers,
+            n_tiles=n_tiles, n_all_tiles=n_tiles * chunk.n_rows, **chunk.where, H=shapes.heads, D=shapes.d_v,
+            RUN=split.run, N_SELECT=shapes.n_select, BLOCK_S=max(16, triton.next_power_of_2(shapes.n_select)),
+            BLOCK_N=tile.block_n, WINDOW=self.window, STAGES=tile.num_stages, RING=tile.ring,
+            num_warps=tile.num_warps, maxnreg=tile.max_registers,
         )  # fmt: skip
 
     def merged(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, o: Tensor, lse: Tensor, partial: Tensor, *others: Tensor
     ) -> dict[str, Any]:
-        """`others`: keys and values of the window; its output and natural LSE, which are written too; what the
-        compressed branch gave, the gates, and the gated sum, which is written."""
-        k_win, v_win, o_win, lse_win, o_cmp, gates, combined = others
-        described = (q, o_cmp, combined, o, o_win, k, v, k_win, v_win, partial)
+        """`others`: keys and values of the window, and its output and natural LSE, which are written too."""
+        k_win, v_win, o_win, lse_win = others
+        described = (q, k, v, k_win, v_win, o, o_win, partial)
         found: dict[str, Any] = {
             name: describe(x) for (name, describe), x in zip(self.describe.items(), described, strict=True)
         }
-        return {**found, "p_lse_sel": lse, "p_lse_win": lse_win, "p_gates": gates}
+        return {**found, "p_lse_sel": lse, "p_lse_win": lse_win}

@@ -73,8 +73,8 @@ class StepTile(Tile):
 
 @dataclass(frozen=True)
 class FusedTile(Tile):
-    """The selected and the sliding branch and the gated sum at once: two warpgroups of 64 rows each, a warp that loads
-    tiles of keys, and one that loads partial outputs and the compressed branch's into a ring of `ring` slots."""
+    """The selected and the sliding branch at once: two warpgroups of 64 rows each, a warp that loads tiles of keys, and
+    one that loads `ring` slots of partial outputs."""
 
     block_m: int = 128
     block_n: int = 64
@@ -161,8 +161,8 @@ def pick_step(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
 def pick_fused(
     q: Layout, k: Layout, v: Layout, k_win: Layout, v_win: Layout, run: int, select_block: int
 ) -> FusedTile | None:
-    """The tile of the selected and the sliding forward pass and the gated sum at once, where blocks that `run`
-    neighbouring queries have in common are attended to together; None where each has a kernel of its own."""
+    """The tile of the selected and the sliding forward pass at once, where blocks that `run` neighbouring queries have
+    in common are attended to together; None where each branch has a kernel of its own."""
     tile, n_groups, head_dim = FusedTile(), k.shape[2], q.shape[3]
     if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim != 128:
         return None

@@ -108,10 +108,10 @@ def kernel_set(
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
     fixed = problem.n_queries == problem.n_keys and not (problem.packed or problem.cached)
-    all_three = fixed and {"selected", "sliding", "combine"} <= {*ops}
-    together = all_three and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device))
+    both = fixed and {"selected", "sliding"} <= {*ops}
+    together = both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device))
     how = "in one kernel" if together else "one after the other"
-    return f"Gluon, where it was measured faster, else Triton; selected, sliding and combine forward {how}"
+    return f"Gluon, where it was measured faster, else Triton; selected and sliding forward {how}"
 
 
 @cache

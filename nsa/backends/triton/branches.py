@@ -1,5 +1,5 @@
-"""Branches that run together where that is faster: the forward passes of the selected and the sliding one, and the
-gated sum, in the same kernel, the backward passes of all side by side.
+"""Branches that run together where that is faster: the forward passes of the selected and the sliding one in the same
+kernel, the backward passes of all side by side.
 
 The gradients of keys and values of the compressed and the sliding branch need nothing of the selected branch, which
 starts with small kernels, builds an index and ends with sums bound by memory. On a second stream they fill the SMs that
@@ -25,7 +25,7 @@ from nsa.backends.triton.selected import SelectedForwardTile, is_short, pick_for
 from nsa.backends.triton.selected.common import run_length
 from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.backends.triton.streams import forked, launching_on
-from nsa.backends.triton.tiles import capability, describable, row_contiguous
+from nsa.backends.triton.tiles import capability, row_contiguous
 from nsa.sequences import AttentionBranches, Saved, Upstream
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def side_by_side(
 def pick_together(
     shapes: Shapes, k_win: Layout, v_win: Layout
 ) -> tuple[SelectedForwardTile, gluon_tiles.FusedTile] | None:
-    """The tiles of the selected and the sliding forward pass and the gated sum in one kernel; None where each runs by
-    itself."""
+    """The tiles of the selected and the sliding forward pass in one kernel; None where each branch runs by itself."""
     q, k, v = shapes.q, shapes.k, shapes.v
     blocks = pick_forward(shapes.heads, shapes.d_k, shapes.d_v, q.dtype, gpu=capability(q.device))
     if blocks.method != "block" or is_short(shapes):
@@ -99,25 +98,23 @@ def runs_together(
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_forward(
-    q: Layout, k: Layout, v: Layout, indices: Layout, k_win: Layout, v_win: Layout, o_cmp: Layout, gates: Layout,
-    select_block: int, window: int, scale: float,
+    q: Layout, k: Layout, v: Layout, indices: Layout, k_win: Layout, v_win: Layout, select_block: int, window: int,
+    scale: float,
 ) -> SelectedSlidingForward | None:  # fmt: skip
-    """None where each runs by itself."""
+    """None where each branch runs by itself."""
     shapes = Shapes(q, k, v, indices, select_block, None, False)
     tiles = pick_together(shapes, k_win, v_win)
-    if tiles is None or not describable(o_cmp):
+    if tiles is None:
         return None
     from nsa.backends.gluon.selected_sliding import SelectedSlidingForward
 
-    return SelectedSlidingForward(shapes, k_win, v_win, o_cmp, gates, window, scale, *tiles)
+    return SelectedSlidingForward(shapes, k_win, v_win, window, scale, *tiles)
 
 
 def selected_sliding_forward(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, k_win: Tensor, v_win: Tensor, o_cmp: Tensor, gates: Tensor,
-    branches: AttentionBranches,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """The gated sum of `o_cmp` and the two branches; `o` and natural `lse` of the selected branch, over `k`, `v`; those
-    of the sliding. None: one after the other."""
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, k_win: Tensor, v_win: Tensor, branches: AttentionBranches
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """`o` and natural `lse` of the selected branch, over `k`, `v`, then of the sliding; None: one after the other."""
     selected, sliding = branches.selected, branches.sliding
     places = (selected.sequences.cu_seqlens, selected.sequences.q_start, sliding.sequences.q_start)
     same_length = q.shape[1] == k.shape[1] == k_win.shape[1]
@@ -127,16 +124,16 @@ def selected_sliding_forward(
     sizes = (q.shape, k.shape[2], v.shape[3], indices.shape[3], selected.select_block)
     if not runs_together(*sizes, q.dtype, q.device):
         return None
-    q, k, v, indices, o_cmp = (row_contiguous(x) for x in (q, k, v, indices, o_cmp))
+    q, k, v, indices = row_contiguous(q), row_contiguous(k), row_contiguous(v), row_contiguous(indices)
     plan = plan_forward(
-        layout(q), layout(k), layout(v), layout(indices), layout(k_win), layout(v_win), layout(o_cmp), layout(gates),
-        selected.select_block, sliding.view(k_win.shape[1])[1], selected.scale,
+        layout(q), layout(k), layout(v), layout(indices), layout(k_win), layout(v_win), selected.select_block,
+        sliding.view(k_win.shape[1])[1], selected.scale,
     )  # fmt: skip
     if plan is None:
         return None
-    o, o_sel, o_win = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    lse_sel, lse_win = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    o, o_win = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    lse, lse_win = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     tables = block_tables(selected.sequences, k.shape[1], selected.select_block)
     with record_function("nsa::selected_sliding_forward") if profiling() else nullcontext():
-        plan(q, k, v, indices, tables, o_sel, lse_sel, k_win, v_win, o_win, lse_win, o_cmp, gates, o)
-    return o, o_sel, lse_sel, o_win, lse_win
+        plan(q, k, v, indices, tables, o, lse, k_win, v_win, o_win, lse_win)
+    return o, lse, o_win, lse_win
