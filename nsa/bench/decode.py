@@ -157,7 +157,7 @@ def replay_times(call: Callable[[], object]) -> list[float]:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / count
 
-    with side_stream():
+    with side_stream(torch.cuda.Stream()):
         replay = captured(call)
         rough = replays(3)
         count = max(1, min(REPLAYS, round(ROUNDS_MS / ROUNDS / rough)))

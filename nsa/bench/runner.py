@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -108,11 +108,16 @@ class Runner:
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """One for all tasks: torch keeps a workspace for each stream, which would add up in the peaks."""
+        return torch.cuda.Stream()
+
     def run(self, tasks: Iterable[Task]) -> int:
         """Run all tasks and print a summary as one line of JSON; returns 1 if one was wrong, else 0."""
         for task in tasks:
             # A backward pass runs where its forward pass did, so both are on the stream that a graph is captured on.
-            with task.within(), side_stream() if isinstance(self.clock, CudaClock) else nullcontext():
+            with task.within(), side_stream(self.stream) if isinstance(self.clock, CudaClock) else nullcontext():
                 _, note = measure_if_right(task.error, partial(self.measure, task))
             if note:
                 self.leave_out(f"{task.impl}, {task.op} at {task.shape}", note)
@@ -206,9 +211,9 @@ class CudaClock:
 
 
 @contextmanager
-def side_stream() -> Iterator[None]:
+def side_stream(side: torch.cuda.Stream) -> Iterator[None]:
     """Run on a stream that a graph can be captured on, after the work before the block and before the work after it."""
-    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    here = torch.cuda.current_stream()
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield

@@ -51,3 +51,15 @@ def test_the_peak_of_a_backward_pass_is_that_of_one_call(tmp_path: Path) -> None
     peak = {row.mode: row.peak_gib for row in read_rows(tmp_path / "rows.csv")}
     # x, the output, and of the backward pass the upstream gradient and its own result.
     assert peak == pytest.approx({"fwd": before + 0.5, "bwd": before + 1.0}, abs=0.05)
+
+
+def test_the_peak_of_a_task_is_the_same_after_others(tmp_path: Path) -> None:
+    def tasks() -> Iterator[Task]:
+        for _ in range(4):
+            x = torch.ones(1024, 1024, device="cuda")
+            passes = partial(forward_and_backward, lambda x=x: x @ x, ())
+            yield Task("attention", "matmul", "torch", SHAPE, passes, lambda: 0.0)
+
+    run(tasks(), tmp_path / "rows.csv")
+    _, *peaks = [row.peak_gib for row in read_rows(tmp_path / "rows.csv")]
+    assert peaks == pytest.approx([peaks[0]] * 3, abs=0.005)
