@@ -4,7 +4,7 @@ python benchmarks/record.py --list
 python benchmarks/record.py --minutes 9 --out rows --commit "$(git rev-parse --short HEAD)" --steps attention host
 python benchmarks/record.py --minutes 9 --out rows --baseline ../before --steps compare bits
 
-A step that may not end in time is left out. `compare` and `bits` hold this tree against another one, of `--baseline`.
+A command that may not end in time is left out. `compare` and `bits` hold this tree against that of `--baseline`.
 """
 
 from __future__ import annotations
@@ -27,88 +27,81 @@ COMMIT = "--commit {commit}"
 LENGTHS = "1024 2048 4096 8192 16384 32768 65536 131072"
 
 
-class Step(NamedTuple):
-    """Commands that belong together; the words after `python`."""
+class Command(NamedTuple):
+    """The words after `python`, and the seconds that they take on a slow machine."""
 
     seconds: int
-    commands: tuple[str, ...]
+    words: str
 
     @property
     def compares(self) -> bool:
-        """Whether commands run in the baseline as well: those that name a `{side}`."""
-        return any("{side}" in command for command in self.commands)
+        """Whether it runs in the baseline as well."""
+        return "{side}" in self.words
 
 
-def attention(heads: str, lengths: str, more: str = "", file: str = "attention") -> str:
+def attention(seconds: int, heads: str, lengths: str, more: str = "", file: str = "attention") -> Command:
     shapes = f"--heads {heads} --lengths {lengths}"
-    return f"-m nsa bench attention --cuda-graphs {shapes} --out {{out}}/{file}.csv {COMMIT} {more}"
+    return Command(seconds, f"-m nsa bench attention {shapes} --out {{out}}/{file}.csv {COMMIT} {more}")
 
 
-def train(more: str) -> str:
-    return f"-m nsa bench train --preset 125m --attention nsa dense --out {{out}}/train.csv {COMMIT} {more}"
+def host(heads: str, lengths: str) -> Command:
+    return Command(40, f"-m nsa bench host --heads {heads} --lengths {lengths} --out {{out}}/host.csv {COMMIT}")
 
 
-def profile(heads: str, lengths: str, more: str = "") -> str:
+def train(seconds: int, more: str) -> Command:
+    words = f"-m nsa bench train --preset 125m --attention nsa dense --out {{out}}/train.csv {COMMIT} {more}"
+    return Command(seconds, words)
+
+
+def profile(seconds: int, heads: str, lengths: str, more: str = "") -> Command:
     script = f"{TREE}/benchmarks/kernel_profile.py"
-    return f"{script} --heads {heads} --lengths {lengths} --out {{out}}/ncu.csv {COMMIT} {more}"
+    return Command(seconds, f"{script} --heads {heads} --lengths {lengths} --out {{out}}/ncu.csv {COMMIT} {more}")
 
 
-STEPS = {
-    "compare": Step(
-        150,
-        (
-            *[attention("64/4/128", "8192 65536", "--impl nsa-triton", "{side}")] * 2,
-            "-m nsa bench compare {out}/before.csv {out}/after.csv --bound 0.02",
-        ),
+BITS = f"{TREE}/benchmarks/bits.py"
+STEPS: dict[str, tuple[Command, ...]] = {
+    "compare": (
+        *[attention(40, "64/4/128", "8192 65536", "--cuda-graphs --impl nsa-triton", "{side}")] * 2,
+        Command(10, "-m nsa bench compare {out}/before.csv {out}/after.csv --bound 0.02"),
     ),
-    "bits": Step(
-        90,
-        (
-            f"{TREE}/benchmarks/bits.py --out {{out}}/{{side}}.json",
-            f"{TREE}/benchmarks/bits.py --compare {{out}}/before.json {{out}}/after.json",
-        ),
+    "bits": (
+        Command(60, f"{BITS} --out {{out}}/{{side}}.json"),
+        Command(10, f"{BITS} --compare {{out}}/before.json {{out}}/after.json"),
     ),
-    "attention": Step(
-        260,
-        (
-            attention("64/4/128", LENGTHS, f"--impl {DENSE}"),
-            attention("32/8/128 12/2/64", LENGTHS, f"--impl {DENSE}"),
-            attention("12/2/64", "2048", f"--batch-size 8 --impl {DENSE}", "attention-batch-8"),
-        ),
+    "attention": (
+        attention(150, "64/4/128", LENGTHS, f"--cuda-graphs --impl {DENSE}"),
+        attention(150, "32/8/128 12/2/64", LENGTHS, f"--cuda-graphs --impl {DENSE}"),
+        attention(25, "12/2/64", "2048", f"--batch-size 8 --cuda-graphs --impl {DENSE}", "attention-batch-8"),
+        attention(35, "64/4/128", "8192", "--impl nsa-triton dense-cudnn"),
     ),
-    "host": Step(30, ("-m nsa bench host --heads 12/2/64 --lengths 2048 8192 --out {out}/host.csv --commit {commit}",)),
-    "train": Step(
-        190,
-        (
-            train("--tokens 16384 --seq-len 2048"),
-            train("--tokens 32768 --seq-len 4096 8192 16384 32768"),
-            train("--tokens 65536 --seq-len 65536"),
-            train("--tokens 16384 --seq-len 2048 --compile --no-cuda-graphs"),
-        ),
+    "host": (host("12/2/64", "2048 8192"), host("64/4/128", "8192")),
+    "train": (
+        train(150, "--tokens 16384 --seq-len 2048 --compile --no-cuda-graphs"),
+        train(60, "--tokens 16384 --seq-len 2048"),
+        train(240, "--tokens 32768 --seq-len 4096 8192 16384 32768"),
+        train(120, "--tokens 65536 --seq-len 65536"),
     ),
-    "decode": Step(150, ("-m nsa bench decode --out {out}/decode.csv --commit {commit}",)),
-    "generate": Step(90, ("-m nsa bench generate --prefill 65536 --out {out}/generate.csv --commit {commit}",)),
-    "profile": Step(
-        150,
-        (
-            profile("64/4/128", "8192 65536"),
-            profile("32/8/128 12/2/64", "65536"),
-            profile("12/2/64", "2048", "--batch-size 8"),
-        ),
+    "decode": (Command(150, f"-m nsa bench decode --out {{out}}/decode.csv {COMMIT}"),),
+    "generate": (Command(90, f"-m nsa bench generate --prefill 65536 --out {{out}}/generate.csv {COMMIT}"),),
+    "profile": (
+        profile(60, "64/4/128", "8192 65536"),
+        profile(60, "32/8/128 12/2/64", "65536"),
+        profile(30, "12/2/64", "2048", "--batch-size 8"),
     ),
-    "tests": Step(590, ("-m pytest tests/gpu -q",)),
-    "sanitize": Step(590, ("tests/gpu/sanitize.py",)),
+    "tests": (Command(590, "-m pytest tests/gpu -q"),),
+    "sanitize": (Command(590, "tests/gpu/sanitize.py"),),
 }
 
 
-def commands(step: Step, out: Path, commit: str, baseline: Path | None) -> list[tuple[Path, list[str]]]:
-    """Each command of a step, with the tree in which it runs; before and after alternate."""
+def commands(step: str, out: Path, commit: str, baseline: Path | None) -> list[tuple[Path, int, list[str]]]:
+    """Each command of a step, with the tree in which it runs and its seconds; before and after alternate."""
     sides = {"after": TREE} if baseline is None else {"before": baseline, "after": TREE}
     found = []
-    for command in step.commands:
-        for side, tree in sides.items() if "{side}" in command else [("after", TREE)]:
+    for command in STEPS[step]:
+        for side, tree in sides.items() if command.compares else [("after", TREE)]:
             measured = commit if side == "after" else "baseline"
-            found.append((tree, shlex.split(command.format(out=out, side=side, commit=measured))))
+            words = command.words.format(out=out, side=side, commit=measured)
+            found.append((tree, command.seconds, shlex.split(words)))
     return found
 
 
@@ -133,23 +126,22 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only show the commands")
     args = parser.parse_args()
     deadline, out = time.monotonic() + 60 * args.minutes, args.out.resolve()
-    if any(STEPS[name].compares for name in args.steps) and args.baseline is None:
+    if args.baseline is None and any(command.compares for name in args.steps for command in STEPS[name]):
         parser.error("--steps compare and bits need --baseline, a checkout of another commit")
     table = Table("step", "seconds", "command", "result")
     results = []
     for name in STEPS if args.list else args.steps:
-        started = time.monotonic()
-        for tree, words in commands(STEPS[name], out, args.commit, args.baseline):
+        for tree, seconds, words in commands(name, out, args.commit, args.baseline):
             left = deadline - time.monotonic()
             if args.list:
                 result = "not run"
-            elif left < STEPS[name].seconds - (time.monotonic() - started):
+            elif left < seconds:
                 result = f"left out: {left:.0f} s left"
             else:
                 out.mkdir(parents=True, exist_ok=True)
                 result = run(tree, words, left)
             results.append(result)
-            table.add_row(name, str(STEPS[name].seconds), shlex.join(words), result)
+            table.add_row(name, str(seconds), shlex.join(words), result)
     Console(width=200 if not sys.stdout.isatty() else None).print(table)
     return 0 if args.list or all(result == "done" for result in results) else 1
 

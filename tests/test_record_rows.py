@@ -18,7 +18,7 @@ RECORD: dict[str, Any] = runpy.run_path(str(SCRIPT))
 
 @pytest.mark.parametrize("step", RECORD["STEPS"])
 def test_commands_are_valid(step: str, tmp_path: Path) -> None:
-    for tree, words in RECORD["commands"](RECORD["STEPS"][step], tmp_path, "abc", tmp_path / "before"):
+    for tree, _, words in RECORD["commands"](step, tmp_path, "abc", tmp_path / "before"):
         if words[:3] == ["-m", "nsa", "bench"]:
             parser_of("bench").parse_args(words[3:])
         elif words[0].endswith(".py"):
@@ -28,10 +28,10 @@ def test_commands_are_valid(step: str, tmp_path: Path) -> None:
 
 
 def test_the_two_trees_alternate(tmp_path: Path) -> None:
-    runs = RECORD["commands"](RECORD["STEPS"]["compare"], tmp_path, "abc", tmp_path / "before")
-    trees = [tree == tmp_path / "before" for tree, _ in runs]
+    runs = RECORD["commands"]("compare", tmp_path, "abc", tmp_path / "before")
+    trees = [tree == tmp_path / "before" for tree, _, _ in runs]
     assert trees == [True, False, True, False, False]
-    assert [words[words.index("--commit") + 1] for _, words in runs[:2]] == ["baseline", "abc"]
+    assert [words[words.index("--commit") + 1] for _, _, words in runs[:2]] == ["baseline", "abc"]
 
 
 def test_without_time_nothing_runs(tmp_path: Path) -> None:
