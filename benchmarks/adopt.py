@@ -1,9 +1,12 @@
-"""Put the archives of a study and of a long run into `benchmarks/results`, and their tables into docs/evaluation.md.
+"""Put measured rows, and archives of a study and of a long run, into `benchmarks/results`.
 
-    python benchmarks/adopt.py study.tar.gz long22.tgz
+    python benchmarks/adopt.py rows/attention.csv study.tar.gz long22.tgz
 
-The first is what `benchmarks/study.py --pack` wrote; logs and metrics in it are left out. The second holds the folder
-of a run without its parameters: config.yaml, metrics.jsonl, run.json. Its curve becomes `long.csv`.
+A CSV file of `nsa bench` replaces the rows of the same names and shapes in the file of its name; of the host's times,
+which are compared between commits, every row stays. Archives also become tables in docs/evaluation.md.
+
+That of a study is what `benchmarks/study.py --pack` wrote; logs and metrics in it are left out. The other holds the
+folder of a run without its parameters: config.yaml, metrics.jsonl, run.json. Its curve becomes `long.csv`.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import readme
 from study import curve, write_csv
 
 from nsa.config import require
+from nsa.results import COLUMNS, Row, append, read_rows
 from nsa.train.run_folder import CONFIG, METRICS, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
 
@@ -28,8 +33,22 @@ from nsa.train.yaml_file import read_yaml
 LEFT_OUT = ("logs", "runs")
 
 
+def adopt_rows(measured: Path, out: Path) -> None:
+    """Put the rows of one CSV file in place of those of the same names and shapes in another."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        when = (row.commit,) if row.suite == "host" else ()
+        return *(getattr(row, name) for name in COLUMNS[: COLUMNS.index("p20_ms")]), *when
+
+    earlier = read_rows(out) if out.is_file() else []
+    rows = {key(row): row for row in (*earlier, *read_rows(measured))}
+    out.unlink(missing_ok=True)
+    for row in rows.values():
+        append(out, row)
+
+
 def adopt(archive: Path, results: Path) -> Path:
-    """Write what an archive holds to `results`.
+    """Write what an archive or a CSV file of rows holds to `results`.
 
     Returns:
         The folder or the file.
@@ -37,6 +56,9 @@ def adopt(archive: Path, results: Path) -> Path:
     Raises:
         ValueError: It is the archive of neither a study nor a run, or a name in it leads out of it.
     """
+    if archive.suffix == ".csv":
+        adopt_rows(archive, results / archive.name)
+        return results / archive.name
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as packed:
             unpack(packed, Path(folder))

@@ -8,11 +8,15 @@ import json
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from bench_rows import ROW
+
+from nsa.results import append, read_rows
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("adopt", "readme", "study", "arms", "jobs")
@@ -86,6 +90,24 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
         assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
     assert not (results / "study" / "logs").exists()
     assert not earlier.exists()
+
+
+def test_new_rows_replace_those_of_the_same_shape(adopt: ModuleType, tmp_path: Path) -> None:
+    measured, kept = tmp_path / "attention.csv", tmp_path / "results" / "attention.csv"
+    for path, length, ms in ((kept, 64, 3.0), (kept, 128, 5.0), (measured, 128, 4.0), (measured, 256, 9.0)):
+        append(path, replace(ROW, S=length, p50_ms=ms))
+    assert adopt.adopt(measured, kept.parent) == kept
+    assert [(row.S, row.p50_ms) for row in read_rows(kept)] == [(64, 3.0), (128, 4.0), (256, 9.0)]
+    with pytest.raises(FileNotFoundError):
+        adopt.adopt(tmp_path / "absent.csv", kept.parent)
+
+
+def test_rows_of_the_host_stay_by_commit(adopt: ModuleType, tmp_path: Path) -> None:
+    measured, kept = tmp_path / "host.csv", tmp_path / "results" / "host.csv"
+    append(kept, replace(ROW, suite="host", commit="before"))
+    append(measured, replace(ROW, suite="host", commit="after"))
+    adopt.adopt(measured, kept.parent)
+    assert [row.commit for row in read_rows(kept)] == ["before", "after"]
 
 
 def test_another_archive_is_refused(adopt: ModuleType, tmp_path: Path) -> None:
