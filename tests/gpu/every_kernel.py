@@ -1,6 +1,8 @@
 """Launches every kernel of ours once on small odd shapes, for a tool that watches each access (`sanitize.py`).
 
 python tests/gpu/every_kernel.py
+
+Without a GPU `tests/test_every_kernel.py` lists what would be launched.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from helpers import Case, branches, random_inputs
-from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, PagedNSACache
+from nsa.backends.gluon import tiles
 from nsa.backends.triton import branches as together
-from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
+from nsa.backends.triton import combine, compress, prepare, ranged, ranged_backward, selected, selection
+from nsa.backends.triton.launch import Layout
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
+from nsa.backends.triton.tiles import Visibility
 from nsa.sequences import Saved, Upstream
 
+DEVICE = "cuda"
 KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
 ONE_SLOT = {"n_select": 1, "n_init": 0, "n_local": 0}
 CASES = {
@@ -36,6 +41,9 @@ CASES = {
     "plain, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS),
     # Longer than what is read densely: there the selected and the sliding branch in one kernel.
     "plain, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS | ONE_SLOT),
+    # Rows by pointer, and the other head_dim.
+    "plain, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **KNOBS),
+    "plain, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **KNOBS),
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **KNOBS),
 }
 METHODS = ("query", "block", "dense")
@@ -49,9 +57,15 @@ STEPS: dict[str, tuple[int, tuple[int, int, int], str, dict[str, Any]]] = {
 }
 
 
+def pick_short_runs(k: Layout, visibility: Visibility, pick: Any = tiles.pick_dq) -> tiles.QueryTile | None:
+    """A few runs through the buffer of `dS`, where there would be one."""
+    found = pick(k, visibility)
+    return None if found is None else replace(found, scratch=1 << 17)
+
+
 def run(case: Case, dtype: torch.dtype) -> None:
-    inputs = random_inputs(case, dtype).map(Tensor.cuda)
-    over = branches(case, "cuda")
+    inputs = random_inputs(case, dtype).map(lambda x: x.to(DEVICE))
+    over = branches(case, DEVICE)
     q, k_cmp, v_cmp = inputs.of("compressed")
     _, k, v = inputs.of("selected")
 
@@ -77,7 +91,12 @@ def run(case: Case, dtype: torch.dtype) -> None:
     together.selected_sliding_forward(q, k, v, indices, k, v, over)
     saved_win = Saved(q, k, v, o_win, lse_win)
     ranged.sliding_backward(upstream, saved_win, over.sliding)
-    gates = torch.rand(*q.shape[:3], 3, device="cuda", dtype=dtype)
+    with mock.patch.object(tiles, "pick_dq", pick_short_runs):
+        ranged_backward.plan.cache_clear()
+        ranged.compressed_backward(upstream, saved, over.compressed)
+        ranged.sliding_backward(upstream, saved_win, over.sliding)
+    ranged_backward.plan.cache_clear()
+    gates = torch.rand(*q.shape[:3], 3, device=DEVICE, dtype=dtype)
     outputs = (o, o_sel, o_win, gates)
     combine.combine_forward(*outputs)
     *_, products = combine.combine_backward(upstream.do, *outputs)
@@ -90,7 +109,7 @@ def run(case: Case, dtype: torch.dtype) -> None:
     ranged.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)
 
     compress.compress_mean_backward(compress.compress_mean_forward(k, over.pooling), over.pooling)
-    position = torch.randn(case.block, case.d_k, device="cuda", dtype=dtype)
+    position = torch.randn(case.block, case.d_k, device=DEVICE, dtype=dtype)
     compress.gather_blocks_backward(compress.gather_blocks_forward(k, position, over.pooling), over.pooling)
     torch.cuda.synchronize()
 
@@ -101,12 +120,12 @@ def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str,
     n_heads, n_groups, head_dim = shape
     heads: dict[str, Any] = {"n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
     config = NSAConfig(dim=64, **heads, backend="triton", **knobs)
-    layer = NSAAttention(config).cuda().bfloat16()
+    layer = NSAAttention(config).to(DEVICE, torch.bfloat16)
     cache = layer.new_cache(2, 320, **form)
     if isinstance(cache, PagedNSACache):
         cache.allocate([320, 320])
-    x = torch.randn(2, 300, config.dim, device="cuda", dtype=torch.bfloat16)
-    real = torch.arange(300, device="cuda") >= torch.tensor([[0], [210]], device="cuda")
+    x = torch.randn(2, 300, config.dim, device=DEVICE, dtype=torch.bfloat16)
+    real = torch.arange(300, device=DEVICE) >= torch.tensor([[0], [210]], device=DEVICE)
     with torch.no_grad():
         layer(x, attention_mask=real, cache=cache)
         for _ in range(3):

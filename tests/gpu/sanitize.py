@@ -1,4 +1,4 @@
-"""Runs every Triton kernel under NVIDIA's compute-sanitizer: memory errors, races in shared memory, unwritten reads.
+"""Runs every kernel of ours under NVIDIA's compute-sanitizer: memory errors, races in shared memory, unwritten reads.
 
 python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck]
 

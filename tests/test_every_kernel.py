@@ -1,0 +1,71 @@
+"""What `tests/gpu/sanitize.py` has the sanitizer watch: every kernel there is. Launches are listed, none runs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from nsa import rope, settings
+from nsa.backends import gluon, triton
+from nsa.backends.triton.launch import COLLECTING, Launch
+
+if settings.triton_interpreted():
+    pytest.skip("Triton's interpreter has no Gluon", allow_module_level=True)
+if gluon.import_failure() is not None:
+    pytest.skip(str(gluon.import_failure()), allow_module_level=True)
+
+ROOT = Path(__file__).parents[1]
+
+
+class Launches:
+    """Takes every launch in the place of the GPU: the arguments of each kernel that are known beforehand."""
+
+    def __init__(self) -> None:
+        self.bound: dict[str, list[dict[str, Any]]] = {}
+
+    def submit(self, launch: Launch, free: dict[str, Any]) -> None:
+        self.bound.setdefault(launch.kernel.__name__, []).append(launch.bound)
+
+    def values(self, kernel: str, argument: str) -> set[Any]:
+        return {bound[argument] for bound in self.bound[kernel]}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]) -> Iterator[Launches]:
+    monkeypatch.setattr(triton, "available", lambda: None)
+    monkeypatch.setattr(triton, "supports", lambda problem: None)
+    monkeypatch.setattr(rope, "fused", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = Launches()
+    token = COLLECTING.set(found)
+    yield found
+    COLLECTING.reset(token)
+
+
+def test_every_kernel_is_sanitized(launches: Launches) -> None:
+    script = runpy.run_path(str(ROOT / "tests" / "gpu" / "every_kernel.py"))
+    script["run"].__globals__["DEVICE"] = "cpu"
+    for case in script["CASES"].values():
+        script["run"](case, torch.bfloat16)
+    for step in script["STEPS"].values():
+        script["decode"](*step)
+    sources = (path.read_text() for path in (ROOT / "nsa").rglob("*.py"))
+    kernels = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    assert launches.bound.keys() == kernels
+    # The forms of the Gluon kernels: rows by descriptor and by pointer, dS kept, its runs added up.
+    assert launches.values("hopper_forward_kernel", "D") == {64, 128}
+    for argument in ("SLIDING", "PACKED", "DESC_Q"):
+        assert launches.values("hopper_forward_kernel", argument) == {False, True}
+    for argument in ("SLIDING", "PACKED", "KEEP"):
+        assert launches.values("hopper_dkv_kernel", argument) == {False, True}
+    assert max(launches.values("hopper_dkv_kernel", "n_written")) > 0
+    for argument in ("SLIDING", "PACKED", "ACCUMULATE"):
+        assert launches.values("hopper_dq_kernel", argument) == {False, True}
