@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,23 +20,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from nsa.backends.stages import Stage
 from nsa.backends.triton.launch import Launch
-from nsa.bench.attention import AttentionShape, Inputs, nsa_forward
+from nsa.bench.attention import AttentionShape, Inputs, nsa_forward, parse_heads
+from nsa.config import require
+from nsa.results import origin_columns
 
-# The columns of each unit; where ncu has several, as for the tensor cores, the busiest counts.
+# The columns of each unit, averaged over the SMs; where ncu has several, as for the tensor cores, the busiest counts.
 UNITS = {
-    "tensor": r"sm__(inst_executed_)?pipe_tensor.*\.pct_of_peak_sustained_active",
-    "exp": r"sm__(inst_executed_)?pipe_xu.*\.pct_of_peak_sustained_active",
-    "alu": r"sm__(inst_executed_)?pipe_alu.*\.pct_of_peak_sustained_active",
+    "tensor": r"sm__(inst_executed_)?pipe_tensor.*\.avg\.pct_of_peak_sustained_active",
+    "exp": r"sm__(inst_executed_)?pipe_xu.*\.avg\.pct_of_peak_sustained_active",
+    "alu": r"sm__(inst_executed_)?pipe_alu.*\.avg\.pct_of_peak_sustained_active",
     "issue": r"sm__inst_issued\.avg\.pct_of_peak_sustained_active",
     "l1": r"l1tex__throughput\.avg\.pct_of_peak_sustained_active",
     "l2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
@@ -43,6 +44,8 @@ UNITS = {
 }
 DURATION = "gpu__time_duration.sum"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis")
+COLUMNS = ["mode", "stage", "kernel", "launches", "ms", *(f"{unit}_pct" for unit in UNITS)]
+COLUMNS += ["B", "S", "Hq", "G", "Dk", "Dv", "dtype", "gpu", "torch", "triton", "commit", "date"]
 
 
 class Launched(NamedTuple):
@@ -111,7 +114,9 @@ def worker(shape: AttentionShape, out: Path) -> None:
 def counted_launches(text: str) -> list[Counted]:
     """Of what ncu prints: lines of its own, then a table whose second row holds units."""
     rows = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
-    next(rows)
+    units = next(rows, {})
+    if units.get(DURATION) not in ("ns", "nsecond"):
+        raise ValueError(f"no table with {DURATION} in nanoseconds, but {units.get(DURATION)}")
     found = []
     for row in rows:
         values = {name: float(x.replace(",", "")) for name, x in row.items() if re.fullmatch(r"[\d,.]+", x or "")}
@@ -129,7 +134,9 @@ def profile_rows(launches: list[Launched], counted: list[Counted]) -> Iterator[d
     ours = {launched.kernel for launched in launches}
     counted = [one for one in counted if one.kernel in ours]
     if [one.kernel for one in counted] != [one.kernel for one in launches]:
-        raise ValueError(f"ncu counted {len(counted)} launches, but there were {len(launches)}, or in another order")
+        pairs = enumerate(zip((x.kernel for x in launches), (x.kernel for x in counted), strict=False))
+        other = next((f"; launch {i} is {a}, and counted {b}" for i, (a, b) in pairs if a != b), "")
+        raise ValueError(f"ncu counted {len(counted)} launches, but there were {len(launches)}{other}")
     groups: dict[Launched, list[Counted]] = {}
     for launched, one in zip(launches, counted, strict=True):
         groups.setdefault(launched, []).append(one)
@@ -148,23 +155,37 @@ def profile_rows(launches: list[Launched], counted: list[Counted]) -> Iterator[d
         }
 
 
-def profile(shape: AttentionShape, words: list[str]) -> list[dict[str, Any]]:
-    """Run a worker under ncu; `words` tell it the shape."""
+def profile(shape: AttentionShape, words: list[str], out: Path) -> list[dict[str, Any]]:
+    """Run a worker under ncu; `words` tell it the shape. What ncu printed is kept beside `out` if it cannot be read."""
     with tempfile.TemporaryDirectory() as folder:
         log, launches = Path(folder) / "ncu.log", Path(folder) / "launches.json"
         command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         command += ["--profile-from-start", "off", "--kernel-name", "regex:_kernel", "--log-file", str(log)]
         command += [word for section in SECTIONS for word in ("--section", section)]
-        done = subprocess.run([*command, sys.executable, __file__, *words, "--worker", str(launches)])
+        # A replayed CUDA graph would not launch its kernels one by one.
+        environment = os.environ | {"NSA_REPLAY": "0"}
+        done = subprocess.run([*command, sys.executable, __file__, *words, "--worker", str(launches)], env=environment)
         text = log.read_text() if log.is_file() else ""
         if done.returncode != 0 or not launches.is_file():
             raise SystemExit(f"ncu ended with {done.returncode} at {shape}:\n{text[-2000:]}")
-        counted = counted_launches(text)
+        try:
+            counted = counted_launches(text)
+            rows = list(profile_rows([Launched(*one) for one in json.loads(launches.read_text())], counted))
+        except ValueError as error:
+            kept = shutil.copy(log, out.with_suffix(".log"))
+            raise SystemExit(f"{shape}: {error}; what ncu printed is in {kept}") from error
         missing = UNITS.keys() - counted[0].busy.keys()
         if missing:
             header = next(line for line in text.splitlines() if line.startswith('"'))
             print(f"ncu has no column for {', '.join(sorted(missing))} in {header}", file=sys.stderr)
-        return list(profile_rows([Launched(*one) for one in json.loads(launches.read_text())], counted))
+        return rows
+
+
+def check_columns(path: Path) -> None:
+    """That rows can be appended to the file at `path`, which need not exist; before the GPU's time is spent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = path.read_text().partition("\n")[0] if path.is_file() else ""
+    require(header in ("", ",".join(COLUMNS)), str(path), header, f"the columns {','.join(COLUMNS)}")
 
 
 def main() -> int:
@@ -173,31 +194,32 @@ def main() -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=[65536])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("ncu.csv"), help="rows are appended")
-    parser.add_argument("--commit", default="unknown", help="the commit to record")
+    parser.add_argument("--commit", help="the commit to record")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available() or shutil.which("ncu") is None:
         print("this needs a CUDA GPU, and ncu on the path: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    for heads in args.heads:
-        for length in args.lengths:
-            shape = AttentionShape(args.batch_size, length, *map(int, heads.split("/")))
-            if args.worker is not None:
-                worker(shape, args.worker)
-                continue
-            words = ["--heads", heads, "--lengths", str(length), "--batch-size", str(args.batch_size)]
-            rows = profile(shape, words)
-            versions = {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
-            origin = {"dtype": "bfloat16", "gpu": torch.cuda.get_device_name(), **versions}
-            origin |= {"commit": args.commit, "date": date.today().isoformat()}
-            made = [{**row, **shape.columns, **origin} for row in rows]
-            new = not args.out.is_file()
-            with args.out.open("a", newline="") as file:
-                writer = csv.DictWriter(file, list(made[0]))
-                if new:
-                    writer.writeheader()
-                writer.writerows(made)
-            print(f"{shape}: {len(made)} kernels, {sum(float(row['ms']) for row in made):.2f} ms", flush=True)
+    shapes = {
+        (heads, length): AttentionShape(args.batch_size, length, *parse_heads(heads))
+        for heads in args.heads
+        for length in args.lengths
+    }
+    if args.worker is not None:
+        worker(*shapes.values(), args.worker)
+        return 0
+    check_columns(args.out)
+    for (heads, length), shape in shapes.items():
+        words = ["--heads", heads, "--lengths", str(length), "--batch-size", str(args.batch_size)]
+        rows = profile(shape, words, args.out)
+        origin = {"dtype": "bfloat16", **origin_columns(torch.device("cuda"), args.commit)}
+        new = not args.out.is_file()
+        with args.out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerows({**row, **shape.columns, **origin} for row in rows)
+        print(f"{shape}: {len(rows)} kernels, {sum(float(row['ms']) for row in rows):.2f} ms", flush=True)
     return 0
 
 

@@ -281,15 +281,19 @@ def fp8_table() -> str:
 
 # docs/kernels.md
 
+LONG_KERNEL_MS = 0.3
+
 
 def bounds_table() -> str:
-    """How busy each unit was in a launch of each kernel; what was busiest is bold."""
+    """How busy each unit was in the kernels that take long at 64/4/128, 64k; what was busiest is bold."""
     units = {"tensor": "tensor cores", "exp": "exponentials", "alu": "integer ALU", "issue": "instruction issue"}
     units |= {"l1": "L1, shared", "l2": "L2", "dram": "DRAM"}
     lines = []
     for row in records("h200/ncu.csv"):
-        busy = [f"{float(row[f'{unit}_pct']):.0f}" for unit in units]
-        top = max(busy, key=int)
+        if (row["Hq"], row["S"]) != ("64", "65536") or float(row["ms"]) < LONG_KERNEL_MS:
+            continue
+        busy = [f"{float(x):.0f}" if (x := row[f"{unit}_pct"]) else "" for unit in units]
+        top = max(filter(None, busy), key=int)
         cells = [f"**{x}**" if x == top else x for x in busy]
         lines.append([row["stage"], f"`{row['kernel']}`", digits(float(row["ms"])), *cells])
     return table(["stage", "kernel", "ms", *units.values()], lines)

@@ -17,13 +17,15 @@ PROFILE: dict[str, Any] = runpy.run_path(str(SCRIPT))
 Launched = PROFILE["Launched"]
 TENSOR = "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active"
 TENSOR_CYCLES = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
+# Of the busiest SM.
+TENSOR_MAX = TENSOR_CYCLES.replace("avg", "max")
 TABLE = f"""==PROF== Connected to process 7
-"ID","Kernel Name","Block Size","gpu__time_duration.sum","{TENSOR}","{TENSOR_CYCLES}"
-"","","","ns","%","%"
-"0","score_kernel","(128, 1, 1)","1,000,000","10.0","60.0"
-"1","void at::native::fill_kernel(int)","(128, 1, 1)","5,000","0","0"
-"2","select_kernel","(32, 1, 1)","250,000","0","0"
-"3","score_kernel","(128, 1, 1)","3,000,000","10.0","80.0"
+"ID","Kernel Name","Block Size","gpu__time_duration.sum","{TENSOR}","{TENSOR_CYCLES}","{TENSOR_MAX}"
+"","","","ns","%","%","%"
+"0","score_kernel","(128, 1, 1)","1,000,000","10.0","60.0","95.0"
+"1","void at::native::fill_kernel(int)","(128, 1, 1)","5,000","0","0","0"
+"2","select_kernel","(32, 1, 1)","250,000","0","0","0"
+"3","score_kernel","(128, 1, 1)","3,000,000","10.0","80.0","95.0"
 """
 LAUNCHES = [Launched("select_blocks", f"{kernel}_kernel") for kernel in ("score", "select", "score")]
 
@@ -51,5 +53,23 @@ def test_launches_of_a_kernel_are_one_row() -> None:
 
 
 def test_another_order_than_launched_is_refused() -> None:
-    with pytest.raises(ValueError, match="ncu counted 3 launches"):
+    with pytest.raises(ValueError, match="ncu counted 3 launches, but there were 2; launch 0 is select_kernel"):
         list(PROFILE["profile_rows"](LAUNCHES[1:], PROFILE["counted_launches"](TABLE)))
+
+
+@pytest.mark.parametrize("text", ["==ERROR== ERR_NVGPUCTRPERM", TABLE.replace('"ns"', '"us"')], ids=["none", "units"])
+def test_a_table_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="gpu__time_duration"):
+        PROFILE["counted_launches"](text)
+
+
+def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "ncu.csv"
+    PROFILE["check_columns"](out)
+    (row, _) = PROFILE["profile_rows"](LAUNCHES, PROFILE["counted_launches"](TABLE))
+    assert list(row) == PROFILE["COLUMNS"][: len(row)]
+    out.write_text(",".join(PROFILE["COLUMNS"]) + "\n")
+    PROFILE["check_columns"](out)
+    out.write_text("stage,kernel,ms\n")
+    with pytest.raises(ValueError, match="stage,kernel,ms"):
+        PROFILE["check_columns"](out)
