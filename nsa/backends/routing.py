@@ -58,8 +58,8 @@ class Backend(Protocol):
             `supports`; `named` if it was asked for by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
-        kernel_set(problem, ops, select_block, n_select) -> str: Which of its kernels run an attention, for `explain`;
-            `ops`: those whose forward pass is called straight away, as passes that run at once have to be.
+        kernel_set(problem, ops, select_block, n_select, block, stride) -> str: Which of its kernels run an attention,
+            for `explain`; `ops`: those whose forward pass is called straight away, as passes at once have to be.
         configure(settings): Of a module: returns the backend to use in its place.
 
     A function may have `resolve()`, which returns the function to call in its place and the exceptions, besides
@@ -465,7 +465,7 @@ class Router:
         kernels = {}
         for name in dict.fromkeys(str(route.chosen) for route in routes.values()):
             own = [op for chosen, op in direct if chosen == name]
-            which = self.ask(name, "kernel_set", problem, own, select_block, n_select)
+            which = self.ask(name, "kernel_set", problem, own, select_block, n_select, block, stride)
             if which is not None:
                 kernels[name] = which
         return Explanation(problem, routes, kernels)

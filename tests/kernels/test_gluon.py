@@ -332,6 +332,33 @@ def test_explain_reports_which_set_runs(on_gpu: Problem, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("other", "compressed", "sliding"),
+    [
+        ({}, "forward, dk and dv, dq", "forward, dk and dv, dq"),
+        ({"packed": True}, "forward, dk and dv", "forward, dk and dv, dq"),
+        ({"cached": True}, "forward, dk and dv", "forward, dk and dv"),
+        ({"n_queries": 1 << 20, "n_keys": 1 << 20}, "forward, dk and dv", "forward, dk and dv, dq"),
+        ({"n_heads": 24}, "forward", "forward"),
+        ({"d_k": 64, "d_v": 64}, "forward", "forward"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_reports_the_passes_in_gluon(
+    other: dict[str, Any], compressed: str, sliding: str, on_gpu: Problem
+) -> None:
+    found = backend.kernel_set(dataclasses.replace(on_gpu, **other))
+    assert f"compressed {compressed}; sliding {sliding};" in found
+
+
+def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> None:
+    of_125m = dataclasses.replace(on_gpu, n_heads=12, n_groups=2, d_k=64, d_v=64)
+    assert backend.kernel_set(of_125m).startswith("Triton")
+    step = dataclasses.replace(on_gpu, n_queries=1, cached=True)
+    assert backend.kernel_set(step).startswith("Triton")
+    assert "Gluon for compressed decode step;" in backend.kernel_set(dataclasses.replace(step, n_queries=4))
+
+
+@pytest.mark.parametrize(
     "other",
     [
         {"packed": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"n_queries": 4096},

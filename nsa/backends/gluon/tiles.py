@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa.backends import gluon
-from nsa.backends.triton.launch import Layout
+from nsa.backends.problem import Problem
+from nsa.backends.triton.launch import Layout, new_layout
 from nsa.backends.triton.tiles import SplitTile, Tile, Visibility, capability, describable
 from nsa.dtypes import HALF_DTYPES
 
@@ -170,3 +171,21 @@ def pick_fused(
     # A run is a tile of rows, and a block a tile of keys.
     fits = run * (q.shape[2] // n_groups) == tile.block_m and select_block == tile.block_n
     return tile if described and fits else None
+
+
+def passes(problem: Problem) -> list[str]:
+    """Those of a `compressed` or `sliding` problem that these kernels run, where its tensors are contiguous."""
+    sliding, device = problem.op == "sliding", torch.device(problem.device)
+    sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
+    q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
+    visibility = Visibility(sliding, 1, 1, problem.packed, offset=problem.cached and not problem.packed)
+    forward = pick_forward(q, k, k, visibility) is not None
+    # A step of decoding has no backward pass.
+    keys = (forward or not problem.cached) and pick_dkv(q, q, k, k, visibility) is not None
+    found = {
+        "forward": forward,
+        "dk and dv": keys,
+        "dq": keys and pick_dq(k, visibility) is not None,
+        "decode step": problem.cached and not sliding and pick_step(q, k, k, StepTile().block_n) is not None,
+    }
+    return [name for name, taken in found.items() if taken]

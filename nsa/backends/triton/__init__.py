@@ -20,7 +20,7 @@ import torch
 from nsa import settings
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure
+from nsa.backends.routing import BackendFailure, problem_for_op
 from nsa.config import NSAConfig
 from nsa.sequences import Upstream
 
@@ -92,10 +92,11 @@ def supports(problem: Problem) -> str | None:
 
 
 def kernel_set(
-    problem: Problem, ops: Collection[str] = OPS, select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel
-) -> str:
-    """Whether the launch plans of an attention whose forward passes of `ops` run here take the kernels in Triton or
-    those for Hopper, and why."""
+    problem: Problem, ops: Collection[str] = OPS, select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel,
+    block: int = NSAConfig.l, stride: int = NSAConfig.d,
+) -> str:  # fmt: skip
+    """Which passes of an attention, whose forward passes of `ops` run here, the launch plans take from the kernels for
+    Hopper; if none, why."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return "Triton; those in Gluon are for CUDA GPUs of sm_90"
     # Imports Triton.
@@ -105,13 +106,17 @@ def kernel_set(
     why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
     if why_not is not None:
         return f"Triton; {why_not}"
+    taken = []
+    for op in ("compressed", "sliding"):
+        passes = tiles.passes(problem_for_op(problem, op, block, stride))
+        taken += [f"{op} {', '.join(passes)}"] if passes else []
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
     fixed = problem.n_queries == problem.n_keys and not (problem.packed or problem.cached)
     both = fixed and {"selected", "sliding"} <= {*ops}
-    together = both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device))
-    how = "in one kernel" if together else "one after the other"
-    return f"Gluon, where it was measured faster, else Triton; selected and sliding forward {how}"
+    if both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device)):
+        taken.append("selected and sliding forward in one kernel")
+    return f"Gluon for {'; '.join(taken)}; else Triton" if taken else "Triton, which is faster here than Gluon"
 
 
 @cache
