@@ -268,7 +268,7 @@ class KeptPlan:
         self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float,
         keys: KeyTile, tile: QueryTile, n_parts: int, part_rows: int, accumulate: bool,
     ) -> None:  # fmt: skip
-        assert not visibility.offset, "where runs begin is not known, which `pick_backward` declines"
+        assert not visibility.offset, "where runs begin is not known, which `pick_dq` declines"
         self.visibility, self.streams = visibility, tile.streams
         batch, n_queries, n_heads, d = q.shape
         _, n_keys, n_groups, _ = k.shape
@@ -301,7 +301,7 @@ class KeptPlan:
             self.sum_slots = sum_partials(self.n_slots, k.shape.numel(), v.shape.numel())
         self.describe_k = describe_keys(k, tile.block_n)
         describe_dq = describe_rows(new_layout(q.shape, q.dtype, q.device), heads, keys.block_m)
-        assert describe_dq is not None, "q is not whole queries, which `pick_backward` declines"
+        assert describe_dq is not None, "q is not whole queries, which `pick_dkv` declines"
         self.describe_dq = describe_dq
 
         def query_launch(part: Part) -> Launch:
