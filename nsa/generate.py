@@ -58,7 +58,8 @@ def generate(
     """
     if isinstance(prompts, Tensor):
         require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
-        prompts = prompts.tolist()
+    if isinstance(prompts, Tensor | Sequence):
+        prompts = [row.tolist() if isinstance(row, Tensor) else row for row in prompts]
     generation = Generation(model, prompts, Options(max_new_tokens=max_new_tokens, **options))
     for _ in generation:
         if stop():

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from nsa.config import check_fields, require
+from nsa.files import is_natural
 
-# Below it, logits divided by the temperature may overflow in fp32.
-MIN_TEMPERATURE = 1e-6
+# Logits divided by less than it, or multiplied by more than its inverse, may overflow in fp32.
+MIN_SCALE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,15 @@ class Options:
     load_cache: Path | str | None = None
 
     def __post_init__(self) -> None:
-        least = {"seed": 0, "prompt_lookup": 0, "max_len": 2, "temperature": 0, "min_p": 0}
-        check_fields(self, least, skip=("end",))
+        check_fields(self, {"seed": 0, "end": 0, "prompt_lookup": 0, "max_len": 2, "temperature": 0, "min_p": 0})
         for name in ("save_cache", "load_cache"):
             path = getattr(self, name)
             require(path is None or isinstance(path, Path | str), name, path, "a path")
-        accepted = f"0 for the most likely token, or a finite number of at least {MIN_TEMPERATURE}"
-        require(self.temperature == 0 or self.temperature >= MIN_TEMPERATURE, "temperature", self.temperature, accepted)
+        accepted = f"0 for the most likely token, or a finite number of at least {MIN_SCALE}"
+        require(self.temperature == 0 or self.temperature >= MIN_SCALE, "temperature", self.temperature, accepted)
+        inside = MIN_SCALE <= self.repetition_penalty <= 1 / MIN_SCALE
+        accepted = f"a number from {MIN_SCALE} to {1 / MIN_SCALE}"
+        require(inside, "repetition_penalty", self.repetition_penalty, accepted)
         require(self.top_p is None or self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         require(self.min_p is None or self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
         for name in ("top_k", "top_p", "min_p"):
@@ -79,13 +82,13 @@ class Options:
     def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         """Check what depends on the prompts' token ids and the model's vocabulary; a ValueError names what is wrong."""
         require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
-        inside = self.end is None or 0 <= self.end < vocab_size
-        require(inside, "end", self.end, f"None or a token id from 0 to {vocab_size - 1}")
-        require(len(prompts) > 0, "prompts", prompts, "at least one prompt")
+        ids = f"from 0 to {vocab_size - 1}"
+        require(self.end is None or self.end < vocab_size, "end", self.end, f"None or a token id {ids}")
+        require(isinstance(prompts, Sequence) and len(prompts) > 0, "prompts", prompts, "at least one prompt")
         for row, prompt in enumerate(prompts):
-            require(len(prompt) >= 1, f"prompts[{row}]", list(prompt), "at least one token")
-            inside = min(prompt) >= 0 and max(prompt) < vocab_size
-            require(inside, f"prompts[{row}]", list(prompt), f"token ids from 0 to {vocab_size - 1}")
+            found = isinstance(prompt, Sequence) and len(prompt) > 0
+            valid = found and all(is_natural(token) and token < vocab_size for token in prompt)
+            require(valid, f"prompts[{row}]", prompt, f"at least one token id, each an integer {ids}")
             fits = self.max_len is None or len(prompt) < self.max_len
             accepted = f"less than max_len = {self.max_len}, so that a new token fits"
             require(fits, f"the length of prompts[{row}]", len(prompt), accepted)

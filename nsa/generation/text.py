@@ -42,6 +42,10 @@ class TextGeneration:
         name: str = "the model",
         progress: PrefillProgress | None = None,
     ) -> None:
+        for argument, texts in {"prompts": prompts, "stop_strings": stop_strings}.items():
+            # A string is a sequence of strings too, its characters.
+            several = isinstance(texts, Sequence) and not isinstance(texts, str)
+            require(several and all(isinstance(text, str) for text in texts), argument, texts, "a list of strings")
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of {name}")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         self.name = name

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,16 @@ def run(tmp_path: Path) -> list[str]:
 def continuation(prompt: str, n_new: int = 12) -> str:
     model = small_model("nsa", vocab_size=256).float()
     return generate_text(model, ByteTokenizer(), [prompt], n_new, temperature=0, end=None)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"prompts": "import "}, "prompts"), ({"prompts": [b"a"]}, "prompts"), ({"stop_strings": "##"}, "stop_strings")],
+)
+def test_a_string_for_a_list_of_strings_is_refused(changes: dict[str, Any], name: str) -> None:
+    """It would be taken for as many prompts, or ends, as it has characters."""
+    with pytest.raises(ValueError, match=f"^{name} is"):
+        generate_text(small_model("nsa", 256), ByteTokenizer(), **{"prompts": ["a"], "max_new_tokens": 1, **changes})
 
 
 def test_the_command_continues_every_prompt(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
