@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.backends import triton
 from nsa.backends.problem import Problem
-from nsa.backends.routing import router
+from nsa.backends.routing import BackendFailure, CallUnsupported, router
 from nsa.cache import NSACache, PagedNSACache
 from nsa.cache.store import bits
 from nsa.eager import is_plain_linear
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
+STEP = "decode_step"
 
 
 def fused_step(
@@ -35,35 +36,45 @@ def fused_step(
 
     Returns:
         `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the decode kernels
-        do not run the step, and the cache is as it was.
+        do not run the step, and the cache's lengths are as they were.
 
     Raises:
         ValueError: the tokens do not fit into the cache.
-        BackendFailure: the kernels cannot be launched. The cache's lengths are as they were.
+        BackendFailure: the kernels cannot be launched, and were asked for by name, or `strict` forbids another way. The
+            cache's lengths are as they were.
     """
     if not isinstance(position_offset, int) or not fits(layer, x, cache):
         return None
-    c = layer.config
-    if not kernels_run(decode_problem(layer, x, cache), c.backend):
+    c, problem = layer.config, decode_problem(layer, x, cache)
+    falls_back = c.backend == "auto" and not c.strict
+    if not kernels_run(problem, c.backend) or (falls_back and (problem, STEP) in router().failed):
         return None
     longest = cache.longest_after(x.shape[1], counts)
-    decode, _ = triton.load("decode")
     gates = layer.gate(x)
     q, keys, values = layer.heads(x)
     ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
-    new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
-    phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
-    how = decode.Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, cache.max_len)
-    o, indices = triton.decode_step(
-        new,
-        stores_of(decode, cache),
-        gates,
-        how,
-        phi=phi,
-        rotate_raw=c.compress_rope == "before",
-        position_offset=position_offset,
-        counts=counts,
-    )
+    try:
+        decode, _ = triton.load("decode")
+        new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
+        phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
+        how = decode.Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, cache.max_len)
+        o, indices = triton.decode_step(
+            new,
+            stores_of(decode, cache),
+            gates,
+            how,
+            phi=phi,
+            rotate_raw=c.compress_rope == "before",
+            position_offset=position_offset,
+            counts=counts,
+        )
+    except BackendFailure as failure:
+        router().note_failure("triton", problem, STEP, str(failure), "the ops" if falls_back else None)
+        if not falls_back:
+            raise
+        if not isinstance(failure, CallUnsupported):
+            router().failed[problem, STEP] = str(failure)
+        return None
     cache.longest = longest
     router().counts.add_call("decode", "triton")
     return o, indices, gates

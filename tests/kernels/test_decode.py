@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 from interpreted import DEVICE, INTERPRETED
 from torch import Tensor
 
-from nsa import NSAAttention, NSAConfig, reference
+from nsa import NSAAttention, NSAConfig, decoding, reference
 from nsa.backends import routing
+from nsa.backends import triton as triton_backend
+from nsa.backends.routing import BackendFailure
 from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
 from nsa.decoding import fused_step
 from nsa.geometry import n_compressed
@@ -347,3 +349,41 @@ def test_the_kernels_run_only_by_name() -> None:
     with torch.no_grad():
         layer(torch.randn(1, 1, layer.config.dim, device=DEVICE), cache=layer.new_cache(1, 40))
     assert routing.router().counts.calls["decode", "triton"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "failure"),
+    [({"l_sel": 2048}, None), ({}, BackendFailure("out of shared memory"))],
+    ids=["blocks too long for them", "a launch that fails"],
+)
+def test_auto_goes_on_where_the_decode_kernels_fail(
+    changed: dict[str, Any], failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where they are `auto`'s; by name or with `strict` there is no other way."""
+    asked, step = [], triton_backend.decode_step
+
+    def decode_step(*args: Any, **options: Any) -> Any:
+        asked.append(1)
+        if failure is not None:
+            raise failure
+        return step(*args, **options)
+
+    monkeypatch.setattr(routing.router(), "failed", {})
+    monkeypatch.setattr(decoding, "kernels_run", lambda problem, backend: True)
+    monkeypatch.setattr(triton_backend, "decode_step", decode_step)
+    config = NSAConfig(**{**LAYER, **changed}, backend="auto")
+    layer, x = NSAAttention(config).to(DEVICE), torch.randn(2, 10, LAYER["dim"], device=DEVICE)
+    routing.router().counts.clear()
+    with torch.no_grad():
+        cache = layer.new_cache(2, 12)
+        y = torch.cat([layer(part, cache=cache) for part in x.split([7, 1, 1, 1], dim=1)], dim=1)
+        torch.testing.assert_close(y, layer(x), atol=1e-5, rtol=1e-5)
+        # A launch that failed is not tried again.
+        assert len(asked) == (4 if failure is None else 2)
+        assert sum(routing.router().counts.failures.values()) == len(asked)
+        for other in (replace(config, strict=True), replace(config, backend="triton")):
+            layer = NSAAttention(other).to(DEVICE)
+            cache = layer.new_cache(2, 12)
+            with pytest.raises(BackendFailure):
+                layer(x[:, :1], cache=cache)
+            assert cache.lengths.tolist() == [0, 0]
