@@ -32,6 +32,9 @@ from nsa.geometry import compressed_starts, n_compressed, n_compressed_of, query
 from nsa.rope import Angles, Rope
 from nsa.sequences import COMPRESSED_NAMES, SELECTED_NAMES, SELECTION_NAMES, SLIDING_NAMES
 
+# The narrowest values that every backend takes.
+LSE_FEATURES = 16
+
 
 class NSAAttention(nn.Module):
     """Native sparse attention: `[B, S, dim]` to `[B, S, dim]`.
@@ -167,16 +170,17 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `eager.LayerNode` returns, by calling the layer's modules, and from a cache if there is one."""
         start = None if cache is None else cache.lengths
-        stepped = None if cache is None else fused_step(self, x, cache, counts, position_offset)
+        stepped = None if cache is None else fused_step(self, x, cache, counts, position_offset, every_branch)
         if stepped is not None:
             o, indices, gates = stepped
             return self.o_proj(o.flatten(2)), indices, gates
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:
-            # The window alone needs no compressed keys.
-            unused = self.config.force_branch == "win" and not every_branch
-            compressed = raw if unused else self.compress_all(raw, cu_seqlens, position_offset)
+            pinned = None if every_branch else self.config.force_branch
+            # The window alone needs no compressed keys, and the selected blocks no compressed values.
+            places = (cu_seqlens, position_offset)
+            compressed = raw if pinned == "win" else self.compress_all(raw, *places, keys_only=pinned == "sel")
             o, indices = self.attend(q, compressed, selected, window, gates, every_branch, cu_seqlens=cu_seqlens)
         else:
             past = cache.stage(
@@ -230,10 +234,15 @@ class NSAAttention(nn.Module):
         if c.force_branch == "win":
             places["q_start"] = window_start
             return ops.sliding_attention(q, *window, **(places | attention_kwargs(c, SLIDING_NAMES)))[0], nothing
-        o, lse = ops.compressed_attention(q, *compressed, **(places | attention_kwargs(c, COMPRESSED_NAMES)))
+        k_cmp, v_cmp = compressed
         if c.force_branch == "cmp":
+            o, _ = ops.compressed_attention(q, k_cmp, v_cmp, **(places | attention_kwargs(c, COMPRESSED_NAMES)))
             return o, nothing
-        indices = ops.select_blocks(q, compressed[0], lse, **(places | attention_kwargs(c, SELECTION_NAMES)))
+        with torch.no_grad():
+            # For its LSE: a few features of the values will do.
+            few = v_cmp[..., :LSE_FEATURES]
+            _, lse = ops.compressed_attention(q, k_cmp, few, **(places | attention_kwargs(c, COMPRESSED_NAMES)))
+            indices = ops.select_blocks(q, k_cmp, lse, **(places | attention_kwargs(c, SELECTION_NAMES)))
         o, _ = ops.selected_attention(q, *selected, indices, **(places | attention_kwargs(c, SELECTED_NAMES)))
         return o, indices
 
@@ -340,15 +349,18 @@ class NSAAttention(nn.Module):
     def split_values_backward(self, dv_raw: Tensor, dv_sel: Tensor, dv_win: Tensor) -> Tensor:
         return dv_raw + dv_sel + dv_win if self.config.share_kv else torch.cat([dv_raw, dv_sel, dv_win], dim=2)
 
-    def compress_all(self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Pair:
-        """Compress every complete block of the sequences."""
+    def compress_all(
+        self, raw: Pair, cu_seqlens: Tensor | None, position_offset: int | Tensor, *, keys_only: bool = False
+    ) -> Pair:
+        """Compress every complete block of the sequences; with `keys_only`, the values are the keys again."""
         c = self.config
         k, v = raw
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
-        k_cmp, v_cmp = self.phi_k(k, **where), self.phi_v(v, **where)
+        k_cmp = self.phi_k(k, **where)
         if c.compress_rope == "after":
             k_cmp = self.rope.rotate(k_cmp, self.block_angles(k, cu_seqlens, position_offset))
-        return k_cmp.to(k.dtype), v_cmp.to(v.dtype)
+        k_cmp = k_cmp.to(k.dtype)
+        return k_cmp, k_cmp if keys_only else self.phi_v(v, **where).to(v.dtype)
 
     def block_angles(self, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Angles:
         """Of the compressed keys of `x [B, S, ...]`: each takes the position its block starts at."""

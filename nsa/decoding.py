@@ -30,9 +30,15 @@ STEP = "decode_step"
 
 
 def fused_step(
-    layer: NSAAttention, x: Tensor, cache: NSACache, counts: Tensor | None, position_offset: int | Tensor
+    layer: NSAAttention,
+    x: Tensor,
+    cache: NSACache,
+    counts: Tensor | None,
+    position_offset: int | Tensor,
+    every_branch: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Append the tokens `x [B,T,dim]`, the first `counts [B]` of which are real, to `cache` and attend from them.
+    """Append the tokens `x [B,T,dim]`, the first `counts [B]` of which are real, to `cache` and attend from them, by
+    the branch that the gate is pinned to or, with `every_branch`, by all.
 
     Returns:
         `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the decode kernels
@@ -57,7 +63,8 @@ def fused_step(
         decode, _ = triton.load("decode")
         new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
         phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
-        how = decode.Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, cache.max_len)
+        branch = None if every_branch else c.force_branch
+        how = decode.Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, cache.max_len, branch)
         o, indices = triton.decode_step(
             new,
             stores_of(decode, cache),

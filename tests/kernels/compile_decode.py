@@ -13,13 +13,16 @@ from pathlib import Path
 from compiling import TARGETS, Compiled, Recorder, stand_in, table
 
 PAGE = 64
-# heads/groups/head_dim x new tokens, how long the cache is, and its form
+# heads/groups/head_dim x new tokens, how long the cache is, and its form; or the branch that the gate is pinned to
 STEPS = {
     "64/4/128x1": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged fp8": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x4": (64, 4, 128, 4, 65536, "bfloat16"),
     "64/4/128x4 paged": (64, 4, 128, 4, 65536, "bfloat16"),
+    "64/4/128x1 cmp": (64, 4, 128, 1, 65536, "bfloat16"),
+    "64/4/128x1 sel": (64, 4, 128, 1, 65536, "bfloat16"),
+    "64/4/128x1 win": (64, 4, 128, 1, 65536, "bfloat16"),
     "12/2/64x1": (12, 2, 64, 1, 131072, "bfloat16"),
     "16/2/256x1 fp32": (16, 2, 256, 1, 8192, "float32"),
 }
@@ -40,6 +43,7 @@ def compile_step(step: str) -> None:
     import torch
 
     from nsa.backends.triton.decode import Hyperparameters, Mlp, Pages, Projected, Stores, decode_step
+    from nsa.config import BRANCHES
     from nsa.geometry import n_compressed
 
     heads, groups, width, tokens, max_len, name = STEPS[step]
@@ -51,7 +55,8 @@ def compile_step(step: str) -> None:
     def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor(2, length, groups, width), tensor(2, length, groups, width)
 
-    how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, width**-0.5, max_len)
+    branch = next((name for name in BRANCHES if step.endswith(name)), None)
+    how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, width**-0.5, max_len, branch)
     new = Projected(tensor(2, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
     pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
     lengths = torch.zeros(2, dtype=torch.int32)

@@ -15,6 +15,7 @@ from nsa.backends import routing
 from nsa.backends import triton as triton_backend
 from nsa.backends.routing import BackendFailure
 from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_attention
+from nsa.backends.triton.launch import Launch
 from nsa.decoding import fused_step
 from nsa.geometry import n_compressed
 
@@ -387,3 +388,34 @@ def test_auto_goes_on_where_the_decode_kernels_fail(
             with pytest.raises(BackendFailure):
                 layer(x[:, :1], cache=cache)
             assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("n_sel", [2, 4], ids=["all blocks forced", "free blocks"])
+@pytest.mark.parametrize(
+    ("branch", "kernels"),
+    [
+        ("cmp", ["compressed_split_kernel", "merge_kernel"]),
+        ("sel", ["compressed_split_kernel", "select_step_kernel", "near_kernel", "merge_kernel"]),
+        ("win", ["near_kernel", "merge_kernel"]),
+    ],
+)
+def test_a_pinned_gate_launches_what_its_branch_needs(
+    branch: str, kernels: list[str], n_sel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, plain = layers(phi="mean", n_heads=2, n_kv_groups=1, n_init=1, n_local=1, n_sel=n_sel, force_branch=branch)
+    launched, call = [], Launch.__call__
+
+    def spy(self: Launch, **given: Any) -> None:
+        launched.append(self.kernel.__name__)
+        call(self, **given)
+
+    mine, other = step_both(fused, plain, [30, 17], 48)
+    x = torch.randn(2, 2, fused.config.dim)
+    monkeypatch.setattr(Launch, "__call__", spy)
+    with torch.no_grad():
+        y, expected = fused(x.to(DEVICE), cache=mine).cpu(), plain(x.double(), cache=other)
+        assert launched == ["append_kernel", "mean_kernel", *kernels]
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+        _, stats = fused(x.to(DEVICE), cache=mine, return_stats=True)
+        _, whole = plain(x.double(), cache=other, return_stats=True)
+    assert torch.equal(stats.indices.cpu(), whole.indices)

@@ -47,9 +47,10 @@ def compressed_split_kernel(
     REACH: tl.constexpr, CARRY: tl.constexpr, SLOTS: tl.constexpr, N_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     N_SPLITS: tl.constexpr, ROW_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    POOL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of `SPLIT_TILES` tiles: partial output, and probabilities pooled to selection blocks."""
+    """One split of `SPLIT_TILES` tiles: partial output, or with `DV = 0` maximum and sum alone; with `POOL`,
+    probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     follow(PDL)
     i_g = tl.program_id(0) % G
@@ -88,26 +89,29 @@ def compressed_split_kernel(
                 k, k_scale, table, i_b, i_g, o_i, m_i, columns, stride_kb, stride_kn, stride_kg,
                 PAGE, DK, BLOCK_DK, b_q.dtype,
             )  # fmt: skip
-            b_v = load_tokens(
-                v, v_scale, table, i_b, i_g, o_i, m_i, columns, stride_vb, stride_vn, stride_vg,
-                PAGE, DV, BLOCK_DV, b_q.dtype,
-            )  # fmt: skip
+            if DV > 0:
+                b_v = load_tokens(
+                    v, v_scale, table, i_b, i_g, o_i, m_i, columns, stride_vb, stride_vn, stride_vg,
+                    PAGE, DV, BLOCK_DV, b_q.dtype,
+                )  # fmt: skip
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
             m_seen = m_i[None, :] & (o_i[None, :] < o_seen[:, None])
             b_p, b_m, b_l, b_o = exact_softmax(b_s, m_seen, b_m, b_l, b_o)
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
-            b_u = tl.reshape(b_p, [BLOCK_M, BLOCK_J, R_PAD])
-            b_pool = tl.sum(b_u * overlap(o_unit, 0, R, OVERLAP)[None, None, :], 2)
-            for c in tl.static_range(1, REACH + 1):
-                b_c = tl.sum(b_u * overlap(o_unit, c, R, OVERLAP)[None, None, :], 2)
-                p_carry = carry + ((o_row * REACH + c - 1) * N_TILES + i) * CARRY
-                m_carry = m_r[:, None] & (o_j >= BLOCK_J - c)[None, :]
-                tl.store(p_carry[:, None] + (o_j - (BLOCK_J - c))[None, :], b_c, mask=m_carry)
-                o_from = tl.broadcast_to(((o_j + BLOCK_J - c) % BLOCK_J)[None, :], [BLOCK_M, BLOCK_J])
-                b_pool += tl.where((o_j >= c)[None, :], tl.gather(b_c, o_from, 1), 0.0)
-            p_pool = pool + (o_row * N_TILES + i) * BLOCK_J
-            # What the selection reads back stays in the L2 cache.
-            tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy="evict_last")
-            tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy="evict_last")
+            if DV > 0:
+                b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+            if POOL:
+                b_u = tl.reshape(b_p, [BLOCK_M, BLOCK_J, R_PAD])
+                b_pool = tl.sum(b_u * overlap(o_unit, 0, R, OVERLAP)[None, None, :], 2)
+                for c in tl.static_range(1, REACH + 1):
+                    b_c = tl.sum(b_u * overlap(o_unit, c, R, OVERLAP)[None, None, :], 2)
+                    p_carry = carry + ((o_row * REACH + c - 1) * N_TILES + i) * CARRY
+                    m_carry = m_r[:, None] & (o_j >= BLOCK_J - c)[None, :]
+                    tl.store(p_carry[:, None] + (o_j - (BLOCK_J - c))[None, :], b_c, mask=m_carry)
+                    o_from = tl.broadcast_to(((o_j + BLOCK_J - c) % BLOCK_J)[None, :], [BLOCK_M, BLOCK_J])
+                    b_pool += tl.where((o_j >= c)[None, :], tl.gather(b_c, o_from, 1), 0.0)
+                p_pool = pool + (o_row * N_TILES + i) * BLOCK_J
+                # What the selection reads back stays in the L2 cache.
+                tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy="evict_last")
+                tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy="evict_last")
         store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
     arrive(arrivals + i_bg * 3)

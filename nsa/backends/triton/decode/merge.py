@@ -36,9 +36,10 @@ def merge_kernel(
     part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
     stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, NEAR_CTAS: tl.constexpr,
-    PDL: tl.constexpr,
+    SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, CTAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row. Slots from `FIRST` on hold an output; `LAST` counts the `CTAS` of the launch before this one."""
     ROWS: tl.constexpr = T * H
     i_bg = tl.program_id(0) // ROWS
     i_r = tl.program_id(0) % ROWS
@@ -50,7 +51,7 @@ def merge_kernel(
     gate_cmp = tl.load(p_g).to(tl.float32)
     gate_sel = tl.load(p_g + stride_gc).to(tl.float32)
     gate_win = tl.load(p_g + 2 * stride_gc).to(tl.float32)
-    wait_for(arrivals + i_bg * 3 + 2, NEAR_CTAS)
+    wait_for(arrivals + i_bg * 3 + LAST, CTAS)
     if PDL:
         gdc_launch_dependents()
     o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r
@@ -62,7 +63,7 @@ def merge_kernel(
     top_sel, scale_sel = branch_scale(o_s >= N_CMP + N_WIN, b_m, b_l, gate_sel)
     o_d = tl.arange(0, BLOCK_DV)
     b_o = tl.zeros([BLOCK_DV], tl.float32)
-    for first in tl.static_range(0, SLOTS, CHUNK):
+    for first in tl.static_range(FIRST, SLOTS, CHUNK):
         o_c = first + tl.arange(0, CHUNK)
         p_c = o_part + o_c * ROWS
         m_c = tl.load(part_l + p_c, mask=o_c < SLOTS, other=0.0) > 0
@@ -77,7 +78,7 @@ def merge_kernel(
         if (i_bg % G == 0) & (i_r == 0):
             # Other groups of the row may still read its length.
             for i_g in range(1, G):
-                wait_for(arrivals + (i_bg + i_g) * 3 + 2, NEAR_CTAS)
+                wait_for(arrivals + (i_bg + i_g) * 3 + LAST, CTAS)
             end = end_of(lengths, counts, limits, i_b, max_len, T)
             tl.store(lengths + i_b, end)
             tl.store(high_water + i_b, tl.maximum(tl.load(high_water + i_b), end))

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import arrive, load_step_rows, load_tokens, position_of, store_partials, wait_for
+from nsa.backends.triton.decode.common import (
+    arrive,
+    follow,
+    load_step_rows,
+    load_tokens,
+    position_of,
+    store_partials,
+    wait_for,
+)
 from nsa.backends.triton.primitives import FLOOR, online_softmax
 
 
@@ -144,18 +152,22 @@ def near_kernel(
     N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr, FIRST_SLOT: tl.constexpr,
     WINDOW_SPLITS: tl.constexpr, SPLIT: tl.constexpr, N_EARLY: tl.constexpr, FREE_SPLITS: tl.constexpr,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEL: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile of rows. Grid (pairs of batch row and group * tiles of rows * splits), where the splits are
-    `WINDOW_SPLITS` of the window, one of the forced blocks if there are any, and `FREE_SPLITS`."""
-    if PDL:
+    `WINDOW_SPLITS` of the window, one of the forced blocks if there are any, and `FREE_SPLITS`. `ALONE`: no launch of
+    the attention comes before this one."""
+    if ALONE:
+        follow(PDL)
+    elif PDL:
         gdc_launch_dependents()
     units = pairs * ROW_TILES
     i_s = tl.program_id(0) // units
     i_unit = tl.program_id(0) % units
     if FREE_SPLITS == 0:
-        # The merge waits for this launch alone, so no CTA of it may end before the others.
-        wait_for(arrivals + i_unit // ROW_TILES * 3 + 1, T)
+        if not ALONE:
+            # The merge waits for this launch alone, so no CTA of it may end before the selection's.
+            wait_for(arrivals + i_unit // ROW_TILES * 3 + 1, T)
     elif i_s >= N_EARLY:
         # The splits of a row are neighbours: it may be selected before others are.
         i_free = tl.program_id(0) - units * N_EARLY

@@ -44,7 +44,8 @@ NEAR_SCALES = ("k_win_scale", "v_win_scale", "k_sel_scale", "v_sel_scale")
 
 
 class Hyperparameters(NamedTuple):
-    """Of one attention, named as in `nsa.ops.attention`; `max_len`: tokens that the cache holds."""
+    """Of one attention, named as in `nsa.ops.attention`; `max_len`: tokens that the cache holds; `branch`: the only one
+    that is computed, `cmp`, `sel` or `win`, whose gate is then 1. None: all three."""
 
     block: int
     stride: int
@@ -55,6 +56,7 @@ class Hyperparameters(NamedTuple):
     window: int
     scale: float
     max_len: int
+    branch: str | None = None
 
 
 class Pages(NamedTuple):
@@ -147,11 +149,14 @@ class DecodePlan:
             )
         select_warps = min(tile.select_warps, max(4, n_columns // BLOCKS_PER_WARP))
         span = min(how.window, how.max_len)
-        window_splits = max(1, span // (tile.window_split * longer))
+        self.branch = how.branch
+        selects = how.branch in (None, "sel")
+        cmp_slots = 0 if how.branch == "win" else n_splits
+        window_splits = max(1, span // (tile.window_split * longer)) if how.branch in (None, "win") else 0
         n_forced = how.n_init + how.n_local
-        early = window_splits + (n_forced > 0)
-        free_splits = min(tile.selected_splits, how.n_select - n_forced)
-        slots = n_splits + early + free_splits
+        early = window_splits + (selects and n_forced > 0)
+        free_splits = min(tile.selected_splits, how.n_select - n_forced) if selects else 0
+        slots = cmp_slots + early + free_splits
         # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one. There the kernel of the
         # selected blocks gains by another buffer, and the compressed one, whose tile has more scores, does not.
         extra_stages = int(block_m < 64 or tiles.capability(q.device)[0] != 9)
@@ -185,7 +190,7 @@ class DecodePlan:
         absent |= {} if counted else {"counts": None}
         absent |= {} if form.page and commits else {"limits": None}
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
-        plain = not (form.page or form.fp8) and r_pad == ratio
+        plain = not (form.page or form.fp8) and r_pad == ratio and how.branch is None
         hopper_tile = gluon_tiles.pick_step(q, *compressed, cmp_n) if plain else None
         self.attend_compressed: Launch | CompressedStep
         if hopper_tile is None:
@@ -196,8 +201,9 @@ class DecodePlan:
                 **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
                 PAGE=max(1, form.page // how.stride),
                 **step,
-                **attend,
+                **(attend if how.branch != "sel" else {**attend, "DV": 0, "BLOCK_DV": 16}),
                 **pooling,
+                POOL=selects,
                 ROW_TILES=row_tiles,
                 ROWS=rows,
                 R_PAD=r_pad,
@@ -241,7 +247,8 @@ class DecodePlan:
             pairs=pairs,
             places=window[0].shape[1] - 1,
             WINDOW=span,
-            FIRST_SLOT=n_splits,
+            FIRST_SLOT=cmp_slots,
+            ALONE=how.branch == "win",
             WINDOW_SPLITS=window_splits,
             SPLIT=tile.window_split * longer,
             N_EARLY=early,
@@ -268,9 +275,11 @@ class DecodePlan:
             SLOTS=slots,
             SLOTS_PAD=triton.next_power_of_2(slots),
             CHUNK=min(tile.merge_slots, triton.next_power_of_2(slots)),
-            N_CMP=n_splits,
+            N_CMP=cmp_slots,
             N_WIN=window_splits,
-            NEAR_CTAS=row_tiles * (early + free_splits),
+            FIRST=cmp_slots if how.branch == "sel" else 0,
+            LAST=0 if how.branch == "cmp" else 2,
+            CTAS=row_tiles * (n_splits if how.branch == "cmp" else early + free_splits),
             num_warps=1,
             **overlapping,
         )
@@ -301,11 +310,17 @@ class DecodePlan:
         table = {} if pages is None else {"table": pages.table}
         cmp_scales, sel_scales, win_scales = scales or ((), (), ())
         scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
-        self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled, **table, **scaled)
-        self.select(factors=factors, indices=indices, **pooled)
+        if self.branch != "win":
+            self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled, **table, **scaled)
+        if self.branch in (None, "sel"):
+            self.select(factors=factors, indices=indices, **pooled)
+        else:
+            indices.fill_(-1)
         near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
         near |= dict(zip(NEAR_SCALES, (*win_scales, *sel_scales), strict=False))
-        self.attend_near(q=q, start=start, indices=indices, arrivals=arrivals, part_o=part_o, **near, **parts, **table)
+        near |= {"q": q, "start": start, "indices": indices, "arrivals": arrivals, "part_o": part_o}
+        if self.branch != "cmp":
+            self.attend_near(**near, **parts, **table)
         self.merge(gates=gates, o=o, arrivals=arrivals, part_o=part_o, **parts, **committed)
         return o, indices
 
