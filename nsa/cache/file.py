@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nsa.cache.store import Ring, bits
 from nsa.config import NSAConfig, require
-from nsa.files import parse_json
+from nsa.files import is_natural, parse_json
 from nsa.tensor_file import raw, read_tensors_and_metadata, write_tensors
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def save_caches(
         model: Identifies the weights that the rows were computed with.
 
     Raises:
-        ValueError: A row of `tokens` has another length than the row of the caches.
+        ValueError: A row of `tokens` has another length than the row of the caches, or something that is no token id.
     """
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
@@ -56,6 +56,8 @@ def save_caches(
     if tokens is not None:
         lengths = caches[0].lengths.tolist()
         require([len(row) for row in tokens] == lengths, "tokens", [len(row) for row in tokens], f"{lengths} tokens")
+        for index, row in enumerate(tokens):
+            require(all(map(is_natural, row)), f"tokens[{index}]", row, "integers of at least 0")
         width = max(lengths)
         padded = [[*row, *[-1] * (width - len(row))] for row in tokens]
         tensors["tokens"] = torch.tensor(padded, dtype=torch.int64).view(len(padded), width)

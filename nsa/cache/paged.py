@@ -103,7 +103,7 @@ class PagedNSACache(NSACache):
         Raises:
             ValueError: `lengths` is no such number, or there are not enough free pages. No row was given any.
         """
-        wanted = [lengths] * self.batch_size if isinstance(lengths, int) else list(lengths)
+        wanted = list(lengths) if isinstance(lengths, Sequence) else [lengths] * self.batch_size
         require(len(wanted) == self.batch_size, "lengths", lengths, f"one number, or {self.batch_size} of them")
         for row, length in enumerate(wanted):
             require_int(f"lengths[{row}]", length, at_least=0)

@@ -113,6 +113,17 @@ def test_tokens_of_other_lengths_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("token", [1.5, -1, True], ids=str)
+def test_what_is_no_token_id_is_not_saved(token: Any, tmp_path: Path) -> None:
+    """It would be read back as another one, or as the end of the row."""
+    attn = layer()
+    cache = new_cache(attn, 1, 8)
+    attn(tokens(2), cache=cache)
+    with pytest.raises(ValueError, match=rf"tokens\[0\] is \[3, {token}\]"):
+        cache.save(tmp_path / "x", tokens=[[3, token]])
+    assert not (tmp_path / "x").exists()
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_a_value_error_that_names_the_file(data: st.DataObject, path: Path, tmp_path: Path) -> None:

@@ -160,13 +160,14 @@ def test_a_static_row_drops_what_its_pages_do_not_hold() -> None:
     ("call", "name"),
     [
         (lambda c: c.allocate(41), r"lengths\[0\] is 41"),
+        (lambda c: c.allocate(2.5), r"lengths\[0\] is 2.5"),
         (lambda c: c.allocate([8]), "lengths is"),
         (lambda c: c.allocate([8, -1]), r"lengths\[1\] is -1"),
         (lambda c: c.allocate([40, 8]), "pages to allocate is 3.*1 free"),
         (lambda c: c.select(torch.tensor([0, 0, 0])), "pages to copy rows to is 4.*3 free"),
         (lambda c: c.free(torch.tensor([2])), "rows"),
     ],
-    ids=["too_long", "rows", "negative", "exhausted", "no_pages_for_copies", "free_out_of_range"],
+    ids=["too_long", "no_integer", "rows", "negative", "exhausted", "no_pages_for_copies", "free_out_of_range"],
 )
 def test_what_the_pages_cannot_give_is_refused_unchanged(call: Any, name: str) -> None:
     cache = paged(n_pages=5)
