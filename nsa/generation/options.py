@@ -82,6 +82,8 @@ class Options:
     def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         """Check what depends on the prompts' token ids and the model's vocabulary; a ValueError names what is wrong."""
         require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
+        folder = Path(self.save_cache or ".").absolute().parent
+        require(folder.is_dir(), "save_cache", self.save_cache, "a file in a folder that exists")
         ids = f"from 0 to {vocab_size - 1}"
         require(self.end is None or self.end < vocab_size, "end", self.end, f"None or a token id {ids}")
         require(isinstance(prompts, Sequence) and len(prompts) > 0, "prompts", prompts, "at least one prompt")

@@ -275,6 +275,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
         ({"end": "."}, "end is '.'"),
         ({"end": 2.0}, "end is 2.0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"save_cache": "no/such/folder/x"}, "save_cache is 'no/such/folder/x'"),
         ({"quantize": "fp8"}, "quantize is 'fp8'.*NSA"),
         ({"page_size": 64}, "page_size is 64.*NSA"),
         ({"prompt_lookup": -1}, "prompt_lookup is -1"),
