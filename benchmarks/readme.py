@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import torch
+
 from nsa.bench.flash_routes import PACKED, WORTH_IT
 from nsa.bench.report import Heads, Measurements, break_even
 from nsa.evaluation.plots import short
+from nsa.model import LM
 from nsa.results import Row, read_rows
+from nsa.train.config import load_config
+from nsa.train.plan import GIB, plan_run
 
 RESULTS = Path(__file__).parent / "results"
 NSA, CUDNN, FA2 = "nsa-triton", "dense-cudnn", "dense-fa2"
@@ -73,12 +79,19 @@ def training_rows() -> dict[tuple[str, int, int], Row]:
     return {(row.impl, row.B, row.S): row for row in rows_of("train")}
 
 
-def training_table() -> str:
-    rows, lines = training_rows(), []
+def training_rates() -> Iterator[tuple[int, int, float, float]]:
+    """Batch, length, and tokens per second of NSA and dense attention."""
+    rows = training_rows()
     for batch, length in ((8, 2048), (8, 4096), (4, 8192), (2, 16384), (1, 32768), (1, 65536)):
-        ours, dense = (rows[f"{impl}-graphs", batch, length] for impl in (NSA, "dense-sdpa"))
-        rates = [row.tokens_per_s or 0.0 for row in (ours, dense)]
-        lines.append([f"{length:,} x {batch}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}x"])
+        ours, dense = (rows[f"{impl}-graphs", batch, length].tokens_per_s or 0.0 for impl in (NSA, "dense-sdpa"))
+        yield batch, length, ours, dense
+
+
+def training_table() -> str:
+    lines = [
+        [f"{length:,} x {batch}", f"{ours:,.0f}", f"{dense:,.0f}", f"{ours / dense:.2f}x"]
+        for batch, length, ours, dense in training_rates()
+    ]
     return table(["tokens x sequences", "NSA", "dense", "speedup"], lines)
 
 
@@ -109,30 +122,46 @@ def readme_sentences() -> Iterator[str]:
         f"(dense {both[1]:.2f} ms)"
     )
     yield f"an attention forward takes {host['attention', 'nsa-auto', 'fwd']:.2f} ms"
+    rates = list(training_rates())
+    before = max(length for _, length, ours, dense in rates if ours < dense)
+    after = min(length for _, length, *_ in rates if length > before)
+    yield f"A 125M model (12/2/64) overtakes its dense twin between {short(before)} and {short(after)} tokens"
 
 
 # docs/transformers.md
 
 
+def recovery_losses(length: int) -> tuple[int, int, dict[str, tuple[float, float]]]:
+    """Steps and tokens after which all models of a length were validated last; by model the loss before and then."""
+    rows = [row for row in records("h200/recovery.csv") if row["valid_loss"] and int(row["seq_len"]) == length]
+    steps = {int(row["tokens"]): int(row["step"]) for row in rows if row["arm"] == "dense"}
+    curves = {
+        arm: {int(row["tokens"]): float(row["valid_loss"]) for row in rows if row["arm"] == arm}
+        for arm in ("dense", "gated", "select")
+    }
+    last = max(set.intersection(*map(set, curves.values())))
+    return steps[last], last, {arm: (losses[0], losses[last]) for arm, losses in curves.items()}
+
+
 def recovery_table() -> str:
     """By length and model: the loss as converted, and after the most tokens that all models of a length have seen."""
-    with (RESULTS / "h200/recovery.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["valid_loss"]]
     lines = []
     for length in (8192, 32768):
-        arms = ("dense", "gated", "select")
-        curves = {
-            arm: {
-                int(row["tokens"]): float(row["valid_loss"])
-                for row in rows
-                if (row["arm"], int(row["seq_len"])) == (arm, length)
-            }
-            for arm in arms
-        }
-        last = max(set.intersection(*map(set, curves.values())))
-        for arm, losses in curves.items():
-            lines.append([f"{length:,}", arm, f"{losses[0]:.3f}", f"{losses[last]:.3f}", f"{last:,}"])
+        _, last, losses = recovery_losses(length)
+        lines += [[f"{length:,}", arm, f"{a:.3f}", f"{b:.3f}", f"{last:,}"] for arm, (a, b) in losses.items()]
     return table(["context", "model", "as converted", "trained on", "after tokens"], lines)
+
+
+def recovery_sentences() -> Iterator[str]:
+    (steps, _, short_losses), (long_steps, _, long_losses) = map(recovery_losses, (8192, 32768))
+    (dense, trained), (_, long_trained) = short_losses.pop("dense"), long_losses.pop("dense")
+    before = max(int(row["tokens"]) for row in records("h200/recovery.csv") if row["arm"] == "dense-from-scratch")
+    yield f"a dense model of {before / 1e6:.0f} million tokens, then {steps} steps at 8k and {long_steps} at 32k tokens"
+    costs, behind = zip(*((a - dense, b - trained) for a, b in short_losses.values()), strict=True)
+    yield f"At 8k tokens the conversion costs {max(costs):.3f}; after {steps} steps the converted models are"
+    yield f"({dense:.3f}), and {max(behind):.3f} behind the dense model trained on with the same tokens."
+    ends = {arm: b - long_trained for arm, (_, b) in long_losses.items()}
+    yield f"end {ends['gated']:.3f} (`gated`) and {ends['select']:.3f} (`select`) behind."
 
 
 # docs/evaluation.md
@@ -182,6 +211,30 @@ def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str
         "long.csv": long_table,
     }
     return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
+
+
+def evaluation_sentences() -> Iterator[str]:
+    (tokens,) = {int(row["tokens"]) for row in records("h200/study/arms.csv") if row["arm"] in ("nsa", "dense")}
+    yield f"{tokens / 1e6:.1f}M tokens per arm"
+    sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
+    config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
+    with torch.device("meta"):
+        parameters = sum(x.numel() for x in LM(config.model).parameters())
+    yield f"{parameters / 1e6:.1f}M parameters (`--config 125m` with `model.n_layers=6`, `model.hidden=1408`"
+
+
+# docs/training.md
+
+
+def plan_sentences() -> Iterator[str]:
+    above = []
+    for row in rows_of("train"):
+        if row.impl.startswith((NSA, "dense")) and row.peak_gib is not None and row.Hq == 12:
+            sizes = {"attention": row.impl.split("-")[0], "seq_len": row.S}
+            own: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
+            own |= {"device": "cuda", "parallel": "none", "batch_size": row.B, "gc": "-gc" in row.impl}
+            above.append(plan_run(load_config("125m", own), "H200").memory.total / GIB / row.peak_gib - 1)
+    yield f"{100 * min(above):.0f} to {100 * max(above):.0f} % above what was measured on the H200"
 
 
 # docs/flash-integration.md
@@ -239,6 +292,19 @@ def flash_sentences() -> Iterator[str]:
     )
     yield f"Torch's FlashAttention-2 is {min(over):.1f} to {max(over):.0f} times as fast as our SDPA path"
 
+    def wins_from(op: str) -> str:
+        subjects = {(op, "bwd", 192, length): length for length in (1024, 8192, 65536)}
+        worst = {
+            length: max(ratios(NSA, "flash-torch", lambda r, s=s: (r.op, r.mode, r.Dk, r.S) == s and not is_packed(r)))
+            for s, length in subjects.items()
+        }
+        return short(min(length for length, ratio in worst.items() if ratio <= 1 / WORTH_IT))
+
+    yield (
+        f"from {wins_from('compressed')} tokens for the compressed branch and from {wins_from('sliding')} for the "
+        "sliding branch"
+    )
+
     def peak(impl: str, op: str) -> float:
         suite = "flash" if op == "compressed" else "flash-w512"
         found = [
@@ -277,6 +343,20 @@ def fp8_table() -> str:
         cells += [f"{float(row['same_top_token']):.1%}", f"{float(row['loss']):.3f}"]
         lines.append([*cells, f"{float(row['same_selected_blocks']):.1%}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def inference_sentences() -> Iterator[str]:
+    losses = {(row["model"], row["dtype"], row["cache"]): float(row["loss"]) for row in records("cpu/fp8_cache.csv")}
+    moved = [
+        abs(losses[model, dtype, "fp8"] - loss) for (model, dtype, cache), loss in losses.items() if cache == dtype
+    ]
+    yield f"the loss moves by {math.ceil(1000 * max(moved)) / 1000:.3f} at most."
+    limits = {(row.mode, row.S): row.p50_ms for row in rows_of("decode") if (row.impl, row.Hq) == ("bytes-limit", 64)}
+    times = {n: f"{limits['decode-4', n] / limits['decode-1', n]:.2f}" for n in (8192, 65536, 131072)}
+    yield (
+        f"must read {times[8192]} times the bytes of one token at 8k, {times[65536]} times at 64k and {times[131072]} "
+        "times at 128k"
+    )
 
 
 # docs/kernels.md
@@ -322,8 +402,12 @@ TABLES: dict[str, Sequence[Callable[[], str]]] = {
 }
 SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme_sentences,
+    "docs/evaluation.md": evaluation_sentences,
     "docs/flash-integration.md": flash_sentences,
+    "docs/inference.md": inference_sentences,
     "docs/perf-log.md": log_sentences,
+    "docs/training.md": plan_sentences,
+    "docs/transformers.md": recovery_sentences,
 }
 
 
