@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -29,8 +30,9 @@ from nsa.evaluation.forward import EvalModel, open_models
 from nsa.evaluation.harness import harness_rows
 from nsa.evaluation.loss import evaluate_loss
 from nsa.evaluation.plots import draw_evaluation
-from nsa.evaluation.recall import Cell, Score, evaluate_cells, library_texts
+from nsa.evaluation.recall import Cell, Score, check_cells, evaluate_cells, library_texts
 from nsa.files import make_folder, replace_text
+from nsa.generate import read_source
 from nsa.machine import usable_device
 from nsa.progress import LINE_EVERY_S, aligned_columns, progress, say
 from nsa.results import origin_columns
@@ -43,8 +45,10 @@ Rows = list[dict[str, Any]]
 
 def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device)
-    rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
     out = args.out or default_out(args.runs[0])
+    there = next(path for path in (out, *out.parents) if path.exists())
+    require(there.is_dir() and os.access(there, os.W_OK), "--out", str(out), "a folder that can be written")
+    rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
     written = write_results(out, args.eval_command, rows, device, args)
     tables = {"loss": loss_table, "lm-eval": harness_table}
     say(tables.get(args.eval_command, accuracy_tables)(rows))
@@ -94,13 +98,10 @@ def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
 
 
 def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
-    longest = max(subject.model.config.seq_len for subject in subjects)
-    # By default an eighth of the model's length to all of it, by doubling.
-    by_default = [longest // factor for factor in (8, 4, 2, 1) if longest // factor >= 64] or [longest]
-    cells = cells_of(args, args.lengths or by_default)
+    cells = possible_cells(subjects, args)
     texts: Callable[[], Iterator[str]] = library_texts
     if args.haystack is not None:
-        text = args.haystack.read_text(encoding="utf-8")
+        text = read_source(str(args.haystack), "--haystack")
         texts = lambda: iter([text])  # noqa: E731
     rows: Rows = []
     with closing(progress(len(subjects) * len(cells), unit="cell", every_s=LINE_EVERY_S)) as shown:
@@ -113,6 +114,25 @@ def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
         for subject in subjects:
             evaluate_cells(subject, cells, samples=args.samples, texts=texts, progress=partial(show, subject.name))
     return rows
+
+
+def possible_cells(subjects: Sequence[EvalModel], args: argparse.Namespace) -> list[Cell]:
+    """Of `--lengths`, or of the longest model's length and the halves, quarters and eighths of it that are possible."""
+
+    def checked(lengths: Sequence[int]) -> list[Cell]:
+        cells = cells_of(args, lengths)
+        for subject in subjects:
+            check_cells(subject.tokenizer, cells, args.samples)
+        return cells
+
+    lengths = args.lengths or [max(subject.model.config.seq_len for subject in subjects)]
+    cells = checked(lengths)
+    try:
+        while args.lengths is None and len(lengths) < 4 and lengths[0] // 2 >= 64:
+            cells = checked(lengths := [lengths[0] // 2, *lengths])
+    except ValueError as error:
+        say(f"left out: shorter prompts: {error}")
+    return cells
 
 
 def cells_of(args: argparse.Namespace, lengths: Sequence[int]) -> list[Cell]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
@@ -165,9 +166,7 @@ def evaluate_cells(
     Raises:
         ValueError: A cell is impossible.
     """
-    require_positive_int("samples", samples)
-    for cell in cells:
-        check_cell(cell)
+    check_cells(subject.tokenizer, cells, samples)
     # Twice the longest prompt: no two fillers need be the same.
     haystack = Haystack(subject.tokenizer, texts(), 2 * max(cell.length for cell in cells))
     scores = []
@@ -184,6 +183,16 @@ def evaluate_cells(
         scores.append(Score(cell, accuracy, torch.cat(losses).mean().item(), samples))
         progress(scores[-1])
     return scores
+
+
+def check_cells(tokenizer: Tokenizer, cells: Sequence[Cell], samples: int) -> None:
+    """`ValueError` unless every cell is possible, and each of its prompts has room for its notes and its question."""
+    require_positive_int("samples", samples)
+    for cell in cells:
+        check_cell(cell)
+    haystack = Haystack(tokenizer, iter(["\n"]), max(cell.length for cell in cells))
+    for cell, sample in product(cells, range(samples)):
+        cell_prompt(haystack, cell, sample)
 
 
 def check_cell(cell: Cell) -> None:

@@ -24,7 +24,7 @@ from nsa.evaluation.forward import EvalModel
 from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
 from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
 from nsa.generate import generate
-from nsa.model import load_model, save_model
+from nsa.model import LM, LMConfig, load_model, save_model
 from nsa.train import Trainer
 
 KINDS = ["nsa", "dense"]
@@ -248,6 +248,26 @@ def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None
     flags = ["--lengths", "64", "--depths", "1", "--samples", "1", "--haystack", str(text)]
     assert main(["eval", "needle", runs[0], *flags]) == 0
     assert (Path(runs[0]) / "eval" / "needle.csv").is_file()
+
+
+def test_default_lengths_are_those_with_room_for_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model of `make demo` has 512 tokens; with bytes, 16 notes do not fit into half of that."""
+    save_model(LM(LMConfig.preset("tiny")), tmp_path)
+    assert main(["eval", "recall", str(tmp_path), "--samples", "1"]) == 0
+    rows = list(csv.DictReader((tmp_path / "eval" / "recall.csv").open()))
+    assert [row["length"] for row in rows] == ["512"] * 6
+    assert "length is 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["--lengths 300 20", "--lengths 300 --haystack {file}", "--lengths 300 --out {file}"])
+def test_what_cannot_work_is_refused_before_any_forward(
+    wrong: str, runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff")
+    monkeypatch.setattr(LM, "hidden", lambda *args, **kwargs: pytest.fail("computed"))
+    words = wrong.format(file=tmp_path / "latin").split()
+    assert main(["eval", "needle", runs[0], *words]) == 2
+    assert ("latin" if "{file}" in wrong else "length is 20") in capsys.readouterr().err
 
 
 def test_the_loss_is_of_the_run_s_own_validation_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
