@@ -11,7 +11,7 @@ from nsa.model import LM, load_model
 from nsa.model.checkpoint import CONFIG as MODEL_CONFIG
 from nsa.progress import say
 from nsa.train.checkpoint import read_state
-from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
+from nsa.train.run_folder import CHECKPOINTS, CONFIG, STEP, saved_steps
 from nsa.train.run_info import config_of
 from nsa.train.storage import Damaged, Index
 
@@ -20,8 +20,8 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
     """Load the model of a run, and its tokenizer.
 
     Args:
-        folder: A run, whose exported model is loaded, or else its newest good checkpoint, which is named on stderr; or
-            a checkpoint, `checkpoints/step_N`.
+        folder: A run, whose exported model is loaded, or, of one that has steps left, its newest good checkpoint, which
+            is named on stderr; or a checkpoint, `checkpoints/step_N`.
         device: The device of the parameters.
 
     Returns:
@@ -33,11 +33,16 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
     run = run_of(folder)
     named = [int(folder.resolve().name.removeprefix("step_"))] if run != folder else []
     steps = named or saved_steps(run / CHECKPOINTS)
-    if named or (steps and not (run / MODEL_CONFIG).is_file()):
+    if named or (steps and not is_exported(run, steps[-1])):
         model = load_newest(run, steps).to(device).eval()
     else:
         model = load_model(run, device)
     return model, load_tokenizer(run if (run / TOKENIZER_FILE).is_file() else "bytes")
+
+
+def is_exported(run: Path, last: int) -> bool:
+    """Whether a run has a model exported at its end, and not at an earlier one, from which it was resumed."""
+    return (run / MODEL_CONFIG).is_file() and (not (run / CONFIG).is_file() or last >= config_of(run).steps)
 
 
 def run_of(folder: Path) -> Path:

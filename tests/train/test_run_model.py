@@ -11,7 +11,7 @@ from torch import Tensor
 from training import small_run
 
 from nsa.cli import main
-from nsa.model import LM, load_model
+from nsa.model import LM, load_model, save_model
 from nsa.tensor_file import read_tensors, write_tensors
 from nsa.train import Trainer
 from nsa.train.run_model import load_run, run_of
@@ -49,6 +49,15 @@ def test_the_newest_checkpoint_is_the_model(finished: Path, stopped: Path, capsy
     assert model.config.attn.backend == "auto"
     assert tokenizer.name == load_run(finished)[1].name
     assert "step 4" in capsys.readouterr().err
+
+
+def test_the_export_of_an_earlier_end_is_not_the_model(finished: Path, stopped: Path) -> None:
+    """The run was resumed for more steps, and goes."""
+    save_model(LM(load_model(finished).config), stopped)
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 4", "steps: 8"))
+    assert equal_parameters(load_run(stopped)[0], load_model(finished))
+    assert not equal_parameters(load_run(stopped)[0], load_model(stopped))
 
 
 def test_a_checkpoint_by_name_is_that_step_s(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
