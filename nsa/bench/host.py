@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa.attention import NSAAttention
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape, Inputs, attention_task, parse_heads
-from nsa.bench.runner import Pass, Runner, Suite, Task, Timing
+from nsa.bench.runner import Pass, Runner, Suite, Task, Timing, cpu_clock
 from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
 from nsa.results import quantiles
@@ -46,19 +46,18 @@ def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: 
         yield Task("host", "layer", impl, shape, passes, error)
 
 
-def host_clock(device: str, each: Pass) -> Timing:
+def host_clock(each: Pass) -> Timing:
     """Milliseconds of the host per call, for each repetition of `CALLS`; prints the wall time, with the GPU, too."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(WARMUP):
         each.call()
     host, wall = [], []
     for _ in range(REPETITIONS):
-        wait()
+        torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
             each.call()
         issued = time.perf_counter()
-        wait()
+        torch.cuda.synchronize()
         host.append((issued - begin) / CALLS * 1e3)
         wall.append((time.perf_counter() - begin) / CALLS * 1e3)
     print(f"wall time {quantiles(wall)[1]:.3f} ms:", end=" ")
@@ -97,4 +96,5 @@ def show_launches(args: argparse.Namespace, runner: Runner) -> None:
         print(task.title, "   ".join(counts), flush=True)
 
 
-run = Suite(tasks, lambda args, device: partial(host_clock, device), finish=show_launches).run
+# On a CPU a call is its computation: a few of them are enough.
+run = Suite(tasks, lambda args, device: cpu_clock if device == "cpu" else host_clock, finish=show_launches).run

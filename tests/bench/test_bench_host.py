@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 
 from nsa import cli
-from nsa.bench import host
+from nsa.bench import host, runner
 from nsa.results import read_rows
 
 
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WARMUP", "CALLS", "REPETITIONS"):
-        monkeypatch.setattr(host, name, 1)
-
-
-def test_rows_of_every_kind(tmp_path: Path) -> None:
+def test_rows_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU by the clock of the CPU, which stops after a few calls."""
+    monkeypatch.setattr(runner, "MEASURE_MS", 0.0)
+    monkeypatch.setattr(host, "host_clock", lambda *args: pytest.fail("210 calls of each pass"))
     out = tmp_path / "host.csv"
     flags = ["--heads", "4/2/16", "--lengths", "40", "--out", str(out), "--commit", "abc"]
     assert cli.main(["bench", "host", *flags]) == 0
