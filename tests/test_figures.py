@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nsa.bench.plot import rows_digest
+from nsa.results import read_rows
+
 ROOT = Path(__file__).parent.parent
 FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
@@ -88,6 +91,13 @@ def test_the_readme_picture_is_that_of_the_recorded_rows(tmp_path: Path) -> None
     FIGURES["draw"](tmp_path / "speedup.svg")
     drawn, shown = (path.read_text() for path in (tmp_path / "speedup.svg", ROOT / "docs" / "speedup.svg"))
     assert lines_of(drawn) == lines_of(shown)
+
+
+@pytest.mark.parametrize("name", ["attention", "decode", "flash"])
+def test_a_plot_of_the_docs_is_that_of_the_recorded_rows(name: str) -> None:
+    """Drawn by `nsa bench plot`, or by `nsa bench flash --rows`, which write what identifies the rows into the file."""
+    digest = rows_digest(read_rows(ROOT / "benchmarks" / "results" / "h200" / f"{name}.csv"))
+    assert digest.encode() in (ROOT / "docs" / f"{name}.png").read_bytes()
 
 
 def lines_of(svg: str) -> list[str]:

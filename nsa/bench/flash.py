@@ -201,7 +201,7 @@ def draw_speedups(rows: Sequence[Row], out: Path) -> None:
     legend += [Line2D([], [], color="#333333", linestyle=s, label=f"{n} heads per group") for n, s in styles.items()]
     figure.legend(handles=legend, loc="lower center", ncols=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
-    save_figure(figure, f"{gpus[0]}, batch 1, window {WINDOW}", out, dpi=90)
+    save_figure(figure, f"{gpus[0]}, batch 1, window {WINDOW}", rows, out, dpi=90)
 
 
 def points(args: argparse.Namespace) -> Iterator[FlashPoint]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from nsa.bench.compare import latest_rows
 from nsa.config import require
 from nsa.files import make_folder
 from nsa.results import Row, read_rows
@@ -46,9 +48,11 @@ MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" f
 
 
 def draw_figure(rows: list[Row], out: Path) -> None:
-    """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds."""
+    """Plot one line per implementation over the sequence length: tokens/s for training, else milliseconds. Of rows of
+    the same kind the last counts, as they are appended. The file's description identifies the rows."""
     from matplotlib.figure import Figure
 
+    rows = list(latest_rows(rows).values())
     panels: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         panels[row.mode, f"{row.op}, heads {row.Hq}/{row.G}/{row.Dk}"][row.impl].append(row)
@@ -62,14 +66,20 @@ def draw_figure(rows: list[Row], out: Path) -> None:
             draw_panel(axis, mode, shape, panels[mode, shape])
         else:
             axis.axis("off")
-    figure.tight_layout()
-    save_figure(figure, ", ".join(sorted({row.gpu for row in rows})), out, dpi=130)
+    # Below the title.
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.25 / (3.8 * len(modes))))
+    save_figure(figure, ", ".join(sorted({row.gpu for row in rows})), rows, out, dpi=130)
 
 
-def save_figure(figure: Any, title: str, out: Path, dpi: int) -> None:
+def save_figure(figure: Any, title: str, rows: Iterable[Row], out: Path, dpi: int) -> None:
     figure.suptitle(title, fontsize=9, color="#666666")
     make_folder(out.parent)
-    figure.savefig(out, dpi=dpi)
+    figure.savefig(out, dpi=dpi, metadata={"Description": rows_digest(rows)})
+
+
+def rows_digest(rows: Iterable[Row]) -> str:
+    """The same for rows with the same measurements, in any order."""
+    return f"rows {sha256(repr(sorted(map(repr, latest_rows(rows).values()))).encode()).hexdigest()[:16]}"
 
 
 def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]]) -> None:

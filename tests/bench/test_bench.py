@@ -15,6 +15,7 @@ from bench_rows import ROW
 from nsa import bench, cli
 from nsa.bench import trained
 from nsa.bench.compare import csv_header
+from nsa.bench.plot import draw_figure, rows_digest
 from nsa.bench.train import TrainBench, TrainRunner
 from nsa.functional import nsa_attention
 from nsa.model import LM, PRESETS, LMConfig
@@ -152,6 +153,20 @@ def test_the_rows_of_every_suite_can_be_plotted(file: Path, tmp_path: Path) -> N
     pytest.importorskip("matplotlib")
     assert cli.main(["bench", "plot", "--rows", str(file), "--out", str(tmp_path / "rows.svg")]) == 0
     assert "<svg" in (tmp_path / "rows.svg").read_text()
+
+
+def test_of_rows_of_the_same_kind_the_last_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    shown: list[list[float]] = []
+    monkeypatch.setattr(Axes, "plot", lambda axis, xs, ys, **style: shown.append(ys))
+    monkeypatch.setattr(Axes, "legend", lambda axis, **style: None)
+    old, new = (replace(ROW, mode="fwd", p50_ms=ms) for ms in (9.0, 3.0))
+    draw_figure([old, new], tmp_path / "rows.png")
+    assert shown == [[3.0]]
+    assert rows_digest([old, new]).encode() in (tmp_path / "rows.png").read_bytes()
+    assert rows_digest([new]) == rows_digest([old, new]) != rows_digest([old])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
