@@ -311,6 +311,7 @@ def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
         ("--grad-clip", "--set grad_clip=VALUE"),
         ("--stepz", "--steps"),
         ("--local-path", "--data-path"),
+        ("--save", "--out"),
         ("--loader-timeout", "--set data.stall_timeout_s=VALUE"),
         ("--synthetic-on-fail", "--on-stall"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nsa.commands.types import add_config_arguments, add_device_arguments, folder, path, set_help
 from nsa.model.config import ATTENTION_KINDS
@@ -76,10 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--parallel", choices=("ddp", "fsdp", "none"), help="(default: ddp under torchrun)")
     # Accepted from the scripts of an older trainer.
     machine.add_argument("--ddp", nargs="?", const="1", choices=("0", "1"), help=argparse.SUPPRESS)
+    # Else taken for an abbreviation of --save-every.
+    machine.add_argument("--save", type=replaced_by_out, help=argparse.SUPPRESS)
     guards = parser.add_argument_group("guards")
     slowest = "stop, with a profile, below this speed; 0: never (default: a tenth of what `nsa plan` has for this GPU)"
     guards.add_argument("--min-tokens-per-s", type=float, metavar="N", help=slowest)
     guards.add_argument("--watchdog-s", type=float, metavar="N", help="seconds without a step before it is reported")
+
+
+def replaced_by_out(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("use --out")
 
 
 def kinds(text: str) -> str | list[str]:
