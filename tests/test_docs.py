@@ -6,6 +6,7 @@ import argparse
 import pkgutil
 import re
 import runpy
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_the_site_finds_the_sections_and_names_it_shows() -> None:
     # But what needs transformers, which takes seconds to import.
     for name in " ".join(names for page, (_, names) in site["API"].items() if page != "hf").split():
         assert pkgutil.resolve_name(name).__doc__, name
+
+
+def test_the_map_of_the_architecture_page_has_every_module() -> None:
+    """Of the package itself, the ops and the backends; `ranged*.py` stands for several."""
+    text = section(ROOT / "docs" / "architecture.md", "The map")
+    listed = {name.strip("/") for name in re.findall(r"[\w*]+(?:\.py|/)", text)}
+    folders = [ROOT / "nsa" / name for name in ("", "ops", "backends", "backends/triton", "backends/gluon")]
+    modules = [path.name for folder in folders for path in folder.glob("[a-z]*.py")]
+    packages = [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
+    assert [name for name in modules + packages if not any(fnmatch(name, pattern) for pattern in listed)] == []
 
 
 # Migration.
