@@ -195,8 +195,8 @@ def described(x: object) -> str:
     return f"{inspect.getdoc(x)} {inspect.getdoc(x.__init__) if isinstance(x, type) else ''}"
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "nsa.ops", "nsa.reference"])
-def test_what_is_exported_describes_its_arguments(package: str) -> None:
+@pytest.mark.parametrize("package", [*PACKAGES, "nsa.ops", "nsa.reference", "nsa.inspection"])
+def test_exports_describe_their_arguments_and_results(package: str) -> None:
     found = importlib.import_module(package)
     exported = {name: getattr(found, name) for name in found.__all__ if callable(getattr(found, name))}
     # Fields of dataclasses and tuples are described where they are declared, a protocol has no constructor.
@@ -207,6 +207,9 @@ def test_what_is_exported_describes_its_arguments(package: str) -> None:
         and inspect.signature(x).parameters
     }
     assert [name for name, x in plain.items() if "Args:" not in described(x)] == []
+    functions = {name: x for name, x in plain.items() if inspect.isfunction(x)}
+    results = [name for name, x in functions.items() if inspect.signature(x).return_annotation not in (None, "None")]
+    assert [name for name in results if "Returns:" not in described(functions[name])] == []
 
 
 def test_submodules_are_attributes_as_ever() -> None:

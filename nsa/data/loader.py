@@ -344,6 +344,9 @@ def open_loader(
         world_size: number of ranks.
         vocab_size: the model's, which the tokenizer's must not exceed (default: not checked).
 
+    Returns:
+        An iterator of batches, `tokens` and `targets [batch_size, seq_len]`; close it to end its threads.
+
     Raises:
         ValueError: an argument is out of range, or the data or its tokenizer cannot be used.
     """

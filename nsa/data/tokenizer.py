@@ -149,6 +149,9 @@ def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
     Args:
         folder_or_name: "bytes", a `tokenizer.json`, or a folder with one.
 
+    Returns:
+        One of bytes where the file describes that, too.
+
     Raises:
         ValueError: there is no such file, or it is no tokenizer that can be used.
     """
@@ -216,6 +219,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     Args:
         texts: the corpus.
         vocab_size: tokens, those of the 256 bytes and the end of a document included.
+
+    Returns:
+        A tokenizer of at most `vocab_size` tokens.
 
     Raises:
         ValueError: `vocab_size` is out of range, or the package `tokenizers` is not installed.

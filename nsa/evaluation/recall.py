@@ -163,6 +163,9 @@ def evaluate_cells(
         texts: Gives the documents of the haystack.
         progress: Called with each score as it is known.
 
+    Returns:
+        The scores, in the order of `cells`.
+
     Raises:
         ValueError: A cell is impossible.
     """

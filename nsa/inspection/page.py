@@ -44,7 +44,16 @@ PANEL = f"""<aside id="panel" aria-live="polite">
 
 
 def write_page(inspection: Inspection, path: Path, title: str) -> None:
-    """Write the page with this heading to `path`; a ValueError if the text has more blocks than 16 bits number."""
+    """Write a page that needs no network.
+
+    Args:
+        inspection: What `inspect_model` returned.
+        path: The file, in a folder that is made.
+        title: The page's heading.
+
+    Raises:
+        ValueError: The text has more blocks than 16 bits can number.
+    """
     n_blocks = -(-len(inspection.tokens) // min(inspection.config.d, inspection.config.l_sel))
     require(n_blocks <= NONE, "the blocks of the text", n_blocks, f"at most {NONE:,} on a page")
     make_folder(path.parent)

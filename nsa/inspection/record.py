@@ -149,6 +149,9 @@ def inspect_model(
         dtype: Of matmuls, by autocast. None: the parameters'.
         progress: Called with the number of NSA layers that the text has reached, at each of them.
 
+    Returns:
+        Gates, selected blocks and compressed attention of every token, by layer and group.
+
     Raises:
         ValueError: The model has no NSA layer, the text is empty, or a number is less than 1.
     """

@@ -52,12 +52,15 @@ def read_model_values(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:
-    """Load a model that `save_model` wrote, in eval mode.
+    """Load a model that `save_model` wrote.
 
     Args:
         folder: Holds `model.json` and the parameters.
         device: Where to put the parameters.
         backend: Replaces the backend of the config, because the model may have been trained on another machine.
+
+    Returns:
+        The model in eval mode.
 
     Raises:
         ValueError: A file is missing, damaged, or does not match the other; the message names it.

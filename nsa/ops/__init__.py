@@ -230,10 +230,13 @@ def sliding_attention(
 def combine(
     o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *, backend: str = "auto", strict: bool = False
 ) -> Tensor:
-    """The gated sum of the branches, as large as each of them.
+    """The gated sum of the branches.
 
     Args:
         o_cmp, o_sel, o_win, gates: `[B,S,Hq,Dv]`, and `[B,S,Hq,3]` in that order.
+
+    Returns:
+        `[B,S,Hq,Dv]`.
     """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

@@ -37,9 +37,8 @@ class CompressionOp:
         run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, packed=packed)
         return run(x, *position, branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)).contiguous()
 
-    def run_backward(
-        self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, stride: int, backend: str, strict: bool
-    ) -> Any:
+    def run_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, *args: Any) -> Any:
+        block, stride, backend, strict = args
         head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
         shape, packed = compress_shape(dout, length, head_dim), cu_seqlens is not None
         run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, packed=packed)

@@ -19,7 +19,6 @@ from nsa.once import differentiable_once
 
 LIBRARY = torch.library.Library("nsa", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
-
 R = TypeVar("R")
 
 
@@ -33,8 +32,7 @@ def schema_arguments(tensors: str, optional: str = "", integers: Sequence[str] =
 class Op(Generic[R]):
     """One op of ours, `nsa::name`. Called from Python in plain eager mode it goes straight to its body, or to its
     autograd function, without crossing torch's dispatcher. Whatever observes or transforms ops (compilation, dispatch
-    modes, tensor subclasses, the profiler) sees `nsa::name`.
-    """
+    modes, tensor subclasses, the profiler) sees `nsa::name`."""
 
     def __init__(
         self, name: str, schema: str, body: Callable[..., R], fake: Callable[..., R], *, outputs: int = 1

@@ -156,12 +156,15 @@ class TrainConfig:
 def load_config(
     source: str | Path, overrides: Mapping[str, Any] | None = None, *, env: settings.Settings | None = None
 ) -> TrainConfig:
-    """The config of a run.
+    """Read a config and add what the environment and the caller override.
 
     Args:
         source: a name in `configs/`, a YAML file, or a run's folder.
         overrides: values by dotted key.
         env: the settings of the environment (default: this process's).
+
+    Returns:
+        The config of a run, checked and completed for this machine.
 
     Raises:
         ValueError: names the key, its value, what is accepted and where the value comes from.

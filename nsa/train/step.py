@@ -203,16 +203,19 @@ def wait_asleep(device: torch.device) -> None:
 def learning_rate(
     step: int, steps: int, *, peak: float, warmup: int, floor: float, schedule: str = "cosine", decay: int = 0
 ) -> float:
-    """The learning rate of `step`, counted from 0.
+    """The schedule of the learning rate.
 
     Args:
-        step: the step.
+        step: counted from 0.
         steps: of the whole run.
         peak: the rate after a linear warm-up over `warmup` steps.
         warmup: steps of the warm-up.
         floor: the rate of the last step as a fraction of `peak`.
         schedule: "cosine" falls along half a cosine; "wsd" stays at the peak and falls linearly in the last `decay`.
         decay: steps of that fall.
+
+    Returns:
+        The rate of `step`.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
