@@ -116,7 +116,7 @@ class Report:
         for mode, explanation in (("forward", self.forward), ("backward", self.backward)):
             del found[mode]
             found["routes"][mode] = {
-                op: {"backend": route.chosen, "why": route.why, "not": dict(route.reasons)}
+                op: {"backend": route.backend, "why": route.why, "not": dict(route.reasons)}
                 for op, route in explanation.routes.items()
             }
         found["checks"] = [
@@ -321,8 +321,8 @@ def render_routes(report: Report) -> str:
     against: dict[tuple[str, str], list[str]] = {}
     for op, forward in report.forward.routes.items():
         backward = report.backward.routes[op]
-        backward_name = "-" if op == "scores" else str(backward.chosen)
-        rows.append((op, str(forward.chosen), backward_name, forward.why))
+        backward_name = "-" if op == "scores" else str(backward.backend)
+        rows.append((op, str(forward.backend), backward_name, forward.why))
         for route, mode in ((forward, ""), (backward, " backward")):
             for name, reason in route.reasons.items():
                 against.setdefault((name, reason), []).append(op + mode)

@@ -94,8 +94,8 @@ def generate_text(
     Raises:
         ValueError: A prompt or an option is impossible, or the model's logits are not finite.
     """
-    chosen = Options(**{"end": tokenizer.end, "max_new_tokens": max_new_tokens, **options})
-    generation = TextGeneration(model, tokenizer, prompts, chosen, stop_strings=stop_strings)
+    given = Options(**{"end": tokenizer.end, "max_new_tokens": max_new_tokens, **options})
+    generation = TextGeneration(model, tokenizer, prompts, given, stop_strings=stop_strings)
     texts = ["" for _ in prompts]
     for pieces in generation:
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]

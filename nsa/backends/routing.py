@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,16 +100,22 @@ class Route:
     """The decision for one problem."""
 
     problem: Problem
-    chosen: str | None  # None: no backend runs it
-    why: str  # why `chosen` was, or which backend was asked for
+    backend: str | None  # None: no backend runs it
+    why: str  # why this one, or which backend was asked for
     reasons: Mapping[str, str]  # why each of the others was not
     may_fall_back: bool = False
     # Backends that should have run and failed, earlier on this problem, in a probe or on import, and why.
     failed: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def chosen(self) -> str | None:
+        """Deprecated name of `backend`, for one version."""
+        warnings.warn("Route.chosen is renamed to backend", DeprecationWarning, stacklevel=2)
+        return self.backend
+
     def describe(self, part: str, width: int) -> str:
         """The route in words after the name of what it is for, padded to `width`."""
-        lines = [f"{part:<{width}} {f'{self.chosen}: {self.why}' if self.chosen else 'no backend runs this'}"]
+        lines = [f"{part:<{width}} {f'{self.backend}: {self.why}' if self.backend else 'no backend runs this'}"]
         lines += [f"{'':<{width}} not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
@@ -299,24 +306,24 @@ class Router:
             return Route(problem, None, why, {backend: reason}, failed=failed)
 
         order, why_first = self.order(problem)
-        reasons, chosen, failed = dict(self.absent), None, {}
+        reasons, found, failed = dict(self.absent), None, {}
         for name in order:
             if name in self.broken:
-                if chosen is None:
+                if found is None:
                     failed[name] = self.broken[name]
                 continue
-            reason = f"{chosen} comes before it" if chosen else self.reason_against(name, problem)
+            reason = f"{found} comes before it" if found else self.reason_against(name, problem)
             if isinstance(reason, FailureReason):
                 failed[name] = reason
             if reason is None and (problem, name) in self.failed:
                 failed[name] = self.failed[problem, name]
                 reason = f"failed before: {failed[name]}"
             if reason is None:
-                chosen = name
+                found = name
             else:
                 reasons[name] = reason
-        why = why_first[chosen] if chosen else "backend='auto'"
-        return Route(problem, chosen, why, reasons, may_fall_back=True, failed=failed)
+        why = why_first[found] if found else "backend='auto'"
+        return Route(problem, found, why, reasons, may_fall_back=True, failed=failed)
 
     def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
         """Why the backend does not run the problem; None if it does. `named`: it was asked for by name."""
@@ -328,7 +335,7 @@ class Router:
     def run(self, problem: Problem, function: str, *args: Any, backend: str = "auto", strict: bool = False) -> Any:
         """Call `function` of the backend that runs the problem; under `auto`, of the next one if that fails."""
         route = self.route(problem, backend)
-        name, why = route.chosen, route.why
+        name, why = route.backend, route.why
         for broken, reason in route.failed.items():
             self.note_failure(broken, problem, function, reason, None if strict else name)
         if name is None:
@@ -421,7 +428,7 @@ class Router:
 
     def is_direct(self, route: Route) -> bool:
         """Whether ops call the backend of this route themselves: nothing has failed, and no call is logged."""
-        return not (route.chosen is None or route.failed or self.logs_calls)
+        return not (route.backend is None or route.failed or self.logs_calls)
 
     def explain(
         self,
@@ -458,13 +465,13 @@ class Router:
             routes[op] = self.route(one, backend)
             one = replace(one, backward=False)
             before = self.route(one, backend)
-            if before.chosen != routes[op].chosen:
+            if before.backend != routes[op].backend:
                 routes[f"{op} (forward)"] = before
             if self.is_direct(before) and one not in failed:
-                direct.append((before.chosen, op))
+                direct.append((before.backend, op))
         kernels = {}
-        for name in dict.fromkeys(str(route.chosen) for route in routes.values()):
-            own = [op for chosen, op in direct if chosen == name]
+        for name in dict.fromkeys(str(route.backend) for route in routes.values()):
+            own = [op for backend, op in direct if backend == name]
             which = self.ask(name, "kernel_set", problem, own, select_block, n_select, block, stride)
             if which is not None:
                 kernels[name] = which
@@ -585,6 +592,6 @@ def explain(
         ValueError: An argument is wrong, or `backend` is unknown.
     """
     require(config is None or isinstance(config, Settings), "config", config, "a Settings, or None for this process's")
-    chosen = router() if config is None else build_router(config)
+    own = router() if config is None else build_router(config)
     sizes = {"block": block, "stride": stride, "window": window, "select_block": select_block, "n_select": n_select}
-    return chosen.explain(problem, backend, **sizes)
+    return own.explain(problem, backend, **sizes)

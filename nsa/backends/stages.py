@@ -33,12 +33,12 @@ class Stage:
 
     def resolve(self) -> None:
         route = self.router.route(self.problem, self.backend)
-        self.name = route.chosen
+        self.name = route.backend
         self.compute: Callable[..., Any] | None = None
         self.failures: tuple[type[Exception], ...] = (BackendFailure,)
-        if route.chosen is None or not self.router.is_direct(route):
+        if route.backend is None or not self.router.is_direct(route):
             return
-        compute = getattr(self.router.backends[route.chosen], self.function)
+        compute = getattr(self.router.backends[route.backend], self.function)
         if hasattr(compute, "resolve"):
             # A function that is loaded on first use. If that fails, the router will find out.
             with suppress(BackendFailure):

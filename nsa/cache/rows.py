@@ -159,12 +159,12 @@ class RowCache(ABC):
         index = self.check_rows(rows)
         require(index.numel() > 0, "rows", rows.tolist(), "at least one row")
 
-        def chosen(x: Tensor) -> Tensor:
+        def selected(x: Tensor) -> Tensor:
             found = bits(x).index_select(0, index).view(x.dtype)
             return x.copy_(found) if len(index) == self.batch_size else found
 
         with torch.inference_mode(False):
-            self.apply(chosen)
+            self.apply(selected)
         self.batch_size = len(index)
 
     def reorder(self, rows: Tensor) -> None:

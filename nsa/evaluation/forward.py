@@ -38,12 +38,12 @@ def open_models(
 ) -> list[EvalModel]:
     """The models of folders that `nsa train` wrote; `dtype` of matmuls by default bfloat16 on a GPU, else float32. A
     ValueError if a folder has no model, or the model no row for some token of its tokenizer."""
-    chosen = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    matmul_dtype = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     subjects = []
     for run, name in zip(runs, run_names(runs), strict=True):
         model, tokenizer = load_run(run, device)
         check_vocabulary(tokenizer, model.config.vocab_size, name=f"vocab_size of the model in {run}")
-        subjects.append(EvalModel(name, run, model, tokenizer, chosen, chunk))
+        subjects.append(EvalModel(name, run, model, tokenizer, matmul_dtype, chunk))
     return subjects
 
 

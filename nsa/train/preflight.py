@@ -228,9 +228,9 @@ def route_problems(config: TrainConfig, router: Router) -> Iterator[str]:
     for backward, routes in enumerate(routes_of(config, router)):
         for name, route in routes.items():
             op = f"{name} backward" if backward else name
-            if route.chosen is None:
+            if route.backend is None:
                 yield f"no backend runs {op}: {route.error_message()}"
-            elif route.chosen == "reference" and auto:
+            elif route.backend == "reference" and auto:
                 yield f"only the reference runs {op}, which is slow: {route.reasons}"
 
 

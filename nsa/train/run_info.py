@@ -57,7 +57,7 @@ def backends(config: TrainConfig) -> dict[str, str]:
     found = {}
     # The alternatives to NSA consist of these two ops.
     for op in forward if "nsa" in kinds else ("selected", "sliding"):
-        found[op] = "/".join(dict.fromkeys(route[op].chosen or "none" for route in (forward, backward)))
+        found[op] = "/".join(dict.fromkeys(route[op].backend or "none" for route in (forward, backward)))
     return found | ({"dense": "torch-sdpa"} if "dense" in kinds else {})
 
 

@@ -28,8 +28,8 @@ def compile_kernels(
         return
     rows, length = batch.tokens.shape
     problem = Problem.of_config(config.attn, batch=rows, length=length, dtype=dtype, device=device.type, backward=True)
-    chosen = router().route(problem.for_op("sliding"), config.attn.backend).chosen
-    compile_ahead = getattr(router().backends.get(str(chosen)), "compile_ahead", None)
+    backend = router().route(problem.for_op("sliding"), config.attn.backend).backend
+    compile_ahead = getattr(router().backends.get(str(backend)), "compile_ahead", None)
     if compile_ahead is not None:
         layer = NSAAttention(config.attn).to(device, dtype)
         x = torch.zeros(rows, length, config.attn.dim, device=device, dtype=dtype)

@@ -21,7 +21,7 @@ def test_measured_routes_hold_where_they_were_measured() -> None:
     )
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured], gpu="H200")
     on_gpu = replace(PROBLEM, device="cuda", dtype=torch.bfloat16)
-    assert router.route(on_gpu).chosen == "sdpa"
+    assert router.route(on_gpu).backend == "sdpa"
     assert router.route(on_gpu).why == "measured order on H200"
     elsewhere = [
         PROBLEM,  # a CPU tensor on the GPU's machine
@@ -33,10 +33,10 @@ def test_measured_routes_hold_where_they_were_measured() -> None:
         replace(on_gpu, cached=True),
         replace(on_gpu, dtype=torch.float32),
     ]
-    assert [router.route(problem).chosen for problem in elsewhere] == ["triton"] * 8
+    assert [router.route(problem).backend for problem in elsewhere] == ["triton"] * 8
     for gpu, chosen in (("A100", "triton"), ("H200 NVL", "sdpa"), ("GH200 480GB", "triton")):
         other = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured], gpu=gpu)
-        assert other.route(on_gpu).chosen == chosen, gpu
+        assert other.route(on_gpu).backend == chosen, gpu
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_a_backend_not_listed_in_a_route_keeps_its_place() -> None:
 def test_a_measured_route_may_hold_for_one_direction() -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), mode="bwd")
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
-    assert router.route(PROBLEM).chosen == "triton"
-    assert router.route(replace(PROBLEM, backward=True)).chosen == "sdpa"
+    assert router.route(PROBLEM).backend == "triton"
+    assert router.route(replace(PROBLEM, backward=True)).backend == "sdpa"
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_measured_route_may_hold_for_one_layout(packed: bool) -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), packed=packed)
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
-    assert router.route(replace(PROBLEM, packed=packed)).chosen == "sdpa"
-    assert router.route(replace(PROBLEM, packed=not packed)).chosen == "triton"
+    assert router.route(replace(PROBLEM, packed=packed)).backend == "sdpa"
+    assert router.route(replace(PROBLEM, packed=not packed)).backend == "triton"
 
 
 def test_after_a_failure_the_others_of_a_route_run() -> None:

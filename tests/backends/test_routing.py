@@ -17,7 +17,7 @@ from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import reference, routing, sdpa, stages
 from nsa.backends.measured_routes import MeasuredRoute
 from nsa.backends.problem import OPS, Problem
-from nsa.backends.routing import BackendFailure, CallUnsupported, FailureReason, ImportFailed, Router
+from nsa.backends.routing import BackendFailure, CallUnsupported, FailureReason, ImportFailed, Route, Router
 from nsa.settings import Settings
 
 PROBLEM = Problem(
@@ -50,6 +50,12 @@ def router_of(*backends: Fake | ImportFailed, config: Settings | None = None, **
 
 def run(router: Router, problem: Problem = PROBLEM, *more: torch.Tensor, **options: Any) -> Any:
     return router.run(problem, "sliding_forward", torch.zeros(2, 3), *more, **options)
+
+
+def test_the_old_name_of_a_routes_backend_warns() -> None:
+    route = Route(PROBLEM, "sdpa", "why", {})
+    with pytest.warns(DeprecationWarning, match="chosen .*backend"):
+        assert route.chosen == "sdpa"
 
 
 def test_auto_takes_the_first_that_supports_the_problem() -> None:
@@ -99,7 +105,7 @@ def test_what_failed_on_a_problem_is_not_tried_again() -> None:
     broken.raises = AssertionError("tried again")
     assert run(router) == "sdpa"
     assert router.counts.failures.total() == 2
-    assert router.route(PROBLEM).chosen == "sdpa"
+    assert router.route(PROBLEM).backend == "sdpa"
     assert router.route(PROBLEM).reasons["triton"] == "failed before: does not compile"
     with pytest.raises(BackendFailure, match=r"triton failed before .*does not compile; strict forbids"):
         run(router, strict=True)
@@ -173,10 +179,10 @@ def test_a_backend_that_settings_decline_is_not_asked() -> None:
     for off in ("by auto", "switched off"):
         backend = Configured("flash", off=off)
         router = router_of(backend, Fake("sdpa"))
-        assert router.route(PROBLEM).chosen == "sdpa"
+        assert router.route(PROBLEM).backend == "sdpa"
         assert router.route(PROBLEM).reasons["flash"] == off
         assert backend.asked == 0, "asking may start a probe"
-        assert (router.route(PROBLEM, "flash").chosen == "flash") is (off == "by auto")
+        assert (router.route(PROBLEM, "flash").backend == "flash") is (off == "by auto")
 
 
 def test_strict_turns_a_fallback_into_an_error() -> None:
@@ -233,7 +239,7 @@ BROKEN = ImportFailed("triton", "cannot be imported: undefined symbol")
 
 def test_a_broken_backend_fails_where_it_would_have_run(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(BROKEN, Fake("sdpa"))
-    assert router.route(PROBLEM).chosen == "sdpa"
+    assert router.route(PROBLEM).backend == "sdpa"
     assert dict(router.route(PROBLEM).reasons) == {"triton": BROKEN.reason}
     with caplog.at_level(logging.WARNING, logger="nsa"):
         assert [run(router) for _ in range(3)] == ["sdpa"] * 3
@@ -315,7 +321,7 @@ def test_explain_of_a_backward_pass_shows_another_forward_route() -> None:
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
     problem = replace(PROBLEM.for_op("attention"), backward=True)
     routes = router.explain(problem).routes
-    assert (routes["sliding"].chosen, routes["sliding (forward)"].chosen) == ("sdpa", "triton")
+    assert (routes["sliding"].backend, routes["sliding (forward)"].backend) == ("sdpa", "triton")
     assert [op for op in routes if op.endswith("(forward)")] == ["sliding (forward)"]
     assert not [op for op in router.explain(replace(problem, backward=False)).routes if op.endswith("(forward)")]
 
@@ -323,9 +329,9 @@ def test_explain_of_a_backward_pass_shows_another_forward_route() -> None:
 def test_explain_takes_other_settings() -> None:
     problem = PROBLEM.for_op("attention")
     parity = Settings.load(environ={}, command_line={"force_parity": True})
-    assert {route.chosen for route in routing.explain(problem, config=parity).routes.values()} == {"reference"}
+    assert {route.backend for route in routing.explain(problem, config=parity).routes.values()} == {"reference"}
     default = routing.explain(problem, config=Settings()).routes.values()
-    assert {route.chosen for route in default} == {"sdpa"}
+    assert {route.backend for route in default} == {"sdpa"}
 
 
 @pytest.mark.parametrize("packed", [False, True])

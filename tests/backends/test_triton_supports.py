@@ -86,8 +86,8 @@ def test_without_the_interpreter_cpu_tensors_are_declined(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("interpreted")
 def test_the_interpreter_runs_only_by_name() -> None:
     router = Router([backend, SimpleNamespace(name="plain", supports=lambda problem: None)], Settings())
-    assert router.route(on_cpu()).chosen == "plain"
-    assert router.route(on_cpu(), "triton").chosen == "triton"
+    assert router.route(on_cpu()).backend == "plain"
+    assert router.route(on_cpu(), "triton").backend == "triton"
 
 
 def test_auto_takes_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +95,5 @@ def test_auto_takes_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer(monkeypatch, (9, 0), **changes) is None
     router = Router([backend], Settings())
     problem = Problem(**{**vars(PROBLEM), **changes})
-    assert router.route(problem, "triton").chosen == "triton"
+    assert router.route(problem, "triton").backend == "triton"
     assert router.reason_against("triton", problem) is None

@@ -161,9 +161,9 @@ def test_the_router_reads_the_file(tmp_path: Path) -> None:
     backends = [SimpleNamespace(name=name, supports=lambda _: None) for name in ("triton", "flash")]
     router = Router([*backends, sdpa], Settings(), load_routes(path), gpu="NVIDIA H200")
     problem = FlashPoint(1, 4096, 16, 4, 64, "compressed").problem(torch.bfloat16, backward=False)
-    assert router.route(problem).chosen == "flash"
+    assert router.route(problem).backend == "flash"
     for changes in ({"d_k": 128}, {"n_queries": 4095}, {"backward": True}):
-        assert router.route(replace(problem, **changes)).chosen == "triton", "the default order"
+        assert router.route(replace(problem, **changes)).backend == "triton", "the default order"
 
 
 def test_the_routes_that_ship_follow_from_the_rows_that_ship() -> None:

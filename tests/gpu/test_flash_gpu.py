@@ -160,7 +160,7 @@ def test_auto_prefers_our_kernels_unless_it_is_forced_on() -> None:
     for environ, picks in (({}, False), ({"NSA_USE_FA2": "1"}, True)):
         config = settings.Settings.load(environ=environ)
         router = routing.Router(routing.find_backends(config)[0], config)
-        assert (router.route(problem).chosen == "flash") is picks
+        assert (router.route(problem).backend == "flash") is picks
 
 
 @pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["plain", "packed"])

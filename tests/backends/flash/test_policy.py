@@ -87,7 +87,7 @@ def router_of(variables: dict[str, str], *before: Any, routes: Any = ()) -> Rout
 )
 def test_what_auto_picks(op: str, variables: dict[str, str], expected: str) -> None:
     route = router_of(variables).route(PROBLEM.for_op(op))
-    assert route.chosen == expected
+    assert route.backend == expected
     if expected == "sdpa":
         assert next(iter(variables)) in route.reasons["flash"]
 
@@ -95,27 +95,27 @@ def test_what_auto_picks(op: str, variables: dict[str, str], expected: str) -> N
 @pytest.mark.parametrize("variables", [{"NSA_USE_FA2": "1"}, {"NSA_FA2_MIN_LEN_WIN": "64"}], ids=str)
 def test_a_branch_that_is_on_goes_first(variables: dict[str, str]) -> None:
     other = SimpleNamespace(name="triton", supports=lambda _: None)
-    assert router_of({}, other).route(PROBLEM).chosen == "triton", "not by default"
+    assert router_of({}, other).route(PROBLEM).backend == "triton", "not by default"
     router = router_of(variables, other)
-    assert router.route(PROBLEM).chosen == "flash"
+    assert router.route(PROBLEM).backend == "flash"
     assert next(iter(variables)) in router.route(PROBLEM).why
-    assert router.route(replace(PROBLEM, op="selected")).chosen == "triton"
+    assert router.route(replace(PROBLEM, op="selected")).backend == "triton"
     # Where it cannot run, the others come in the measured order.
     measured = [MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
     route = router_of(variables, other, routes=measured).route(replace(PROBLEM, dtype=torch.float64))
-    assert (route.chosen, route.why) == ("sdpa", "measured order on cpu")
+    assert (route.backend, route.why) == ("sdpa", "measured order on cpu")
 
 
 def test_a_setting_overrides_a_measured_route() -> None:
     first = [MeasuredRoute(gpu="cpu", op="sliding", order=("flash", "sdpa"))]
     for variables in ({"NSA_USE_FA2": "0"}, {"NSA_FA2_MIN_LEN_WIN": "-1"}, {"NSA_FA2_MIN_LEN_WIN": "65"}):
-        assert router_of(variables, routes=first).route(PROBLEM).chosen == "sdpa"
+        assert router_of(variables, routes=first).route(PROBLEM).backend == "sdpa"
 
 
 def test_off_holds_for_a_named_backend_a_minimum_length_does_not() -> None:
     off = router_of({"NSA_USE_FA2": "0"}).route(PROBLEM, "flash")
     assert "NSA_USE_FA2 is off (environment)" in off.reasons["flash"]
-    assert router_of({"NSA_FA2_MIN_LEN_WIN": "9999"}).route(PROBLEM, "flash").chosen == "flash"
+    assert router_of({"NSA_FA2_MIN_LEN_WIN": "9999"}).route(PROBLEM, "flash").backend == "flash"
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_auto_leaves_a_cache_alone_unless_forced_and_viewable(
 ) -> None:
     router = router_of(variables)
     route = router.route(problem)
-    assert route.chosen == ("flash" if reason is None else "sdpa")
+    assert route.backend == ("flash" if reason is None else "sdpa")
     if reason is not None:
         assert reason in route.reasons["flash"]
-        assert (router.route(problem, "flash").chosen == "flash") is (not variables)
+        assert (router.route(problem, "flash").backend == "flash") is (not variables)
 
 
 def run_doctor(*words: str, backend: FlashBackend) -> int:
