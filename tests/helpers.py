@@ -153,8 +153,8 @@ def random_inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
     """Normal inputs, gates in (0, 1), and any legal selection, drawn from the case's own seed."""
     generator = torch.Generator().manual_seed(case.seed)
 
-    def normal(length: int, n_heads: int, width: int) -> Tensor:
-        return torch.randn(case.batch, length, n_heads, width, dtype=torch.float64, generator=generator).to(dtype)
+    def normal(length: int, n_heads: int, head_dim: int) -> Tensor:
+        return torch.randn(case.batch, length, n_heads, head_dim, dtype=torch.float64, generator=generator).to(dtype)
 
     return Inputs(
         q=normal(case.length, case.n_heads, case.d_k),

@@ -38,7 +38,7 @@ def where_queries_lie(case: Case) -> tuple[Tensor | None, Tensor | None]:
     return case.cu_seqlens, torch.tensor([12, 9], dtype=torch.int32) if case is CACHED else None
 
 
-def knobs(branch: str, case: Case) -> tuple[Any, ...]:
+def hyperparameters(branch: str, case: Case) -> tuple[Any, ...]:
     own = {
         "compressed": (case.block, case.stride),
         "selected": (case.select_block,),
@@ -54,13 +54,13 @@ def branch_arguments(branch: str, case: Case, backend: str) -> tuple[Any, ...]:
     indices = inputs.indices
     if case is CACHED:
         q, indices = q[:, :17].contiguous(), indices[:, :17].contiguous()
-    chosen = (indices,) if branch == "selected" else ()
+    selected = (indices,) if branch == "selected" else ()
     tensors = tuple(x.requires_grad_() for x in (q, k, v))
-    return (*tensors, *chosen, *where_queries_lie(case), *knobs(branch, case), backend, False)
+    return (*tensors, *selected, *where_queries_lie(case), *hyperparameters(branch, case), backend, False)
 
 
 def branch_backward_arguments(branch: str, case: Case, backend: str, *, with_lse: bool = True) -> tuple[Any, ...]:
-    """The arguments of a branch's backward op: gradients, then inputs, outputs, places and knobs."""
+    """The arguments of a branch's backward op: gradients, then inputs, outputs, places and hyperparameters."""
     forward = [x.detach() if isinstance(x, Tensor) else x for x in branch_arguments(branch, case, backend)]
     n_tensors = 4 if branch == "selected" else 3
     o, lse = op_of(NAMES[branch])(*forward)
@@ -68,7 +68,7 @@ def branch_backward_arguments(branch: str, case: Case, backend: str, *, with_lse
     return (torch.randn_like(o), dlse, *forward[:n_tensors], o, lse, *forward[n_tensors:])
 
 
-def choice_arguments(case: Case, backend: str) -> tuple[Any, ...]:
+def selection_arguments(case: Case, backend: str) -> tuple[Any, ...]:
     inputs = random_inputs(case, torch.float32)
     places = where_queries_lie(case)
     q = inputs.q[:, :17].contiguous() if case is CACHED else inputs.q
@@ -88,8 +88,8 @@ def compression_backward_arguments(op: str, case: Case, backend: str) -> tuple[A
     return (dout, cu_seqlens, case.length, block, stride, backend, strict)
 
 
-def mixture_arguments(width: int = 4) -> tuple[Tensor, ...]:
-    return (*(torch.randn(2, 5, 6, width) for _ in range(3)), torch.rand(2, 5, 6, 3))
+def combine_arguments(head_dim: int = 4) -> tuple[Tensor, ...]:
+    return (*(torch.randn(2, 5, 6, head_dim) for _ in range(3)), torch.rand(2, 5, 6, 3))
 
 
 def attention_arguments(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:

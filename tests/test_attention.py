@@ -397,11 +397,11 @@ def test_autocast_does_not_reach_inside_the_ops(backend: str) -> None:
     q, k, v = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8), torch.randn(1, 40, 2, 8)
     k_cmp, v_cmp = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
     gates = torch.rand(1, 40, 4, 3)
-    knobs = {"block": 8, "stride": 4, "backend": backend}
+    hyperparameters = {"block": 8, "stride": 4, "backend": backend}
 
     def run() -> dict[str, Tensor]:
-        o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **knobs)
-        indices = ops.select_blocks(q, k_cmp, lse, select_block=8, n_select=3, n_init=1, n_local=1, **knobs)
+        o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **hyperparameters)
+        indices = ops.select_blocks(q, k_cmp, lse, select_block=8, n_select=3, n_init=1, n_local=1, **hyperparameters)
         o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=8, backend=backend)
         o_win, _ = ops.sliding_attention(q, k, v, window=6, backend=backend)
         o = ops.combine(o_cmp, o_sel, o_win, gates, backend=backend)

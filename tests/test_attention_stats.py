@@ -72,14 +72,14 @@ def keys_read(c: NSAConfig, t: int, groups: list[list[int]]) -> list[int]:
 def test_reads_per_step_is_what_the_last_query_reads(data: st.DataObject) -> None:
     d = data.draw(st.integers(1, 3))
     n_init, n_local = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
-    knobs = {
+    hyperparameters = {
         "d": d,
         "l": d * data.draw(st.integers(1, 3)),
         "l_sel": d * data.draw(st.integers(1, 4)),
         "n_sel": max(1, n_init + n_local) + data.draw(st.integers(0, 2)),
         "w": data.draw(st.integers(1, 20)),
     }
-    c = NSAConfig(dim=16, n_heads=4, n_kv_groups=2, d_k=4, d_v=4, n_init=n_init, n_local=n_local, **knobs)
+    c = NSAConfig(dim=16, n_heads=4, n_kv_groups=2, d_k=4, d_v=4, n_init=n_init, n_local=n_local, **hyperparameters)
     length = data.draw(st.integers(1, 40))
     _, stats = NSAAttention(c)(torch.randn(1, length, 16), return_stats=True)
     read = max(keys_read(c, length - 1, stats.indices[0, -1].tolist()))

@@ -214,7 +214,7 @@ def test_blocks_at_hand_are_compressed_like_those_of_a_sequence(kind: str, case:
         torch.testing.assert_close(whole[:, : len(blocks)], by_hand, atol=1e-12, rtol=1e-12)
 
 
-def test_hidden_width_of_the_mlp_is_twice_the_width_unless_told() -> None:
+def test_hidden_size_of_the_mlp_is_twice_the_head_dim_by_default() -> None:
     assert Compression(6, 8, kind="mlp").inner.out_features == 12
     assert Compression(6, 8, kind="mlp", hidden=5).inner.out_features == 5
 

@@ -20,7 +20,7 @@ from nsa.rope import Rope
 
 FP64 = torch.float64
 
-widths = st.integers(1, 8).map(lambda pairs: 2 * pairs)
+head_dims = st.integers(1, 8).map(lambda pairs: 2 * pairs)
 thetas = st.sampled_from([100.0, 10_000.0, 500_000.0])
 positions_far_and_near = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
 scalings = st.none() | st.builds(
@@ -32,9 +32,9 @@ scalings = st.none() | st.builds(
 )
 
 
-def llama3_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> list[float]:
+def llama3_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:
     """As published with Llama 3.1: wavelengths below the high limit are kept, above the low limit divided."""
-    frequencies = [theta ** (-2 * i / width) for i in range(width // 2)]
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
         return frequencies
     low_freq_wavelen = scaling.original_max_len / scaling.low_freq_factor
@@ -67,20 +67,20 @@ def rotated(rope: Rope, x: Tensor, positions: list[int] | Tensor) -> Tensor:
     return rope.rotate(x, rope.angles(torch.as_tensor(positions), x.dtype))
 
 
-@given(width=widths, theta=thetas, scaling=scalings, positions=positions_far_and_near)
+@given(head_dim=head_dims, theta=thetas, scaling=scalings, positions=positions_far_and_near)
 def test_rotation_is_multiplication_by_a_unit_complex_number(
-    width: int, theta: float, scaling: RopeScaling | None, positions: list[int]
+    head_dim: int, theta: float, scaling: RopeScaling | None, positions: list[int]
 ) -> None:
-    x = torch.randn(len(positions), 3, width, dtype=FP64)
-    expected = complex_rotation(x, positions, llama3_frequencies(width, theta, scaling))
+    x = torch.randn(len(positions), 3, head_dim, dtype=FP64)
+    expected = complex_rotation(x, positions, llama3_frequencies(head_dim, theta, scaling))
     # An angle of 2e5 is known to a few 1e-11 in fp64.
-    torch.testing.assert_close(rotated(Rope(width, theta, scaling), x, positions), expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(rotated(Rope(head_dim, theta, scaling), x, positions), expected, atol=1e-9, rtol=1e-9)
 
 
-@given(width=widths, theta=thetas, scaling=scalings.filter(bool))
-def test_scaled_frequencies_are_those_llama3_publishes(width: int, theta: float, scaling: RopeScaling) -> None:
-    expected = torch.tensor(llama3_frequencies(width, theta, scaling), dtype=FP64)
-    got = Rope(width, theta, scaling).frequencies(torch.device("cpu"))
+@given(head_dim=head_dims, theta=thetas, scaling=scalings.filter(bool))
+def test_scaled_frequencies_are_those_llama3_publishes(head_dim: int, theta: float, scaling: RopeScaling) -> None:
+    expected = torch.tensor(llama3_frequencies(head_dim, theta, scaling), dtype=FP64)
+    got = Rope(head_dim, theta, scaling).frequencies(torch.device("cpu"))
     torch.testing.assert_close(got, expected, atol=0.0, rtol=1e-12)
 
 
@@ -96,15 +96,17 @@ def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
     assert torch.equal(slowdown, slowdown.cummax(0).values)
 
 
-@given(width=widths, theta=thetas, scaling=scalings, positions=positions_far_and_near)
-def test_rotation_preserves_norms(width: int, theta: float, scaling: RopeScaling | None, positions: list[int]) -> None:
-    x = torch.randn(len(positions), 2, width, dtype=FP64)
-    got = rotated(Rope(width, theta, scaling), x, positions)
+@given(head_dim=head_dims, theta=thetas, scaling=scalings, positions=positions_far_and_near)
+def test_rotation_preserves_norms(
+    head_dim: int, theta: float, scaling: RopeScaling | None, positions: list[int]
+) -> None:
+    x = torch.randn(len(positions), 2, head_dim, dtype=FP64)
+    got = rotated(Rope(head_dim, theta, scaling), x, positions)
     torch.testing.assert_close(got.norm(dim=-1), x.norm(dim=-1), atol=1e-12, rtol=1e-12)
 
 
 @given(
-    width=widths,
+    head_dim=head_dims,
     theta=thetas,
     scaling=scalings,
     near=st.integers(0, 5000),
@@ -112,10 +114,10 @@ def test_rotation_preserves_norms(width: int, theta: float, scaling: RopeScaling
     shift=st.integers(0, 100_000),
 )
 def test_a_score_depends_on_the_distance_alone(
-    width: int, theta: float, scaling: RopeScaling | None, near: int, far: int, shift: int
+    head_dim: int, theta: float, scaling: RopeScaling | None, near: int, far: int, shift: int
 ) -> None:
-    rope = Rope(width, theta, scaling)
-    q, k = torch.randn(2, 1, 1, width, dtype=FP64)
+    rope = Rope(head_dim, theta, scaling)
+    q, k = torch.randn(2, 1, 1, head_dim, dtype=FP64)
     here = (rotated(rope, q, [near]) * rotated(rope, k, [far])).sum()
     there = (rotated(rope, q, [near + shift]) * rotated(rope, k, [far + shift])).sum()
     torch.testing.assert_close(here, there, atol=1e-8, rtol=1e-8)
@@ -154,11 +156,11 @@ FAR = [0, 1, 4095, 65_536, 1_000_000, 2**20 - 1, 2**24 + 1]
 FP32_ROUNDING = 2.0**-25 + 1e-8
 
 
-def exact_angles(width: int, theta: float, position: int) -> tuple[list[float], list[float]]:
+def exact_angles(head_dim: int, theta: float, position: int) -> tuple[list[float], list[float]]:
     """Cosines and sines at 60 decimal places; only the angle within one turn is rounded, to fp64."""
     with localcontext() as context:
         context.prec = 60
-        frequencies = [(-2 * i * Decimal(theta).ln() / width).exp() for i in range(width // 2)]
+        frequencies = [(-2 * i * Decimal(theta).ln() / head_dim).exp() for i in range(head_dim // 2)]
         within_turn = [float((position * f) % (2 * PI)) for f in frequencies]
     return [math.cos(angle) for angle in within_turn], [math.sin(angle) for angle in within_turn]
 

@@ -252,21 +252,21 @@ def test_a_backend_that_misplaces_cached_queries_is_caught(function: str, op: st
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 2, 64), (2, 1, 128)], ids=str)
 def test_few_heads_are_no_false_alarm(shape: tuple[int, int, int]) -> None:
     """Where a row has few keys, `dq` is what two sums leave of each other: rounding, and nothing else."""
-    heads, groups, width = shape
-    problem = replace(SHAPE, n_heads=heads, n_groups=groups, d_k=width, d_v=width)
+    heads, groups, head_dim = shape
+    problem = replace(SHAPE, n_heads=heads, n_groups=groups, d_k=head_dim, d_v=head_dim)
     assert not failing(selftest.self_test([sdpa], problem))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(192, 128), (17, 16), (128, 512), (512, 384), (64, 64), (4, 8)])
+@pytest.mark.parametrize("head_dims", [(192, 128), (17, 16), (128, 512), (512, 384), (64, 64), (4, 8)])
 def test_widths_that_differ_still_do_where_they_are_cut(
-    widths: tuple[int, int], dtype: torch.dtype, device: str
+    head_dims: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    shape = replace(SHAPE, d_k=widths[0], d_v=widths[1], device=device)
+    shape = replace(SHAPE, d_k=head_dims[0], d_v=head_dims[1], device=device)
     small = selftest.reduced_shape(shape, dtype)
-    assert (small.d_k > small.d_v) == (widths[0] > widths[1])
-    assert (small.d_k < small.d_v) == (widths[0] < widths[1])
+    assert (small.d_k > small.d_v) == (head_dims[0] > head_dims[1])
+    assert (small.d_k < small.d_v) == (head_dims[0] < head_dims[1])
     assert small.d_k <= shape.d_k
     assert small.d_v <= shape.d_v
 

@@ -134,7 +134,7 @@ def choice(*blocks: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 MEAN, GATHER = "compress_mean", "gather_blocks"
-WINDOW, SELECTED, COMPRESSED, CHOICE, COMBINE = (
+WINDOW, SELECTED, COMPRESSED, SELECT, COMBINE = (
     "sliding_attention",
     "selected_attention",
     "compressed_attention",
@@ -149,8 +149,8 @@ WRONG_CALLS = [
     Wrong("a gate below 0", "attention", "gates", put(gates=lambda x: x - 0.5)),
     Wrong("a gate too few", "attention", "gates.shape", put(gates=lambda x: x[..., :2].contiguous())),
     Wrong("gates of another dtype", "attention", "gates.dtype", put(gates=Tensor.double)),
-    Wrong("keys of another width", "attention", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
-    Wrong("values of another width", "attention", "v_sel.shape[3]", put(v_sel=lambda x: x[..., :2].contiguous())),
+    Wrong("keys of another head_dim", "attention", "k_win.shape[3]", put(k_win=lambda x: x[..., :2].contiguous())),
+    Wrong("values of another head_dim", "attention", "v_sel.shape[3]", put(v_sel=lambda x: x[..., :2].contiguous())),
     Wrong(
         "keys of fewer groups",
         "attention",
@@ -202,10 +202,10 @@ WRONG_CALLS = [
     Wrong("k on another device", WINDOW, "k.device", put(k=on_meta)),
     Wrong("v_cmp on another device", COMPRESSED, "v_cmp.device", put(v_cmp=on_meta)),
     Wrong("indices on another device", SELECTED, "indices.device", put(indices=on_meta)),
-    Wrong("lse on another device", CHOICE, "lse.device", put(lse=on_meta)),
+    Wrong("lse on another device", SELECT, "lse.device", put(lse=on_meta)),
     Wrong("gates on another device", COMBINE, "gates.device", put(gates=on_meta)),
-    Wrong("q not contiguous in its width", WINDOW, "q.stride()", put(q=strided)),
-    Wrong("v not contiguous in its width", SELECTED, "v.stride()", put(v=strided)),
+    Wrong("q not contiguous in its head_dim", WINDOW, "q.stride()", put(q=strided)),
+    Wrong("v not contiguous in its head_dim", SELECTED, "v.stride()", put(v=strided)),
     Wrong("gates not contiguous in their last dimension", COMBINE, "gates.stride()", put(gates=strided)),
     # Shapes that do not go together.
     Wrong("no query", WINDOW, "q.shape", put(q=lambda x: x[:, :0])),
@@ -216,19 +216,19 @@ WRONG_CALLS = [
     Wrong("v of fewer groups", SELECTED, "v.shape[2]", put(v=lambda x: x[:, :, :1])),
     Wrong("no group", WINDOW, "k.shape", put(k=lambda x: x[:, :, :0], v=lambda x: x[:, :, :0])),
     Wrong("heads not a multiple of groups", WINDOW, "q.shape[2]", put(q=lambda x: x[:, :, :5])),
-    Wrong("k of another width", WINDOW, "k.shape[3]", put(k=lambda x: x[..., :3])),
-    Wrong("v without width", WINDOW, "v.shape", put(v=lambda x: x[..., :0])),
-    Wrong("k_cmp of another width", CHOICE, "k_cmp.shape[3]", put(k_cmp=lambda x: x[..., :3])),
+    Wrong("k of another head_dim", WINDOW, "k.shape[3]", put(k=lambda x: x[..., :3])),
+    Wrong("v without head_dim", WINDOW, "v.shape", put(v=lambda x: x[..., :0])),
+    Wrong("k_cmp of another head_dim", SELECT, "k_cmp.shape[3]", put(k_cmp=lambda x: x[..., :3])),
     Wrong(
         "a compressed block too few",
         COMPRESSED,
         "k_cmp.shape[1]",
         put(k_cmp=lambda x: x[:, 1:], v_cmp=lambda x: x[:, 1:]),
     ),
-    Wrong("a compressed block too few", CHOICE, "k_cmp.shape[1]", put(k_cmp=lambda x: x[:, 1:])),
-    Wrong("lse of another shape", CHOICE, "lse.shape", put(lse=lambda x: x[:, 1:])),
-    Wrong("lse in half precision", CHOICE, "lse.dtype", put(lse=Tensor.half)),
-    Wrong("lse in double precision for fp32 queries", CHOICE, "lse.dtype", put(lse=Tensor.double)),
+    Wrong("a compressed block too few", SELECT, "k_cmp.shape[1]", put(k_cmp=lambda x: x[:, 1:])),
+    Wrong("lse of another shape", SELECT, "lse.shape", put(lse=lambda x: x[:, 1:])),
+    Wrong("lse in half precision", SELECT, "lse.dtype", put(lse=Tensor.half)),
+    Wrong("lse in double precision for fp32 queries", SELECT, "lse.dtype", put(lse=Tensor.double)),
     Wrong("o_sel of another shape", COMBINE, "o_sel.shape", put(o_sel=lambda x: x[..., :2])),
     Wrong("o_win of another dtype", COMBINE, "o_win.dtype", put(o_win=Tensor.double)),
     Wrong("two gates", COMBINE, "gates.shape", put(gates=lambda x: x[..., :2])),
@@ -239,16 +239,16 @@ WRONG_CALLS = [
     Wrong("x has three dimensions", MEAN, "x.shape", put(x=lambda x: x[0])),
     Wrong("x without tokens", MEAN, "x.shape", put(x=lambda x: x[:, :0])),
     Wrong("x without groups", GATHER, "x.shape", put(x=lambda x: x[:, :, :0])),
-    Wrong("x without width", MEAN, "x.shape", put(x=lambda x: x[..., :0])),
+    Wrong("x without head_dim", MEAN, "x.shape", put(x=lambda x: x[..., :0])),
     Wrong("x is integer", MEAN, "x.dtype", put(x=Tensor.int)),
-    Wrong("x not contiguous in its width", GATHER, "x.stride()", put(x=strided)),
+    Wrong("x not contiguous in its head_dim", GATHER, "x.stride()", put(x=strided)),
     Wrong("position is a list", GATHER, "position", put(position=[[1.0]])),
     Wrong("position has three dimensions", GATHER, "position.shape", put(position=lambda x: x[None])),
-    Wrong("position of another width", GATHER, "position.shape", put(position=lambda x: x[:, :3])),
+    Wrong("position of another head_dim", GATHER, "position.shape", put(position=lambda x: x[:, :3])),
     Wrong("position of fewer places", GATHER, "position.shape", put(position=lambda x: x[1:])),
     Wrong("position of another dtype", GATHER, "position.dtype", put(position=Tensor.bfloat16)),
     Wrong("position on another device", GATHER, "position.device", put(position=on_meta)),
-    Wrong("position not contiguous in its width", GATHER, "position.stride()", put(position=strided)),
+    Wrong("position not contiguous in its head_dim", GATHER, "position.stride()", put(position=strided)),
     Wrong("a stride of 0", MEAN, "stride", put(stride=0)),
     Wrong("a block of 0", GATHER, "block", put(block=0)),
     Wrong("a block of 8.0", MEAN, "block", put(block=8.0)),
@@ -290,7 +290,7 @@ WRONG_CALLS = [
     Wrong("cu_seqlens on another device", WINDOW, "cu_seqlens.device", put(cu_seqlens=on_meta), packed=True),
     Wrong("cu_seqlens not from 0", WINDOW, "cu_seqlens[0]", put(cu_seqlens=ints(1, 16, 24)), packed=True),
     Wrong("cu_seqlens falls", COMPRESSED, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), packed=True),
-    Wrong("cu_seqlens ends early", CHOICE, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 23)), packed=True),
+    Wrong("cu_seqlens ends early", SELECT, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 23)), packed=True),
     Wrong("cu_seqlens ends late", SELECTED, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
     Wrong("cu_seqlens with two rows", WINDOW, "q.shape[0]", put(cu_seqlens=ints(0, 16, 24))),
     Wrong(
@@ -308,7 +308,7 @@ WRONG_CALLS = [
     Wrong("q_start is negative", WINDOW, "q_start", put(q_start=ints(0, -1))),
     Wrong("q_start past the keys", SELECTED, "q_start", put(q_start=ints(0, 1))),
     Wrong("q_start past the compressed blocks", COMPRESSED, "q_start", put(q_start=ints(0, 4))),
-    Wrong("q_start past the compressed blocks", CHOICE, "q_start", put(q_start=ints(4, 0))),
+    Wrong("q_start past the compressed blocks", SELECT, "q_start", put(q_start=ints(4, 0))),
     Wrong("q_start past the documents", WINDOW, "q_start", put(q_start=ints(1)), packed=True),
     Wrong(
         "fewer cached keys than queries",
@@ -323,27 +323,27 @@ WRONG_CALLS = [
     Wrong("a stride of 0", COMPRESSED, "stride", put(stride=0)),
     Wrong("a negative block", COMPRESSED, "block", put(block=-8)),
     Wrong("a stride that does not divide the block", COMPRESSED, "block", put(stride=3)),
-    Wrong("a stride that does not divide the block", CHOICE, "block", put(stride=3)),
-    Wrong("a stride that does not divide the selection block", CHOICE, "select_block", put(select_block=10)),
+    Wrong("a stride that does not divide the block", SELECT, "block", put(stride=3)),
+    Wrong("a stride that does not divide the selection block", SELECT, "select_block", put(select_block=10)),
     Wrong("a selection block of 0", SELECTED, "select_block", put(select_block=0)),
-    Wrong("no selected block", CHOICE, "n_select", put(n_select=0)),
-    Wrong("more forced blocks than selected ones", CHOICE, "n_select", put(n_local=3)),
-    Wrong("a negative number of first blocks", CHOICE, "n_init", put(n_init=-1)),
-    Wrong("a negative number of local blocks", CHOICE, "n_local", put(n_local=-1)),
+    Wrong("no selected block", SELECT, "n_select", put(n_select=0)),
+    Wrong("more forced blocks than selected ones", SELECT, "n_select", put(n_local=3)),
+    Wrong("a negative number of first blocks", SELECT, "n_init", put(n_init=-1)),
+    Wrong("a negative number of local blocks", SELECT, "n_local", put(n_local=-1)),
     Wrong("a scale of 0", WINDOW, "scale", put(scale=0.0)),
     Wrong("a negative scale", SELECTED, "scale", put(scale=-1.0)),
     Wrong("a scale that is not a number", COMPRESSED, "scale", put(scale=math.nan)),
-    Wrong("an infinite scale", CHOICE, "scale", put(scale=math.inf)),
+    Wrong("an infinite scale", SELECT, "scale", put(scale=math.inf)),
     Wrong("a scale in words", WINDOW, "scale", put(scale="large")),
     Wrong("an unknown backend", WINDOW, "backend", put(backend="cudnn")),
-    Wrong("an unknown backend", CHOICE, "backend", put(backend="SDPA")),
+    Wrong("an unknown backend", SELECT, "backend", put(backend="SDPA")),
     Wrong("an unknown backend", COMBINE, "backend", put(backend="")),
     # Values that strict looks at.
     Wrong("strict, a NaN in q", WINDOW, "q", put(q=with_value(math.nan), strict=True)),
     Wrong("strict, an infinity in k", SELECTED, "k", put(k=with_value(math.inf), strict=True)),
     Wrong("strict, a NaN in v", WINDOW, "v", put(v=with_value(math.nan), strict=True)),
     Wrong("strict, a NaN in v_cmp", COMPRESSED, "v_cmp", put(v_cmp=with_value(math.nan), strict=True)),
-    Wrong("strict, an infinity in k_cmp", CHOICE, "k_cmp", put(k_cmp=with_value(-math.inf), strict=True)),
+    Wrong("strict, an infinity in k_cmp", SELECT, "k_cmp", put(k_cmp=with_value(-math.inf), strict=True)),
     Wrong("strict, a NaN in gates", COMBINE, "gates", put(gates=with_value(math.nan), strict=True)),
     Wrong("strict, a NaN in o_win", COMBINE, "o_win", put(o_win=with_value(math.nan), strict=True)),
 ]
@@ -373,8 +373,8 @@ WRONG_CONFIGS = {
     "no heads": ("n_heads", {"n_heads": 0}),
     "heads not a multiple of groups": ("n_heads", {"n_kv_groups": 4}),
     "no groups": ("n_kv_groups", {"n_kv_groups": 0}),
-    "an odd key width": ("d_k", {"d_k": 7}),
-    "a negative value width": ("d_v", {"d_v": -1}),
+    "an odd key head_dim": ("d_k", {"d_k": 7}),
+    "a negative value head_dim": ("d_v", {"d_v": -1}),
     "a compression block of 0": ("l", {"l": 0}),
     "a stride of 1.5": ("d", {"d": 1.5}),
     "a stride that does not divide l": ("l", {"d": 24}),
@@ -450,7 +450,7 @@ WHOLE = {
 SPOILED = {
     "twice the heads": lambda x: torch.cat([x, x], dim=2),
     "half the heads": lambda x: x[:, :, : x.shape[2] // 2].contiguous(),
-    "another width": lambda x: x[..., :-1].contiguous(),
+    "another head_dim": lambda x: x[..., :-1].contiguous(),
     "another dtype": lambda x: x.double(),
     "a token less": lambda x: x[:, :-1].contiguous(),
     "nothing": lambda x: None,
@@ -486,8 +486,8 @@ def test_strict_names_the_tensor_of_the_whole_that_is_not_finite(wrong: str) -> 
 def test_an_empty_tensor_may_have_any_stride(backend: str) -> None:
     """A sequence shorter than a block has no compressed keys, and an empty array comes with strides of 0."""
 
-    def empty(width: int) -> Tensor:
-        return torch.empty(0).as_strided((1, 0, G, width), (0, 0, 0, 0))
+    def empty(head_dim: int) -> Tensor:
+        return torch.empty(0).as_strided((1, 0, G, head_dim), (0, 0, 0, 0))
 
     q = torch.randn(1, BLOCK - 1, HEADS, DK)
     sizes = {"block": BLOCK, "stride": STRIDE, "backend": backend}

@@ -85,7 +85,7 @@ def test_remembered_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_auto_falls_back_after_a_failure_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(
         Fake("triton", raises=BackendFailure("out of shared memory")),
-        Fake("flash", declines="head width 16"),
+        Fake("flash", declines="head_dim 16"),
         Fake("sdpa"),
         Fake("reference"),
     )

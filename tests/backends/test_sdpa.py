@@ -140,7 +140,7 @@ def test_inputs_may_be_strided_in_all_but_the_last_dimension(branch: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
 @given(case=cases(max_length=40))
-def test_the_mixture_is_as_exact_as_plain_torch_in_its_dtype(dtype: torch.dtype, case: Case) -> None:
+def test_combine_is_as_exact_as_plain_torch_in_its_dtype(dtype: torch.dtype, case: Case) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     shape = (case.batch, case.length, case.n_heads)
     tensors = [torch.randn(*shape, case.d_v, generator=generator).to(dtype) for _ in range(3)]

@@ -29,8 +29,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int], **changes: obj
 def test_a_group_that_does_not_fit_shared_memory_is_declined(
     gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for widths in ({}, {"d_k": 192, "d_v": 192}):
-        reason = answer(monkeypatch, gpu, **widths)
+    for head_dims in ({}, {"d_k": 192, "d_v": 192}):
+        reason = answer(monkeypatch, gpu, **head_dims)
         assert reason is not None
         assert "need more shared memory than this GPU has" in reason
 

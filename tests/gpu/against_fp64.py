@@ -57,7 +57,7 @@ def whole_results(
         return gradients(o, leaves), indices
 
     def expected(indices: Tensor, to: torch.dtype) -> dict[str, Tensor]:
-        """By the reference, over the blocks that were chosen: which ones is another test's matter."""
+        """By the reference, over the blocks that were selected: which ones is another test's matter."""
         leaves = [x.detach().to(to).requires_grad_() for x in tensors]
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, g = leaves
         where = {"cu_seqlens": cu_seqlens}

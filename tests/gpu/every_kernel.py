@@ -29,22 +29,22 @@ from nsa.backends.triton.tiles import Visibility
 from nsa.sequences import Saved, Upstream
 
 DEVICE = "cuda"
-KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
+DEFAULTS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
 ONE_SLOT = {"n_select": 1, "n_init": 0, "n_local": 0}
 CASES = {
-    "plain, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **KNOBS),
+    "plain, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **DEFAULTS),
     "packed, one-token documents": Case(
-        length=333, groups=1, heads=4, d_k=128, d_v=128, documents=(1, 0, 200, 1, 131), **KNOBS
+        length=333, groups=1, heads=4, d_k=128, d_v=128, documents=(1, 0, 200, 1, 131), **DEFAULTS
     ),
-    "batch, wider keys": Case(length=131, batch=2, groups=2, heads=3, d_k=192, d_v=128, **KNOBS),
+    "batch, wider keys": Case(length=131, batch=2, groups=2, heads=3, d_k=192, d_v=128, **DEFAULTS),
     # On Hopper, with the packed case, the kernels in Gluon.
-    "plain, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS),
+    "plain, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS),
     # Longer than what is read densely: there the selected and the sliding branch in one kernel.
-    "plain, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **KNOBS | ONE_SLOT),
+    "plain, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS | ONE_SLOT),
     # Rows by pointer, and the other head_dim.
-    "plain, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **KNOBS),
-    "plain, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **KNOBS),
-    "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **KNOBS),
+    "plain, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **DEFAULTS),
+    "plain, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **DEFAULTS),
+    "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **DEFAULTS),
 }
 METHODS = ("query", "block", "dense")
 # Tokens per step, heads, groups, head_dim, how blocks are compressed, and the cache's form.
@@ -116,10 +116,19 @@ def run(case: Case, dtype: torch.dtype) -> None:
 
 def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str, Any]) -> None:
     """Steps of a layer past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
-    knobs: dict[str, Any] = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "n_init": 1, "n_local": 1, "w": 100, "phi": phi}
+    hyperparameters: dict[str, Any] = {
+        "l": 32,
+        "d": 16,
+        "l_sel": 64,
+        "n_sel": 4,
+        "n_init": 1,
+        "n_local": 1,
+        "w": 100,
+        "phi": phi,
+    }
     n_heads, n_groups, head_dim = shape
     heads: dict[str, Any] = {"n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
-    config = NSAConfig(dim=64, **heads, backend="triton", **knobs)
+    config = NSAConfig(dim=64, **heads, backend="triton", **hyperparameters)
     layer = NSAAttention(config).to(DEVICE, torch.bfloat16)
     cache = layer.new_cache(2, 320, **form)
     if isinstance(cache, PagedNSACache):

@@ -35,7 +35,7 @@ CASES = {
     "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
     "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
     "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
-    "unaligned-width": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
+    "unaligned-head_dim": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
     "one-token": Case(length=1, batch=2, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
     "few-blocks": Case(length=700, groups=2, heads=16, d_k=128, d_v=128, **{**PAPER, "n_select": 4, "window": 100}),
 }
@@ -93,7 +93,7 @@ def test_branch_matches_fp64_and_is_bitwise_deterministic(
     backend: str, branch: str, case: Case, dtype: torch.dtype, with_lse: bool
 ) -> None:
     if backend == "triton" and case.d_k % 16:
-        pytest.skip("the kernels decline widths that are not multiples of 16")
+        pytest.skip("the kernels decline head_dims that are not multiples of 16")
     inputs = random_inputs(case, dtype).map(Tensor.cuda)
     wide = inputs.to(torch.float64)
     ours = outputs_and_gradients(ops, branch, inputs, case, with_lse=with_lse, backend=backend)
@@ -111,7 +111,7 @@ def test_each_selected_branch_method_matches_the_fp64_reference(
 ) -> None:
     case, dtype = METHOD_CASES[name]
     inputs = random_inputs(case, dtype).map(Tensor.cuda)
-    inputs = inputs.but(indices=chosen_like_in_use(inputs, case))
+    inputs = inputs.but(indices=selected_like_in_use(inputs, case))
     taken = selected_by(method)
     ours = outputs_and_gradients(ops, "selected", inputs, case, with_lse=True, backend="triton")
     again = outputs_and_gradients(ops, "selected", inputs, case, with_lse=True, backend="triton")
@@ -122,14 +122,14 @@ def test_each_selected_branch_method_matches_the_fp64_reference(
     assert_same_bits(ours, again)
 
 
-def chosen_like_in_use(inputs: Inputs, case: Case) -> Tensor:
+def selected_like_in_use(inputs: Inputs, case: Case) -> Tensor:
     """The last half of the queries choose as in use: neighbours have their first and their own blocks in common. The
     others' choice stays random: few blocks or none, some of them not yet seen."""
     q, k_cmp, v_cmp = (x.float() for x in inputs.of("compressed"))
     _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **case.compression)
-    chosen = reference.select_blocks(q, k_cmp, lse, **case.selection)
+    selected = reference.select_blocks(q, k_cmp, lse, **case.selection)
     half = case.length // 2
-    return torch.cat([inputs.indices[:, :half], chosen[:, half:]], dim=1)
+    return torch.cat([inputs.indices[:, :half], selected[:, half:]], dim=1)
 
 
 def compression_on_gpu(module, op: str, tensors: tuple[Tensor, ...], case: Case, **options) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def test_compression_matches_fp64_and_is_bitwise_deterministic(
     backend: str, op: str, case: Case, dtype: torch.dtype
 ) -> None:
     if backend == "triton" and case.d_k % 16:
-        pytest.skip("the kernels decline widths that are not multiples of 16")
+        pytest.skip("the kernels decline head_dims that are not multiples of 16")
     tensors = tuple(x.cuda() for x in compression_inputs(op, case, dtype))
     ours = compression_on_gpu(ops, op, tensors, case, backend=backend)
     again = compression_on_gpu(ops, op, tensors, case, backend=backend)
@@ -169,7 +169,7 @@ def test_the_choice_of_blocks_is_the_reference_s(backend: str, case: Case) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_mixture_matches_the_fp64_reference(backend: str, dtype: torch.dtype) -> None:
+def test_combine_matches_the_fp64_reference(backend: str, dtype: torch.dtype) -> None:
     case = CASES["batch"]
     leaves = [torch.randn(3, 333, 3, 32, device="cuda").to(dtype) for _ in range(3)]
     leaves.append(torch.rand(3, 333, 3, 3, device="cuda").to(dtype))
@@ -217,15 +217,15 @@ def random_case(seed: int) -> tuple[Case, torch.dtype]:
         documents = tuple(b - a for a, b in pairwise([0, *cuts, length]))
     stride = pick([8, 16])
     n_init, n_local = pick([0, 1, 2]), pick([0, 1, 2])
-    width = pick([64, 80, 96, 128, 192, 256])
+    head_dim = pick([64, 80, 96, 128, 192, 256])
     case = Case(
         length=length,
         documents=documents,
         batch=1 if documents else pick([1, 2]),
         groups=pick([1, 2, 3]),
         heads=pick([1, 2, 3, 4, 6, 8, 12, 16, 32, 64]),
-        d_k=width,
-        d_v=128 if width == 192 else width,
+        d_k=head_dim,
+        d_v=128 if head_dim == 192 else head_dim,
         stride=stride,
         block=stride * pick([1, 2, 4]),
         select_block=pick([32, 64, 128]),

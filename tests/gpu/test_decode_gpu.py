@@ -22,9 +22,9 @@ MAX_LEN = 4096
 
 def filled(shape: str, **changed: Any) -> tuple[list[NSAAttention], list[Any]]:
     """Layers with the same weights (kernels in bf16, plain torch in bf16 and fp64), and caches that hold the same."""
-    knobs = {"dim": 256, **SHAPES[shape], **changed}
+    hyperparameters = {"dim": 256, **SHAPES[shape], **changed}
     made = [("triton", torch.bfloat16), ("sdpa", torch.bfloat16), ("sdpa", torch.float64)]
-    layers = [NSAAttention(NSAConfig(**knobs, backend=backend)).cuda().to(dtype) for backend, dtype in made]
+    layers = [NSAAttention(NSAConfig(**hyperparameters, backend=backend)).cuda().to(dtype) for backend, dtype in made]
     for layer in layers[1:]:
         layer.load_state_dict(layers[0].state_dict())
     caches = [layer.new_cache(len(LENGTHS), MAX_LEN, static=True) for layer in layers]

@@ -164,12 +164,14 @@ def test_auto_prefers_our_kernels_unless_it_is_forced_on() -> None:
 
 
 @pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["plain", "packed"])
-@pytest.mark.parametrize("width", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_gradients_by_flash_after_a_forward_pass_by_triton(
-    width: int, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measured route holds for one direction."""
-    case = Case(length=1500, groups=2, heads=4, d_k=width, d_v=width, documents=documents, **PAPER, **PAPER_SELECTION)
+    case = Case(
+        length=1500, groups=2, heads=4, d_k=head_dim, d_v=head_dim, documents=documents, **PAPER, **PAPER_SELECTION
+    )
     config = settings.Settings()
     routes = [
         MeasuredRoute(gpu=gpu_family(gpu_name()), op=op, order=("flash", "triton"), mode="bwd")

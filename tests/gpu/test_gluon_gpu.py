@@ -56,8 +56,8 @@ def forget_plans() -> None:
 
 
 def case_of(shape: str, rows: str) -> Case:
-    width, heads, dtype = SHAPES[shape]
-    return Case(heads=heads, d_k=width, d_v=width, dtype=dtype, block=32, stride=16, window=200, **ROWS[rows])
+    head_dim, heads, dtype = SHAPES[shape]
+    return Case(heads=heads, d_k=head_dim, d_v=head_dim, dtype=dtype, block=32, stride=16, window=200, **ROWS[rows])
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

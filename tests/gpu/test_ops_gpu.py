@@ -14,22 +14,22 @@ from op_arguments import (
     attention_backward_arguments,
     branch_arguments,
     branch_backward_arguments,
-    choice_arguments,
+    combine_arguments,
     compression_arguments,
     compression_backward_arguments,
     head_major,
-    mixture_arguments,
     op_of,
+    selection_arguments,
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, NSAConfig
 
-KNOBS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "window": 50}
+DEFAULTS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "window": 50}
 CASES = {
-    "plain": Case(length=150, batch=2, groups=2, heads=3, d_k=16, d_v=32, **KNOBS),
-    "packed": Case(length=150, groups=2, heads=3, d_k=16, d_v=32, documents=(13, 0, 1, 136), **KNOBS),
+    "plain": Case(length=150, batch=2, groups=2, heads=3, d_k=16, d_v=32, **DEFAULTS),
+    "packed": Case(length=150, groups=2, heads=3, d_k=16, d_v=32, documents=(13, 0, 1, 136), **DEFAULTS),
 }
 
 
@@ -44,14 +44,14 @@ ARGUMENTS: dict[str, Callable[[Case], tuple[Any, ...]]] = {
         f"{NAMES[name]}_backward": lambda case, name=name: branch_backward_arguments(name, case, "sdpa")
         for name in BRANCHES
     },
-    "select_blocks": lambda case: choice_arguments(case, "sdpa"),
+    "select_blocks": lambda case: selection_arguments(case, "sdpa"),
     **{name: lambda case, name=name: compression_arguments(name, case, "sdpa") for name in COMPRESSIONS},
     **{
         f"{name}_backward": lambda case, name=name: compression_backward_arguments(name, case, "sdpa")
         for name in COMPRESSIONS
     },
-    "combine": lambda case: (*with_gradient(mixture_arguments(case.d_v)), "sdpa", False),
-    "combine_backward": lambda case: (torch.randn(2, 5, 6, case.d_v), *mixture_arguments(case.d_v), "sdpa", False),
+    "combine": lambda case: (*with_gradient(combine_arguments(case.d_v)), "sdpa", False),
+    "combine_backward": lambda case: (torch.randn(2, 5, 6, case.d_v), *combine_arguments(case.d_v), "sdpa", False),
     "attention": lambda case: attention_arguments(case, "sdpa"),
     "attention_backward": lambda case: attention_backward_arguments(case, "sdpa"),
 }

@@ -46,18 +46,18 @@ def compile_step(step: str) -> None:
     from nsa.config import BRANCHES
     from nsa.geometry import n_compressed
 
-    heads, groups, width, tokens, max_len, name = STEPS[step]
+    heads, groups, head_dim, tokens, max_len, name = STEPS[step]
     block, stride, dtype = 32, 16, getattr(torch, name)
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tensor(2, length, groups, width), tensor(2, length, groups, width)
+        return tensor(2, length, groups, head_dim), tensor(2, length, groups, head_dim)
 
     branch = next((name for name in BRANCHES if step.endswith(name)), None)
-    how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, width**-0.5, max_len, branch)
-    new = Projected(tensor(2, tokens, heads, width), pair(tokens), pair(tokens), pair(tokens))
+    how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, head_dim**-0.5, max_len, branch)
+    new = Projected(tensor(2, tokens, heads, head_dim), pair(tokens), pair(tokens), pair(tokens))
     pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
     lengths = torch.zeros(2, dtype=torch.int32)
     pages = scales = None
@@ -67,13 +67,13 @@ def compile_step(step: str) -> None:
     if "fp8" in step:
         scales = tuple((k[..., 0].float(), v[..., 0].float()) for k, v in pairs[1:])
         pairs = (pairs[0], *((k.to(torch.uint8), v.to(torch.uint8)) for k, v in pairs[1:]))
-    stores = Stores(*pairs, lengths, lengths, torch.empty(width // 2, dtype=torch.float64), pages, scales)
+    stores = Stores(*pairs, lengths, lengths, torch.empty(head_dim // 2, dtype=torch.float64), pages, scales)
     mlp = Mlp(
-        tensor(block, width),
-        tensor(2 * width, block * width),
-        tensor(2 * width),
-        tensor(width, 2 * width),
-        tensor(width),
+        tensor(block, head_dim),
+        tensor(2 * head_dim, block * head_dim),
+        tensor(2 * head_dim),
+        tensor(head_dim, 2 * head_dim),
+        tensor(head_dim),
     )
     for phi in ((mlp, mlp), None):
         decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)

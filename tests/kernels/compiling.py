@@ -251,8 +251,8 @@ def compile_shape(
     sequences = Sequences(1, length, device, cu, q_start)
     pooling = Pooling(Sequences(1, n_keys, device, cu), block, stride)
 
-    def tensor(n: int, heads: int, *width: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(1, n, heads, *width, dtype=kind)
+    def tensor(n: int, heads: int, *head_dim: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(1, n, heads, *head_dim, dtype=kind)
 
     q = tensor(length, shape.heads, shape.d_k)
     k, v = tensor(n_keys, shape.groups, shape.d_k), tensor(n_keys, shape.groups, shape.d_v)
@@ -308,7 +308,7 @@ def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
     stand_in(TARGETS[target], recorder)
     for i, name in enumerate(shapes):
         recorder.shape = name
-        # The width of a head hardly matters to kernels without a product: one shape of each kind of row is enough.
+        # The head_dim hardly matters to kernels without a product: one shape of each kind of row is enough.
         # The compressed branch has the sliding one's kernels, less a loop, and the same tiles, but for those that were
         # measured: on Hopper up to a head_dim of 128. A gate adds to the gradients' work: one shape shows them without.
         shape = SHAPES[name]

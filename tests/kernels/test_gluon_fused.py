@@ -186,8 +186,8 @@ def test_which_problems_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa.backends.gluon.tiles.capability", lambda device: (9, 0))
     monkeypatch.setattr(gluon, "unavailable", lambda: None)
 
-    def picked(heads: int, groups: int, width: int, *, run: int, block: int = 64, dtype=torch.bfloat16) -> bool:
-        q, k = (new_layout((1, 4096, n, width), dtype, torch.device("cpu")) for n in (heads, groups))
+    def picked(heads: int, groups: int, head_dim: int, *, run: int, block: int = 64, dtype=torch.bfloat16) -> bool:
+        q, k = (new_layout((1, 4096, n, head_dim), dtype, torch.device("cpu")) for n in (heads, groups))
         return pick_fused(q, k, k, k, k, run, block) is not None
 
     assert picked(64, 4, 128, run=8)

@@ -2,7 +2,7 @@
 
 Rule: an error is at most twice that of the reference run in the kernel's dtype, in the largest norm, with a floor of
 1e-6. In Triton's interpreter the tiles are small and the sequences a few of them long; on a GPU the same cases run with
-the picked tiles, and every candidate tile is checked at the widths it is meant for.
+the picked tiles, and every candidate tile is checked at the head_dims it is meant for.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Case:
 CASES = {
     "h1": Case(heads=1, batch=2),
     "h3, Dk != Dv": Case(heads=3, groups=2, d_k=32, d_v=16),
-    "h6, padded width": Case(heads=6, d_k=24, d_v=40),
+    "h6, padded head_dim": Case(heads=6, d_k=24, d_v=40),
     "h16": Case(heads=16, length=19),
     "fp16": Case(dtype=torch.float16, batch=2, groups=2),
     "one token": Case(length=1),
@@ -221,18 +221,27 @@ def test_rows_without_keys_have_no_gradient_for_any_cotangent() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="what the compiler makes of a tile only shows on a GPU")
 @pytest.mark.parametrize("branch", FUNCTIONS)
 @pytest.mark.parametrize("heads", [4, 6, 16])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_every_candidate_on_the_gpu(kernel: str, width: int, heads: int, branch: str) -> None:
-    knobs = {"block": 32, "stride": 16, "window": 200, "dtype": torch.bfloat16, "d_k": width, "d_v": width}
-    plain = Case(batch=2, length=1111, groups=2, heads=heads, **knobs)
-    packed = Case(length=1111, heads=heads, documents=(1, 30, 500, 400, 180), **knobs)
+def test_every_candidate_on_the_gpu(kernel: str, head_dim: int, heads: int, branch: str) -> None:
+    hyperparameters = {
+        "block": 32,
+        "stride": 16,
+        "window": 200,
+        "dtype": torch.bfloat16,
+        "d_k": head_dim,
+        "d_v": head_dim,
+    }
+    plain = Case(batch=2, length=1111, groups=2, heads=heads, **hyperparameters)
+    packed = Case(length=1111, heads=heads, documents=(1, 30, 500, 400, 180), **hyperparameters)
     for case in (plain, packed):
         x = inputs(case, branch)
-        for tile in candidates(kernel, width):
+        for tile in candidates(kernel, head_dim):
             tiles: tuple[Tile | None, BackwardTile | None] = (tile, None)
             if kernel != "forward":
-                both: dict[str, Any] = {other: candidates(other, width)[0] for other in ("dq", "dkv")} | {kernel: tile}
+                both: dict[str, Any] = {other: candidates(other, head_dim)[0] for other in ("dq", "dkv")} | {
+                    kernel: tile
+                }
                 tiles = (None, BackwardTile(**both))
             first = by_kernel(case, branch, x, *tiles)
             check(case, branch, first, x)

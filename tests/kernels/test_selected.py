@@ -149,7 +149,7 @@ def test_documents_do_not_see_each_other(documents: tuple[int, ...], tile: str) 
         BASE.but(groups=1, select_block=12),
         BASE.but(groups=1, n_select=1),
     ],
-    ids=["wide-keys", "odd-widths", "shorter-than-a-block", "one-token", "batch", "odd-block", "one-slot"],
+    ids=["wide-keys", "odd-head_dims", "shorter-than-a-block", "one-token", "batch", "odd-block", "one-slot"],
 )
 @pytest.mark.parametrize("tile", ["query-pairs", "block"])
 def test_odd_shapes(case: Case, tile: str) -> None:

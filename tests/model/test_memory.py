@@ -14,7 +14,7 @@ import nsa
 
 MEBIBYTE = 1 << 20
 
-# Forward and backward of the whole attention: 12 heads in 2 groups, width 64, fp32, the paper's knobs.
+# Forward and backward of the whole attention: 12 heads in 2 groups, head_dim 64, fp32, the paper's hyperparameters.
 MEASURE = r"""
 import json, re, sys
 from pathlib import Path
@@ -35,8 +35,8 @@ def peak_bytes():
 
 
 def attention(length, n_compressed, cu_seqlens=None):
-    def leaf(n, heads, width=64):
-        return torch.rand(1, n, heads, width, requires_grad=True)
+    def leaf(n, heads, head_dim=64):
+        return torch.rand(1, n, heads, head_dim, requires_grad=True)
 
     q, gates = leaf(length, 12), leaf(length, 12, 3)
     keys = [leaf(n, 2) for n in [n_compressed] * 2 + [length] * 4]

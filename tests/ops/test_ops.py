@@ -33,12 +33,12 @@ from op_arguments import (
     attention_backward_arguments,
     branch_arguments,
     branch_backward_arguments,
-    choice_arguments,
+    combine_arguments,
     compression_arguments,
     compression_backward_arguments,
     head_major,
-    mixture_arguments,
     op_of,
+    selection_arguments,
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -73,7 +73,7 @@ def test_a_branch_backward_op_passes_opcheck(branch: str, kind: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("kind", CASES)
 def test_the_choice_op_passes_opcheck(kind: str, backend: str) -> None:
-    torch.library.opcheck(op_of("select_blocks"), choice_arguments(CASES[kind], backend))
+    torch.library.opcheck(op_of("select_blocks"), selection_arguments(CASES[kind], backend))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
@@ -91,13 +91,13 @@ def test_a_compression_backward_op_passes_opcheck(op: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_the_mixture_op_passes_opcheck(backend: str) -> None:
-    leaves = [x.requires_grad_() for x in mixture_arguments()]
+def test_the_combine_op_passes_opcheck(backend: str) -> None:
+    leaves = [x.requires_grad_() for x in combine_arguments()]
     torch.library.opcheck(op_of("combine"), (*leaves, backend, False))
 
 
-def test_the_mixture_backward_op_passes_opcheck() -> None:
-    arguments = (torch.randn(2, 5, 6, 4), *mixture_arguments(), "sdpa", False)
+def test_the_combine_backward_op_passes_opcheck() -> None:
+    arguments = (torch.randn(2, 5, 6, 4), *combine_arguments(), "sdpa", False)
     torch.library.opcheck(op_of("combine_backward"), arguments)
 
 
@@ -189,8 +189,8 @@ def test_a_compression_op_returns_the_strides_its_fake_promises(op: str, kind: s
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_the_mixture_ops_return_the_strides_their_fakes_promise(backend: str) -> None:
-    tensors = tuple(map(head_major, mixture_arguments()))
+def test_the_combine_ops_return_the_strides_their_fakes_promise(backend: str) -> None:
+    tensors = tuple(map(head_major, combine_arguments()))
     forward = (*tensors, backend, False)
     assert described(op_of("combine")(*forward)) == imagined(op_of("combine"), forward)
     backward = (torch.randn(2, 5, 6, 4), *forward)
@@ -372,8 +372,8 @@ def test_compression_accepts_a_non_contiguous_output_gradient(op: str) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_a_gradient_of_the_mixtures_gradient_is_refused_by_name() -> None:
-    leaves = [x.requires_grad_() for x in mixture_arguments()]
+def test_a_gradient_of_combines_gradient_is_refused_by_name() -> None:
+    leaves = [x.requires_grad_() for x in combine_arguments()]
     (d_cmp,) = torch.autograd.grad(ops.combine(*leaves).square().sum(), leaves[:1], create_graph=True)
     assert_refused(d_cmp, leaves[0], "combine")
 
@@ -454,7 +454,7 @@ def test_autocast_changes_neither_dtype_nor_value_of_a_branch(branch: str, backe
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
-    arguments = choice_arguments(Case(length=150, groups=2, heads=2, select_block=4), backend)
+    arguments = selection_arguments(Case(length=150, groups=2, heads=2, select_block=4), backend)
     expected = op_of("select_blocks")(*arguments)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(op_of("select_blocks")(*arguments), expected)
@@ -472,8 +472,8 @@ def test_autocast_changes_neither_dtype_nor_value_of_compression(op: str, backen
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_autocast_changes_neither_dtype_nor_value_of_the_mixture(backend: str) -> None:
-    tensors = mixture_arguments()
+def test_autocast_changes_neither_dtype_nor_value_of_combine(backend: str) -> None:
+    tensors = combine_arguments()
     expected = ops.combine(*tensors, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = ops.combine(*tensors, backend=backend)

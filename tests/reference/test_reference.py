@@ -538,7 +538,7 @@ def test_gradients_of_a_branch_are_the_slopes_of_its_outputs(branch: str, docume
     assert torch.autograd.gradcheck(outputs, [x.requires_grad_() for x in inputs.of(branch)])
 
 
-def test_gradients_of_the_mixture_are_its_slopes() -> None:
+def test_gradients_of_combine_are_its_slopes() -> None:
     o = [torch.randn(1, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     gates = torch.rand(1, 3, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(reference.combine, (*o, gates))
@@ -556,7 +556,7 @@ def test_gradients_of_the_whole_attention_are_its_slopes(documents: tuple[int, .
     assert torch.autograd.gradcheck(whole, [x.requires_grad_() for x in inputs.for_attention])
 
 
-# The mixture.
+# The gated sum.
 
 
 def test_gates_are_ordered_compressed_selected_sliding() -> None:

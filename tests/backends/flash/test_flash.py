@@ -221,7 +221,7 @@ def test_a_decode_step_does_not_copy_its_cache(branch: str) -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize(
-    ("width", "d_v", "environ", "reason"),
+    ("head_dim", "d_v", "environ", "reason"),
     [
         (32, 16, {}, "padding to head_dim 32"),
         (20, 20, {}, "padding to head_dim 24"),
@@ -229,10 +229,10 @@ def test_a_decode_step_does_not_copy_its_cache(branch: str) -> None:
     ],
 )
 def test_a_cache_that_would_be_copied_is_unsupported(
-    branch: str, width: int, d_v: int, environ: dict[str, str], reason: str
+    branch: str, head_dim: int, d_v: int, environ: dict[str, str], reason: str
 ) -> None:
     library = StandIn()
-    q, k, v = torch.zeros(2, 1, 4, width), torch.zeros(2, CAPACITY, 2, width), torch.zeros(2, CAPACITY, 2, d_v)
+    q, k, v = torch.zeros(2, 1, 4, head_dim), torch.zeros(2, CAPACITY, 2, head_dim), torch.zeros(2, CAPACITY, 2, d_v)
     with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} would copy"):
         decode(branch, library, q, k, v, Settings.load(environ=environ))
     assert not library.calls
