@@ -45,8 +45,8 @@ def is_used(kernel: str, shape: AttentionShape) -> bool:
 
 def tile_in_use(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> Any:
     """The tile that the kernel runs with now."""
-    width = tuning.width_class(shape.head_dim, shape.head_dim)
-    return tuned.tile(kernel, KINDS[kernel], gpu, width, tuning.dtype_class(DTYPE))
+    head_dim = tuning.head_dim_class(shape.head_dim, shape.head_dim)
+    return tuned.tile(kernel, KINDS[kernel], gpu, head_dim, tuning.dtype_class(DTYPE))
 
 
 def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> list[Any]:
@@ -58,8 +58,8 @@ def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: 
 def kernel_candidates(kernel: str, shape: AttentionShape, gpu: GpuFamily, current: Any) -> list[Any]:
     branch, _, part = kernel.partition("-")
     if branch in ("compressed", "sliding"):
-        width = tuning.width_class(shape.head_dim, shape.head_dim)
-        cuts: tuple[Any, ...] = tiles.candidates(part, width, large=tuning.is_large(gpu))
+        head_dim = tuning.head_dim_class(shape.head_dim, shape.head_dim)
+        cuts: tuple[Any, ...] = tiles.candidates(part, head_dim, large=tuning.is_large(gpu))
         if part != "dkv":
             return list(cuts)
         split = [replace(cut, waves=current.waves, min_row_tiles=current.min_row_tiles) for cut in cuts]

@@ -155,7 +155,7 @@ class Tuner:
         best = fastest(outcomes)
         if best is not None:
             measured = {"shape": str(shape), "ms": best.ms, **self.origin}
-            key = Key(self.gpu, candidates.kernel, "half", tuning.width_class(shape.head_dim, shape.head_dim))
+            key = Key(self.gpu, candidates.kernel, "half", tuning.head_dim_class(shape.head_dim, shape.head_dim))
             self.keep(Tuned({key: TunedTile(asdict(best.tile), measured, self.out)}, {}))
         return outcomes
 

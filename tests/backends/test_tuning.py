@@ -15,7 +15,16 @@ from torch import Tensor
 
 from nsa import bench, cli
 from nsa.backends.triton import tuning
-from nsa.backends.triton.tuning import DTYPE_CLASSES, KERNELS, PACKAGED, THRESHOLDS, WIDTHS, Key, Tuned, TunedTile
+from nsa.backends.triton.tuning import (
+    DTYPE_CLASSES,
+    HEAD_DIM_CLASSES,
+    KERNELS,
+    PACKAGED,
+    THRESHOLDS,
+    Key,
+    Tuned,
+    TunedTile,
+)
 from nsa.bench.attention import AttentionShape
 from nsa.bench.tune import (
     Candidates,
@@ -77,7 +86,7 @@ def test_what_fits_a_large_gpu_is_never_given_to_another() -> None:
 
 def test_exact_head_dim_of_a_related_gpu_beats_a_larger_one() -> None:
     table = tuned(sm_90_64=1, sm_90_256=4, sm_100_128=2)
-    assert [rows_of(table, (9, 0), head_dim) for head_dim in WIDTHS] == [1, 2, 4, 4]
+    assert [rows_of(table, (9, 0), head_dim) for head_dim in HEAD_DIM_CLASSES] == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,7 @@ def test_exact_head_dim_of_a_related_gpu_beats_a_larger_one() -> None:
     [(16, 16, 64), (64, 64, 64), (80, 64, 128), (64, 128, 128), (192, 128, 192), (128, 256, 192), (192, 144, 256)],
 )
 def test_head_widths_fall_into_classes(d_k: int, d_v: int, head_dim: int) -> None:
-    assert tuning.width_class(d_k, d_v) == head_dim
+    assert tuning.head_dim_class(d_k, d_v) == head_dim
 
 
 def test_thresholds_come_from_the_nearest_relative_too() -> None:
@@ -207,7 +216,7 @@ def test_every_gpu_has_a_tile_for_everything(gpu: tuple[int, int], kinds: dict[s
     packaged = tuning.read_tuned(PACKAGED)
     for kernel in KERNELS:
         for dtype in DTYPE_CLASSES:
-            for head_dim in WIDTHS:
+            for head_dim in HEAD_DIM_CLASSES:
                 packaged.tile(kernel, kinds[kernel], gpu, head_dim, dtype)
     for name in THRESHOLDS:
         assert packaged.threshold(name, gpu) > 0

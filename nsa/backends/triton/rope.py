@@ -52,8 +52,8 @@ def rotate_kernel(
 
 @lru_cache(maxsize=256)
 def plan(x: Layout, cos: Layout, inverse: bool) -> Launch:
-    (batch, length, heads, width), stride = x[:2]
-    half = width // 2
+    (batch, length, heads, head_dim), stride = x[:2]
+    half = head_dim // 2
     block_d = triton.next_power_of_2(half)
     block_r = max(1, ELEMENTS_PER_CTA // (2 * block_d))
     # Angles `[S, 1, D/2]` are those of every row; `[B or 1, S, 1, D/2]` have a row each, or one for all.
@@ -61,7 +61,7 @@ def plan(x: Layout, cos: Layout, inverse: bool) -> Launch:
     stride_cb = strides[0] if len(shape) == 4 and shape[0] > 1 else 0
     return Launch(
         rotate_kernel, (triton.cdiv(length * heads, block_r), batch), n_rows=length * heads, stride_xb=stride[0],
-        stride_xt=stride[1], stride_xh=stride[2], stride_ob=length * heads * width, stride_cb=stride_cb,
+        stride_xt=stride[1], stride_xh=stride[2], stride_ob=length * heads * head_dim, stride_cb=stride_cb,
         stride_ct=strides[-3], HEADS=heads, HALF=half, BLOCK_R=block_r, BLOCK_D=block_d, INVERSE=inverse, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -354,7 +354,7 @@ def select_kernel(
 
 
 def split_width(dim: int) -> tuple[int, int]:
-    """A width as one power of two, or as two of them where that wastes less: 192 is 128 + 64, not 256."""
+    """A head_dim as one power of two, or as two of them where that wastes less: 192 is 128 + 64, not 256."""
     low = 1 << (dim.bit_length() - 1)
     if dim == low or dim < 16:
         return max(16, low if dim == low else 2 * low), 0
@@ -371,13 +371,13 @@ def select_shape(n_columns: int) -> tuple[int, int, int, int]:
     return block_j, min(32 * warps, block_j // 4), warps, 96 if per_lane <= 32 else 168
 
 
-def query_chunks(length: int, rows: int, width: Callable[[int], int], multiple: int) -> list[tuple[int, int]]:
-    """Runs of queries whose importance stays within the budget, with `width(hi)` columns for a run that ends at `hi`:
+def query_chunks(length: int, rows: int, n_columns: Callable[[int], int], multiple: int) -> list[tuple[int, int]]:
+    """Runs of queries whose importance stays within the budget, with `n_columns(hi)` for a run that ends at `hi`:
     early runs have fewer columns and so are longer."""
     chunks, lo = [], 0
     while lo < length:
         hi = length
-        while hi - lo > multiple and (hi - lo) * rows * width(hi) > SCORE_BUDGET:
+        while hi - lo > multiple and (hi - lo) * rows * n_columns(hi) > SCORE_BUDGET:
             hi = lo + max(multiple, (hi - lo) // 2 // multiple * multiple)
         chunks.append((lo, hi))
         lo = hi
@@ -411,10 +411,10 @@ class SelectionPlan:
             may lie as far on as the keys reach."""
             return n_keys * stride + block - 1 if offset else hi
 
-        def width(hi: int) -> int:
+        def n_columns(hi: int) -> int:
             return columns(n_positions(hi), select_block)
 
-        if width(length) > MAX_SELECT_BLOCKS:
+        if n_columns(length) > MAX_SELECT_BLOCKS:
             raise BackendFailure(
                 f"a sequence of {n_positions(length)} tokens: at most {MAX_SELECT_BLOCKS} selection blocks"
             )
@@ -424,9 +424,9 @@ class SelectionPlan:
         # What reaches further than a tile of blocks would have to be carried over several.
         block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
         block_d, block_e = split_width(dim)
-        chunks = query_chunks(length, rows, width, queries)
+        chunks = query_chunks(length, rows, n_columns, queries)
         self.shape = (batch, length, n_groups, n_select)
-        self.scratch = max(rows * (hi - lo) * width(hi) for lo, hi in chunks)
+        self.scratch = max(rows * (hi - lo) * n_columns(hi) for lo, hi in chunks)
         shared = {
             "n_keys": n_keys,
             "G": n_groups,
@@ -444,17 +444,17 @@ class SelectionPlan:
                 return None
             return Launch(
                 score_kernel, (triton.cdiv(hi - lo, queries), rows), **shared,
-                **strides(q_bth=q, k_bng=k_cmp, l_bth=lse), t_lo=lo, t_hi=hi, n_columns=width(hi),
+                **strides(q_bth=q, k_bng=k_cmp, l_bth=lse), t_lo=lo, t_hi=hi, n_columns=n_columns(hi),
                 scale_log2=scale * LOG2_E, H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, REACH=reach, Q=queries,
                 BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e, ROW_WARPS=min(tile.num_warps, block_n // 16),
                 PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
 
         def select(lo: int, hi: int) -> Launch:
-            block_j, segments, warps, registers = select_shape(width(hi))
+            block_j, segments, warps, registers = select_shape(n_columns(hi))
             return Launch(
                 select_kernel, (triton.cdiv(hi - lo, tile.rows), rows), **shared, t_lo=lo, t_hi=hi,
-                n_columns=width(hi), stride_ib=length * n_groups * n_select, stride_it=n_groups * n_select,
+                n_columns=n_columns(hi), stride_ib=length * n_groups * n_select, stride_it=n_groups * n_select,
                 SELECT_BLOCK=select_block, N_SELECT=n_select, N_PAD=triton.next_power_of_2(n_select), N_INIT=n_init,
                 N_LOCAL=n_local, SEGMENTS=segments, BLOCK_J=block_j, ROWS=tile.rows, num_warps=warps, num_stages=1,
                 maxnreg=registers,

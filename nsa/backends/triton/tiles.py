@@ -213,10 +213,10 @@ LARGE: dict[str, Mapping[int, tuple[Tile, ...]]] = {"forward": FORWARD_TILES, "d
 POINTER_BLOCKS = ((64, 64), (128, 64), (64, 32), (32, 64), (32, 32))
 
 
-def candidates(kernel: str, width: int, *, large: bool = True) -> tuple[Tile, ...]:
-    """Tiles worth measuring for `kernel` ("forward", "dq", "dkv") and a head_dim up to `width` (64, 128, 256)."""
+def candidates(kernel: str, head_dim: int, *, large: bool = True) -> tuple[Tile, ...]:
+    """Tiles worth measuring for `kernel` ("forward", "dq", "dkv") and heads of up to `head_dim` (64, 128, 256)."""
     if large:
-        return LARGE[kernel][width]
+        return LARGE[kernel][head_dim]
     kind = SplitTile if kernel == "dkv" else Tile
     plain = [kind(m, n, 4, 2, desc_rows=False, desc_keys=False) for m, n in POINTER_BLOCKS]
     return (*plain, *(replace(tile, num_stages=3) for tile in plain), *(replace(tile, num_warps=8) for tile in plain))

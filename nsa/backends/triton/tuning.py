@@ -37,7 +37,7 @@ KERNELS = (
 THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
 DTYPE_CLASSES = ("half", "fp32")
 # 192: one of keys and values is wider than 128, the other is not.
-WIDTHS = (64, 128, 192, 256)
+HEAD_DIM_CLASSES = (64, 128, 192, 256)
 # Fields of tiles by the names that users' files may still have.
 RENAMED = {"whole": "max_block_keys", "least": "min_row_tiles", "mask_all": "single_loop"}
 
@@ -50,10 +50,10 @@ class Key:
     gpu: GpuFamily
     kernel: str
     dtype: str
-    width: int
+    head_dim: int
 
     def __str__(self) -> str:
-        return f"{family_name(self.gpu)} {self.kernel} {self.dtype} {self.width}"
+        return f"{family_name(self.gpu)} {self.kernel} {self.dtype} {self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class Tuned:
         """Both, with the entries of this one where both have one."""
         return Tuned({**other.tiles, **self.tiles}, {**other.thresholds, **self.thresholds})
 
-    def tile(self, kernel: str, kind: type[T], gpu: GpuFamily, width: int, dtype: str) -> T:
-        """The tile of heads as wide as asked, from the nearest relative that has one, else that of wider heads."""
+    def tile(self, kernel: str, kind: type[T], gpu: GpuFamily, head_dim: int, dtype: str) -> T:
+        """The tile for a class of head_dims, from the nearest relative that has one, else that of a larger class."""
         families = relatives(gpu, {key.gpu for key in self.tiles})
-        for wide in WIDTHS[WIDTHS.index(width) :]:
+        for wide in HEAD_DIM_CLASSES[HEAD_DIM_CLASSES.index(head_dim) :]:
             for family in families:
                 key = Key(family, kernel, dtype, wide)
                 if key in self.tiles:
                     return build(kind, key, self.tiles[key])
-        raise LookupError(f"no tile for {Key(gpu, kernel, dtype, width)}")
+        raise LookupError(f"no tile for {Key(gpu, kernel, dtype, head_dim)}")
 
     def threshold(self, name: str, gpu: GpuFamily) -> int:
         for family in relatives(gpu, {family for family, _ in self.thresholds}):
@@ -108,7 +108,7 @@ def relatives(gpu: GpuFamily, families: Collection[GpuFamily]) -> list[GpuFamily
     return sorted((family for family in families if is_large(family) == is_large(gpu)), key=distance)
 
 
-def width_class(d_k: int, d_v: int) -> int:
+def head_dim_class(d_k: int, d_v: int) -> int:
     narrow, wide = sorted((d_k, d_v))
     if wide <= 128:
         return 64 if wide <= 64 else 128
@@ -136,7 +136,7 @@ def tuned() -> Tuned:
 
 @cache
 def pick_tile(kernel: str, kind: type[T], gpu: GpuFamily, d_k: int, d_v: int, dtype: torch.dtype) -> T:
-    return tuned().tile(kernel, kind, gpu, width_class(d_k, d_v), dtype_class(dtype))
+    return tuned().tile(kernel, kind, gpu, head_dim_class(d_k, d_v), dtype_class(dtype))
 
 
 def user_file(config: settings.Settings | None = None) -> Path | None:
@@ -208,9 +208,9 @@ def read_tuned(path: Path) -> Tuned:
                 refuse(path, f"{name} {threshold}", f"is {value!r}", "an integer of at least 0")
             thresholds[gpu, threshold] = value
         for kernel, dtypes in members(parts.get("tiles", {}), f"{name} tiles", KERNELS):
-            for dtype, widths in members(dtypes, f"{name} {kernel}", DTYPE_CLASSES):
-                for width, entry in members(widths, f"{name} {kernel} {dtype}", [str(width) for width in WIDTHS]):
-                    key = Key(gpu, kernel, dtype, int(width))
+            for dtype, dims in members(dtypes, f"{name} {kernel}", DTYPE_CLASSES):
+                for head_dim, entry in members(dims, f"{name} {kernel} {dtype}", [*map(str, HEAD_DIM_CLASSES)]):
+                    key = Key(gpu, kernel, dtype, int(head_dim))
                     given = dict(members(entry, str(key), ("tile", "measured")))
                     given_fields = members(given.get("tile"), f"{key} tile")
                     tile = {RENAMED.get(name, name): value for name, value in given_fields}
@@ -254,8 +254,8 @@ def nested(content: Tuned) -> dict[str, Any]:
         ):
             if key.gpu == gpu:
                 entry = content.tiles[key]
-                widths = family["tiles"].setdefault(key.kernel, {}).setdefault(key.dtype, {})
-                widths[str(key.width)] = {"tile": entry.tile, "measured": entry.measured}
+                by_head_dim = family["tiles"].setdefault(key.kernel, {}).setdefault(key.dtype, {})
+                by_head_dim[str(key.head_dim)] = {"tile": entry.tile, "measured": entry.measured}
     return root
 
 

@@ -78,10 +78,8 @@ def candidates() -> list[SelectedForwardTile | SelectedBackwardTile]:
 
 def fit_blocks(shapes: Shapes, max_block_keys: int) -> tuple[Shapes, int]:
     """The selection in blocks whose keys and values fit a CTA, and how often blocks are halved for that."""
-    width, longest, halvings = max(shapes.d_k, shapes.d_v), max_block_keys, 0
-    while (
-        shapes.select_block > longest and shapes.select_block % 2 == 0 and shapes.select_block * width > LARGEST_BLOCK
-    ):
+    longest, halvings = max(max_block_keys, LARGEST_BLOCK // max(shapes.d_k, shapes.d_v)), 0
+    while shapes.select_block > longest and shapes.select_block % 2 == 0:
         shapes, halvings = shapes.with_indices(2 * shapes.n_select, shapes.select_block // 2), halvings + 1
     return shapes, halvings
 
