@@ -110,6 +110,13 @@ def test_the_map_of_the_architecture_page_has_every_module() -> None:
     assert [name for name in modules + packages if not any(fnmatch(name, pattern) for pattern in listed)] == []
 
 
+def test_the_kernels_page_names_every_kernel() -> None:
+    sources = [path.read_text() for path in (ROOT / "nsa" / "backends").rglob("*.py")]
+    kernels = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    assert len(kernels) > 30
+    assert kernels - set(re.findall(r"`(\w+)`", (ROOT / "docs" / "kernels.md").read_text())) == set()
+
+
 # Migration.
 
 MIGRATION = ROOT / "docs" / "migration.md"
