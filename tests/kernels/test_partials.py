@@ -11,11 +11,11 @@ from interpreted import DEVICE  # isort: skip
 from nsa.backends.triton.partials import sum_partials
 
 
-@pytest.mark.parametrize("n_parts", [2, 3, 7])
-def test_two_tensors_are_summed_in_the_order_of_their_partials(n_parts: int) -> None:
-    parts = [torch.randn(n_parts, n, device=DEVICE) for n in (1040, 48)]
+@pytest.mark.parametrize("n_partials", [2, 3, 7])
+def test_two_tensors_are_summed_in_the_order_of_their_partials(n_partials: int) -> None:
+    parts = [torch.randn(n_partials, n, device=DEVICE) for n in (1040, 48)]
     sums = [torch.empty(x.shape[1], dtype=torch.float16, device=DEVICE) for x in parts]
-    add = sum_partials(n_parts, 1040, 48)
+    add = sum_partials(n_partials, 1040, 48)
     add(p_part=parts[0], p_out=sums[0], p_part_1=parts[1], p_out_1=sums[1])
     for part, total in zip(parts, sums, strict=True):
         expected = part[0].clone()

@@ -1,6 +1,6 @@
 """Gradients of keys and values of a range of queries, for Hopper.
 
-The results of `ranged_dkv_kernel` in `triton/ranged_backward.py`, with the same split of rows into parts. A CTA has
+The results of `ranged_dkv_kernel` in `triton/ranged_backward.py`, with the same splits of rows. A CTA has
 three partitions: one warp issues the TMA loads of rows, and two consumer warpgroups own 64 keys each. A step of a
 consumer, over a tile of rows:
 
@@ -168,13 +168,13 @@ def consume_rows(
 @gluon.jit(do_not_specialize=[*COUNTS, "bg_0", "key_0", "row_end", "slot_0", "n_written"])
 def hopper_dkv_kernel(
     q, do, k, v, lse2, delta, ds, p_dk, p_dv, p_first, p_end, scale, scale_log2,
-    n_queries, n_keys, n_groups, n_tiles, n_parts, part_rows, bg_0, key_0, row_0, row_end, slot_0, n_written,
+    n_queries, n_keys, n_groups, n_tiles, n_splits, split_rows, bg_0, key_0, row_0, row_end, slot_0, n_written,
     stride_xp, stride_yp,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
     p_start=None,
 ):  # fmt: skip
-    """One tile of 128 keys against one part of the rows that see it, cut and ordered as in `ranged_dkv_kernel`; the
+    """One tile of 128 keys against one split of the rows that see it, cut and ordered as in `ranged_dkv_kernel`; the
     launch is a `Part` of the problem."""
     # With KEEP the rows are those of whole tiles of `query_gradient.py`, which reads what is written here.
     ROWS: gl.constexpr = 4 * BLOCK_M if KEEP else BLOCK_M
@@ -196,8 +196,8 @@ def hopper_dkv_kernel(
 
     i_n = key_0 + gl.program_id(0) % n_tiles * 128
     i_bg = gl.program_id(0) // n_tiles
-    n_bg = gl.num_programs(0) // (n_tiles * n_parts)
-    i_part = n_parts - 1 - i_bg // n_bg
+    n_bg = gl.num_programs(0) // (n_tiles * n_splits)
+    i_split = n_splits - 1 - i_bg // n_bg
     i_local = i_bg % n_bg
     i_bg = bg_0 + i_local
     i_b = i_bg // n_groups
@@ -218,17 +218,17 @@ def hopper_dkv_kernel(
     i_start = first_begin * H // ROWS * ROWS
     i_stop = (last_end * H + ROWS - 1) // ROWS * ROWS
     i_base = i_start if SLIDING else row_0
-    i_part_row = i_base + i_part * part_rows
-    i_start = gl.maximum(i_start, i_part_row)
-    i_stop = gl.minimum(gl.minimum(i_stop, row_end), i_part_row + part_rows)
+    i_split_row = i_base + i_split * split_rows
+    i_start = gl.maximum(i_start, i_split_row)
+    i_stop = gl.minimum(gl.minimum(i_stop, row_end), i_split_row + split_rows)
     i_full = gl.minimum(gl.maximum((last_begin * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M, i_start), i_stop)
     # Once complete a compressed block is seen to the end, and rows past the end have no probability up to `ROW_PAD`.
     EDGE: gl.constexpr = SLIDING or PACKED or KEEP
     i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if EDGE else i_stop
     o_tile = ((gl.cast(i_b, gl.int64) * n_keys + i_n) * n_groups + i_g) * D
-    p_dk += gl.cast(slot_0 + i_part, gl.int64) * stride_xp + o_tile
-    p_dv += gl.cast(slot_0 + i_part, gl.int64) * stride_yp + o_tile
-    adds = i_part < n_written
+    p_dk += gl.cast(slot_0 + i_split, gl.int64) * stride_xp + o_tile
+    p_dv += gl.cast(slot_0 + i_split, gl.int64) * stride_yp + o_tile
+    adds = i_split < n_written
     gl.warp_specialize(
         [
             (consume_rows, (0, p_dk, p_dv, p_first, p_end, p_start, start,
@@ -249,9 +249,9 @@ def hopper_dkv_kernel(
 
 class Part(NamedTuple):
     """What of a problem one launch takes: batch entries and groups `[bg_0, bg_0 + n_bg)`, keys `[key_0, key_end)` and
-    rows `[row_0, row_end)`, in `n_parts` parts of `part_rows` each.
+    rows `[row_0, row_end)`, in `n_splits` splits of `split_rows` each.
 
-    The parts write to slots of partial `dk` and `dv` from `slot_0` on, and add to the first `n_written` of them.
+    The splits write to slots of partial `dk` and `dv` from `slot_0` on, and add to the first `n_written` of them.
     `kept`: the shape of the `dS^T` that is kept, if it is.
     """
 
@@ -261,8 +261,8 @@ class Part(NamedTuple):
     key_end: int
     row_0: int
     row_end: int
-    n_parts: int
-    part_rows: int
+    n_splits: int
+    split_rows: int
     slot_0: int = 0
     n_written: int = 0
     kept: tuple[int, int, int] | None = None
@@ -301,15 +301,15 @@ class KeyLaunch:
         n_tiles = triton.cdiv(part.key_end - part.key_0, tile.block_n)
         self.launch = Launch(
             hopper_dkv_kernel,
-            (n_tiles * part.n_bg * part.n_parts,),
+            (n_tiles * part.n_bg * part.n_splits,),
             scale=scale,
             scale_log2=scale * LOG2_E,
             n_queries=n_queries,
             n_keys=n_keys,
             n_groups=n_groups,
             n_tiles=n_tiles,
-            n_parts=part.n_parts,
-            part_rows=part.part_rows,
+            n_splits=part.n_splits,
+            split_rows=part.split_rows,
             bg_0=part.bg_0,
             key_0=part.key_0,
             row_0=part.row_0,

@@ -217,7 +217,7 @@ def align(n: int, step: int) -> int:
 
 
 def split_compressed(
-    n_bg: int, n_keys: int, n_rows: int, part_rows: int, visible: Callable[[int], int], tile: QueryTile, capacity: int
+    n_bg: int, n_keys: int, n_rows: int, split_rows: int, visible: Callable[[int], int], tile: QueryTile, capacity: int
 ) -> Iterator[Part]:
     """Runs of rows, from the last on, as long as `capacity` elements of `dS^T` allow. Partial `dk` and `dv` of one
     stream's runs are added up in the same slots; `visible(end)`: how many keys the rows before `end` see."""
@@ -227,19 +227,19 @@ def split_compressed(
         while end > 0:
             keys = max(1, visible(end))
             start = max(0, end - max(1, capacity // (at_once * keys * tile.block_m)) * tile.block_m)
-            runs.append((start, end, keys, max(1, round((end - start) / part_rows))))
+            runs.append((start, end, keys, max(1, round((end - start) / split_rows))))
             end = start
         slots = [max((x[3] for x in runs[turn :: tile.streams]), default=0) for turn in range(tile.streams)]
-        for i, (start, end, keys, n_parts) in enumerate(runs):
+        for i, (start, end, keys, n_splits) in enumerate(runs):
             turn = i % tile.streams
             written = max((x[3] for x in runs[turn : i : tile.streams]), default=0)
-            rows = align(-(-(end - start) // n_parts), tile.block_m)
+            rows = align(-(-(end - start) // n_splits), tile.block_m)
             kept = count, keys, end - start
-            yield Part(bg_0, count, 0, n_keys, start, end, n_parts, rows, sum(slots[:turn]), written, kept)
+            yield Part(bg_0, count, 0, n_keys, start, end, n_splits, rows, sum(slots[:turn]), written, kept)
 
 
 def split_sliding(
-    n_bg: int, n_keys: int, n_columns: int, n_parts: int, part_rows: int,
+    n_bg: int, n_keys: int, n_columns: int, n_splits: int, split_rows: int,
     rows_seeing: Callable[[int, int], tuple[int, int]], keys: KeyTile, tile: QueryTile, capacity: int,
 ) -> Iterator[Part]:  # fmt: skip
     """Runs of keys, and the rows that may see them: at a seam they get their `dq` from both runs."""
@@ -254,7 +254,7 @@ def split_sliding(
             end = min(key_0 + step, n_keys)
             row_0, row_end = rows_seeing(key_0, end)
             yield Part(
-                bg_0, count, key_0, end, row_0, row_end, n_parts, part_rows, kept=(count, end - key_0, n_columns)
+                bg_0, count, key_0, end, row_0, row_end, n_splits, split_rows, kept=(count, end - key_0, n_columns)
             )
 
 
@@ -266,7 +266,7 @@ class KeptPlan:
 
     def __init__(
         self, do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility, scale: float,
-        keys: KeyTile, tile: QueryTile, n_parts: int, part_rows: int, accumulate: bool,
+        keys: KeyTile, tile: QueryTile, n_splits: int, split_rows: int, accumulate: bool,
     ) -> None:  # fmt: skip
         assert not visibility.offset, "where runs begin is not known, which `pick_dq` declines"
         self.visibility, self.streams = visibility, tile.streams
@@ -287,14 +287,14 @@ class KeptPlan:
 
         if visibility.sliding:
             columns = align(min(n_rows, (keys.block_n + span) * heads + tile.block_m), tile.block_m)
-            runs = split_sliding(n_bg, n_keys, columns, n_parts, part_rows, rows_seeing, keys, tile, capacity)
+            runs = split_sliding(n_bg, n_keys, columns, n_splits, split_rows, rows_seeing, keys, tile, capacity)
         else:
-            runs = split_compressed(n_bg, n_keys, n_rows, part_rows, visible, tile, capacity)
+            runs = split_compressed(n_bg, n_keys, n_rows, split_rows, visible, tile, capacity)
         parts = list(runs)
         # Rows at a seam: their `dq` is added to.
         self.seams = visibility.sliding and len(parts) > 1
         self.size = max(torch.Size(part.kept or ()).numel() for part in parts)
-        self.n_slots = max(part.slot_0 + part.n_parts for part in parts)
+        self.n_slots = max(part.slot_0 + part.n_splits for part in parts)
         self.dk_shape, self.dv_shape = tuple(k.shape), tuple(v.shape)
         if self.n_slots > 1:
             self.dk_shape, self.dv_shape = (self.n_slots, *k.shape), (self.n_slots, *v.shape)

@@ -16,7 +16,7 @@ HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
 # From here on a tile of 128 keys is ahead of one of 64 in the compressed branch.
 MANY_KEYS = 1024
-# Rows of the compressed branch are split into parts. With more of them the last CTA runs alone for less time, and more
+# Rows of the compressed branch are cut into splits. With more of them the last CTA runs alone for less time, and more
 # partials are written and summed: so many elements of them cost as much as a step over a tile of rows.
 PARTIALS = 75_000
 
@@ -135,8 +135,8 @@ def pick_dkv(do: Layout, q: Layout, k: Layout, v: Layout, visibility: Visibility
         return KeyTile(waves=1)
     tile = KeyTile(waves=32)
     n_row_tiles = q.shape[1] * q.shape[2] // n_groups // tile.block_m
-    n_parts = max(1, round((PARTIALS * n_row_tiles / k.shape.numel()) ** 0.5))
-    return replace(tile, min_row_tiles=max(tile.min_row_tiles, n_row_tiles // n_parts))
+    n_splits = max(1, round((PARTIALS * n_row_tiles / k.shape.numel()) ** 0.5))
+    return replace(tile, min_row_tiles=max(tile.min_row_tiles, n_row_tiles // n_splits))
 
 
 def pick_dq(k: Layout, visibility: Visibility) -> QueryTile | None:

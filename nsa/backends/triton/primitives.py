@@ -20,8 +20,8 @@ LOG2_E = 1.4426950408889634
 # Counts that a kernel is not compiled again for. Triton makes a constant of a 1, and ptxas crashes on what that leaves
 # of a loop over one key; and nothing is gained by knowing that a count is a multiple of 16.
 COUNTS = [
-    *("n_queries", "n_keys", "n_groups", "n_parts", "n_tokens", "n_blocks", "n_items", "n_runs", "n_tiles", "n_words"),
-    *("n_word_tiles", "row_0", "query_0", "t_lo", "t_hi", "max_start"),
+    *("n_queries", "n_keys", "n_groups", "n_splits", "n_tokens", "n_blocks", "n_items", "n_runs", "n_tiles", "n_words"),
+    *("n_partials", "n_word_tiles", "row_0", "query_0", "t_lo", "t_hi", "max_start"),
 ]
 
 

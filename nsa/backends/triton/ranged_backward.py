@@ -190,7 +190,7 @@ def attend_dkv(
 @triton.jit(do_not_specialize=COUNTS)
 def ranged_dkv_kernel(
     q, do, k, v, lse2, delta, p_dk, p_dv, p_first, p_end,
-    scale, scale_log2, n_queries, n_keys, n_groups, n_rows_padded, n_parts, part_rows,
+    scale, scale_log2, n_queries, n_keys, n_groups, n_rows_padded, n_splits, split_rows,
     stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, stride_xp, stride_yp,
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -198,17 +198,17 @@ def ranged_dkv_kernel(
     SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     SINGLE_LOOP: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr, p_start=None,
 ):  # fmt: skip
-    """One tile of keys against one part of the rows that see it.
+    """One tile of keys against one split of the rows that see it.
 
-    Tiles of keys vary fastest, so CTAs that run together stream the same rows. In the compressed branch a part is a
-    fixed run of rows and the last one, which every key sees, goes first; in the sliding branch parts are counted from
-    the first row that sees the tile. The parts lie `[n_parts, B, N, G, D]`; a part that sees nothing writes its zeros.
+    Tiles of keys vary fastest, so CTAs that run together stream the same rows. In the compressed branch a split is a
+    fixed run of rows and the last one, which every key sees, goes first; in the sliding branch splits are counted from
+    the first row that sees the tile. Partials lie `[n_splits, B, N, G, D]`; a split that sees nothing writes zeros.
     """
     n_tiles = tl.cdiv(n_keys, BLOCK_N)
     i_n = tl.program_id(0) % n_tiles * BLOCK_N
     i_bg = tl.program_id(0) // n_tiles
-    n_bg = tl.num_programs(0) // (n_tiles * n_parts)
-    i_part = n_parts - 1 - i_bg // n_bg
+    n_bg = tl.num_programs(0) // (n_tiles * n_splits)
+    i_split = n_splits - 1 - i_bg // n_bg
     i_bg = i_bg % n_bg
     i_b = i_bg // n_groups
     i_g = i_bg % n_groups
@@ -230,14 +230,14 @@ def ranged_dkv_kernel(
         i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
     )
 
-    # Multiples of BLOCK_M: rows [i_start, i_stop) of this part, of which [i_full, i_edge) are seen by every key.
+    # Multiples of BLOCK_M: rows [i_start, i_stop) of this split, of which [i_full, i_edge) are seen by every key.
     i_start = first_begin * H // BLOCK_M * BLOCK_M
     i_stop = tl.cdiv(last_end * H, BLOCK_M) * BLOCK_M
-    i_part_row = i_part * part_rows
+    i_split_row = i_split * split_rows
     if SLIDING:
-        i_part_row += i_start
-    i_start = tl.maximum(i_start, i_part_row)
-    i_stop = tl.minimum(i_stop, i_part_row + part_rows)
+        i_split_row += i_start
+    i_start = tl.maximum(i_start, i_split_row)
+    i_stop = tl.minimum(i_stop, i_split_row + split_rows)
     i_full = tl.minimum(tl.maximum(tl.cdiv(last_begin * H, BLOCK_M) * BLOCK_M, i_start), i_stop)
 
     b_k = load_keys(k, i_b, i_g, i_n, n_keys, stride_kb, stride_kn, stride_kg, D_K, BLOCK_N, BLOCK_DK, True, False)
@@ -273,8 +273,8 @@ def ranged_dkv_kernel(
     o_key = (i_b.to(tl.int64) * n_keys + o_n) * n_groups + i_g
     o_dk = tl.arange(0, BLOCK_DK)
     o_dv = tl.arange(0, BLOCK_DV)
-    p_dk += i_part.to(tl.int64) * stride_xp + (o_key * D_K)[:, None] + o_dk[None, :]
-    p_dv += i_part.to(tl.int64) * stride_yp + (o_key * D_V)[:, None] + o_dv[None, :]
+    p_dk += i_split.to(tl.int64) * stride_xp + (o_key * D_K)[:, None] + o_dk[None, :]
+    p_dv += i_split.to(tl.int64) * stride_yp + (o_key * D_V)[:, None] + o_dv[None, :]
     tl.store(p_dk, (b_dk * scale).to(p_dk.dtype.element_ty), mask=m_n[:, None] & (o_dk < D_K)[None, :])
     tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_n[:, None] & (o_dv < D_V)[None, :])
 
@@ -282,7 +282,7 @@ def ranged_dkv_kernel(
 def split_keys(
     sliding: bool, span: int, tile: SplitTile, n_ctas: int, n_rows: int, heads: int, n_sms: int
 ) -> tuple[int, int]:
-    """How many parts the rows of a tile of keys are split into, and how many rows a part has.
+    """How many splits the rows of a tile of keys are cut into, and how many rows a split has.
 
     In the compressed branch half of the CTAs see (nearly) nothing, so twice as many are wanted.
     """
@@ -290,9 +290,9 @@ def split_keys(
     if sliding:
         n_rows = min(n_rows, (tile.block_n + span) * heads + block_m)
     wanted = (1 if sliding else 2) * tile.waves * n_sms
-    n_parts = max(1, min(wanted // n_ctas, n_rows // (tile.min_row_tiles * block_m)))
-    part_rows = triton.cdiv(triton.cdiv(n_rows, n_parts), block_m) * block_m
-    return triton.cdiv(n_rows, part_rows), part_rows
+    n_splits = max(1, min(wanted // n_ctas, n_rows // (tile.min_row_tiles * block_m)))
+    split_rows = triton.cdiv(triton.cdiv(n_rows, n_splits), block_m) * block_m
+    return triton.cdiv(n_rows, split_rows), split_rows
 
 
 class StartedPass(NamedTuple):
@@ -308,11 +308,11 @@ class StartedPass(NamedTuple):
 
 
 class RangedBackwardPlan:
-    """What shapes decide about a backward pass. `n_parts` is 0 where there are no keys."""
+    """What shapes decide about a backward pass. `n_splits` is 0 where there are no keys."""
 
     __slots__ = (
         *("describe_dkv_rows", "describe_dq_keys", "describe_dq_rows", "describe_statistics"),
-        *("dk_shape", "dkv", "dq", "dv_shape", "kept", "n_parts", "sum_parts", "visibility"),
+        *("dk_shape", "dkv", "dq", "dv_shape", "kept", "n_splits", "sum_partials", "visibility"),
     )
 
     def __init__(
@@ -334,11 +334,11 @@ class RangedBackwardPlan:
             from nsa.backends.gluon.query_gradient import KeptPlan, split_whole_tiles
 
             n_ctas = triton.cdiv(n_keys, tile.dkv.block_n) * batch * n_groups
-            parts = split_keys(
+            splits = split_keys(
                 visibility.sliding, visibility.span, split_whole_tiles(tile.dkv, tile.dq.block_m), n_ctas,
                 n_queries * heads, heads, sm_count(q.device),
             )  # fmt: skip
-            self.kept = KeptPlan(do, q, k, v, visibility, scale, tile.dkv, tile.dq, *parts, accumulate)
+            self.kept = KeptPlan(do, q, k, v, visibility, scale, tile.dkv, tile.dq, *splits, accumulate)
             return
 
         def shared(cut: Tile) -> dict[str, Any]:
@@ -378,29 +378,29 @@ class RangedBackwardPlan:
 
         cut = tile.dkv
         self.dk_shape, self.dv_shape = tuple(k.shape), tuple(v.shape)
-        self.n_parts = 0
+        self.n_splits = 0
         if n_keys == 0:
             return
         n_ctas = triton.cdiv(n_keys, cut.block_n) * batch * n_groups
-        self.n_parts, part_rows = split_keys(
+        self.n_splits, split_rows = split_keys(
             visibility.sliding, visibility.span, cut, n_ctas, n_rows_padded, heads, sm_count(q.device)
         )
-        if self.n_parts > 1:
-            self.dk_shape, self.dv_shape = (self.n_parts, *k.shape), (self.n_parts, *v.shape)
-            self.sum_parts = sum_partials(self.n_parts, k.shape.numel(), v.shape.numel())
+        if self.n_splits > 1:
+            self.dk_shape, self.dv_shape = (self.n_splits, *k.shape), (self.n_splits, *v.shape)
+            self.sum_partials = sum_partials(self.n_splits, k.shape.numel(), v.shape.numel())
         if isinstance(cut, gluon_tiles.KeyTile):
             from nsa.backends.gluon.backward import KeyLaunch, Part
 
             # It makes its descriptors itself.
             self.describe_dkv_rows = self.describe_statistics = None
-            whole = Part(0, batch * n_groups, 0, n_keys, 0, n_rows_padded, self.n_parts, part_rows)
+            whole = Part(0, batch * n_groups, 0, n_keys, 0, n_rows_padded, self.n_splits, split_rows)
             self.dkv: Any = KeyLaunch(do, q, k, v, visibility, scale, cut, whole)
             return
         self.describe_dkv_rows = describe_both_rows(cut)
         statistics = new_layout((batch * n_groups, n_rows_padded), torch.float32, q.device)
         self.describe_statistics = describe(statistics, (1, cut.block_m)) if cut.desc_rows else None
         self.dkv = Launch(
-            ranged_dkv_kernel, (n_ctas * self.n_parts,), n_parts=self.n_parts, part_rows=part_rows,
+            ranged_dkv_kernel, (n_ctas * self.n_splits,), n_splits=self.n_splits, split_rows=split_rows,
             stride_xp=k.shape.numel(), stride_yp=v.shape.numel(), **shared(cut),
             **visibility.absent("p_first", "p_end"), SINGLE_LOOP=cut.single_loop,
             DESC_Q=self.describe_dkv_rows is not None, DESC_STAT=self.describe_statistics is not None,
@@ -411,17 +411,17 @@ class RangedBackwardPlan:
     ) -> StartedPass:
         if self.kept is not None:
             return self.kept.start(do, q, k, v, lse2, delta, branch)
-        dtype = k.dtype if self.n_parts <= 1 else torch.float32
+        dtype = k.dtype if self.n_splits <= 1 else torch.float32
         dk = dk_sum = torch.empty(self.dk_shape, dtype=dtype, device=k.device)
         dv = dv_sum = torch.empty(self.dv_shape, dtype=dtype, device=k.device)
-        if self.n_parts > 1:
+        if self.n_splits > 1:
             dk_sum = torch.empty(k.shape, dtype=k.dtype, device=k.device)
             dv_sum = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         seen = (branch, k.shape[1])
         for_keys, for_queries = self.visibility.key_tables(*seen), self.visibility.query_tables(*seen)
 
         def key_gradients() -> None:
-            if self.n_parts == 0:
+            if self.n_splits == 0:
                 return
             rows, statistics = self.describe_dkv_rows, self.describe_statistics
             self.dkv(
@@ -429,8 +429,8 @@ class RangedBackwardPlan:
                 lse2=lse2 if statistics is None else statistics(lse2),
                 delta=delta if statistics is None else statistics(delta), p_dk=dk, p_dv=dv, **for_keys,
             )  # fmt: skip
-            if self.n_parts > 1:
-                self.sum_parts(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
+            if self.n_splits > 1:
+                self.sum_partials(p_part=dk, p_out=dk_sum, p_part_1=dv, p_out_1=dv_sum)
 
         def query_gradient(into: Tensor | None) -> Tensor:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into

@@ -104,7 +104,7 @@ def split_kernel(
 
 @triton.jit
 def add_parts(
-    b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, i_start, i_stop,
+    b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, i_start, i_stop,
     H: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A running softmax goes on over the partial outputs in slots `[i_start, i_stop)` of each row."""
@@ -113,7 +113,7 @@ def add_parts(
         o_x = o_part + i_slot * H
         p_x = p_part + (o_x * D_V)[:, None] + o_dv[None, :]
         if MASKED:
-            m_part = i_slot < n_parts
+            m_part = i_slot < n_partials
             b_x = tl.load(p_x, mask=m_part[:, None] & (o_dv < D_V)[None, :], other=0.0)
             b_lse = tl.load(p_part_lse + o_x, mask=m_part, other=float("-inf"))
         else:
@@ -187,16 +187,16 @@ def common_kernel(
         m_rest = m_row[:, None] & (o_slot < N_SELECT)[None, :]
         b_rest = tl.load(p_rest + (o_query * N_SELECT)[:, None] + o_slot[None, :], mask=m_rest, other=-1)
         # Parts fill a row's first slots. Rows past the end read the run's first query's and are not written.
-        n_parts = tl.sum((b_rest >= 0).to(tl.int32), 1)
-        n_all = tl.min(tl.where(m_row, n_parts, N_SELECT))
+        n_partials = tl.sum((b_rest >= 0).to(tl.int32), 1)
+        n_all = tl.min(tl.where(m_row, n_partials, N_SELECT))
         o_local = tl.where(m_row, o_row, 0)
         o_part = i_local.to(tl.int64) * n_queries + i_run * RUN - query_0 + o_local // H
         o_part = o_part * (N_SELECT * H) + o_local % H
         b_m, b_l, b_o = add_parts(
-            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, 0, n_all, H, D_V, BLOCK_DV, False, PART_STAGES
+            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, 0, n_all, H, D_V, BLOCK_DV, False, PART_STAGES
         )
         b_m, b_l, b_o = add_parts(
-            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_parts, n_all, tl.max(n_parts), H, D_V, BLOCK_DV, True, 1
+            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, n_all, tl.max(n_partials), H, D_V, BLOCK_DV, True, 1
         )
     b_sum = tl.where(b_l > 0, b_l, 1.0)
     b_lse = b_m + tl.math.log2(b_sum)
