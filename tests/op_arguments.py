@@ -21,7 +21,7 @@ CASES = {
     "plain": PLAIN,
     "packed": PACKED,
     "cached": CACHED,
-    "one head a group": PLAIN.but(heads=1),
+    "one head per group": PLAIN.but(heads=1),
     "one group": PLAIN.but(batch=1, groups=1),
 }
 WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}

@@ -1,4 +1,4 @@
-"""`nsa serve`: a model behind OpenAI's HTTP API, on this machine unless told otherwise."""
+"""`nsa serve`: a model behind OpenAI's HTTP API, on this machine unless --host says otherwise."""
 
 from __future__ import annotations
 

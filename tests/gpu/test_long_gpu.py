@@ -1,4 +1,4 @@
-"""A million tokens: past 2^31 elements a tensor, where a 32-bit offset would wrap round and read another row.
+"""A million tokens: past 2^31 elements per tensor, where a 32-bit offset would wrap round and read another row.
 
 The end of the sequence is compared with the reference in fp64 on what the end sees: the last queries of every branch,
 and the gradients of keys that only those queries see.

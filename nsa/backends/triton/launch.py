@@ -23,7 +23,7 @@ if settings.triton_interpreted():
 
     interpreter.mend()
 
-# Who takes every launch to have its kernel compiled, and runs none: see `ahead`.
+# What takes every launch to have its kernel compiled, and runs none: see `ahead`.
 COLLECTING: ContextVar[Any] = ContextVar("collecting", default=None)
 
 # Plans that a launcher keeps: sequence lengths may never repeat, and memory must not grow with them.

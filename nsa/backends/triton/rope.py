@@ -2,7 +2,7 @@
 
     out[:half] = x[:half] * cos - x[half:] * sin          out[half:] = x[half:] * cos + x[:half] * sin
 
-In eager mode the same in plain torch is nine launches a tensor and as many again in its backward pass, which is the
+In eager mode the same in plain torch is nine launches per tensor and as many again in its backward pass, which is the
 same rotation by the opposite angle. A compiler fuses the plain form: it is not called there.
 
 Grid: one CTA per (tile of (query, head) rows, batch row); each element is read and written once. Products are not
