@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
-STEP = "decode_step"
+DECODE_STEP = "decode_step"
 
 
 def fused_step(
@@ -53,7 +53,7 @@ def fused_step(
         return None
     c, problem = layer.config, decode_problem(layer, x, cache)
     falls_back = c.backend == "auto" and not c.strict
-    if not kernels_run(problem, c.backend) or (falls_back and (problem, STEP) in router().failed):
+    if not kernels_run(problem, c.backend) or (falls_back and (problem, DECODE_STEP) in router().failed):
         return None
     longest = cache.longest_after(x.shape[1], counts)
     gates = layer.gate(x)
@@ -76,11 +76,11 @@ def fused_step(
             counts=counts,
         )
     except BackendFailure as failure:
-        router().note_failure("triton", problem, STEP, str(failure), "the ops" if falls_back else None)
+        router().note_failure("triton", problem, DECODE_STEP, str(failure), "the ops" if falls_back else None)
         if not falls_back:
             raise
         if not isinstance(failure, CallUnsupported):
-            router().failed[problem, STEP] = str(failure)
+            router().failed[problem, DECODE_STEP] = str(failure)
         return None
     cache.longest = longest
     router().counts.add_call("decode", "triton")
