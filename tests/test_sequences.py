@@ -50,7 +50,7 @@ def test_a_decode_step_takes_every_hyperparameter() -> None:
     pytest.importorskip("triton")
     from nsa.backends.triton.decode import Hyperparameters
 
-    assert Hyperparameters._fields == (*ATTENTION_NAMES, "scale", "max_len")
+    assert Hyperparameters._fields == (*ATTENTION_NAMES, "scale", "max_len", "branch")
 
 
 def test_a_config_holds_every_hyperparameter() -> None:

@@ -516,12 +516,12 @@ def test_the_watchdog_is_gone_when_the_run_is(tmp_path: Path) -> None:
 def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     rescues: list[str] = []
     path = tmp_path / "dog.txt"
-    with Watchdog(path, 0.2, describe=lambda: "here", rescue=lambda: rescues.append("x") or "saved") as dog:
-        for _ in range(10):
-            time.sleep(0.04)
+    with Watchdog(path, 1.5, describe=lambda: "here", rescue=lambda: rescues.append("x") or "saved") as dog:
+        for _ in range(16):
+            time.sleep(0.1)
             dog.beat()
         assert not rescues
-        time.sleep(0.5)
+        time.sleep(2.5)
     assert rescues
     assert "here" in path.read_text()
     assert "saved" in path.read_text()

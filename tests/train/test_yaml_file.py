@@ -60,13 +60,13 @@ def bomb(first: str, again: str, levels: int = 40) -> str:
 def test_a_bad_file_is_one_line_with_its_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ValueError, match=message) as refused:
         load_config(path, env=PLAIN)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 2000
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_a_file_that_is_no_config_is_not_read(tmp_path: Path) -> None:
