@@ -19,13 +19,13 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import readme
 from study import curve, write_csv
 
+from nsa.bench.compare import latest_rows
 from nsa.config import require
-from nsa.results import COLUMNS, Row, append, read_rows
+from nsa.results import append, read_rows
 from nsa.train.run_folder import CONFIG, METRICS, RUN_INFO, read_lines
 from nsa.train.yaml_file import read_yaml
 
@@ -35,15 +35,9 @@ LEFT_OUT = ("logs", "runs")
 
 def adopt_rows(measured: Path, out: Path) -> None:
     """Put the rows of one CSV file in place of those of the same names and shapes in another."""
-
-    def key(row: Row) -> tuple[Any, ...]:
-        when = (row.commit,) if row.suite == "host" else ()
-        return *(getattr(row, name) for name in COLUMNS[: COLUMNS.index("p20_ms")]), *when
-
-    earlier = read_rows(out) if out.is_file() else []
-    rows = {key(row): row for row in (*earlier, *read_rows(measured))}
+    rows = [*(read_rows(out) if out.is_file() else ()), *read_rows(measured)]
     out.unlink(missing_ok=True)
-    for row in rows.values():
+    for row in dict.fromkeys(rows) if rows[0].suite == "host" else latest_rows(rows).values():
         append(out, row)
 
 
