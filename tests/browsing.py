@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 
 class Browser:
@@ -22,12 +23,13 @@ class Browser:
     def open(self, path: Path, ready: str = "body", scheme: str = "light") -> Any:
         """The page, once the selector `ready` is there."""
         page = self.chromium.new_page(color_scheme=scheme, viewport={"width": 1300, "height": 900})
+        page.set_default_timeout(1000 * PATIENCE_S)
         self.problems: list[str] = []
         page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda request: self.problems.append(request.url) if "file:" not in request.url else None)
         page.goto(path.as_uri())
-        page.wait_for_selector(ready, timeout=60_000)
+        page.wait_for_selector(ready)
         return page
 
 
@@ -38,6 +40,6 @@ def start_browser() -> Iterator[Browser]:
     if program is None:
         pytest.skip("no Chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=1000 * PATIENCE_S)
         yield Browser(chromium)
         chromium.close()

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE_S
+
 from nsa import cli
 
 OPERATIONS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open", "scandir")
-# A command that takes longer hangs.
-LIMIT_S = 120.0
 
 
 class Faults:
@@ -82,7 +82,7 @@ class Fork:
     def wait(self) -> tuple[int, str]:
         """The exit status (negative: the signal) and what was printed; one that hangs is killed."""
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() - self.begin > LIMIT_S:
+            if time.monotonic() - self.begin > PATIENCE_S:
                 self.kill()
             time.sleep(0.01)
         # One that was killed at once has not made the file yet.

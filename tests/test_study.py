@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from nsa.cli import main as run_nsa
 from nsa.data.recall import mixed_documents, python_files
@@ -125,7 +126,7 @@ def test_arms_that_differ_in_no_kernel_are_measured_once(study: ModuleType) -> N
     assert len(set(arms.values())) == 8
 
 
-def new_queue(study: ModuleType, folder: Path, seconds: float = 30.0, slots: int = 2) -> Any:
+def new_queue(study: ModuleType, folder: Path, seconds: float = PATIENCE_S, slots: int = 2) -> Any:
     return study.Queue(folder, time.monotonic() + seconds, 1.0, slots)
 
 
@@ -268,7 +269,7 @@ def test_a_study_that_is_terminated_packs_what_there_is(
         assert results <= names()
         packed.unlink()
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(PATIENCE_S)
 
     monkeypatch.setattr(study.Study, "run", run)
     words = ["--scale", "tiny", "--minutes", "1", "--work", str(work), "--out", str(out), "--pack", str(packed)]
@@ -302,7 +303,7 @@ def test_a_report_draws_the_pictures_that_are_missing(study: ModuleType, tmp_pat
 def test_a_measured_process_that_does_not_exit_is_killed(
     study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "MEASURE_S", 0.5)
+    monkeypatch.setattr(study, "MEASURE_S", 5.0)
     text = "echo ready; read line; echo 0.25; exec sleep 600"
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(["sh", "-c", text], **pipes, text=True)
@@ -332,7 +333,7 @@ def test_a_command_is_told_to_stop_at_the_deadline(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     queue = new_queue(study, tmp_path)
-    queue.grace_s = 30.0
+    queue.grace_s = PATIENCE_S
 
     collect = queue.collect
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from corpora import TEXTS, command, jsonl_file, needs_tokenizers, opened, text_files
 from power_cut import Disk
+from waiting import PATIENCE_S
 
 from nsa import cli, files
 from nsa.data import DataConfig, prepare, train_bpe
@@ -248,7 +249,7 @@ def test_one_process_prepares_a_folder_and_a_signal_cleans_up(number: int, tmp_p
         command(*words)
     assert any(name.endswith(".part") for name in left_in(out)), "the other process goes on"
     child.send_signal(number)
-    child.communicate(timeout=60)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert left_in(out) == []
@@ -263,7 +264,7 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     jsonl_file(tmp_path / "corpus.jsonl", TEXTS * 40)
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
     child = prepare_in_a_child(tmp_path, before=limit)
-    _, error = child.communicate(timeout=60)
+    _, error = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 2
     assert error.count("\n") == 1
     assert "train-00000.tokens" in error

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from data_standins import Memory, Numbers, memory_loader
+from waiting import PATIENCE_S, wait_until
 
 from nsa.data.documents import DocumentChunk
 from nsa.data.loader import RETRIES, Late, Loader, Prefetcher, Stalled, Stopped
@@ -73,12 +74,10 @@ def drain(loader: Loader) -> None:
 
 def test_abort_says_what_it_waited_for(sleepy: Sleepy) -> None:
     loader = stalling(sleepy, "abort")
-    began = time.monotonic()
     with pytest.raises(
         Stalled, match=r"no batch from memory for 0.3 s; it was reading chunk \d+ of memory \(.*'retry'"
     ):
         drain(loader)
-    assert time.monotonic() - began < 3
     assert loader.waited >= 0.3
     # What came before it is not lost.
     assert loader.state_dict()["used"] > 0
@@ -106,7 +105,7 @@ def test_synthetic_stands_in_and_the_ranks_stay_together(sleepy: Sleepy, caplog:
     """The stalled rank loses what the others have passed: after it, every rank is where it would have been."""
     expected = [batch.tokens for batch, _ in zip(memory_loader(Memory(LENGTHS)), range(60), strict=False)]
     seen, states = [], []
-    with stalling(sleepy, "synthetic") as loader, caplog.at_level(logging.WARNING, "nsa"):
+    with stalling(sleepy, "synthetic", stall_timeout_s=2.0) as loader, caplog.at_level(logging.WARNING, "nsa"):
         for step in range(60):
             if loader.stand_ins == 4:
                 sleepy.wake.set()
@@ -185,13 +184,11 @@ def test_the_thread_works_ahead_and_no_further() -> None:
 
     ahead = Prefetcher(items(), 3)
     assert ahead.get() == 0
-    deadline = time.monotonic() + 5
-    while len(made) < 5 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(made) >= 5)
     time.sleep(0.02)
     # One was taken, three are ready, one is in the thread's hand.
     assert made == [0, 1, 2, 3, 4]
-    assert ahead.stop(5)
+    assert ahead.stop(PATIENCE_S)
     with pytest.raises(Stopped):
         ahead.get()
 
@@ -202,12 +199,12 @@ def test_results_that_came_before_an_error_are_given_first() -> None:
         raise KeyError("broken")
 
     ahead = Prefetcher(items(), 4)
-    assert ahead.get(5) == 1
+    assert ahead.get(PATIENCE_S) == 1
     for _ in range(2):
         with pytest.raises(KeyError, match="broken") as caught:
-            ahead.get(5)
+            ahead.get(PATIENCE_S)
         assert "items" in [entry.name for entry in caught.traceback]
-    assert ahead.stop(5)
+    assert ahead.stop(PATIENCE_S)
 
 
 def test_what_does_not_come_is_late() -> None:
@@ -239,7 +236,7 @@ def test_a_process_ends_though_its_source_never_answers() -> None:
         env={"PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

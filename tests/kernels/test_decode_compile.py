@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -28,7 +29,9 @@ def compiled(folder: Path, *options: str) -> list[Compiled]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(HERE / "compile_decode.py"), "--target", "sm_90", *options]
     path = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
-    subprocess.run([*command, "--out", str(out)], check=True, env={**environment, "PYTHONPATH": path}, timeout=600)
+    subprocess.run(
+        [*command, "--out", str(out)], check=True, env={**environment, "PYTHONPATH": path}, timeout=PATIENCE_S
+    )
     return [Compiled(**kernel) for kernel in json.loads(out.read_text())]
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import httpx
 import openai
 import transformers
 import uvicorn
+from waiting import PATIENCE_S, wait_until
 
 from nsa import NSAConfig
 from nsa.cli import parser_of
@@ -31,7 +31,10 @@ from nsa.model import LM, LMConfig
 from nsa.serving import application
 from nsa.serving.scheduler import Scheduler
 
-__all__ = ["TEMPLATE", "Live", "httpx", "openai", "serve", "tiny_folder", "tiny_lm", "transformers", "wait_until"]
+__all__ = ["TEMPLATE", "Live", "http", "httpx", "openai", "serve", "tiny_folder", "tiny_lm", "transformers"]
+
+# Its own patience would be 5 s.
+http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('unknown role') }}{% endif %}"
@@ -86,14 +89,6 @@ def serve(folder: Path, *flags: str, api_key: str | None = None) -> Iterator[Liv
         yield Live(f"http://127.0.0.1:{port}", scheduler)
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE_S)
     assert not thread.is_alive()
     assert not scheduler.thread.is_alive()
-
-
-def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
-    """Poll; a failure where it takes too long."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Live, httpx, openai, serve, tiny_folder, tiny_lm, wait_until
+from live_server import Live, http, httpx, openai, serve, tiny_folder, tiny_lm
 from starlette.requests import Request
+from waiting import wait_until
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate_text
@@ -154,27 +155,27 @@ def test_wrong_models_bodies_and_paths_are_refused(live: Live, client: openai.Op
     url = f"{live.url}/v1/completions"
     nan, surrogate = b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\\ud800"}'
     for body in (b"{not json", b"[]", nan, surrogate, b'{"prompt": "\xff"}', b"[" * 10**5):
-        assert httpx.post(url, content=body).status_code == 400, body
-    assert httpx.post(url, content=b"x" * (2**24 + 1)).status_code == 413
-    assert httpx.get(f"{live.url}/docs").status_code == 404
+        assert http.post(url, content=body).status_code == 400, body
+    assert http.post(url, content=b"x" * (2**24 + 1)).status_code == 413
+    assert http.get(f"{live.url}/docs").status_code == 404
 
 
 def test_health_counts_requests(live: Live) -> None:
     wait_until(live.idle)
-    found = httpx.get(f"{live.url}/health")
+    found = http.get(f"{live.url}/health")
     assert found.status_code == 200
     assert found.json() == {"status": "ok", "running": 0, "waiting": 0, "slots": 4}
 
 
 def test_more_requests_than_the_limit_get_429(live: Live) -> None:
     url, body = f"{live.url}/v1/completions", {"prompt": "x", "max_tokens": 300, "temperature": 0}
-    with httpx.Client() as http, ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
         requests = [http.build_request("POST", url, json={**body, "stream": True}) for _ in range(4)]
         streams = [http.send(request, stream=True) for request in requests]
         assert [stream.status_code for stream in streams] == [200] * 4
-        waiting = [pool.submit(httpx.post, url, json={**body, "max_tokens": 2}, timeout=60) for _ in range(2)]
+        waiting = [pool.submit(http.post, url, json={**body, "max_tokens": 2}) for _ in range(2)]
         wait_until(lambda: len(live.scheduler.waiting) == 2)
-        refused = httpx.post(url, json=body)
+        refused = http.post(url, json=body)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -191,12 +192,12 @@ def test_a_client_that_leaves_frees_its_slot(live: Live, stream: bool) -> None:
     began = time.monotonic()
     body = {"prompt": "leave", "max_tokens": 300, "temperature": 0, "stream": stream}
     if stream:
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as response:
+        with http.stream("POST", f"{live.url}/v1/completions", json=body) as response:
             next(response.iter_lines())
             (job,) = live.scheduler.jobs()
     else:
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=0.5)
+            answer = pool.submit(http.post, f"{live.url}/v1/completions", json=body, timeout=0.5)
             wait_until(lambda: bool(live.scheduler.jobs()))
             (job,) = live.scheduler.jobs()
         assert isinstance(answer.exception(), httpx.ReadTimeout)
@@ -208,7 +209,7 @@ def test_a_client_that_leaves_frees_its_slot(live: Live, stream: bool) -> None:
 def test_time_runs_out_with_504_or_an_event(folder: Path) -> None:
     with serve(folder, "--slots", "2", "--timeout", "0.6") as live:
         body = {"prompt": "slow", "max_tokens": 500, "temperature": 0}
-        assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).status_code == 504
+        assert http.post(f"{live.url}/v1/completions", json=body).status_code == 504
         with pytest.raises(openai.APIError, match="time"):
             list(live.client().completions.create(model="tiny", stream=True, **body))
         wait_until(live.idle)
@@ -216,11 +217,11 @@ def test_time_runs_out_with_504_or_an_event(folder: Path) -> None:
 
 def test_an_api_key_is_asked_for(folder: Path) -> None:
     with serve(folder, api_key="secret") as live:
-        assert httpx.get(f"{live.url}/health").status_code == 200
+        assert http.get(f"{live.url}/health").status_code == 200
         for key in ("wrong", "secre", "secrét"):
             headers = {"Authorization": f"Bearer {key}".encode()}
-            assert httpx.get(f"{live.url}/v1/models", headers=headers).status_code == 401
-        assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"}).status_code == 401
+            assert http.get(f"{live.url}/v1/models", headers=headers).status_code == 401
+        assert http.post(f"{live.url}/v1/completions", json={"prompt": "x"}).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             live.client().models.list()
         client = live.client(api_key="secret")
@@ -231,7 +232,7 @@ def test_a_key_is_compared_by_its_bytes_after_bearer(folder: Path) -> None:
     with serve(folder, api_key="secrét") as live:
         for given, status in (("Bearer secrét", 200), ("bearer secrét", 200), ("secrét", 401), ("Basic secrét", 401)):
             headers = {"Authorization": given.encode()}
-            assert httpx.get(f"{live.url}/v1/models", headers=headers).status_code == status, given
+            assert http.get(f"{live.url}/v1/models", headers=headers).status_code == status, given
 
 
 def test_a_client_may_leave_in_the_middle_of_its_body() -> None:
@@ -259,7 +260,7 @@ def test_a_model_without_a_template_completes_only(folder: Path, tmp_path: Path)
 
 def test_events_are_as_the_standard_has_them(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 3, "temperature": 0, "stream": True}
-    response = httpx.post(f"{live.url}/v1/completions", json=body)
+    response = http.post(f"{live.url}/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)

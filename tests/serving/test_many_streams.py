@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import Live, openai, serve, tiny_folder, tiny_lm, wait_until
+from live_server import Live, openai, serve, tiny_folder, tiny_lm
+from waiting import PATIENCE_S, wait_until
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate
@@ -60,7 +61,7 @@ async def ask(client: openai.AsyncOpenAI, i: int, *, limit: int) -> str:
 
 
 async def ask_all(url: str, *, limit: int = 100) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         return await asyncio.gather(*(ask(client, i, limit=limit) for i in range(N_STREAMS)))
 
 

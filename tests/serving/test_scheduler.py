@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import tiny_lm, wait_until
+from live_server import tiny_lm
+from waiting import PATIENCE_S, wait_until
 
 from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate
@@ -24,7 +25,7 @@ BYTES = load_tokenizer("bytes")
 class Recorded:
     """A job and its updates."""
 
-    def __init__(self, text: str = "hello", n: int = 8, *, timeout_s: float = 60.0, **options: Any) -> None:
+    def __init__(self, text: str = "hello", n: int = 8, *, timeout_s: float = PATIENCE_S, **options: Any) -> None:
         self.updates: list[Update] = []
         self.prompt = BYTES.encode(text)
         self.options = Options(**{"max_new_tokens": n, "temperature": 0, **options})

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_server import httpx, tiny_folder, tiny_lm
+from live_server import http, tiny_folder, tiny_lm
+from waiting import PATIENCE_S
 
 from nsa.cli import main
 from nsa.data.tokenizer import load_tokenizer
@@ -34,14 +35,14 @@ def test_a_process_serves_this_machine_until_a_signal(folder: Path, tmp_path: Pa
         address = next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
         assert address.startswith("http://127.0.0.1:")
         body = {"prompt": "x", "max_tokens": 4}
-        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 401
+        assert http.post(f"{address}/v1/completions", json=body).status_code == 401
         headers = {"Authorization": "Bearer secret"}
-        found = httpx.post(f"{address}/v1/completions", json=body, headers=headers)
+        found = http.post(f"{address}/v1/completions", json=body, headers=headers)
         assert found.json()["usage"]["completion_tokens"] <= 4
         process.send_signal(signal.SIGINT)
         process.stderr.read()
         # 0 where this process was started with SIGINT ignored.
-        assert process.wait(timeout=30) in (0, 128 + signal.SIGINT)
+        assert process.wait(timeout=PATIENCE_S) in (0, 128 + signal.SIGINT)
 
 
 @pytest.mark.parametrize(

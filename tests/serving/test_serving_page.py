@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from docs_pages import ROOT, fenced
 from live_server import serve, tiny_folder
+from waiting import PATIENCE_S
 
 ADDRESS = "127.0.0.1:8000"
 KEY = "Authorization: Bearer secret-key"
@@ -55,7 +56,9 @@ def test_the_requests_of_a_transcript_are_answered(tmp_path: Path, name: str, co
                 # Two others would have to run.
                 continue
             command = request.command.replace(ADDRESS, live.url)
-            got = subprocess.run(["bash", "-c", f"KEY='{KEY}'; {command}"], capture_output=True, text=True, timeout=60)
+            got = subprocess.run(
+                ["bash", "-c", f"KEY='{KEY}'; {command}"], capture_output=True, text=True, timeout=PATIENCE_S
+            )
             assert got.returncode == 0, command
             if request.answer.startswith("data: "):
                 assert got.stdout.rstrip().endswith("data: [DONE]")

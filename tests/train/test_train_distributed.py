@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from forked import Start, rank_variables
 from training import config_file, lines_of, losses, small_run
+from waiting import PATIENCE_S, wait_until
 
 from nsa.data import DataConfig
 from nsa.train import Trainer
@@ -51,7 +51,7 @@ def train_two(folder: Path, out: Path, *words: str) -> str:
 
 
 def torchrun(folder: Path, out: Path, *words: str) -> str:
-    done = subprocess.run(command(folder, out, *words), capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command(folder, out, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -118,7 +118,11 @@ def test_ranks_warn_once_at_the_start_and_by_name_later(tmp_path: Path, monkeypa
     monkeypatch.setenv("NSA_SEQ_LENGHT", "32")
     words = ["train", "--config", file, "--out", str(tmp_path / "run"), "--parallel", "ddp", "--steps", "3"]
     done = subprocess.run(
-        [*LAUNCHER, str(tmp_path / "trains.py"), *words], capture_output=True, text=True, check=False, timeout=300
+        [*LAUNCHER, str(tmp_path / "trains.py"), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warmup 4 -> 2") == 1
@@ -140,10 +144,7 @@ ENDLESS = ("--parallel", "ddp", "--steps", "1000000", "--log-every", "1000000", 
 
 def wait_for_a_step(out: Path) -> None:
     """The first step is logged."""
-    for _ in range(600):
-        if (out / "heartbeat.jsonl").is_file():
-            return
-        time.sleep(0.2)
+    wait_until((out / "heartbeat.jsonl").is_file)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -161,12 +162,8 @@ def test_all_ranks_stop_and_save_between_log_steps(end: str, tmp_path: Path) -> 
         else:
             for pid in [*ranks, launcher.pid]:
                 os.kill(pid, signal.SIGTERM)
-        printed, _ = launcher.communicate(timeout=60)
-        for _ in range(100):
-            if not any(map(running, ranks)):
-                break
-            time.sleep(0.2)
-    assert not any(map(running, ranks))
+        printed, _ = launcher.communicate(timeout=PATIENCE_S)
+        wait_until(lambda: not any(map(running, ranks)))
     why = "the launcher is gone" if end == "the launcher is killed" else "(SIGTERM|another rank)"
     assert re.search(rf"\[stop\] {why}: step \d+ is saved", printed)
 
@@ -227,7 +224,7 @@ def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
         wait_for_a_step(out)
         ranks = ranks_of(launcher.pid)
         os.kill(ranks[-1], signal.SIGKILL)
-        _, said = launcher.communicate(timeout=60)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
     assert "another rank is gone" in said
     assert f"--out {out}" in said
     assert not any(map(running, ranks))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from training import config_file, lines_of, losses, small_run
+from waiting import PATIENCE_S, wait_until
 
 from nsa import cli
 from nsa.data import Batch
@@ -158,11 +159,11 @@ def test_a_second_signal_is_not_held_back() -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_what_a_launcher_passes_on_is_no_second_signal() -> None:
     with Signals(forwarded=True) as signals:
-        signals.echo_s = 0.5
+        signals.echo_s = PATIENCE_S
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.received == "SIGINT"
-        time.sleep(0.6)
+        signals.echo_s = 0.0
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -260,13 +261,13 @@ def test_a_signal_ends_the_wait_for_data_that_does_not_come(tmp_path: Path, monk
         def __iter__(self) -> Iterator[Batch]:
             if trainer.done == 3:
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                time.sleep(30)
+                time.sleep(PATIENCE_S)
             return iter(real)
 
     monkeypatch.setattr(trainer, "loader", Hanging())
     began = time.monotonic()
     assert trainer.train() is None
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     assert trainer.checkpoints.steps()[-1] == 3
     assert [line["step"] for line in lines_of(tmp_path, "step")] == [1, 2, 3]
 
@@ -402,11 +403,8 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
 
     def slow(*given: Any) -> list[Batch] | None:
         stalled = tmp_path / "watchdog.txt"
-        end = time.monotonic() + 10
-        while trainer.done == 3 and not stalled.exists() and time.monotonic() < end:
-            time.sleep(0.05)
         if trainer.done == 3:
-            time.sleep(0.5)
+            wait_until(lambda: stalled.is_file() and "step 3 is saved" in stalled.read_text())
         return real(*given)
 
     monkeypatch.setattr(trainer, "fetch", slow)
@@ -428,25 +426,21 @@ def test_the_watchdog_watches_from_the_first_file_to_the_last(
 ) -> None:
     trainer = Trainer(small_run(tmp_path, steps=1, watchdog_s=0.3))
     owner: Any = {"resume": trainer.checkpointer, "run": trainer.validator, "finish": trainer}[phase]
-    intact = getattr(owner, phase)
+    intact, stalled = getattr(owner, phase), tmp_path / "watchdog.txt"
 
     def slowly() -> Any:
-        time.sleep(1.0)
+        wait_until(lambda: stalled.is_file() and "in slowly" in stalled.read_text())
         return intact()
 
     monkeypatch.setattr(owner, phase, slowly)
     assert trainer.train() is not None
-    assert "in slowly" in (tmp_path / "watchdog.txt").read_text()
 
 
 def test_the_watchdog_watches_the_data_being_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slowly(config: TrainConfig, ranks: object) -> None:
-        for _ in range(100):
-            if stalled.is_file() and "no step is done yet" in stalled.read_text():
-                break
-            time.sleep(0.05)
+        wait_until(lambda: stalled.is_file() and "no step is done yet" in stalled.read_text())
         raise RunStopped("enough")
 
     stalled = tmp_path / "run" / "watchdog.txt"
@@ -477,7 +471,7 @@ def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypa
 
     def hang(*_: object) -> None:
         began.set()
-        release.wait(10)
+        release.wait(PATIENCE_S)
         raise OSError("released")
 
     monkeypatch.setattr(trainer.loader.pools.documents, "read", hang)
@@ -488,12 +482,13 @@ def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypa
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert began.wait(10)
+    assert began.wait(PATIENCE_S)
     time.sleep(1.1)
     told = trainer.describe()
     release.set()
     thread.join()
-    assert re.search(r"data: text .*, last seen reading .*a\.txt; 1 s waited for, 1 of them for the next batch", told)
+    waited = r"[1-9]\d* s waited for, [1-9]\d* of them for the next batch"
+    assert re.search(rf"data: text .*, last seen reading .*a\.txt; {waited}", told)
 
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
@@ -519,13 +514,12 @@ def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     with Watchdog(path, 1.5, describe=lambda: "here", rescue=lambda: rescues.append("x") or "saved") as dog:
         for _ in range(16):
             time.sleep(0.1)
+            assert not rescues or time.monotonic() - dog.last >= dog.seconds
+            rescues.clear()
             dog.beat()
-        assert not rescues
-        time.sleep(2.5)
-    assert rescues
+        wait_until(lambda: rescues and "saved" in path.read_text())
     assert "here" in path.read_text()
-    assert "saved" in path.read_text()
-    dog.thread.join(1)
+    dog.thread.join(PATIENCE_S)
     assert "nsa-watchdog" not in [thread.name for thread in threading.enumerate()]
 
 

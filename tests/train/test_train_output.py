@@ -9,13 +9,12 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training import config_file, lines_of, small_run
+from waiting import PATIENCE_S, wait_until
 
 from nsa.progress import Bar, Lines, progress, say
 from nsa.train import Trainer
@@ -39,13 +38,6 @@ def complete(folder: Path, steps: int = 6) -> bool:
     )
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def steps_done(folder: Path) -> int:
     metrics = folder / "run" / "metrics.jsonl"
     return metrics.read_text().count('"kind": "step"') if metrics.is_file() else 0
@@ -54,7 +46,7 @@ def steps_done(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [">&-", "0<&- >&- 2>&-", "> /dev/full 2>&1"])
 def test_streams_that_take_nothing(words: str, tmp_path: Path) -> None:
-    start(tmp_path, words).wait(timeout=120)
+    start(tmp_path, words).wait(timeout=PATIENCE_S)
     assert complete(tmp_path)
 
 
@@ -66,7 +58,7 @@ def test_closed_output_pipe_loses_nothing_but_the_output(tmp_path: Path) -> None
     assert process.stdout.readline().startswith(b"[boot]")
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     assert complete(tmp_path)
 
 
@@ -103,9 +95,9 @@ def test_a_closed_terminal(ignoring: bool, tmp_path: Path) -> None:
         drained(terminal)
         return steps_done(tmp_path) >= 3
 
-    wait_for(begun)
+    wait_until(begun)
     os.close(terminal)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     assert complete(tmp_path, steps=200) == ignoring
     assert (tmp_path / "run" / "checkpoints" / f"step_{steps_done(tmp_path)}").is_dir()
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training import config_file, lines_of, losses, small_run
+from waiting import wait_until
 
 from nsa import cli
 from nsa.data import Batch
@@ -234,14 +235,6 @@ def test_a_tokenizer_that_fails_is_one_line(
 
 
 # The watchdog.
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError
 
 
 @pytest.mark.parametrize("error", [KeyError("gone"), UnicodeError("a name"), MemoryError()])

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import pytest
 import torch
 from flash_standin import CPU_CONTRACT, OddBytes, StandIn, TalkingHang
 from probing import FORCED_ON, PROBLEM, SUBJECT, backend_of, probe_quickly
+from waiting import PATIENCE_S, wait_until
 
 from nsa.backends.flash import FlashBackend, contracts, probe_child
 from nsa.backends.flash.cases import cases_of
@@ -86,7 +86,7 @@ def test_a_hanging_child_without_a_parent_ends_itself(tmp_path: Path, children_f
     code += "child.CASE_SECONDS, child.MARGIN_SECONDS = 2.0, 0.0; child.main(*sys.argv[1:])"
     cases = "".join(json.dumps(case) + "\n" for case in cases_of(PROBLEM, 8, torch.float32))
     words = [sys.executable, "-c", code, "flash_standin:Hanging", "cpu", str(tmp_path / "answers")]
-    done = subprocess.run(words, input=cases, text=True, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(words, input=cases, text=True, capture_output=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
 
@@ -119,7 +119,7 @@ for line in sys.stdin:
 """
 
 
-def outcomes_of(tmp_path: Path, code: str, *, start: float = 120.0, case: float = 10.0) -> list[Outcome]:
+def outcomes_of(tmp_path: Path, code: str, *, start: float = PATIENCE_S, case: float = PATIENCE_S) -> list[Outcome]:
     """Of three cases, `one`, `two` and `three`."""
     script = tmp_path / "child.py"
     script.write_text(CHILD + code)
@@ -131,7 +131,7 @@ def outcomes_of(tmp_path: Path, code: str, *, start: float = 120.0, case: float 
     ("code", "problem", "transient"),
     [
         (f"{LOAD} os.abort()", "killed by SIGABRT in loading the library", False),
-        (f"{LOAD} time.sleep(60)", "hung: no answer in 3 s in loading the library", False),
+        (f"{LOAD} time.sleep(60)", "hung: no answer in 10 s in loading the library", False),
         (f"{LOAD} sys.exit('no module of that name')", NOT_STARTED, True),
         (f"{LOAD} os.kill(os.getpid(), signal.SIGKILL)", NOT_STARTED, True),
         ("os.abort()", NOT_STARTED, True),
@@ -143,13 +143,13 @@ def outcomes_of(tmp_path: Path, code: str, *, start: float = 120.0, case: float 
 def test_only_a_crash_while_loading_is_the_library_s_failure(
     code: str, problem: str, transient: bool, tmp_path: Path
 ) -> None:
-    (outcome,) = outcomes_of(tmp_path, code, start=3.0)
+    (outcome,) = outcomes_of(tmp_path, code, start=10.0 if "sleep" in code else PATIENCE_S)
     assert problem in str(outcome.problem)
     assert outcome.transient is transient
 
 
 def test_loading_may_take_longer_than_a_case(tmp_path: Path) -> None:
-    outcomes = outcomes_of(tmp_path, f"{LOAD} time.sleep(2); {EACH.format(end='pass')}".replace("; \n", "\n"), case=0.5)
+    outcomes = outcomes_of(tmp_path, f"{LOAD} time.sleep(4); {EACH.format(end='pass')}".replace("; \n", "\n"), case=3.0)
     assert [outcome.problem for outcome in outcomes] == [None] * 3
 
 
@@ -157,13 +157,13 @@ def test_loading_may_take_longer_than_a_case(tmp_path: Path) -> None:
     ("end", "problem"),
     [
         ("os.abort()", "killed by SIGABRT in making the call"),
-        ("time.sleep(60)", "hung: no answer in 1 s in making the call"),
+        ("time.sleep(60)", "hung: no answer in 5 s in making the call"),
         ("sys.exit(0)", "ended with status 0 in making the call"),
         (f"answer(case='two', problem='raised'); sys.exit({STOPPED})", "raised"),
     ],
 )
 def test_the_first_case_that_fails_settles_the_verdict(end: str, problem: str, tmp_path: Path) -> None:
-    one, two = outcomes_of(tmp_path, EACH.format(end=end), case=1.0)
+    one, two = outcomes_of(tmp_path, EACH.format(end=end), case=5.0 if "sleep" in end else PATIENCE_S)
     assert (one.problem, one.call) == (None, "call of one")
     assert (two.problem, two.call, two.transient) == (problem, "", False)
     assert "before the call" in report(SUBJECT, [two])
@@ -217,10 +217,8 @@ def test_a_hang_that_prints_is_killed_with_its_children(
     flash = backend_of(TalkingHang(), tmp_path / "verdicts", partial(probe_quickly, seconds=5.0))
     assert "hung: no answer in 5 s" in str(flash.supports(PROBLEM))
     stat = Path(f"/proc/{offspring.read_text()}/stat")
-    deadline = time.monotonic() + 10
     with suppress(FileNotFoundError, ProcessLookupError):
-        while stat.read_text().split()[2] != "Z":
-            assert time.monotonic() < deadline, "the child of the child lives on"
+        wait_until(lambda: stat.read_text().split()[2] == "Z")
     (kept,) = (tmp_path / "verdicts").glob("*/*.json")
     assert kept.stat().st_size < 10_000
 
