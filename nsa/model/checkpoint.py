@@ -21,25 +21,27 @@ from nsa.config import require
 from nsa.files import make_folder, parse_json, read_limited, replace_text
 from nsa.model.config import LMConfig
 from nsa.model.transformer import LM
-from nsa.tensor_file import read_tensors, write_tensors
+from nsa.tensor_file import read_tensors, read_tensors_and_metadata, write_tensors
 
 CONFIG, SAFE, PLAIN = "model.json", "model.safetensors", "model.pt"
 MAX_CONFIG_BYTES = 2**20
 
 
-def save_model(model: LM, folder: Path) -> Path:
+def save_model(model: LM, folder: Path, *, step: int | None = None) -> Path:
     """Save a model durably.
 
     Args:
         model: Its config and parameters are saved.
         folder: Created if it does not exist.
+        step: The training step that it is of, for `saved_step`.
 
     Returns:
         The file with the parameters.
     """
     make_folder(folder)
     path = folder / SAFE
-    write_tensors(path, {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()})
+    tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    write_tensors(path, tensors, None if step is None else {"step": str(step)})
     replace_text(folder / CONFIG, json.dumps(model.config.to_dict(), indent=2) + "\n")
     return path
 
@@ -49,6 +51,13 @@ def read_model_values(folder: Path) -> dict[str, Any]:
     require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
     with name_in_errors(folder / CONFIG):
         return parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
+
+
+def saved_step(folder: Path) -> int | None:
+    """The training step that a saved model is of; None where it was not recorded. A ValueError names a damaged file."""
+    path = parameters_file(folder)
+    step = read_tensors_and_metadata(path)[1].get("step") if path.name == SAFE else None
+    return int(step) if isinstance(step, str) and step.isdecimal() else None
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str = "auto") -> LM:

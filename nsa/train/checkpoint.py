@@ -335,7 +335,7 @@ def unsharded(model: nn.Module) -> LM | None:
     return whole
 
 
-def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> Path:
+def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, step: int | None = None) -> Path:
     """Write the whole model with its config and tokenizer for `load_model`; the file of the parameters.
 
     Every rank calls it, rank 0 writes.
@@ -345,4 +345,4 @@ def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> Path:
         return folder
     if tokenizer is not None:
         tokenizer.save(folder)
-    return save_model(whole, folder)
+    return save_model(whole, folder, step=step)

@@ -249,7 +249,7 @@ class Trainer:
         saved = self.checkpointer.save_if_finite()
         if not math.isfinite(loss_end):
             raise RunStopped(f"all steps are done, and nothing is exported: {saved}. A lower --lr may help")
-        exported, sample = export(self.model, c.out, self.loader.tokenizer), ""
+        exported, sample = export(self.model, c.out, self.loader.tokenizer, self.done), ""
         if self.ranks.first:
             # From the export: that is what others load.
             sample = self.sampler.generate(load_model(c.out, self.device))

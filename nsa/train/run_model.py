@@ -9,9 +9,10 @@ import torch
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from nsa.model import LM, load_model
 from nsa.model.checkpoint import CONFIG as MODEL_CONFIG
+from nsa.model.checkpoint import saved_step
 from nsa.progress import say
 from nsa.train.checkpoint import read_state
-from nsa.train.run_folder import CHECKPOINTS, CONFIG, STEP, saved_steps
+from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
 from nsa.train.run_info import config_of
 from nsa.train.storage import Damaged, Index
 
@@ -20,8 +21,8 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
     """Load the model of a run, and its tokenizer.
 
     Args:
-        folder: A run, whose exported model is loaded, or, of one that has steps left, its newest good checkpoint, which
-            is named on stderr; or a checkpoint, `checkpoints/step_N`.
+        folder: A run, whose exported model is loaded, or, where a checkpoint is of a later step, the newest good
+            checkpoint, which is named on stderr; or a checkpoint, `checkpoints/step_N`.
         device: The device of the parameters.
 
     Returns:
@@ -41,8 +42,11 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
 
 
 def is_exported(run: Path, last: int) -> bool:
-    """Whether a run has a model exported at its end, and not at an earlier one, from which it was resumed."""
-    return (run / MODEL_CONFIG).is_file() and (not (run / CONFIG).is_file() or last >= config_of(run).steps)
+    """Whether a run has an exported model, and not one of before step `last`, from which it was resumed."""
+    if not (run / MODEL_CONFIG).is_file():
+        return False
+    step = saved_step(run)
+    return step is None or step >= last
 
 
 def run_of(folder: Path) -> Path:

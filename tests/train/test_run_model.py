@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from training import small_run
 from nsa.cli import main
 from nsa.model import LM, load_model, save_model
 from nsa.tensor_file import read_tensors, write_tensors
-from nsa.train import Trainer
+from nsa.train import Trainer, loop
 from nsa.train.run_model import load_run, run_of
 from nsa.train.storage import INDEX, Index, TensorChunk
 
@@ -51,13 +52,31 @@ def test_the_newest_checkpoint_is_the_model(finished: Path, stopped: Path, capsy
     assert "step 4" in capsys.readouterr().err
 
 
-def test_the_export_of_an_earlier_end_is_not_the_model(finished: Path, stopped: Path) -> None:
-    """The run was resumed for more steps, and goes."""
-    save_model(LM(load_model(finished).config), stopped)
-    config = stopped / "config.yaml"
-    config.write_text(config.read_text().replace("steps: 4", "steps: 8"))
-    assert equal_parameters(load_run(stopped)[0], load_model(finished))
-    assert not equal_parameters(load_run(stopped)[0], load_model(stopped))
+def test_the_export_of_an_earlier_end_is_not_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was resumed, and its second end could not be exported."""
+    Trainer(small_run(tmp_path, "nsa", steps=2)).train()
+    monkeypatch.setattr(loop, "export", lambda *given: fail())
+    with pytest.raises(OSError, match="no space"):
+        Trainer(small_run(tmp_path, "nsa", steps=3)).train()
+    found = load_run(tmp_path)[0]
+    assert equal_parameters(found, load_run(tmp_path / "checkpoints" / "step_3")[0])
+    assert not equal_parameters(found, load_model(tmp_path))
+
+
+def fail() -> None:
+    raise OSError("no space")
+
+
+def test_the_export_is_the_model_where_it_is_not_older(finished: Path, tmp_path: Path) -> None:
+    """Its last checkpoint was deleted, and its config is of another version."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints" / "step_4")
+    (run / "config.yaml").write_text("old_key: 1\n")
+    assert equal_parameters(load_run(run)[0], load_model(finished))
+    # As earlier versions exported it, without its step.
+    save_model(load_model(finished), run)
+    assert equal_parameters(load_run(run)[0], load_model(finished))
 
 
 def test_a_checkpoint_by_name_is_that_step_s(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
