@@ -58,15 +58,20 @@ def generate(
     """
     if isinstance(prompts, Tensor):
         require(prompts.dim() == 2, "prompts.shape", tuple(prompts.shape), "two dimensions [B, S]")
-    if isinstance(prompts, Tensor | Sequence):
-        prompts = [row.tolist() if isinstance(row, Tensor) else row for row in prompts]
-    generation = Generation(model, prompts, Options(max_new_tokens=max_new_tokens, **options))
+    generation = Generation(model, as_lists(prompts), Options(max_new_tokens=max_new_tokens, **options))
     for _ in generation:
         if stop():
             break
     longest = max(len(row.tokens) for row in generation.rows)
     rows = [row.tokens + [-1] * (longest - len(row.tokens)) for row in generation.rows]
     return torch.tensor(rows, dtype=torch.long, device=model.head_weight.device)
+
+
+def as_lists(values: Any) -> Any:
+    """Tensors, and the arrays and integers of NumPy, as lists and `int`, also inside of lists."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return list(map(as_lists, values)) if isinstance(values, list | tuple) else values
 
 
 def generate_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,13 @@ class Options:
     def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         """Check what depends on the prompts' token ids and the model's vocabulary; a ValueError names what is wrong."""
         require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
-        folder = Path(self.save_cache or ".").absolute().parent
-        require(folder.is_dir(), "save_cache", self.save_cache, "a file in a folder that exists")
+        if self.save_cache is not None:
+            path = Path(self.save_cache).absolute()
+            fits = not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
+            require(fits, "save_cache", self.save_cache, "a file in a folder that exists and can be written")
         ids = f"from 0 to {vocab_size - 1}"
         require(self.end is None or self.end < vocab_size, "end", self.end, f"None or a token id {ids}")
-        require(isinstance(prompts, Sequence) and len(prompts) > 0, "prompts", prompts, "at least one prompt")
+        require(isinstance(prompts, Sequence) and len(prompts) > 0, "prompts", prompts, "a list of at least one prompt")
         for row, prompt in enumerate(prompts):
             found = isinstance(prompt, Sequence) and len(prompt) > 0
             valid = found and all(is_natural(token) and token < vocab_size for token in prompt)

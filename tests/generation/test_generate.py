@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,6 +277,8 @@ def test_a_row_that_is_not_finite_leaves_the_others_as_they_are() -> None:
         ({"end": 2.0}, "end is 2.0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"save_cache": "no/such/folder/x"}, "save_cache is 'no/such/folder/x'"),
+        ({"save_cache": "."}, "save_cache is '.'"),
+        ({"save_cache": ""}, "save_cache is ''"),
         ({"quantize": "fp8"}, "quantize is 'fp8'.*NSA"),
         ({"page_size": 64}, "page_size is 64.*NSA"),
         ({"prompt_lookup": -1}, "prompt_lookup is -1"),
@@ -299,3 +302,16 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
     arguments = {"prompts": [[1, 2]], "max_new_tokens": 2, **changes}
     with pytest.raises(ValueError, match=message):
         generate(small_model("dense"), **arguments)
+
+
+def test_prompts_of_numpy_are_taken(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    model, save = small_model("nsa"), {"temperature": 0, "save_cache": tmp_path / "cache"}
+    expected = generate(model, [[1, 2]], 3, **save)
+    for prompts in (
+        numpy.array([[1, 2]]),
+        [numpy.array([1, 2])],
+        [list(numpy.array([1, 2]))],
+        [tuple(torch.tensor([1, 2]))],
+    ):
+        assert torch.equal(generate(model, prompts, 3, **save), expected)
