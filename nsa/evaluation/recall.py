@@ -193,7 +193,7 @@ def check_cells(tokenizer: Tokenizer, cells: Sequence[Cell], samples: int) -> No
     require_positive_int("samples", samples)
     for cell in cells:
         check_cell(cell)
-    haystack = Haystack(tokenizer, iter(["\n"]), max(cell.length for cell in cells))
+    haystack = Haystack(tokenizer, iter(["x\n"]), max(cell.length for cell in cells))
     for cell, sample in product(cells, range(samples)):
         cell_prompt(haystack, cell, sample)
 

@@ -22,7 +22,7 @@ from nsa.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from nsa.evaluation import command
 from nsa.evaluation.forward import EvalModel
 from nsa.evaluation.loss import bin_edges, evaluate_loss, token_losses
-from nsa.evaluation.recall import Cell, Haystack, cell_prompt, evaluate_cells, score_answers
+from nsa.evaluation.recall import Cell, Haystack, cell_prompt, check_cells, evaluate_cells, score_answers
 from nsa.generate import generate
 from nsa.model import LM, LMConfig, load_model, save_model
 from nsa.train import Trainer
@@ -100,6 +100,16 @@ def test_a_needle_lies_at_its_depth(depth: float) -> None:
     # After the line that ends there next; a line has 9 characters.
     assert 1 <= note - depth * filler < 11
     assert all(len(line) == 8 for line in text.splitlines()[1:] if not line.startswith("#")), "no line is cut"
+
+
+def test_cells_are_checked_with_a_tokenizer_without_line_ends() -> None:
+    class Printable(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.replace("\n", ""))
+
+    check_cells(Printable(), [Cell("needle", 64, 0.5)], 1)
+    with pytest.raises(ValueError, match="length is 8;"):
+        check_cells(Printable(), [Cell("needle", 8, 0.5)], 1)
 
 
 def test_a_haystack_of_one_line_is_cut_anywhere() -> None:
