@@ -74,7 +74,9 @@ def draw_figure(rows: list[Row], out: Path) -> None:
 def save_figure(figure: Any, title: str, rows: Iterable[Row], out: Path, dpi: int) -> None:
     figure.suptitle(title, fontsize=9, color="#666666")
     make_folder(out.parent)
-    figure.savefig(out, dpi=dpi, metadata={"Description": rows_digest(rows)})
+    # Other formats do not take a description.
+    described = out.suffix.lower() in (".png", ".svg")
+    figure.savefig(out, dpi=dpi, metadata={"Description": rows_digest(rows)} if described else None)
 
 
 def rows_digest(rows: Iterable[Row]) -> str:

@@ -155,6 +155,14 @@ def test_the_rows_of_every_suite_can_be_plotted(file: Path, tmp_path: Path) -> N
     assert "<svg" in (tmp_path / "rows.svg").read_text()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ending", ["pdf", "jpg"])
+def test_plots_are_drawn_in_other_formats(ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_figure([ROW], tmp_path / f"rows.{ending}")
+    assert (tmp_path / f"rows.{ending}").stat().st_size > 0
+
+
 def test_of_rows_of_the_same_kind_the_last_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
