@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Live, http, httpx, openai, serve, tiny_folder, tiny_lm
+from live_server import Live, http, openai, serve, tiny_folder, tiny_lm
 from starlette.requests import Request
 from waiting import wait_until
 
@@ -20,6 +20,7 @@ from nsa.data.tokenizer import load_tokenizer
 from nsa.generate import generate_text
 from nsa.serving.app import read_body
 from nsa.serving.errors import ServingError
+from nsa.serving.scheduler import Job
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 RENDERED = "system: be brief\nuser: hello\nassistant:"
@@ -189,21 +190,15 @@ def test_more_requests_than_the_limit_get_429(live: Live) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(live: Live, stream: bool) -> None:
-    began = time.monotonic()
     body = {"prompt": "leave", "max_tokens": 300, "temperature": 0, "stream": stream}
-    if stream:
-        with http.stream("POST", f"{live.url}/v1/completions", json=body) as response:
-            next(response.iter_lines())
-            (job,) = live.scheduler.jobs()
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(http.post, f"{live.url}/v1/completions", json=body, timeout=0.5)
-            wait_until(lambda: bool(live.scheduler.jobs()))
-            (job,) = live.scheduler.jobs()
-        assert isinstance(answer.exception(), httpx.ReadTimeout)
+    connection = HTTPConnection(live.url.removeprefix("http://"))
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    jobs: list[Job] = []
+    wait_until(lambda: jobs or jobs.extend(live.scheduler.jobs()))
+    connection.close()
     wait_until(live.idle)
-    assert job.cancelled
-    assert job.n_tokens < 300, f"{time.monotonic() - began:.1f} s"
+    assert jobs[0].cancelled
+    assert jobs[0].n_tokens < 300
 
 
 def test_time_runs_out_with_504_or_an_event(folder: Path) -> None:

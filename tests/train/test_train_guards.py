@@ -512,11 +512,13 @@ def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     rescues: list[str] = []
     path = tmp_path / "dog.txt"
     with Watchdog(path, 1.5, describe=lambda: "here", rescue=lambda: rescues.append("x") or "saved") as dog:
+        longest = 0.0
         for _ in range(16):
             time.sleep(0.1)
-            assert not rescues or time.monotonic() - dog.last >= dog.seconds
-            rescues.clear()
+            longest = max(longest, time.monotonic() - dog.last)
             dog.beat()
+        # The machine may have stood still for that long.
+        assert not rescues or max(longest, time.monotonic() - dog.last) >= dog.seconds
         wait_until(lambda: rescues and "saved" in path.read_text())
     assert "here" in path.read_text()
     dog.thread.join(PATIENCE_S)
