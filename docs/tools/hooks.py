@@ -79,6 +79,22 @@ API = {
     "reference": ("Reference", "nsa.reference"),
 }
 
+# What the site shows of a class or module whose other members serve the package itself.
+MEMBERS = {
+    "nsa.NSAAttention": "new_cache forward",
+    "nsa.Problem": "of_config",
+    "nsa.NSACache": "load stage commit discard bytes_read_per_step",
+    "nsa.PagedNSACache": "page_table free_pages allocate free set_page_table select grow",
+    "nsa.cache.rows.RowCache": "device capacity reset select reorder crop truncate grow to save bytes_used",
+    "nsa.model.LM": "compile_layers reset_parameters forward hidden logits blocks head_weight new_cache "
+    "parameter_counts flops_per_token flops_by_part mean_keys kv_bytes kv_bytes_per_token kv_bytes_read",
+    "nsa.train.Trainer": "train step",
+    "nsa.train.TrainStep": "__call__",
+    "nsa.data.recall": "Chain make_chains recall_document python_files mixed_documents write_corpus",
+    "nsa.hf.NSALlamaConfig": "to_dict attention_config",
+    "nsa.hf.NSALlamaForCausalLM": "forward",
+}
+
 # Key of a run's config: where its dataclass is.
 CONFIGS = {
     "model.attn": ("nsa/config.py", "NSAConfig"),
@@ -181,7 +197,13 @@ def anchor_of(heading: str) -> str:
 
 
 def api_text(title: str, names: list[str]) -> str:
-    return "\n\n".join([f"# {title}", *(f"::: {name}" for name in names)])
+    return "\n\n".join([f"# {title}", *map(directive, names)])
+
+
+def directive(name: str) -> str:
+    """What mkdocstrings shows of `name`: its `MEMBERS`, or all that are documented."""
+    shown = MEMBERS.get(name)
+    return f"::: {name}" if shown is None else f"::: {name}\n    options:\n      members: [{', '.join(shown.split())}]"
 
 
 def config_text() -> str:
