@@ -91,6 +91,9 @@ class NSAAttention(nn.Module):
             options: More arguments of `NSACache`; with `page_size` or `n_pages`, of `PagedNSACache`, which it
                 then is.
 
+        Returns:
+            The cache, with `batch_size` rows of no tokens.
+
         Raises:
             ValueError: An argument has a wrong type or value.
         """
@@ -445,14 +448,23 @@ class Gate(nn.Module):
 
 @dataclass(frozen=True)
 class NSAStats:
-    """What the layer did in one forward. Holds references; each figure is computed when it is asked for."""
+    """What the layer did in one forward. Holds references; each figure is computed when it is asked for.
+
+    Args:
+        config: The layer's.
+        gates: `[B, S, Hq, 3]`, in the order compressed, selected, sliding.
+        indices: int32 `[B, S, G, n_sel]` selected blocks, -1 for none.
+        cu_seqlens: int32 `[n + 1]`, of a varlen batch.
+        start: int32 `[B]`, position of each row's first query in a cache.
+        counts: int64 `[B]` real tokens, the first ones of each row. None: all.
+    """
 
     config: NSAConfig
-    gates: Tensor  # [B, S, Hq, 3]
-    indices: Tensor  # [B, S, G, n_sel]
-    cu_seqlens: Tensor | None = None  # of a varlen batch
-    start: Tensor | None = None  # [B] position of each row's first query in a cache
-    counts: Tensor | None = None  # [B] real tokens, the first ones of each row; None: all
+    gates: Tensor
+    indices: Tensor
+    cu_seqlens: Tensor | None = None
+    start: Tensor | None = None
+    counts: Tensor | None = None
 
     @cached_property
     def positions(self) -> Tensor:

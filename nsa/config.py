@@ -42,6 +42,12 @@ BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 class RopeScaling:
     """Llama-3's RoPE scaling: long wavelengths are stretched by `factor`, short ones kept, the rest interpolated.
 
+    Args:
+        factor: At least 1.
+        low_freq_factor: Wavelengths above `original_max_len / low_freq_factor` are stretched.
+        high_freq_factor: Those below `original_max_len / high_freq_factor` are kept.
+        original_max_len: Tokens that the model was trained on before.
+
     Raises:
         ValueError: A field is not a positive number, `factor` is below 1, or the two bounds are in the wrong order.
     """
@@ -139,6 +145,9 @@ class NSAConfig:
         Args:
             length: Tokens up to and including the query.
 
+        Returns:
+            The number of keys, as the heads of one group read them.
+
         Raises:
             ValueError: `length` is not an integer of at least 0.
         """
@@ -153,12 +162,22 @@ class NSAConfig:
         return n_compressed(length, self.l, self.d) + selected + min(self.w, length)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as JSON types, for a checkpoint or a file."""
+        """The config as JSON types, for a checkpoint or a file.
+
+        Returns:
+            Every field by name, `rope_scaling` as a dict or None.
+        """
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> NSAConfig:
         """The inverse of `to_dict`.
+
+        Args:
+            values: Fields by name; those with a default may be missing.
+
+        Returns:
+            The config.
 
         Raises:
             ValueError: A key is unknown or missing, or a value is wrong.

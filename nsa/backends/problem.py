@@ -30,7 +30,21 @@ def is_device_type(name: str) -> bool:
 class Problem:
     """One op, or with `op="attention"` all of them, on one shape. Hashable: routes are cached by it.
 
-    `n_keys` counts the keys of the op itself: compressed ones for `compressed` and `scores`, tokens for the others.
+    Args:
+        op: "attention", or one of `compress`, `compressed`, `scores`, `selected`, `sliding` and `combine`.
+        batch: Rows.
+        n_queries: Queries per row.
+        n_keys: Keys per row of the op itself: compressed ones for `compressed` and `scores`, tokens for the others.
+        n_heads, n_groups: Query heads, and the K/V heads that they share.
+        d_k, d_v: head_dim of queries and keys, and of values.
+        dtype: Of the tensors.
+        device: "cpu" or "cuda".
+        backward: The backward pass.
+        packed: A varlen batch.
+        cached: Queries from some position on of longer keys.
+
+    Raises:
+        ValueError: A field has a wrong type or value.
     """
 
     op: str = "attention"
@@ -89,6 +103,9 @@ class Problem:
             dtype: Of the tensors.
             device: "cpu" or "cuda".
             backward: The backward pass.
+
+        Returns:
+            The problem, with `op="attention"`.
 
         Raises:
             ValueError: An argument has a wrong type or value.

@@ -137,6 +137,9 @@ class NSACache(RowCache):
             max_rollback: As for `NSACache`; of what was saved, no more tokens can be removed than before.
             options: More arguments of the class.
 
+        Returns:
+            The cache.
+
         Raises:
             ValueError: The file is damaged, is no saved cache, or holds one of another config or of several layers.
         """
@@ -216,7 +219,11 @@ class NSACache(RowCache):
 
     @torch.no_grad()
     def commit(self, step: Step) -> None:
-        """Append the tokens of a staged step."""
+        """Append the tokens of a staged step.
+
+        Args:
+            step: What `stage` returned last.
+        """
         self.window.append(step.tokens, step.end, step.new_window)
         self.tail.append(step.tokens, step.end, step.new_raw)
         self.lengths.copy_(step.end)
@@ -225,7 +232,11 @@ class NSACache(RowCache):
 
     @torch.no_grad()
     def discard(self, step: Step) -> None:
-        """Remove a staged step that failed."""
+        """Remove a staged step that failed.
+
+        Args:
+            step: What `stage` returned last.
+        """
         self.clear(self.lengths, step.tokens.position.shape[1], step.end)
 
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:
@@ -255,6 +266,9 @@ class NSACache(RowCache):
 
         Args:
             length: The length of every row. Default: the current lengths.
+
+        Returns:
+            The bytes; of fp8 keys and values with their scales.
 
         Raises:
             ValueError: `length` is not an integer in `[0, max_len]`.

@@ -192,6 +192,9 @@ class PagedNSACache(NSACache):
     def select(self, rows: Tensor) -> None:
         """As `NSACache.select`. A repeated row is copied to free pages, and rows that are dropped give theirs back.
 
+        Args:
+            rows: As for `NSACache.select`.
+
         Raises:
             ValueError: `rows` is no such tensor, or there are not enough free pages; the cache is as it was.
         """
@@ -217,7 +220,14 @@ class PagedNSACache(NSACache):
 
     @torch.no_grad()
     def grow(self, max_len: int) -> None:
-        """As `NSACache.grow`: the page table becomes wider. No pages are added."""
+        """As `NSACache.grow`: the page table becomes wider. No pages are added.
+
+        Args:
+            max_len: As for `NSACache.grow`.
+
+        Raises:
+            ValueError: `max_len` is not such a number.
+        """
         super().grow(max_len)
         self.replace_table(self.batch_size, -(-max_len // self.page_size))
         self.set_pages(self.pages)

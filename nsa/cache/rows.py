@@ -17,7 +17,15 @@ from nsa.config import NSAConfig, require, require_bool, require_int, require_po
 
 
 class RowCache(ABC):
-    """`batch_size` rows of up to `max_len` tokens, each row with its own length; arguments as for `NSACache`."""
+    """`batch_size` rows of up to `max_len` tokens, each row with its own length: what `NSACache` and the cache of dense
+    attention have in common.
+
+    Args:
+        config, batch_size, max_len, dtype, device, max_rollback, static: As for `NSACache`.
+
+    Raises:
+        ValueError: An argument has a wrong type or value.
+    """
 
     def __init__(
         self,
@@ -263,6 +271,9 @@ class RowCache(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move all buffers to `device`.
 
+        Args:
+            device: Any that torch can use.
+
         Returns:
             The cache itself.
 
@@ -295,7 +306,11 @@ class RowCache(ABC):
         self.check_fit(list(lengths))
 
     def bytes_used(self) -> int:
-        """Memory allocated for all rows, in bytes."""
+        """Memory allocated for all rows.
+
+        Returns:
+            The bytes of all buffers.
+        """
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def check_length(self, length: int | None) -> list[int]:

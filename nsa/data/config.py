@@ -37,7 +37,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from and how they are batched."""
+    """Where tokens come from and how they are batched.
+
+    Raises:
+        ValueError: A field has a wrong type or value, or two do not fit each other.
+    """
 
     source: str = "stdlib"  # one of SOURCES, or "hf:NAME" for a data set of the Hugging Face hub
     path: str | None = None  # a file, a folder or a pattern, for the sources that read files

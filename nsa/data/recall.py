@@ -67,7 +67,18 @@ class Chain(NamedTuple):
 
 
 def make_chains(rng: Random, hops: Sequence[int]) -> list[Chain]:
-    """Chains of so many notes each; no two have a key or a value in common."""
+    """Chains of which no two have a key or a value in common.
+
+    Args:
+        rng: Decides the keys and values.
+        hops: The notes of each chain.
+
+    Returns:
+        One chain for each of `hops`.
+
+    Raises:
+        ValueError: There are not enough keys or values.
+    """
     require(
         sum(hops) <= len(NOTE_KEYS), "the sum of hops", sum(hops), f"at most {len(NOTE_KEYS)}, the keys that there are"
     )
@@ -83,6 +94,13 @@ def recall_document(rng: Random, filler: Sequence[str]) -> str:
 
     The distance of a chain's first question is uniform or log-uniform up to the document's length; more are anywhere
     after it. Without filler the document is dense: all questions follow in the next lines.
+
+    Args:
+        rng: Decides all else.
+        filler: Lines; may be empty.
+
+    Returns:
+        The document, with a line break at its end.
     """
     ends = list(accumulate(len(line) + 1 for line in filler))
     length = ends[-1] if ends else 0
@@ -110,7 +128,14 @@ def recall_document(rng: Random, filler: Sequence[str]) -> str:
 
 
 def python_files(folders: Sequence[Path]) -> list[Path]:
-    """Python source under `folders`, without tests, generated data and links out of them, in a fixed order."""
+    """Python source, without tests, generated data and links.
+
+    Args:
+        folders: Searched with all that they hold.
+
+    Returns:
+        The files, in a fixed order.
+    """
     found = {
         path
         for folder in folders
@@ -142,6 +167,9 @@ def mixed_documents(
         recall_chars: Fewest and most characters of filler of a recall document that is not dense.
         dense_share: Of recall documents, in characters, those without filler.
         seed: Decides the order of the files and all else.
+
+    Yields:
+        One document after the other.
 
     Raises:
         ValueError: There is no file, or a number is out of range.
@@ -184,7 +212,15 @@ def cycled_lines(files: Sequence[Path]) -> Iterator[str]:
 
 
 def write_corpus(path: Path, documents: Iterator[str]) -> int:
-    """Write documents as JSON lines, for `nsa data prepare --source jsonl`; returns how many."""
+    """Write documents as JSON lines, for `nsa data prepare --source jsonl`.
+
+    Args:
+        path: Replaced if it exists; its folder is created.
+        documents: Texts.
+
+    Returns:
+        The number of documents.
+    """
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:

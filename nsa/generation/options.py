@@ -81,7 +81,15 @@ class Options:
             require(value is None or self.temperature != 0, name, value, accepted)
 
     def check(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """Check what depends on the prompts' token ids and the model's vocabulary; a ValueError names what is wrong."""
+        """Check what depends on the prompts and the model.
+
+        Args:
+            prompts: The token ids of each row.
+            vocab_size: The model's.
+
+        Raises:
+            ValueError: A prompt is empty, too long or has an impossible token id, or an option is impossible.
+        """
         require(self.top_k is None or self.top_k <= vocab_size, "top_k", self.top_k, f"1 to {vocab_size}, the tokens")
         if self.save_cache is not None:
             path = Path(self.save_cache).absolute()

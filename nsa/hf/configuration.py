@@ -21,7 +21,10 @@ REPLICATED = ("q_norm", "k_norm", *PHIS)
 class NSALlamaConfig(PreTrainedConfig):
     """Llama with NSA in every layer.
 
-    `nsa` holds hyperparameters of `NSAConfig` that are not Llama's own: `{"n_sel": 32, "share_kv": True}`.
+    Args:
+        nsa: Hyperparameters of `NSAConfig` that are not Llama's own: `{"n_sel": 32, "share_kv": True}`.
+        dense_config: The `config.json` of the dense model that `nsa convert` started from.
+        kwargs: All other fields, named as in `LlamaConfig`.
 
     Raises:
         ValueError: A field, or a key of `nsa`, has a wrong name, type or value.
@@ -63,7 +66,6 @@ class NSALlamaConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
     nsa: dict[str, Any] | None = None
-    # The config.json of the dense model that `nsa convert` started from.
     dense_config: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -76,7 +78,11 @@ class NSALlamaConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Without `layer_types`, which follow from the rest: `Trainer` reads the config of a checkpoint by the base
-        class, which knows no layer types but its own."""
+        class, which knows no layer types but its own.
+
+        Returns:
+            What `config.json` holds.
+        """
         return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
 
     def validate_architecture(self) -> None:
@@ -90,5 +96,12 @@ class NSALlamaConfig(PreTrainedConfig):
         require(self.layer_types == [LAYER_TYPE] * self.num_hidden_layers, "layer_types", self.layer_types, accepted)
 
     def attention_config(self) -> NSAConfig:
-        """The hyperparameters of every layer; a ValueError if a key of `nsa` is unknown, or a value wrong."""
+        """The hyperparameters of the attention.
+
+        Returns:
+            Those of every layer.
+
+        Raises:
+            ValueError: A key of `nsa` is unknown, or a value wrong.
+        """
         return attention_config(vars(self))

@@ -240,7 +240,11 @@ def packed_offsets(position_ids: Tensor, batch_size: int) -> Tensor | None:
 
 
 class NSALlamaForCausalLM(NSALlamaPreTrainedModel, GenerationMixin):
-    """Tokens to logits, or with labels to their mean loss."""
+    """Tokens to logits, or with labels to their mean loss.
+
+    Args:
+        config: Sizes and attention.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -288,6 +292,9 @@ class NSALlamaForCausalLM(NSALlamaPreTrainedModel, GenerationMixin):
 
         Returns:
             Logits `[B, T, V]`, the loss if there are labels, and the cache.
+
+        Raises:
+            ValueError: An argument has a wrong shape, or does not go with another.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -26,17 +26,25 @@ SCORES_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What one layer did; S tokens, Hq heads, G groups. All tensors are on the CPU."""
+    """What one layer did; S tokens, Hq heads, G groups. All tensors are on the CPU.
+
+    Args:
+        layer: Its number in the model.
+        gates: `[S, Hq, 3]`, in the order compressed, selected, sliding.
+        selected: int32 `[S, G, n_sel]` selected blocks, ascending, -1: none.
+        blocks: int32 `[S, G, k]`, the compression blocks with the most attention, the first the most; -1: none.
+        weights: `[S, G, k]`, their share of it: the mean over the heads of the group; 0: none.
+        gate_mean: By branch, the mean over tokens and heads.
+        distances: How many selected blocks lie 0, 1, 2, ... blocks back.
+    """
 
     layer: int
-    gates: Tensor  # [S, Hq, 3]
-    selected: Tensor  # int32 [S, G, n_sel] selected blocks, ascending, -1: none
-    # The compression blocks with the most attention, the first the most, and their share of it: the mean over the
-    # heads of the group. -1 and 0: none.
-    blocks: Tensor  # int32 [S, G, k]
-    weights: Tensor  # [S, G, k]
+    gates: Tensor
+    selected: Tensor
+    blocks: Tensor
+    weights: Tensor
     gate_mean: dict[str, float]
-    distances: list[int]  # how many selected blocks lie 0, 1, 2, ... blocks back
+    distances: list[int]
 
     @cached_property
     def group_gates(self) -> Tensor:
@@ -46,19 +54,40 @@ class LayerRecord:
 @dataclass(frozen=True)
 class Inspection:
     """A text and what each NSA layer did with it. Tokens, layers and groups are numbered from 0; a layer has its number
-    in the model, and layers other than NSA's are left out."""
+    in the model, and layers other than NSA's are left out.
+
+    Args:
+        config: The layers'.
+        tokens: Token ids.
+        pieces: The text of each token; a character of several tokens belongs to its last one.
+        layers: By number.
+    """
 
     config: NSAConfig
     tokens: list[int]
-    pieces: list[str]  # the text of each token; a character of several tokens belongs to its last one
+    pieces: list[str]
     layers: dict[int, LayerRecord]
 
     def selected_blocks(self, token: int, layer: int, group: int) -> list[int]:
-        """The blocks that a token selected, ascending."""
+        """The selection blocks of a token.
+
+        Args:
+            token, layer, group: Which ones.
+
+        Returns:
+            The numbers of the blocks, ascending.
+        """
         return [block for block in self.layers[layer].selected[token, group].tolist() if block >= 0]
 
     def selected_words(self, token: int, layer: int, group: int) -> list[str]:
-        """The text of each selected block, up to the token."""
+        """The text of the selection blocks of a token.
+
+        Args:
+            token, layer, group: Which ones.
+
+        Returns:
+            The text of each selected block, up to the token.
+        """
         size = self.config.l_sel
         return [
             self.text(block * size, min((block + 1) * size, token + 1))
@@ -66,21 +95,49 @@ class Inspection:
         ]
 
     def window(self, token: int) -> range:
-        """The tokens of its sliding window."""
+        """The sliding window of a token.
+
+        Args:
+            token: Which one.
+
+        Returns:
+            The tokens of the window, its own included.
+        """
         return range(max(0, token - self.config.w + 1), token + 1)
 
     def compressed(self, token: int, layer: int, group: int) -> list[tuple[range, float]]:
-        """The compression blocks with the most attention: their tokens, and their share of the compressed attention."""
+        """The compression blocks to which a token attends the most.
+
+        Args:
+            token, layer, group: Which ones.
+
+        Returns:
+            The tokens of each block, and its share of the compressed attention, the largest first.
+        """
         record, c = self.layers[layer], self.config
         found = zip(record.blocks[token, group].tolist(), record.weights[token, group].tolist(), strict=True)
         return [(range(block * c.d, block * c.d + c.l), weight) for block, weight in found if block >= 0]
 
     def gates(self, token: int, layer: int, group: int) -> dict[str, float]:
-        """The mean gate of each branch over the heads of the group."""
+        """The gates of a token.
+
+        Args:
+            token, layer, group: Which ones.
+
+        Returns:
+            By branch (`cmp`, `sel`, `win`), the mean over the heads of the group.
+        """
         return dict(zip(BRANCHES, self.layers[layer].group_gates[token, group].tolist(), strict=True))
 
     def text(self, begin: int, end: int) -> str:
-        """The text of tokens `begin` to `end - 1`."""
+        """The text of some tokens.
+
+        Args:
+            begin, end: The first token, and the one after the last.
+
+        Returns:
+            The text.
+        """
         return "".join(self.pieces[begin:end])
 
     @cached_property
@@ -102,7 +159,11 @@ class Inspection:
         return [sum(counts) for counts in zip_longest(*(r.distances for r in self.layers.values()), fillvalue=0)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: everything, for a script."""
+        """Everything as JSON types, for a script.
+
+        Returns:
+            `config`, `tokens`, `pieces`, `reads`, `distances`, and `layers` by number.
+        """
         return {
             "config": self.config.to_dict(),
             "tokens": self.tokens,

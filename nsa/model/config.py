@@ -63,6 +63,9 @@ class LMConfig:
         Args:
             name: "tiny" or "125m".
 
+        Returns:
+            The config.
+
         Raises:
             ValueError: There is no such preset.
         """
@@ -70,17 +73,41 @@ class LMConfig:
         return PRESETS[name]
 
     def with_backend(self, backend: str) -> LMConfig:
-        """The same config with another attention backend."""
+        """The same config with another attention backend.
+
+        Args:
+            backend: "auto" or a backend's name.
+
+        Returns:
+            The new config.
+
+        Raises:
+            ValueError: There is no such backend, or it does not run the attention of the layers.
+        """
         return replace(self, attn=replace(self.attn, backend=backend))
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as JSON types, for a checkpoint."""
+        """The config as JSON types, for a checkpoint.
+
+        Returns:
+            Every field by name, `attn` as of `NSAConfig.to_dict`.
+        """
         values = asdict(self)
         return values if isinstance(self.attention, str) else {**values, "attention": list(self.attention)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LMConfig:
-        """The inverse of `to_dict`; a ValueError names unknown, missing and wrong keys."""
+        """The inverse of `to_dict`.
+
+        Args:
+            values: Fields by name; those with a default may be missing.
+
+        Returns:
+            The config.
+
+        Raises:
+            ValueError: A key is unknown or missing, or a value is wrong.
+        """
         check_field_names("values", values, cls)
         values = {**values, "attn": NSAConfig.from_dict(values["attn"])}
         if isinstance(values.get("attention"), list):

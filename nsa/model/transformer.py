@@ -61,6 +61,9 @@ class LM(nn.Module):
         """Let `torch.compile(**options)` compile the training of one layer, which all layers share, and of the loss.
 
         A whole model takes several times as long to compile, and replayed as CUDA graphs it is not faster.
+
+        Args:
+            options: Of `torch.compile`.
         """
         self.compiled = torch.compile(apply_layer, **options), torch.compile(chunked_cross_entropy, **options)
 
@@ -121,7 +124,19 @@ class LM(nn.Module):
         return self.compiled
 
     def hidden(self, tokens: Tensor, *, caches: list[Cache] | None = None, **given: Tensor | None) -> Tensor:
-        """The input of the head, `[B, S, D]`; arguments as in `forward`."""
+        """Compute the input of the head.
+
+        Args:
+            tokens: int `[B, S]`.
+            caches: As in `forward`.
+            given: `cu_seqlens` and `attention_mask`, as in `forward`.
+
+        Returns:
+            `[B, S, D]`, after the last norm.
+
+        Raises:
+            ValueError: An argument has a wrong shape or value, or does not go with another.
+        """
         x = self.embedding(tokens)
         run, _ = self.parts(cached=caches is not None)
         recompute = self.recompute and self.training and caches is None
@@ -131,7 +146,14 @@ class LM(nn.Module):
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., V]`."""
+        """Apply the head.
+
+        Args:
+            x: `[..., D]`, from `hidden`.
+
+        Returns:
+            `[..., V]`.
+        """
         return F.linear(x, self.head_weight)
 
     @property
@@ -145,11 +167,15 @@ class LM(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def new_cache(self, batch_size: int, max_len: int, **options: Any) -> list[Cache]:
-        """One cache per layer, for `batch_size` rows of up to `max_len` tokens; under autocast pass its dtype.
+        """One empty cache per layer; under autocast pass its dtype.
 
         Args:
+            batch_size, max_len: Rows, and most tokens per row.
             options: More arguments of the layers' `new_cache`: `dtype`, `device`, `max_rollback` and `static`; for NSA
                 alone `quantize`, `page_size` and `n_pages`.
+
+        Returns:
+            The caches, in the order of the layers.
 
         Raises:
             ValueError: An argument has a wrong type or value, or a layer has no such form of a cache.
@@ -160,7 +186,11 @@ class LM(nn.Module):
         return [layer.attention.new_cache(batch_size, max_len, **options) for layer in self.blocks]
 
     def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by part; a tied head has none."""
+        """Count the parameters.
+
+        Returns:
+            The number of each part: `embedding`, `attention`, `mlp`, `norm`, `head`. A tied head has none.
+        """
         norms = [norm for layer in self.blocks for norm in (layer.attention_norm, layer.mlp_norm)]
         parts: dict[str, list[nn.Module]] = {
             "embedding": [self.embedding],
@@ -175,11 +205,31 @@ class LM(nn.Module):
         """Mean FLOPs per token in a sequence of `length`.
 
         A multiply-add counts as two, a backward as two forwards; masked scores and recomputation do not count.
+
+        Args:
+            length: Tokens.
+            backward: Count a training step; else the forward pass alone.
+
+        Returns:
+            The FLOPs.
+
+        Raises:
+            ValueError: `length` is not a positive integer.
         """
         return sum(self.flops_by_part(length, backward=backward).values())
 
     def flops_by_part(self, length: int, *, backward: bool = True) -> dict[str, float]:
-        """`flops_per_token` of each kind of attention (projections and scores), the MLPs and the head."""
+        """`flops_per_token` by part.
+
+        Args:
+            length, backward: As for `flops_per_token`.
+
+        Returns:
+            The FLOPs of each kind of attention (projections and scores) by its name, of `mlp` and of `head`.
+
+        Raises:
+            ValueError: `length` is not a positive integer.
+        """
         require_positive_int("length", length)
         c = self.config.attn
         parts = dict.fromkeys((*self.config.kinds, "mlp", "head"), 0.0)
@@ -197,22 +247,67 @@ class LM(nn.Module):
         return {part: 2 * weights * (3 if backward else 1) for part, weights in parts.items()}
 
     def mean_keys(self, kind: AttentionKind, length: int) -> float:
-        """Mean number of keys that a query sees in a layer of `kind`, over `length` tokens."""
+        """Mean number of keys that a query sees in a layer.
+
+        Args:
+            kind: The attention of the layer.
+            length: Tokens of the sequence, at least 1.
+
+        Returns:
+            The mean over the queries.
+
+        Raises:
+            ValueError: No layer is of this kind.
+        """
         attention = self.blocks[self.config.kinds.index(kind)].attention
         seen = attention.config.reads_per_step if isinstance(attention, NSAAttention) else attention.keys_seen
         return sum(seen(t) for t in range(1, length + 1)) / length
 
     def kv_bytes(self, length: int, *, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes of the caches of all layers for `length` tokens; `dtype` as in `new_cache`."""
+        """Memory that the caches of all layers take.
+
+        Args:
+            length: Tokens per row.
+            batch_size: Rows.
+            dtype: As in `new_cache`.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            ValueError: An argument has a wrong type or value.
+        """
         return sum(cache.bytes_used() for cache in self.new_cache(batch_size, length, dtype=dtype, device="meta"))
 
     def kv_bytes_per_token(self, *, dtype: torch.dtype | None = None) -> float:
-        """Cache bytes per additional token of a long sequence; 0 in a layer that keeps only a window."""
+        """Memory that the caches of all layers take per additional token of a long sequence.
+
+        Args:
+            dtype: As in `new_cache`.
+
+        Returns:
+            Bytes; 0 for a layer that keeps only a window.
+
+        Raises:
+            ValueError: `dtype` is none that a cache can have.
+        """
         long = 1 << 20
         return (self.kv_bytes(2 * long, dtype=dtype) - self.kv_bytes(long, dtype=dtype)) / long
 
     def kv_bytes_read(self, length: int, *, batch_size: int = 1, **options: Any) -> int:
-        """Bytes of K/V that one decoding step reads from rows of this `length`; `options` as in `new_cache`."""
+        """K/V that one decoding step reads in all layers.
+
+        Args:
+            length: Tokens of each row.
+            batch_size: Rows.
+            options: As in `new_cache`, except `device`.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            ValueError: An argument has a wrong type or value.
+        """
         caches = self.new_cache(batch_size, length, device="meta", **options)
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 

@@ -63,6 +63,10 @@ def attention(
 
     Returns:
         `o [B,S,Hq,Dv]`, and the indices `[B,S,G,n_select]` of the selected blocks.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start)
     integers = (block, stride, select_block, n_select, n_init, n_local, window)
@@ -88,6 +92,10 @@ def compress_mean(
     Returns:
         `[B,N,G,D]`, where `N` is the number of complete blocks. Of a varlen batch it is `S // stride`, which always
         suffices: the documents' blocks lie one after the other, and the slots after them are zero.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_compress_mean(x, cu_seqlens, block, stride, backend, strict)
     return COMPRESS_MEAN.forward(x, cu_seqlens, block, stride, backend, strict)
@@ -111,6 +119,10 @@ def gather_blocks(
 
     Returns:
         `[B,N,G,block*D]`, with `N` and unused slots as in `compress_mean`.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
     return GATHER_BLOCKS.forward(x, position, cu_seqlens, block, stride, backend, strict)
@@ -136,6 +148,10 @@ def compressed_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and the natural log-sum-exp `lse [B,S,Hq]`, fp32 or fp64.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_compressed_attention(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
@@ -169,6 +185,10 @@ def select_blocks(
 
     Returns:
         int32 `[B,S,G,n_select]`, ascending, -1 at the end.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     integers = (block, stride, select_block, n_select, n_init, n_local)
     checks.check_select_blocks(q, k_cmp, lse, cu_seqlens, q_start, *integers, scale, backend, strict)
@@ -197,6 +217,10 @@ def selected_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_selected_attention(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
@@ -222,6 +246,10 @@ def sliding_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
     return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale or q.shape[-1] ** -0.5, backend, strict)
@@ -237,6 +265,10 @@ def combine(
 
     Returns:
         `[B,S,Hq,Dv]`.
+
+    Raises:
+        ValueError: An argument is wrong, or no backend supports the call.
+        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

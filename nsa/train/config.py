@@ -59,7 +59,11 @@ OPTIONAL = {"data", "out"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run. The sequence length is `model.seq_len`."""
+    """One run. The sequence length is `model.seq_len`.
+
+    Raises:
+        ValueError: A field has a wrong type or value, or two do not fit each other.
+    """
 
     model: LMConfig
     data: DataConfig
@@ -143,7 +147,11 @@ class TrainConfig:
         return self.batch_size * self.model.seq_len
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, nested as in the YAML file."""
+        """The config as plain types.
+
+        Returns:
+            The fields by name, nested as in the YAML file.
+        """
         return {**asdict(self), "model": self.model.to_dict(), "out": str(self.out)}
 
     @property

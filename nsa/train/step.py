@@ -85,7 +85,15 @@ class TrainStep:
         self.begun = 0
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One update from the gradient of the mean loss over all tokens of `batches`, which are on the device."""
+        """One update from the gradient of the mean loss over all tokens of `batches`.
+
+        Args:
+            batches: Of this rank, on the device.
+            lr: The learning rate.
+
+        Returns:
+            The loss, the norm of the gradients before it is clipped, and whether the update was skipped.
+        """
         # A graph's next replay overwrites its gradients: those of several batches are added up elsewhere.
         own_place = self.cuda_graphs and len(batches) > 1
         if own_place:
