@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import os
 import subprocess
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
 
 import pytest
 
@@ -189,27 +186,6 @@ def test_type_checkers_and_users_see_the_same_names(package: str) -> None:
     assert sorted(seen) == sorted(found.__all__)
     for name, module in seen.items():
         assert getattr(importlib.import_module(str(module)), name) is getattr(found, name)
-
-
-def described(x: object) -> str:
-    return f"{inspect.getdoc(x)} {inspect.getdoc(x.__init__) if isinstance(x, type) else ''}"
-
-
-@pytest.mark.parametrize("package", [*PACKAGES, "nsa.ops", "nsa.reference", "nsa.inspection"])
-def test_exports_describe_their_arguments_and_results(package: str) -> None:
-    found = importlib.import_module(package)
-    exported = {name: getattr(found, name) for name in found.__all__ if callable(getattr(found, name))}
-    # Fields of dataclasses and tuples are described where they are declared, a protocol has no constructor.
-    plain = {
-        name: x
-        for name, x in exported.items()
-        if not (is_dataclass(x) or hasattr(x, "_fields") or getattr(x, "_is_protocol", False) or get_args(x))
-        and inspect.signature(x).parameters
-    }
-    assert [name for name, x in plain.items() if "Args:" not in described(x)] == []
-    functions = {name: x for name, x in plain.items() if inspect.isfunction(x)}
-    results = [name for name, x in functions.items() if inspect.signature(x).return_annotation not in (None, "None")]
-    assert [name for name in results if "Returns:" not in described(functions[name])] == []
 
 
 def test_submodules_are_attributes_as_ever() -> None:
