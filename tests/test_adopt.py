@@ -121,5 +121,5 @@ def test_a_name_that_leads_out_of_the_archive_is_refused(adopt: ModuleType, tmp_
     archive = tmp_path / "bad.tar.gz"
     with tarfile.open(archive, "w:gz") as made:
         made.add(tmp_path / "arms.csv", "../arms.csv")
-    with pytest.raises(ValueError, match="name in the archive"):
+    with pytest.raises(ValueError, match=r"'\.\./arms\.csv'"):
         adopt.adopt(archive, tmp_path / "results")

@@ -52,7 +52,7 @@ def test_under_autocast_a_cache_must_have_the_autocast_dtype() -> None:
     attn = layer(torch.float32)
     x = tokens(20, dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"cache.dtype is torch.float32.*accepted.*bfloat16"):
+        with pytest.raises(ValueError, match=r"cache\.dtype is torch\.float32.*accepted.*bfloat16"):
             attn(x, cache=attn.new_cache(1, 20))
         cache = attn.new_cache(1, 20, dtype=torch.bfloat16)
         got = torch.cat([attn(x[:, :9], cache=cache), attn(x[:, 9:], cache=cache)], dim=1)

@@ -418,7 +418,7 @@ def test_config_takes_every_backend_and_suggests_the_nearest() -> None:
     assert set(BACKENDS) == {"auto", *BACKEND_MODULES}
     for name in BACKENDS:
         assert NSAConfig(**GOOD_CONFIG, backend=name).backend == name
-    with pytest.raises(ValueError, match="did you mean 'triton'"):
+    with pytest.raises(ValueError, match=r"backend is 'tritonn'; .*'triton'"):
         NSAConfig(**GOOD_CONFIG, backend="tritonn")
 
 
@@ -428,7 +428,7 @@ def test_a_missing_key_of_a_saved_config_is_named() -> None:
 
 
 def test_keys_that_are_no_text_are_named() -> None:
-    with pytest.raises(ValueError, match=r"the keys of values.*\[1, 'x'\]"):
+    with pytest.raises(ValueError, match=r"keys of values is \[1, 'x'\]"):
         NSAConfig.from_dict({1: 2, "x": 3})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -62,7 +63,9 @@ def test_auto_takes_the_first_that_supports_the_problem() -> None:
     router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), Fake("reference"))
     assert run(router) == "sdpa"
     route = router.route(PROBLEM)
-    assert dict(route.reasons) == {"triton": "no GPU", "reference": "sdpa comes before it"}
+    assert route.reasons["triton"] == "no GPU"
+    assert route.reasons["reference"].startswith("sdpa ")
+    assert len(route.reasons) == 2
     assert dict(router.counts.calls) == {("sliding", "sdpa"): 1}
 
 
@@ -94,7 +97,7 @@ def test_auto_falls_back_after_a_failure_and_logs_it_once(caplog: pytest.LogCapt
     assert dict(router.counts.calls) == {("sliding", "sdpa"): 3}
     assert dict(router.counts.failures) == {("sliding", "triton", "out of shared memory"): 3}
     (record,) = caplog.records
-    for part in ("triton", "sliding_forward", "S=64", "float32", "out of shared memory", "falling back to sdpa"):
+    for part in ("triton", "sliding_forward", "S=64", "float32", "out of shared memory", " to sdpa"):
         assert part in record.message
 
 
@@ -107,7 +110,7 @@ def test_what_failed_on_a_problem_is_not_tried_again() -> None:
     assert router.counts.failures.total() == 2
     assert router.route(PROBLEM).backend == "sdpa"
     assert router.route(PROBLEM).reasons["triton"] == "failed before: does not compile"
-    with pytest.raises(BackendFailure, match=r"triton failed before .*does not compile; strict forbids"):
+    with pytest.raises(BackendFailure, match=r"triton failed before .*does not compile; strict"):
         run(router, strict=True)
     # Another problem is another kernel.
     broken.raises = None
@@ -119,7 +122,7 @@ def test_an_unsupported_call_does_not_rule_out_the_next() -> None:
     router = router_of(particular, Fake("sdpa"))
     assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
     assert router.counts.failures.total() == 2
-    with pytest.raises(BackendFailure, match=r"this window; strict forbids"):
+    with pytest.raises(BackendFailure, match=r"this window; strict"):
         run(router, strict=True)
     particular.raises = None
     assert run(router, strict=True) == "triton"
@@ -127,7 +130,7 @@ def test_an_unsupported_call_does_not_rule_out_the_next() -> None:
 
 def test_when_everything_failed_before_it_is_an_error() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("one")))
-    for match in ("one; no other backend is left", "failed before: one"):
+    for match in (r"sliding_forward on .*: one; ", "failed before: one"):
         with pytest.raises(BackendFailure, match=match):
             run(router)
 
@@ -142,7 +145,7 @@ def test_a_failure_is_logged_once_per_kind_of_call(caplog: pytest.LogCaptureFixt
 
 def test_a_named_backend_that_fails_says_where(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(Fake("triton", raises=BackendFailure("boom")), Fake("sdpa"))
-    with pytest.raises(BackendFailure, match=r"triton failed in sliding_forward on sliding .*boom; backend='triton'"):
+    with pytest.raises(BackendFailure, match=r"triton .*sliding_forward on sliding .*boom; backend='triton'"):
         run(router, backend="triton")
     assert router.counts.failures.total() == 1
 
@@ -172,7 +175,7 @@ def test_a_backend_that_a_setting_forces_on_goes_first() -> None:
         cannot = Configured("flash", forced="a setting", **changes)
         router = router_of(Fake("triton"), cannot, Fake("sdpa"), measured_routes=measured)
         assert [run(router) for _ in range(2)] == ["sdpa", "sdpa"]
-        assert router.route(PROBLEM).why == "measured order on cpu"
+        assert re.match(r"measured .*cpu$", router.route(PROBLEM).why)
 
 
 def test_a_backend_that_settings_decline_is_not_asked() -> None:
@@ -187,9 +190,7 @@ def test_a_backend_that_settings_decline_is_not_asked() -> None:
 
 def test_strict_turns_a_fallback_into_an_error() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
-    with pytest.raises(
-        BackendFailure, match=r"triton failed in sliding_forward on sliding .*out of shared memory; strict"
-    ):
+    with pytest.raises(BackendFailure, match=r"triton .*sliding_forward on sliding .*out of shared memory; strict"):
         run(router, strict=True)
     assert not router.counts.calls
     assert router.counts.failures.total() == 1
@@ -197,7 +198,7 @@ def test_strict_turns_a_fallback_into_an_error() -> None:
 
 def test_when_every_backend_fails_the_last_reason_is_raised() -> None:
     router = router_of(Fake("triton", raises=BackendFailure("one")), Fake("sdpa", raises=BackendFailure("two")))
-    with pytest.raises(BackendFailure, match=r"sdpa failed .* two; no other backend is left"):
+    with pytest.raises(BackendFailure, match=r"sdpa failed .* two; "):
         run(router)
     assert router.counts.failures.total() == 2
 
@@ -217,7 +218,7 @@ def test_a_named_backend_runs_whatever_comes_before_it() -> None:
 
 def test_a_named_backend_never_falls_back() -> None:
     router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"))
-    with pytest.raises(ValueError, match=r"no backend supports sliding .*'triton' was asked for.*triton: no GPU"):
+    with pytest.raises(ValueError, match=r"supports sliding .*backend='triton'.*triton: no GPU"):
         run(router, backend="triton")
     failing = router_of(Fake("triton", raises=BackendFailure("out of shared memory")), Fake("sdpa"))
     with pytest.raises(BackendFailure, match="out of shared memory"):
@@ -226,15 +227,15 @@ def test_a_named_backend_never_falls_back() -> None:
 
 
 def test_an_absent_backend_is_an_error_with_the_reason() -> None:
-    router = router_of(Fake("sdpa"), absent={"flash": "not in this version of nsa"})
-    with pytest.raises(ValueError, match="flash: not in this version of nsa"):
+    router = router_of(Fake("sdpa"), absent={"flash": "left out"})
+    with pytest.raises(ValueError, match="flash: left out"):
         run(router, backend="flash")
-    assert router.route(PROBLEM).reasons["flash"] == "not in this version of nsa"
-    with pytest.raises(ValueError, match=r"backend is 'cudnn'; accepted: 'auto' or one of \['sdpa', 'flash'\]"):
+    assert router.route(PROBLEM).reasons["flash"] == "left out"
+    with pytest.raises(ValueError, match=r"backend is 'cudnn'; accepted: 'auto' .*\['sdpa', 'flash'\]"):
         run(router, backend="cudnn")
 
 
-BROKEN = ImportFailed("triton", "cannot be imported: undefined symbol")
+BROKEN = ImportFailed("triton", "broken: undefined symbol")
 
 
 def test_a_broken_backend_fails_where_it_would_have_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,13 +244,13 @@ def test_a_broken_backend_fails_where_it_would_have_run(caplog: pytest.LogCaptur
     assert dict(router.route(PROBLEM).reasons) == {"triton": BROKEN.reason}
     with caplog.at_level(logging.WARNING, logger="nsa"):
         assert [run(router) for _ in range(3)] == ["sdpa"] * 3
-        with pytest.raises(BackendFailure, match=r"triton failed .* sliding .*undefined symbol; strict forbids"):
+        with pytest.raises(BackendFailure, match=r"triton failed .* sliding .*undefined symbol; strict"):
             run(router, strict=True)
     assert dict(router.counts.failures) == {("sliding", "triton", BROKEN.reason): 4}
     (record,) = caplog.records
-    for part in ("triton", "sliding_forward", "S=64", "float32", BROKEN.reason, "falling back to sdpa"):
+    for part in ("triton", "sliding_forward", "S=64", "float32", BROKEN.reason, " to sdpa"):
         assert part in record.message
-    with pytest.raises(BackendFailure, match=r"no backend supports .*'triton' was asked for.*undefined symbol"):
+    with pytest.raises(BackendFailure, match=r"supports sliding .*backend='triton'.*undefined symbol"):
         run(router, backend="triton")
     assert router.counts.failures.total() == 5
 
@@ -267,17 +268,17 @@ def test_a_failure_reason_counts_like_a_broken_backend(caplog: pytest.LogCapture
         assert [run(router) for _ in range(2)] == ["sdpa"] * 2
     assert dict(router.counts.failures) == {("sliding", "triton", "the probe crashed"): 2}
     (record,) = caplog.records
-    assert "the probe crashed; falling back to sdpa" in record.message
-    with pytest.raises(BackendFailure, match=r"triton failed .*the probe crashed; strict forbids"):
+    assert re.search(r"the probe crashed; .* to sdpa", record.message)
+    with pytest.raises(BackendFailure, match=r"triton failed .*the probe crashed; strict"):
         run(router, strict=True)
-    with pytest.raises(BackendFailure, match=r"'triton' was asked for.*the probe crashed"):
+    with pytest.raises(BackendFailure, match=r"backend='triton'.*the probe crashed"):
         run(router, backend="triton")
     assert run(router_of(Fake("sdpa"), faulty), strict=True) == "sdpa", "not where another one comes first"
 
 
 def test_when_all_that_is_left_is_broken_that_is_a_failure() -> None:
     router = router_of(BROKEN, Fake("sdpa", declines="no torch"))
-    with pytest.raises(BackendFailure, match=r"triton: cannot be imported: undefined symbol; sdpa: no torch"):
+    with pytest.raises(BackendFailure, match=f"triton: {BROKEN.reason}; sdpa: no torch"):
         run(router)
 
 
@@ -300,12 +301,12 @@ def test_force_parity_runs_the_reference_and_is_logged_once(caplog: pytest.LogCa
 
 
 def test_explain_lists_each_op_with_its_reasons() -> None:
-    router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), absent={"flash": "not in this version of nsa"})
+    router = router_of(Fake("triton", declines="no GPU"), Fake("sdpa"), absent={"flash": "left out"})
     text = str(router.explain(PROBLEM.for_op("attention")))
     assert text.startswith("routes for attention B=1 S=64")
     for op in OPS:
-        assert f"{op:<11} sdpa: first that supports it" in text
-    assert text.count("not triton: no GPU") == text.count("not flash: not in this version") == len(OPS)
+        assert f"{op:<11} sdpa: first" in text
+    assert text.count("not triton: no GPU") == text.count("not flash: left out") == len(OPS)
 
 
 def test_explain_separates_compressions_of_different_head_dims() -> None:
@@ -431,7 +432,7 @@ def test_an_audit_logs_each_path_once(quiet_logger: logging.Logger, caplog: pyte
     for part in ("branch=sliding", "path=sdpa.sliding_forward", "(2, 3):float32:(3, 1)"):
         assert part in caplog.messages[0]
     assert float(caplog.messages[0].split("ms=")[1].split()[0]) >= 0
-    assert "reason='first that supports it'" in caplog.messages[0]
+    assert "reason='first " in caplog.messages[0]
 
 
 def test_timing_logs_every_call_with_its_milliseconds(
@@ -445,7 +446,7 @@ def test_timing_logs_every_call_with_its_milliseconds(
     assert len(lines) == 2
     assert "(2,):int32:(1,)" in lines[0]
     assert "reason='triton failed: no'" in lines[0]
-    assert "was asked for" in lines[1]
+    assert "backend='sdpa'" in lines[1]
     assert float(lines[0].split("ms=")[1].split()[0]) >= 0
 
 
@@ -468,21 +469,23 @@ def test_backends_are_found_or_absent() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import no_such_library", "needs the package no_such_library, which is not installed"),
-        ("raise ImportError('undefined symbol: x')", ImportFailed("fake", "cannot be imported: undefined symbol: x")),
-        ("name = 'x'", "not in this version of nsa: it has no supports()"),
-        (None, "not in this version of nsa"),
+        ("import no_such_library", r"needs .*\bno_such_library\b.*"),
+        ("raise ImportError('undefined symbol: x')", r".*: undefined symbol: x"),
+        ("name = 'x'", r".*supports\(\)"),
+        (None, r"[^:]*\bnsa"),
         ("supports = lambda problem: None\navailable = lambda: 'no GPU'", "no GPU"),
     ],
 )
 def test_a_backend_that_cannot_be_imported_says_why(
-    source: str | None, expected: str | ImportFailed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"backend_{abs(hash(source))}"
     if source is not None:
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert routing.find_backend("fake", name) == expected
+    found = routing.find_backend("fake", name)
+    assert isinstance(found, ImportFailed) == ("symbol" in expected)
+    assert re.fullmatch(expected, found if isinstance(found, str) else found.reason)
 
 
 def test_a_backend_that_breaks_when_imported_counts_as_failed(
@@ -495,9 +498,9 @@ def test_a_backend_that_breaks_when_imported_counts_as_failed(
     ops.sliding_attention(q, q, q, window=4)
     assert routing.router().counts.as_dict() == {
         "calls": {"sliding/sdpa": 1},
-        "failures": {"sliding/triton: cannot be imported: undefined symbol: x": 1},
+        "failures": {f"sliding/triton: {routing.router().broken['triton']}": 1},
     }
-    with pytest.raises(BackendFailure, match=r"triton failed .*undefined symbol: x; strict forbids"):
+    with pytest.raises(BackendFailure, match=r"triton failed .*undefined symbol: x; strict"):
         ops.sliding_attention(q, q, q, window=4, strict=True)
 
 
@@ -517,7 +520,7 @@ def test_a_backend_is_available_unless_it_says_otherwise(
         ({"op": "attend"}, "op is 'attend'"),
         ({"dtype": torch.int32}, r"dtype is torch\.int32; accepted"),
         ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"n_heads": 3}, "n_heads is 3; accepted: a multiple of n_groups = 2"),
+        ({"n_heads": 3}, "n_heads is 3; accepted: .*n_groups = 2"),
         ({"n_groups": 0}, "n_groups is 0"),
         ({"d_k": 0}, "d_k is 0"),
         ({"n_keys": -1}, "n_keys is -1"),
@@ -540,7 +543,7 @@ def test_a_wrong_problem_is_an_error_that_names_the_field(changes: dict[str, Any
         ({"problem": "attention"}, "problem is 'attention'"),
         ({"problem": PROBLEM}, r"problem\.op is 'sliding'"),
         ({"stride": 0}, "stride is 0"),
-        ({"block": 24}, "block is 24; accepted: a multiple of stride = 16"),
+        ({"block": 24}, "block is 24; accepted: .*stride = 16"),
         ({"backend": ["sdpa"]}, r"backend is \['sdpa'\]"),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_same_major_number_is_nearer_than_a_near_number() -> None:
 
 
 def test_what_fits_a_large_gpu_is_never_given_to_another() -> None:
-    with pytest.raises(LookupError, match="no tile for sm_89 scores half 128"):
+    with pytest.raises(LookupError, match="sm_89 scores half 128"):
         rows_of(tuned(sm_90_128=90), (8, 9), 128)
 
 
@@ -152,15 +152,15 @@ def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", r"the file is \[\]; accepted: an object"),
-        ('{"hopper": {}}', "the file has 'hopper'; accepted: GPU families, as in sm_90"),
+        ("[]", r"file is \[\]; accepted: "),
+        ('{"hopper": {}}', "file has 'hopper'; accepted: .*sm_90"),
         ('{"sm_90": {"tile": {}}}', "sm_90 has 'tile'; accepted: thresholds, tiles"),
         ('{"sm_90": {"thresholds": {"heads": 1}}}', "sm_90 thresholds has 'heads'; accepted: query_from_heads, dense"),
         ('{"sm_90": {"thresholds": {"query_from_heads": true}}}', "query_from_heads is True; accepted: an integer"),
         ('{"sm_90": {"tiles": {"score": {}}}}', "sm_90 tiles has 'score'; accepted: compressed-forward, "),
         ('{"sm_90": {"tiles": {"scores": {"bf16": {}}}}}', "sm_90 scores has 'bf16'; accepted: half, fp32"),
         ('{"sm_90": {"tiles": {"scores": {"half": {"96": {}}}}}}', "scores half has '96'; accepted: 64, 128, 192, 256"),
-        ('{"sm_90": {"tiles": {"scores": {"half": {"64": {}}}}}}', "scores half 64 tile is None; accepted: an object"),
+        ('{"sm_90": {"tiles": {"scores": {"half": {"64": {}}}}}}', "scores half 64 tile is None; accepted: "),
         ('{"sm_90": {"tiles": {"scores": {"half": {"64": {"ms": 1}}}}}}', "64 has 'ms'; accepted: tile, measured"),
     ],
 )
@@ -173,14 +173,14 @@ def test_broken_file_error_names_file_entry_and_accepted_values(content: str, me
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"tiles file {tmp_path} cannot be read"):
+    with pytest.raises(ValueError, match=f"{tmp_path} .*Is a directory"):
         tuning.read_tuned(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rows": 1, "columns": 2}, "has a field 'columns'; accepted: rows, fast, limit"),
+        ({"rows": 1, "columns": 2}, "has .*'columns'; accepted: rows, fast, limit"),
         ({"rows": True}, "has rows = True; accepted: int"),
         ({"rows": "64"}, "has rows = '64'; accepted: int"),
         ({"rows": 1, "limit": 1.5}, "has limit = 1.5; accepted: int or null"),
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 )
 def test_a_tile_with_wrong_fields_is_an_error(fields: dict[str, Any], message: str) -> None:
     key = Key((9, 0), "scores", "half", 64)
-    with pytest.raises(ValueError, match=f"tiles file tiles.json: sm_90 scores half 64 {message}"):
+    with pytest.raises(ValueError, match=f"tiles.json: sm_90 scores half 64 {message}"):
         tuning.build(Tile, key, entry(**fields))
     assert tuning.build(Tile, key, entry(rows=1, limit=None)) == Tile(1)
 
@@ -261,7 +261,7 @@ def test_a_tile_that_was_measured_would_be_again(kernel: str, shape: AttentionSh
 
 @pytest.mark.parametrize(
     ("field", "value", "accepted"),
-    [("block_m", "x", "int"), ("block_n", 48, "a power of two"), ("num_warps", 3, "a power of two"),
+    [("block_m", "x", "int"), ("block_n", 48, "power of"), ("num_warps", 3, "power of"),
      ("num_stages", -1, "0 or more"), ("gone", True, "`nsa bench tune` writes it")],
 )  # fmt: skip
 def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
@@ -321,7 +321,9 @@ def test_a_wrong_tile_is_reported_and_never_selected(wrong: Tensor) -> None:
 def test_a_tile_that_does_not_run_is_reported_and_skipped() -> None:
     refusal = RuntimeError("out of shared memory\nRequired: 300000")
     outcomes = attempt([1.0, 2.0], {1.0: refusal})
-    assert outcomes == [TileTime(1.0, None, "does not run: out of shared memory"), TileTime(2.0, 2.0)]
+    failed, ran = outcomes
+    assert (failed.tile, failed.ms, ran) == (1.0, None, TileTime(2.0, 2.0))
+    assert failed.note.endswith(": out of shared memory"), "only the first line"
     assert fastest(attempt([1.0], {1.0: refusal})) is None
 
 
@@ -396,7 +398,7 @@ def test_what_is_found_goes_into_the_file_over_what_was_there(tmp_path: Path) ->
     assert measured == {"shape": "64/4/128 B=1 S=64", "ms": 3.0, "gpu": "H200"}
     lines = render_tiles({trial: [*outcomes, TileTime(Tile(5), None, "wrong: x")]}).splitlines()
     assert lines[1].startswith(">    3.000 ms")
-    assert lines[1].endswith("(was in use)")
+    assert "in use" in lines[1]
     assert lines[3].endswith("wrong: x")
 
 

@@ -244,20 +244,20 @@ def test_validation_batches_repeat_from_the_first_state() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "seed of the data is 0; accepted: 1"),
-        ({"seq_len": 32}, "seq_len of the data is 64; accepted: 32"),
-        ({"tokenizer": "BPE-1"}, "tokenizer of the data is 'bytes'; accepted: 'BPE-1'"),
-        ({"fingerprint": "x"}, "fingerprint of the data is '.*'; accepted: 'x'"),
-        ({"used": -1}, "used in the data's state is -1"),
-        ({"used": 10**30}, "used in the data's state is 1000"),
-        ({"extra": 1}, "the keys of the data's state"),
-        ({7: 1}, "the keys of the data's state"),
-        ({"pool": []}, r"pool in the data's state is \[\]"),
-        ({"pool": "x"}, "pool in the data's state is 'x'"),
-        ({"pool": {"epoch": 0}}, "pool in the data's state is {'epoch': 0}"),
-        ({"pool": {**PLACE, "more": 1}}, "pool in the data's state is"),
-        ({"pool": {**PLACE, "chunk": -1}}, "pool.chunk in the data's state is -1"),
-        ({"pool": {**PLACE, "token": "0"}}, "pool.token in the data's state is '0'"),
+        ({"seed": 1}, "seed .*is 0; accepted: 1"),
+        ({"seq_len": 32}, "seq_len .*is 64; accepted: 32"),
+        ({"tokenizer": "BPE-1"}, "tokenizer .*is 'bytes'; accepted: 'BPE-1'"),
+        ({"fingerprint": "x"}, "fingerprint .*is '.*'; accepted: 'x'"),
+        ({"used": -1}, "used .*state is -1"),
+        ({"used": 10**30}, "used .*state is 1000"),
+        ({"extra": 1}, "keys .*state is .*'extra'"),
+        ({7: 1}, r"keys .*state is .*\b7\b"),
+        ({"pool": []}, r"pool .*state is \[\]"),
+        ({"pool": "x"}, "pool .*state is 'x'"),
+        ({"pool": {"epoch": 0}}, "pool .*state is {'epoch': 0}"),
+        ({"pool": {**PLACE, "more": 1}}, "pool .*state is .*'more'"),
+        ({"pool": {**PLACE, "chunk": -1}}, "pool.chunk .*state is -1"),
+        ({"pool": {**PLACE, "token": "0"}}, "pool.token .*state is '0'"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, object], message: str) -> None:
@@ -276,7 +276,7 @@ class SmallVocabulary(Numbers):
 def test_a_token_beyond_the_vocabulary_is_found_where_it_is_made() -> None:
     config = DataConfig(doc_batch=2, shuffle_tokens=16)
     pools = TextPools(Memory([11] * 25), SmallVocabulary(), config, split="train", seq_len=4, seed=0)
-    with pytest.raises(ValueError, match=r"a token of the tokenizer numbers is 27\d; accepted: one below 270"):
+    with pytest.raises(ValueError, match=r"token of .*numbers is 27\d; accepted: .*270"):
         list(islice(pools.pools(None), 200))
 
 
@@ -340,7 +340,7 @@ def test_synthetic_phrases_are_said_twice() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"source": "wikipedia"}, "data.source is 'wikipedia'; accepted: one of .*'stdlib'.* or 'hf:NAME'"),
+        ({"source": "wikipedia"}, "data.source is 'wikipedia'; accepted: .*'stdlib'.* or 'hf:NAME'"),
         ({"source": "hf:"}, "data.source is 'hf:'"),
         ({"source": "text"}, "data.path is None; accepted: for text"),
         ({"path": "x"}, "data.path is 'x'; accepted: None"),
@@ -365,7 +365,7 @@ def test_a_wrong_config_is_named(values: dict[str, object], message: str) -> Non
         ({"seq_len": 0}, "seq_len is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"rank": 2, "world_size": 2}, "rank is 2; accepted: below world_size = 2"),
-        ({"vocab_size": 255}, "model.vocab_size is 255; accepted: at least 256, the vocabulary of the tokenizer bytes"),
+        ({"vocab_size": 255}, "model.vocab_size is 255; accepted: .*256, .*tokenizer bytes"),
     ],
 )
 def test_a_wrong_argument_is_named(values: dict[str, object], message: str) -> None:

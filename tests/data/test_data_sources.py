@@ -132,10 +132,10 @@ def test_one_document_serves_training_and_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "path", "message"),
     [
-        ("text", "missing", "data.path is '.*missing'; accepted: a file, a folder, or a pattern that files match"),
-        ("text", ".", "data.path is '.*'; accepted: a folder with files that end in .txt, .md, .rst"),
-        ("jsonl", ".", "a folder with files that end in .jsonl"),
-        ("shards", ".", r"a folder with manifest.json and \*.tokens files, as `nsa data prepare` writes it"),
+        ("text", "missing", "data.path is '.*missing'; accepted: .*pattern"),
+        ("text", ".", r"data.path is '.*'; accepted: .*\.txt, \.md, \.rst"),
+        ("jsonl", ".", r"data.path is '.*'; accepted: .*\.jsonl"),
+        ("shards", ".", r"data.path is '.*'; accepted: .*manifest\.json .*\*\.tokens .*`nsa data prepare`"),
     ],
 )
 def test_a_path_without_data_is_named(source: str, path: str, message: str, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_empty_corpus_is_an_error(content: str, prefetch: bool, tmp_path: Pat
     config = DataConfig(source="text", path=str(tmp_path), prefetch=prefetch)
     with (
         opened(config) as loader,
-        pytest.raises(ValueError, match=r"the train split of text .* tokens'; accepted: at least seq_len \+ 1 = 17"),
+        pytest.raises(ValueError, match=r"train split of .* tokens'; accepted: .*seq_len \+ 1 = 17"),
     ):
         next(loader)
 
@@ -169,7 +169,7 @@ def test_non_text_file_error_names_it_and_keeps_the_traceback(prefetch: bool, tm
     (tmp_path / "bad.txt").write_bytes(b"abc\xff\xfe")
     loader = opened(DataConfig(source="text", path=str(tmp_path), prefetch=prefetch))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"bad.txt is not UTF-8 text: .* position 3") as caught:
+        with pytest.raises(ValueError, match=r"bad\.txt .*UTF-8.* position 3") as caught:
             next(loader)
         assert "documents.py" in [Path(str(entry.path)).name for entry in caught.traceback]
         if not prefetch:
@@ -189,13 +189,13 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', r"corpus.jsonl:31 is not a line of JSON: Unterminated string"),
-        ('{"body": "x"}', r"corpus.jsonl:31 has no text: data.text_key is 'text', the line has {'body': 'str'}"),
-        ('{"text": 3}', r"corpus.jsonl:31 has no text: .* the line has {'text': 'int'}"),
-        ('{"text": ' + "[" * 100_000, r"corpus.jsonl:31 is not a line of JSON: .*recursion"),
-        ("[1]", r"corpus.jsonl:31 has no text: .* the line has list"),
-        ("\udcff", r"corpus.jsonl:31 is not a line of JSON"),
-        (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 is not text that UTF-8 can encode: .*surrogates"),
+        ('{"text": "cut', r"corpus.jsonl:31 .*JSON: Unterminated string"),
+        ('{"body": "x"}', r"corpus.jsonl:31 .*data.text_key is 'text', .*{'body': 'str'}"),
+        ('{"text": 3}', r"corpus.jsonl:31 .*data.text_key .*{'text': 'int'}"),
+        ('{"text": ' + "[" * 100_000, r"corpus.jsonl:31 .*JSON: .*recursion"),
+        ("[1]", r"corpus.jsonl:31 .*data.text_key .* list$"),
+        ("\udcff", r"corpus.jsonl:31 .*JSON"),
+        (r'{"text": "half a pair: \ud800"}', r"corpus.jsonl:31 .*UTF-8.*: .*surrogates"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(
@@ -215,15 +215,15 @@ def test_a_bad_line_is_named_by_its_number(
 @needs_pyarrow
 def test_a_wrong_parquet_file_is_named(tmp_path: Path) -> None:
     path = parquet_file(tmp_path / "corpus.parquet")
-    with pytest.raises(ValueError, match=r"data.text_key is 'body'; accepted: a column of .*\['text', 'id'\]"):
+    with pytest.raises(ValueError, match=r"data.text_key is 'body'; accepted: .*\['text', 'id'\]"):
         opened(DataConfig(source="parquet", path=str(path), text_key="body"))
     with (
         opened(DataConfig(source="parquet", path=str(path), text_key="id")) as loader,
-        pytest.raises(ValueError, match=r"row group ., row 0 has no text: 'id' is a int"),
+        pytest.raises(ValueError, match=r"row group ., row 0 .*: 'id' is a int"),
     ):
         next(loader)
     path.write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(ValueError, match=r"corpus.parquet is not a parquet file"):
+    with pytest.raises(ValueError, match=r"corpus\.parquet is not .*parquet"):
         opened(DataConfig(source="parquet", path=str(path)))
 
 
@@ -238,7 +238,7 @@ def test_a_parquet_page_that_does_not_unpack_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     with (
         opened(DataConfig(source="parquet", path=str(path))) as loader,
-        pytest.raises(ValueError, match=r"corpus.parquet, row group 0 cannot be read: "),
+        pytest.raises(ValueError, match=r"corpus\.parquet, row group 0 cannot .*: "),
     ):
         next(loader)
 
@@ -251,7 +251,7 @@ def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     parquet.write_table(arrow.table({"text": column}), path)
     with (
         opened(DataConfig(source="parquet", path=str(path))) as loader,
-        pytest.raises(ValueError, match=r"corpus.parquet, row group 0, row 0 is not UTF-8 text: "),
+        pytest.raises(ValueError, match=r"corpus\.parquet, row group 0, row 0 .*UTF-8"),
     ):
         next(loader)
 
@@ -363,9 +363,7 @@ def test_the_real_package_streams_and_resumes(tmp_path: Path, monkeypatch: pytes
 def test_a_hub_column_that_is_not_there_is_named(stand_in: list[tuple[Any, ...]]) -> None:
     with (
         opened(DataConfig(source="hf:org/corpus", text_key="body")) as loader,
-        pytest.raises(
-            ValueError, match=r"data.text_key is 'body'; accepted: a column of hf:org/corpus: \['id', 'text'\]"
-        ),
+        pytest.raises(ValueError, match=r"data.text_key is 'body'; accepted: .*hf:org/corpus: \['id', 'text'\]"),
     ):
         next(loader)
 
@@ -374,7 +372,7 @@ def test_a_hub_row_that_is_no_text_is_named(stand_in: list[tuple[Any, ...]], mon
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:9], "half a pair: \ud800"])
     with (
         opened(DataConfig(source="hf:org/corpus")) as loader,
-        pytest.raises(ValueError, match="document 9 of hf:org/corpus is not text that UTF-8 can"),
+        pytest.raises(ValueError, match=r"document 9 of hf:org/corpus .*UTF-8"),
     ):
         next(loader)
 

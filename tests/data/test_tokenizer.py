@@ -29,7 +29,7 @@ def test_byte_0_is_left_out_of_text_and_said_once(tmp_path: Path, caplog: pytest
     rows = tokenizer.encode_documents(["a\0b", "cd"]) + tokenizer.encode_documents(["\0e\0"])
     assert [row.tolist() for row in rows] == [[97, 98, 0], [99, 100, 0], [101, 0]]
     (warning,) = caplog.messages
-    assert "byte 0 ends a document" in warning
+    assert "byte 0 " in warning
     assert r"begins with 'a\x00b'" in warning
     (tmp_path / "a.txt").write_text("0123\0" * 100)
     with opened(DataConfig(source="text", path=str(tmp_path))) as loader:
@@ -73,7 +73,7 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     path = jsonl_file(tmp_path / "corpus.jsonl")
     config = DataConfig(source="jsonl", path=str(path), tokenizer=str(tmp_path))
     size = tokenizer.vocab_size
-    with pytest.raises(ValueError, match=rf"model.vocab_size is 256; accepted: at least {size}, .* BPE-"):
+    with pytest.raises(ValueError, match=rf"model.vocab_size is 256; accepted: .*{size}, .* BPE-"):
         opened(config, vocab_size=256)
     with opened(config, vocab_size=size) as loader:
         assert loader.vocab_size == size
@@ -84,9 +84,9 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "accepted: 'bytes', a tokenizer.json, or a folder that holds one"),
-        ("{", "a file with JSON"),
-        ("{}", "one that can be read: Model missing"),
+        (None, r"accepted: 'bytes', .*tokenizer\.json, .*folder"),
+        ("{", "JSON"),
+        ("{}", ": Model missing"),
     ],
 )
 def test_a_wrong_tokenizer_file_is_named(content: str | None, message: str, tmp_path: Path) -> None:
@@ -107,22 +107,22 @@ def word_level(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[" * 100_000, "a file with JSON: nested too deeply"),
-        ("1" * 10_000, "a file with JSON"),
-        ("\x00", "a file with JSON"),
+        ("[" * 100_000, "JSON: .*deep"),
+        ("1" * 10_000, "JSON"),
+        ("\x00", "JSON"),
         ("null", "an object"),
         ("[]", "an object"),
         ('"bytes"', "an object"),
-        ('{"type": ["bytes"]}', "one that can be read"),
-        (word_level(model={"type": 7}), "one that can be read"),
-        (word_level(model={"vocab": {"a": "b"}}), "one that can be read"),
-        (word_level(model={"vocab": {"a": -1}}), "one that can be read"),
-        (word_level(model={"vocab": {"a": 2**32}}), "one that can be read"),
-        (word_level(model={"vocab": {}}), "a tokenizer with a vocabulary"),
-        (word_level(added_tokens={"id": 1}), "one that can be read"),
-        (word_level(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}), "one that can be read"),
+        ('{"type": ["bytes"]}', "can be read"),
+        (word_level(model={"type": 7}), "can be read"),
+        (word_level(model={"vocab": {"a": "b"}}), "can be read"),
+        (word_level(model={"vocab": {"a": -1}}), "can be read"),
+        (word_level(model={"vocab": {"a": 2**32}}), "can be read"),
+        (word_level(model={"vocab": {}}), "vocabulary"),
+        (word_level(added_tokens={"id": 1}), "can be read"),
+        (word_level(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}), "can be read"),
         # The package panics.
-        (word_level(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "one that can be read"),
+        (word_level(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "can be read"),
     ],
 )
 def test_a_crafted_tokenizer_is_an_error_that_names_it(content: str, message: str, tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_a_crafted_tokenizer_is_an_error_that_names_it(content: str, message: st
 def test_non_text_or_oversized_tokenizer_file_is_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match=r"tokenizer.json is not UTF-8 text: .* byte 7"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json .*UTF-8.* byte 7"):
         load_tokenizer(path)
     os.truncate(path, 10**12)
-    with pytest.raises(ValueError, match=r"tokenizer.json is too large: 1,000,000,000,000 bytes; accepted: at most"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json .*: 1,000,000,000,000 bytes; accepted: "):
         load_tokenizer(path)
 
 
@@ -190,7 +190,7 @@ def test_a_tokenizer_that_ends_no_document_is_refused(tmp_path: Path) -> None:
     train_bpe(TEXTS, 300).save(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace("<|endoftext|>", "<|other|>"))
-    with pytest.raises(ValueError, match="a token that ends a document"):
+    with pytest.raises(ValueError, match=r"tokenizer is '.*'; accepted: .*<\|endoftext\|>"):
         load_tokenizer(path)
 
 

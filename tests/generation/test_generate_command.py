@@ -207,8 +207,8 @@ def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.C
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "empty").unlink()
     save_model(small_model("dense", vocab_size=256).float(), tmp_path / "run")
     wrong = [
-        (["--run", str(tmp_path / "nowhere")], "a folder that exists"),
-        (["--run", str(tmp_path / "empty")], "a folder with model.safetensors or model.pt"),
+        (["--run", str(tmp_path / "nowhere")], "nowhere'; accepted: "),
+        (["--run", str(tmp_path / "empty")], "model.safetensors or model.pt"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--seed", "-1"], "--seed is -1"),
         (["--run", str(tmp_path / "run"), "--prompt", ""], "--prompt is ''"),
@@ -216,7 +216,7 @@ def test_a_wrong_value_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.C
         (["--seed", str(2**70)], f"--seed is {2**70}"),
     ]
     if not torch.cuda.is_available():
-        wrong.append((["--device", "cuda"], "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here"))
+        wrong.append((["--device", "cuda"], "device is 'cuda'; accepted: 'cpu', "))
     for words, message in wrong:
         assert cli.main(["generate", "--device", "cpu", *words]) == 2
         line = capsys.readouterr().err
@@ -255,7 +255,7 @@ def test_a_damaged_model_is_named_in_one_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_no_run_to_generate_from_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no trained model"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         newest_run(tmp_path)
 
 

@@ -244,7 +244,7 @@ def test_a_missing_or_larger_tokenizer_is_refused(source: Path, tmp_path: Path) 
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["more"] = 256
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="vocab_size is 256; accepted: at least 257"):
+    with pytest.raises(ValueError, match=r"vocab_size is 256; accepted: .*257"):
         convert_folder(folder, tmp_path / "to", "select")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json"):

@@ -25,9 +25,7 @@ def test_more_ranks_than_groups_are_refused_by_number() -> None:
         mesh = init_device_mesh("cpu", (4,))
         own = DTensor.from_local(attention.q_proj.weight[: 2 * 16].detach(), mesh, [Shard(0)])
         attention.q_proj.weight = torch.nn.Parameter(own)
-        with pytest.raises(
-            ValueError, match="tensor-parallel size is 4; accepted: a divisor of num_key_value_heads = 2"
-        ):
+        with pytest.raises(ValueError, match=r"tensor-parallel size is 4; accepted: .*num_key_value_heads = 2"):
             attention(torch.randn(1, 5, 32))
     finally:
         torch.distributed.destroy_process_group()

@@ -102,7 +102,7 @@ def test_a_model_without_nsa_is_refused() -> None:
 
 def test_the_text_is_cut_and_an_empty_one_refused() -> None:
     assert len(inspect_model(small(), ByteTokenizer(), TEXT, max_tokens=5).tokens) == 5
-    with pytest.raises(ValueError, match="tokens of the text is 0"):
+    with pytest.raises(ValueError, match=r"tokens .*is 0; accepted: "):
         inspect_model(small(), ByteTokenizer(), "")
     for wrong in (0, -5):
         with pytest.raises(ValueError, match=f"max_tokens is {wrong}"):
@@ -120,4 +120,4 @@ def test_the_json_holds_everything() -> None:
 def test_a_notebook_gets_a_figure() -> None:
     pytest.importorskip("matplotlib")
     titles = [axis.get_title() for axis in figure(inspect_model(small(), ByteTokenizer(), TEXT), layer=0).axes]
-    assert "selection in layer 0, group 0" in titles
+    assert any("layer 0, group 0" in title for title in titles)

@@ -153,7 +153,7 @@ def test_damaged_and_foreign_weights_are_refused_by_name(folder: Path) -> None:
 def test_weights_of_another_model_are_refused_by_name(folder: Path) -> None:
     tensors = read_weights(folder)
     for wrong, named in (
-        ({**tensors, "score.weight": torch.zeros(1)}, r"score\.weight is left over"),
+        ({**tensors, "score.weight": torch.zeros(1)}, r"score\.weight is left"),
         ({name: x for name, x in tensors.items() if name != "model.norm.weight"}, r"model\.norm\.weight is missing"),
         ({**tensors, "model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight has shape \[3\]"),
     ):

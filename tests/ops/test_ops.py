@@ -315,9 +315,9 @@ def test_a_wrong_shape_is_refused_under_compilation_too() -> None:
 def assert_refused(gradient: Tensor, leaf: Tensor, op: str) -> None:
     """Also where the leaf has a second path to the result: without an error, only that one would count."""
     result = (gradient * leaf.square()).sum()
-    with pytest.raises(RuntimeError, match=f"{op} is differentiable once"):
+    with pytest.raises(RuntimeError, match=f"{op} .* once"):
         torch.autograd.grad(result, leaf, retain_graph=True)
-    with pytest.raises(RuntimeError, match=f"{op} is differentiable once"):
+    with pytest.raises(RuntimeError, match=f"{op} .* once"):
         result.backward(retain_graph=True)
 
 

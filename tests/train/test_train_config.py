@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,15 +122,15 @@ def test_defaults_follow_the_device() -> None:
         ("steps", "many", "steps is 'many'"),
         ("lr", "fast", "lr is 'fast'"),
         ("model.seq_len", -1, "seq_len is -1"),
-        ("model.atn", {}, "'model.atn' is not a key of a config.*the nearest is model.attn"),
-        ("warm_up", 3, "'warm_up' is not a key.*the nearest is warmup"),
-        ("data.sorce", "text", "the nearest is data.source"),
+        ("model.atn", {}, r"'model\.atn' is not .*is model\.attn"),
+        ("warm_up", 3, "'warm_up' is not .*is warmup"),
+        ("data.sorce", "text", r"'data\.sorce' is not .*is data\.source"),
         ("data.source", 3, "data.source is 3; accepted: text"),
-        ("model", 3, "model is 3; accepted: keys and values"),
-        ("model", None, "model is None; accepted: keys and values"),
+        ("model", 3, "model is 3; accepted: keys"),
+        ("model", None, "model is None; accepted: keys"),
         ("schedule", "linear", "schedule is 'linear'"),
-        ("decay", 3, "decay is 3; accepted: 0 for a cosine"),
-        ("warmup", 180, "warmup is 180; accepted: less than steps = 180"),
+        ("decay", 3, "decay is 3; accepted: 0 for .*cosine"),
+        ("warmup", 180, "warmup is 180; accepted: .*steps = 180"),
         ("weight_decay", False, "weight_decay is False"),
         ("lr_floor", False, "lr_floor is False"),
         ("dtype", "int8", "dtype is 'int8'"),
@@ -167,9 +168,8 @@ def test_a_shorter_run_has_the_shape_of_the_whole_one(
     assert (config.warmup, config.decay) == expected
     told = [record.getMessage() for record in caplog.records]
     if changes == {"steps": 5000}:
-        assert told == [
-            "steps is 5000 where the config has 50000; in proportion warmup 2000 -> 200, decay 10000 -> 1000"
-        ]
+        assert len(told) == 1
+        assert re.match("steps is 5000 .*50000; .*warmup 2000 -> 200, decay 10000 -> 1000$", told[0])
     elif "steps" not in changes:
         assert told == []
 
@@ -188,7 +188,7 @@ def test_a_schedule_that_fits_its_steps_fits_fewer(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("125m", {"steps": 2000, "warmup": 2000}, "warmup is 2000; accepted: less than steps = 2000"),
+        ("125m", {"steps": 2000, "warmup": 2000}, "warmup is 2000; accepted: .*steps = 2000"),
         ("340m", {"steps": 5000, "decay": 4801}, "decay is 4801; accepted: 1 to 4800 for wsd"),
         ("340m", {"decay": 0}, "decay is 0; accepted: 1 to 48000 for wsd"),
     ],
@@ -224,15 +224,15 @@ def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_there_has_a_neighbour() -> None:
-    with pytest.raises(ValueError, match=r"config is 'timy'; accepted: .*; the nearest is tiny"):
+    with pytest.raises(ValueError, match=r"config is 'timy'; accepted: .* is tiny$"):
         load_config("timy", env=PLAIN)
-    with pytest.raises(ValueError, match=r"config is 'nowhere\.yaml'; accepted: a file that exists"):
+    with pytest.raises(ValueError, match=r"config is 'nowhere\.yaml'; accepted: .*file"):
         load_config("nowhere.yaml", env=PLAIN)
 
 
 def test_a_name_is_a_config_and_a_path_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="--resume is 'tiny'; accepted: the folder of a run"):
+    with pytest.raises(ValueError, match=r"--resume is 'tiny'; accepted: .*folder"):
         config_from(parse("--resume", "tiny"), PLAIN)
     run = Path("tiny")
     run.mkdir()
@@ -295,16 +295,16 @@ def test_the_doctor_validates_a_run(
     assert cli.main(["doctor", "--config", file, *words]) == 1
     printed = capsys.readouterr().out
     wrong = printed[printed.index("[WRONG]") :]
-    for said in ("NSA_SEQLEN is not a setting", "no backend runs compressed", "train data: ", "/nowhere"):
+    for said in ("NSA_SEQLEN is not ", "runs compressed", "train data: ", "/nowhere"):
         assert said in wrong
     assert "[OK]" not in printed
 
 
 def test_the_doctor_takes_a_shape_or_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--config", "tiny", "--heads", "3"]) == 2
-    assert "--heads is 3; accepted: nothing with --config" in capsys.readouterr().err
+    assert re.search("--heads is 3; accepted: .*--config", capsys.readouterr().err)
     assert cli.main(["doctor", "--set", "steps=3"]) == 2
-    assert "nothing without --config" in capsys.readouterr().err
+    assert re.search("--set is .*; accepted: .*--config", capsys.readouterr().err)
 
 
 def test_doctor_reports_full_disk_and_folder_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

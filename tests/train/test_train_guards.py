@@ -91,7 +91,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_state(tmp_path: Path)
     run = tmp_path / "run"
     before = dict.fromkeys(range(3, 6), spoil)
     config = small_run(run, max_skips=3, steps=20, log_every=1)
-    with pytest.raises(RunStopped, match="3 steps in a row were not finite, up to step 6"):
+    with pytest.raises(RunStopped, match=r"3 steps .*not finite.* step 6\b"):
         interfering(config, before).train()
     # Three good steps, three that changed nothing: what follows is what would have followed the three.
     good = interfering(small_run(tmp_path / "good", steps=3), {})
@@ -143,7 +143,7 @@ def test_a_signal_before_the_first_step_is_heard_too(
 
     monkeypatch.setattr(Trainer, "open_data", slowly)
     assert cli.main(["train", "--config", config_file(tmp_path, small_run(tmp_path / "run"))]) == 0
-    assert "[stop] stopped before the first step" in capsys.readouterr().out
+    assert re.search(r"\[stop\] .*first step", capsys.readouterr().out)
     assert [signal.getsignal(number) for number in Signals.NUMBERS] == handlers
 
 
@@ -181,7 +181,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"out is .*no other process"):
+        with pytest.raises(ValueError, match=r"out is .*process"):
             Trainer(small_run(tmp_path)).train()
         other.kill()
     assert Trainer(small_run(tmp_path)).train() is not None, "the lock goes with its process"
@@ -191,7 +191,7 @@ def test_what_comes_after_too_many_skips_is_written_down(tmp_path: Path) -> None
     """It is part of what is saved: there was no log step in between."""
     before = dict.fromkeys((1, 2, 3, 7), spoil)
     run = interfering(small_run(tmp_path, max_skips=3, steps=10, log_every=100), before)
-    with pytest.raises(RunStopped, match="3 steps in a row were not finite, up to step 4: step 10 is saved"):
+    with pytest.raises(RunStopped, match=r"3 steps .*not finite.* step 4: step 10 is saved"):
         run.train()
     assert list(losses(tmp_path)) == list(range(1, 11))
     assert sorted(path.name for path in (tmp_path / "skipped").iterdir()) == [
@@ -203,20 +203,19 @@ def test_full_disk_for_the_log_names_the_file_and_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(self: RunLog, step: int, **values: object) -> None:
-        raise OSError(errno.ENOSPC, "heartbeat.jsonl cannot be written: No space left on device")
+        raise OSError(errno.ENOSPC, "heartbeat.jsonl: No space left on device")
 
     monkeypatch.setattr(RunLog, "heartbeat", full)
-    with pytest.raises(OSError, match=r"heartbeat.jsonl cannot be written"):
+    with pytest.raises(OSError, match=r"heartbeat\.jsonl"):
         Trainer(small_run(tmp_path, log_every=2)).train()
-    assert "[stop] [Errno 28] heartbeat.jsonl cannot be written: No space left on device: step 1 is saved" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "[stop] [Errno 28] heartbeat.jsonl: No space left on device: step 1 is saved" in said
 
 
 def test_a_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "skipped").write_text("a file where the folder should be")
     assert interfering(small_run(tmp_path, log_every=1), {2: spoil}).train() is not None
-    assert "its batch could not be saved: " in capsys.readouterr().out
+    assert re.search(r"batch .*not .*: .*skipped", capsys.readouterr().out)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_a_start_that_fails_is_not_what_the_run_goes_on_as(tmp_path: Path) -> No
     Trainer(replace(config, steps=4)).train()
     before = (tmp_path / "config.yaml").read_text()
     wrong = replace(config, model=config.model.with_backend("triton"))
-    with pytest.raises(ValueError, match="no backend supports"):
+    with pytest.raises(ValueError, match=r"supports .*backend='triton'"):
         Trainer(wrong).train()
     assert (tmp_path / "config.yaml").read_text() == before
     assert Trainer(config).train() is not None
@@ -290,7 +289,7 @@ def test_a_run_that_breaks_at_once_goes_on_from_its_start(tmp_path: Path) -> Non
             trainer.model.norm.weight.fill_(float("nan"))
 
     config = small_run(tmp_path / "run", max_skips=2, save_every=100)
-    with pytest.raises(RunStopped, match=r"the last good state is that of step 0"):
+    with pytest.raises(RunStopped, match=r"good .*step 0;"):
         interfering(config, {1: spoil}).train()
     Trainer(config).train()
     Trainer(small_run(tmp_path / "whole")).train()
@@ -310,7 +309,7 @@ def test_a_model_that_is_broken_is_not_kept_as_the_last_good_one(tmp_path: Path)
         return step(number, batches)
 
     trainer.step = spoil  # type: ignore[method-assign]
-    with pytest.raises(RunStopped, match=r"no finite loss any more: the last good state is that of step 2"):
+    with pytest.raises(RunStopped, match=r"finite loss.*: .*good .*step 2;"):
         trainer.train()
     assert trainer.checkpoints.steps()[-1] == 2
 
@@ -327,7 +326,7 @@ def broken_from_step_4(config: TrainConfig) -> Interfering:
 
 def test_a_broken_model_is_neither_kept_nor_exported_at_the_end(tmp_path: Path) -> None:
     trainer = broken_from_step_4(small_run(tmp_path))
-    with pytest.raises(RunStopped, match=r"nothing is exported: step 6 is not saved.*good state is that of step 4\."):
+    with pytest.raises(RunStopped, match=r"exported: step 6 .*not saved.*good .*step 4\."):
         trainer.train()
     assert trainer.checkpoints.steps()[-1] == 4
     assert not (tmp_path / "model.json").exists()
@@ -338,14 +337,14 @@ def test_a_broken_model_is_not_kept_when_a_signal_comes(tmp_path: Path, capsys: 
     trainer.before[6] = lambda trainer: os.kill(os.getpid(), signal.SIGTERM)
     assert trainer.train() is None
     assert trainer.checkpoints.steps()[-1] == 4
-    assert "[stop] SIGTERM: step 7 is not saved, its parameters give no finite loss any more" in capsys.readouterr().out
+    assert re.search(r"\[stop\] SIGTERM: step 7 .*not saved, ", capsys.readouterr().out)
 
 
 def test_a_broken_model_is_not_what_the_watchdog_saves(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
     with torch.no_grad():
         trainer.model.norm.weight[0] = float("nan")
-    assert trainer.checkpointer.rescue() == "no checkpoint: the parameters are not finite"
+    assert re.match("no checkpoint: .*not finite", trainer.checkpointer.rescue())
     assert trainer.checkpoints.steps() == []
     trainer.loader.close()
 
@@ -355,7 +354,7 @@ def test_a_broken_model_is_not_sampled_from(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(RunStopped):
         trainer.train()
     assert [line["step"] for line in lines_of(tmp_path, "sample")] == [3]
-    assert "[sample] none at step 6: the parameters give no finite loss" in capsys.readouterr().out
+    assert re.search(r"\[sample\] none .*step 6: .*finite", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
@@ -410,14 +409,14 @@ def test_the_watchdog_writes_down_where_everyone_is_and_saves(
     monkeypatch.setattr(trainer, "fetch", slow)
     trainer.train()
     text = (tmp_path / "watchdog.txt").read_text()
-    assert "no step for" in text
+    assert "no step " in text
     assert "steps done: 3" in text
     assert "'tokens': (2, 32)" in text
     assert "'sliding': 'sdpa'" in text
     assert "Current thread" in text
     assert "in slow" in text
-    assert f"step 3 is saved in {tmp_path / 'checkpoints'}" in text
-    assert "[watchdog] no step for" in capsys.readouterr().err
+    assert re.search(f"step 3 is saved .*{tmp_path / 'checkpoints'}", text)
+    assert "[watchdog] no step " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", ["resume", "run", "finish"])
@@ -440,7 +439,7 @@ def test_the_watchdog_watches_the_data_being_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slowly(config: TrainConfig, ranks: object) -> None:
-        wait_until(lambda: stalled.is_file() and "no step is done yet" in stalled.read_text())
+        wait_until(lambda: stalled.is_file() and "no checkpoint: " in stalled.read_text())
         raise RunStopped("enough")
 
     stalled = tmp_path / "run" / "watchdog.txt"
@@ -448,9 +447,9 @@ def test_the_watchdog_watches_the_data_being_opened(
     monkeypatch.setattr(loop, "Trainer", slowly)
     file = config_file(tmp_path, small_run(tmp_path / "run", watchdog_s=0.3))
     assert cli.main(["train", "--config", file, "--out", str(tmp_path / "run")]) == 1
-    assert "the run has not started" in stalled.read_text()
+    assert "not started" in stalled.read_text()
     assert "in slowly" in stalled.read_text()
-    assert "[watchdog] no checkpoint: no step is done yet" in capsys.readouterr().err
+    assert "[watchdog] no checkpoint: " in capsys.readouterr().err
 
 
 def test_nobody_alone_blames_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,14 +486,14 @@ def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypa
     told = trainer.describe()
     release.set()
     thread.join()
-    waited = r"[1-9]\d* s waited for, [1-9]\d* of them for the next batch"
+    waited = r"[1-9]\d* s .*, [1-9]\d* .*next batch"
     assert re.search(rf"data: text .*, last seen reading .*a\.txt; {waited}", told)
 
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
     trainer = Trainer(small_run(tmp_path))
     with trainer.checkpointer.changing:
-        assert "changed part of the state" in trainer.checkpointer.rescue()
+        assert re.match("no checkpoint: .*state", trainer.checkpointer.rescue())
     assert trainer.checkpoints.steps() == []
     assert "step 0 is saved" in trainer.checkpointer.rescue()
     trainer.loader.close()
@@ -530,8 +529,8 @@ def test_a_full_disk_does_not_keep_the_watchdog_from_saving(tmp_path: Path, capf
     dog = Watchdog(tmp_path / "full" / "dog.txt", 60, describe=lambda: "the last batches", rescue=lambda: "saved")
     dog.report_stall(60)
     said = capfd.readouterr().err
-    assert "no step for 60 s; " in said
-    assert "dog.txt cannot be written: " in said
+    assert " 60 s; " in said
+    assert re.search(r"dog\.txt .*: \[Errno", said)
     assert "the last batches" in said
     assert "in test_a_full_disk_does_not_keep_the_watchdog_from_saving" in said
     assert said.endswith("[watchdog] saved\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -72,10 +73,10 @@ def test_a_bad_file_is_one_line_with_its_name(text: str, message: str, tmp_path:
 def test_a_file_that_is_no_config_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "data.yaml"
     path.write_bytes(b"x" * (MAX_YAML_BYTES + 1))
-    with pytest.raises(ValueError, match=rf"data\.yaml is too large: {MAX_YAML_BYTES + 1:,} bytes"):
+    with pytest.raises(ValueError, match=rf"data\.yaml .*: {MAX_YAML_BYTES + 1:,} bytes"):
         read_yaml(path)
     path.write_bytes(b"steps: \xff\xfe")
-    with pytest.raises(ValueError, match=r"data\.yaml is not UTF-8 text: .* byte 7"):
+    with pytest.raises(ValueError, match=r"data\.yaml .*UTF-8.* byte 7"):
         read_yaml(path)
 
 
@@ -105,7 +106,7 @@ def test_a_bad_assignment_is_one_line(text: str, capsys: pytest.CaptureFixture[s
 def test_an_integer_too_long_to_spell_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--device", "cpu", "--set", "lr=0x" + "f" * 4000]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "lr is an integer of 16000 bits" in line
+    assert re.search(r"\blr is .*16000 bits", line)
 
 
 # Dotted keys.
@@ -147,7 +148,7 @@ def test_a_key_that_is_both_dotted_and_nested_is_refused(text: str, tmp_path: Pa
     ("override", "message"),
     [
         ({"lr": {}}, r"lr is \{\}"),
-        ({"model": {"foo": {}}}, r"'model\.foo' is not a key"),
+        ({"model": {"foo": {}}}, r"'model\.foo' is not "),
         ({"data": {"pack": {}}}, r"data\.pack is \{\}"),
         ({"model.attn.rope_scaling": {}}, r"lacks \['model\.attn\.rope_scaling\.factor'\]"),
         ({"model.attn.rope_scaling.low_freq_factor": 2.0}, r"lacks \['model\.attn\.rope_scaling\.factor'\]"),

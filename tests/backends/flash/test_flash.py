@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -223,9 +224,9 @@ def test_a_decode_step_does_not_copy_its_cache(branch: str) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "d_v", "environ", "reason"),
     [
-        (32, 16, {}, "padding to head_dim 32"),
-        (20, 20, {}, "padding to head_dim 24"),
-        (32, 32, {"NSA_FA2_PREF_FP16": "1"}, "a cast to torch.float16"),
+        (32, 16, {}, "head_dim 32"),
+        (20, 20, {}, "head_dim 24"),
+        (32, 32, {"NSA_FA2_PREF_FP16": "1"}, "cast to torch.float16"),
     ],
 )
 def test_a_cache_that_would_be_copied_is_unsupported(
@@ -233,7 +234,7 @@ def test_a_cache_that_would_be_copied_is_unsupported(
 ) -> None:
     library = StandIn()
     q, k, v = torch.zeros(2, 1, 4, head_dim), torch.zeros(2, CAPACITY, 2, head_dim), torch.zeros(2, CAPACITY, 2, d_v)
-    with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} would copy"):
+    with CountBytes() as counted, pytest.raises(BackendFailure, match=f"{reason} .*copy"):
         decode(branch, library, q, k, v, Settings.load(environ=environ))
     assert not library.calls
     assert counted.total < k.numel()
@@ -359,10 +360,10 @@ PROBLEM = Problem(
         ({"dtype": torch.float64}, "NSA_FA2_PREF_FP16"),
         ({"d_k": 260}, "at most 256"),
         ({"cached": True, "backward": True}, "no gradient"),
-        ({"cached": True, "op": "compressed", "n_queries": 2}, "middle of a block"),
+        ({"cached": True, "op": "compressed", "n_queries": 2}, "in the middle"),
         ({"batch": 70_000}, "launch grid"),
         ({"backward": True, "batch": 60_000, "n_heads": 512}, "2^31"),
-        ({"device": "cuda"}, "it runs on cpu"),
+        ({"device": "cuda"}, " on cpu, "),
         ({"n_queries": 0}, "no queries"),
     ],
 )
@@ -380,7 +381,7 @@ def test_a_call_outside_the_contract_is_not_made() -> None:
     case = Case(length=40, groups=1, heads=20_000, d_k=8, d_v=8, block=16, stride=16)
     q, k = torch.zeros(1, 40, 20_000, 8), torch.zeros(1, 2, 1, 8)
     library = StandIn()
-    with pytest.raises(BackendFailure, match="stand-in: 320000 heads do not fit a launch grid"):
+    with pytest.raises(BackendFailure, match=r"stand-in: 320000 heads .*grid"):
         backend_of(library).compressed_forward(q, k, k, branches(case).compressed)
     assert not library.calls
 
@@ -416,7 +417,7 @@ def test_fp32_is_cast_only_on_request_and_logged_once(caplog: pytest.LogCaptureF
             found = by_backend(backend, "sliding", inputs, case, with_lse=False)
     (record,) = [record for record in caplog.records if "probing" not in record.message]
     assert "NSA_FA2_PREF_FP16 is on (environment)" in record.message
-    assert "torch.float32 inputs are cast to torch.float16" in record.message
+    assert re.search(r"torch\.float32 .*cast to torch\.float16", record.message)
     assert {call.q.dtype for call in library.calls} == {torch.float16}
     assert all(x.dtype == torch.float32 for x in found.values())
     assert_equal_to_rounding(found, by_reference("sliding", inputs, case, with_lse=False), tolerance=2e-2)

@@ -103,7 +103,8 @@ def test_a_branch_that_is_on_goes_first(variables: dict[str, str]) -> None:
     # Where it cannot run, the others come in the measured order.
     measured = [MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"))]
     route = router_of(variables, other, routes=measured).route(replace(PROBLEM, dtype=torch.float64))
-    assert (route.backend, route.why) == ("sdpa", "measured order on cpu")
+    assert route.backend == "sdpa"
+    assert re.match(r"measured .*cpu$", route.why)
 
 
 def test_a_setting_overrides_a_measured_route() -> None:
@@ -156,18 +157,18 @@ def crash(library: Any, problem: Any, head_dim: int, dtype: torch.dtype) -> list
     right = Outcome(case=case["name"], layout=case["layout"])
     if case["layout"] != "fixed":
         return [right]
-    return [right, replace(right, case="a window across tiles", problem="killed by SIGFPE", call="q=(1)", request=case)]
+    return [right, replace(right, case="tiles", problem="killed by SIGFPE", call="q=(1)", request=case)]
 
 
 def test_the_doctor_shows_the_flags_and_each_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    backend = FlashBackend(Settings(), (StandIn(),), {"flash_attn": "flash_attn is not installed"}, tmp_path, crash)
+    backend = FlashBackend(Settings(), (StandIn(),), {"flash_attn": "no such package"}, tmp_path, crash)
     assert run_doctor("--setting", "use_fa2_win=off", backend=backend) == 0
     text = capsys.readouterr().out
     for part in (
         "compressed  default: ",
         "sliding     off: NSA_USE_FA2_WIN is off (command line)",
-        "flash_attn  flash_attn is not installed",
-        "stand-in    0, not tried yet",
+        "flash_attn  no such package",
+        "stand-in    0, not tried",
     ):
         assert part in text
 
@@ -193,25 +194,26 @@ def test_the_doctor_probes_and_writes_a_script(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert text.startswith("probe\n  stand-in 0 on gpu cpu")
     assert "1 of 4 cases failed" in text
-    assert "a window across tiles: killed by SIGFPE" in text
+    assert "  tiles: killed by SIGFPE" in text
     assert str(script) in text
-    assert "stand-in    0, 3 of 4 cases right: a window across tiles: killed by SIGFPE" in text
-    assert "declines: stand-in: the probe's case 'a window across tiles' killed by SIGFPE" in text
+    assert "stand-in    0, 3 of 4 cases right: tiles: killed by SIGFPE" in text
+    assert re.search(r"declines: stand-in: .*'tiles' killed by SIGFPE", text)
     assert "from flash_standin import FloatingPointException" in script.read_text()
-    said = "stand-in 0 failed in the probe on fixed calls (a window across tiles: killed by SIGFPE)"
-    assert said in text
     found = json.loads(text.splitlines()[-1])
-    assert (found["healthy"], found["probe_failures"]) == (False, [said])
+    assert not found["healthy"]
+    (said,) = found["probe_failures"]
+    assert re.match(r"stand-in 0 .*\bfixed\b.*\(tiles: killed by SIGFPE\)", said)
+    assert said in "\n".join(text.splitlines()[:-1])
 
 
 def test_a_transient_failure_of_the_probe_is_not_the_doctor_s(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = [Outcome(case="documents", layout="varlen", problem="out of memory", transient=True)]
+    full = [Outcome(case="documents", layout="varlen", problem="no memory", transient=True)]
     backend = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, lambda *_: full)
     assert run_doctor("--probe", backend=backend) == 0
     text = capsys.readouterr().out
-    assert "documents: out of memory" in text
+    assert "documents: no memory" in text
 
 
 def test_a_script_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
@@ -224,10 +226,12 @@ def test_a_script_that_cannot_be_written_is_refused_first(tmp_path: Path) -> Non
 def test_there_may_be_nothing_to_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right = FlashBackend(Settings(), (StandIn(),), {}, tmp_path, no_probe)
     assert run_doctor("--repro", str(tmp_path / "none.py"), backend=right) == 0
-    assert "no script to write" in capsys.readouterr().out
+    assert "no script" in capsys.readouterr().out
     assert not (tmp_path / "none.py").exists()
     absent = Router([sdpa], Settings(), absent={"flash": "not here"})
-    assert doctor.probe(absent, None, None, None) == ("nothing to probe: not here", ())
+    said, failures = doctor.probe(absent, None, None, None)
+    assert said.endswith(": not here")
+    assert failures == ()
 
 
 # A package of that name and version whose import leaves a file, and fails.
@@ -278,7 +282,7 @@ def test_a_library_that_is_off_is_not_imported(trap: Path, switched: str) -> Non
     assert absent == ("NSA_USE_FA2 is off (environment)" if switched == "0" else "None")
     assert trap.exists() is (switched == "1"), "whether flash_attn was imported"
     # The import fails, which costs nothing but speed.
-    assert ("flash_attn 2.8.3 cannot be imported" in counts) is (switched == "1")
+    assert ("flash_attn 2.8.3" in counts) is (switched == "1")
     assert "'sliding/sdpa': 2" in counts
 
 
