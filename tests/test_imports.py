@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -425,3 +426,51 @@ def test_names_of_tests_have_at_most_60_characters() -> None:
     ]
     assert len(functions) > 1000
     assert [f"{path}: {name}" for path, name in functions if len(name) > 60] == []
+
+
+# Tests match on names, values and numbers. A message that is reworded fails no test.
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """Every string but docstrings; `{}` is what an f-string fills in."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):  # parents first
+        if isinstance(node, ast.Expr):
+            skipped.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            skipped |= {*node.values}
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            yield node.value
+
+
+def prose(text: str) -> set[str]:
+    """Every three lower-case words in a row; a command, or what a pattern leaves open, is none."""
+    words = [re.fullmatch(r"\(?([a-z][a-z']*)[,;:.)]*", word) for word in text.replace(".*", " {} ").split()]
+    rows = zip(words, words[1:], words[2:], strict=False)
+    found = {" ".join(word[1] for word in row if word) for row in rows if all(row)}
+    return {said for said in found if not said.startswith(("nsa ", "pip "))}
+
+
+def matched_on(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The prose in each `match=` and in each assertion, with its line."""
+    for node in ast.walk(tree):
+        parts = [node.test] if isinstance(node, ast.Assert) else []
+        if isinstance(node, ast.Call):
+            parts = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+        yield from ((part.lineno, said) for part in parts for text in strings_of(part) for said in prose(text))
+
+
+def test_tests_match_on_no_prose_of_a_message() -> None:
+    messages = {said for path in modules() for text in strings_of(ast.parse(path.read_text())) for said in prose(text)}
+    one = min(messages)
+    for source in (f'assert "x is 3: {one}" in text', f'raises(ValueError, match=".*{one} 3")'):
+        assert [said for _, said in matched_on(ast.parse(source))] == [one], source
+    folder = Path(__file__).parent
+    found = [
+        f"{path.relative_to(folder)}:{line}: {said}"
+        for path in sorted(folder.rglob("*.py"))
+        for line, said in matched_on(ast.parse(path.read_text()))
+        if said in messages
+    ]
+    assert found == []
