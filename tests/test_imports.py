@@ -428,6 +428,16 @@ def test_names_of_tests_have_at_most_60_characters() -> None:
     assert [f"{path}: {name}" for path, name in functions if len(name) > 60] == []
 
 
+def test_files_have_at_most_600_lines() -> None:
+    lengths = {
+        path.relative_to(PACKAGE.parent): len(path.read_text().splitlines())
+        for folder in (PACKAGE, Path(__file__).parent)
+        for path in folder.rglob("*.py")
+    }
+    assert len(lengths) > 300
+    assert [f"{path}: {length}" for path, length in sorted(lengths.items()) if length > 600] == []
+
+
 # Tests match on names, values and numbers. A message that is reworded fails no test.
 
 
