@@ -24,6 +24,7 @@ from nsa import reference
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.reference import arguments_of
 from nsa.backends.routing import problem_for_op
+from nsa.backends.triton import MAX_HEAD_DIM, MAX_HEADS_PER_GROUP
 from nsa.dtypes import HALF_DTYPES, dtype_name
 from nsa.geometry import exclusive_offsets
 from nsa.reference.visibility import locate_queries
@@ -68,9 +69,6 @@ CACHED_STARTS = (28, 254)
 
 # The branches' outputs, in the order of their gates.
 BRANCH_OUTPUTS = ("o_cmp", "o_sel", "o_win")
-
-# The largest group and head_dim that the self-test runs on a GPU.
-MAX_HEADS_PER_GROUP, MAX_HEAD_DIM = 64, 256
 
 # What a backend may raise on inputs that it accepted: a BackendFailure or an error of torch, which are RuntimeErrors,
 # or a ValueError. Anything else is a bug and keeps its traceback.
@@ -244,7 +242,7 @@ def compiles_kernels(backend: Any) -> bool:
 
 
 def reduced_shape(shape: Problem, dtype: torch.dtype) -> Problem:
-    """`shape` with at most two groups, and on a CPU with few heads and a small head_dim.
+    """`shape` with at most two groups; on a CPU with few heads and a small head_dim, else with what our kernels take.
 
     Half precision is reduced further, because many CPUs emulate it: more would take minutes and test nothing else.
     """

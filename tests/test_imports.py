@@ -391,11 +391,12 @@ CONVENTION = {"T", "log"}
 def top_level_names(path: Path) -> set[str]:
     names = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            # Targets may be tuples.
+            found = [x for target in getattr(node, "targets", None) or [node.target] for x in ast.walk(target)]
+            names |= {x.id for x in found if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     return {name for name in names if not name.startswith("__")}
 
 

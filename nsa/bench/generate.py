@@ -27,7 +27,7 @@ from nsa.config import require
 from nsa.model import LM, LMConfig
 from nsa.model.config import AttentionKind
 
-DEVICE, DTYPE = "cuda", torch.bfloat16
+DTYPE = torch.bfloat16
 # Tokens on which a cached step is compared with the reference: so few that every block is selected.
 PROMPT_TOKENS = 255
 
@@ -72,7 +72,7 @@ def new_model(preset: str, attention: AttentionKind) -> LM:
     """The preset in bf16; NSA by the Triton backend, which never falls back."""
     config = replace(LMConfig.preset(preset), attention=attention)
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device("cuda"):
         return LM(config.with_backend("triton") if attention == "nsa" else config).to(DTYPE).eval()
 
 

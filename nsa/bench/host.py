@@ -25,7 +25,7 @@ from nsa.config import NSAConfig, require
 from nsa.model.dense import DenseAttention
 from nsa.results import quantiles
 
-WARMUP, CALLS, REPETITIONS = 10, 10, 20
+WARMUP_CALLS, CALLS, REPETITIONS = 10, 10, 20
 
 
 def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: str) -> Iterator[Task]:
@@ -48,7 +48,7 @@ def host_tasks(shape: AttentionShape, dtype: torch.dtype, device: str, backend: 
 
 def host_clock(each: Pass) -> Timing:
     """Milliseconds of the host per call, for each repetition of `CALLS`; prints the wall time, with the GPU, too."""
-    for _ in range(WARMUP):
+    for _ in range(WARMUP_CALLS):
         each.call()
     host, wall = [], []
     for _ in range(REPETITIONS):

@@ -17,7 +17,7 @@ from nsa.bench.attention import AttentionShape, Inputs
 from nsa.functional import hyperparameter_kwargs, hyperparameters_of
 from nsa.sequences import Pooling, Saved, Sequences, Upstream, attention_branches, hyperparameters
 
-DTYPE = torch.bfloat16
+TUNED_DTYPE = torch.bfloat16
 # Candidate numbers of waves that the key-major kernel splits its work into.
 WAVES = (2, 4, 8, 16)
 
@@ -46,7 +46,7 @@ def is_used(kernel: str, shape: AttentionShape) -> bool:
 def tile_in_use(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> Any:
     """The tile that the kernel runs with now."""
     head_dim = tuning.head_dim_class(shape.head_dim, shape.head_dim)
-    return tuned.tile(kernel, KINDS[kernel], gpu, head_dim, tuning.dtype_class(DTYPE))
+    return tuned.tile(kernel, KINDS[kernel], gpu, head_dim, tuning.dtype_class(TUNED_DTYPE))
 
 
 def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> list[Any]:
@@ -77,7 +77,9 @@ def kernel_candidates(kernel: str, shape: AttentionShape, gpu: GpuFamily, curren
 class Workbench:
     """The tensors of one shape, each stage's inputs from the stage before, and the kernels on them."""
 
-    def __init__(self, shape: AttentionShape, smooth: float, device: str = "cuda", dtype: torch.dtype = DTYPE) -> None:
+    def __init__(
+        self, shape: AttentionShape, smooth: float, device: str = "cuda", dtype: torch.dtype = TUNED_DTYPE
+    ) -> None:
         config = shape.config("triton")
         scale = shape.head_dim**-0.5
         inputs = Inputs.of(shape, dtype, device, smooth)

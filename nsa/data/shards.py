@@ -62,9 +62,9 @@ HEADER_BYTES = 128
 TOKEN_DTYPES = {2: torch.uint16, 4: torch.uint32}
 
 # Tokens or offsets read at once when all are checked.
-BLOCK = 2**22
-# Every so many offsets, one is kept in memory; divides BLOCK.
-STRIDE = 256
+CHECK_BLOCK = 2**22
+# Every so many offsets, one is kept in memory; divides CHECK_BLOCK.
+COARSE_EVERY = 256
 
 
 def unfinished(path: Path) -> Path:
@@ -171,7 +171,9 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.coarse: list[int] = []  # every STRIDE-th offset: all of them would fill the memory for a trillion tokens
+        self.coarse: list[
+            int
+        ] = []  # every COARSE_EVERY-th offset: all of them would fill the memory for a trillion tokens
         with open_file(path) as file:
             self.header = read_shard_header(file, path)
             self.status = os.fstat(file)
@@ -207,8 +209,8 @@ class Shard:
         return tokens
 
     def window(self, begin: int, end: int) -> Window:
-        first = max(0, bisect_left(self.coarse, begin) - 1) * STRIDE
-        last = min(bisect_left(self.coarse, end) * STRIDE, self.header.documents)
+        first = max(0, bisect_left(self.coarse, begin) - 1) * COARSE_EVERY
+        last = min(bisect_left(self.coarse, end) * COARSE_EVERY, self.header.documents)
         with self.opened() as file:
             tokens, offsets = self.tokens(file, begin, end), self.offsets(file, first, last)
         first, last = torch.searchsorted(offsets, torch.tensor([begin, end])).tolist()
@@ -216,12 +218,12 @@ class Shard:
 
     def check_offsets(self, file: int) -> None:
         found, last, ascending = 0, -1, True
-        for first in range(0, self.header.documents + 1, BLOCK):
-            block = self.offsets(file, first, min(first + BLOCK, self.header.documents + 1))
+        for first in range(0, self.header.documents + 1, CHECK_BLOCK):
+            block = self.offsets(file, first, min(first + CHECK_BLOCK, self.header.documents + 1))
             found = crc32(raw_bytes(block), found)
             ascending &= last < int(block[0]) and bool((block.diff() > 0).all()) and (first > 0 or int(block[0]) == 0)
             last = int(block[-1])
-            self.coarse += block[::STRIDE].tolist()
+            self.coarse += block[::COARSE_EVERY].tolist()
         check_shard(found == self.header.offsets_crc, self.path, "its document offsets do not match their CRC")
         whole = ascending and last == self.header.tokens
         check_shard(whole, self.path, f"its document offsets do not ascend from 0 to its {self.header.tokens:,} tokens")
@@ -230,8 +232,8 @@ class Shard:
         """Read every token and compare their checksum."""
         found = 0
         with self.opened() as file:
-            for begin in range(0, self.header.tokens, BLOCK):
-                tokens = self.tokens(file, begin, min(begin + BLOCK, self.header.tokens))
+            for begin in range(0, self.header.tokens, CHECK_BLOCK):
+                tokens = self.tokens(file, begin, min(begin + CHECK_BLOCK, self.header.tokens))
                 found = crc32(raw_bytes(tokens.to(TOKEN_DTYPES[self.header.width])), found)
         check_shard(found == self.header.tokens_crc, self.path, "its tokens do not match their CRC")
 

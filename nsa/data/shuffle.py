@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MASK = 2**64 - 1
-ROUNDS = 4
+FEISTEL_ROUNDS = 4
 
 
 def mix(*values: int) -> int:
@@ -23,7 +23,7 @@ class Permutation:
     def __init__(self, n: int, *key: int) -> None:
         self.n = n
         self.half = max(1, ((n - 1).bit_length() + 1) // 2)
-        self.keys = [mix(*key, index) for index in range(ROUNDS)]
+        self.keys = [mix(*key, index) for index in range(FEISTEL_ROUNDS)]
 
     def __len__(self) -> int:
         return self.n

@@ -16,8 +16,8 @@ from nsa.config import require
 from nsa.data.tokenizer import load_tokenizer
 from nsa.files import read_text
 
-# Rows of logits at a time.
-ROWS = 512
+# Positions whose logits are computed at a time.
+LOGIT_ROWS = 512
 MAX_TEXT_BYTES = 2**30
 
 
@@ -67,8 +67,8 @@ def logit_distances(
         hidden.append(model.model(input_ids=tokens.to(device), use_cache=False).last_hidden_state[0])
         heads.append(model.lm_head)
     rows = []
-    for first in range(0, tokens.shape[1], ROWS):
-        chunk = slice(first, first + ROWS)
+    for first in range(0, tokens.shape[1], LOGIT_ROWS):
+        chunk = slice(first, first + LOGIT_ROWS)
         ours, other = (head(x[chunk]).float() for head, x in zip(reversed(heads), reversed(hidden), strict=True))
         # The last token has no target; its loss is not used.
         targets = tokens[0].roll(-1)[chunk].to(device)

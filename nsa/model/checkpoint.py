@@ -23,7 +23,7 @@ from nsa.model.config import LMConfig
 from nsa.model.transformer import LM
 from nsa.tensor_file import read_tensors, read_tensors_and_metadata, write_tensors
 
-CONFIG, SAFE, PLAIN = "model.json", "model.safetensors", "model.pt"
+MODEL_CONFIG, SAFETENSORS, TORCH_FILE = "model.json", "model.safetensors", "model.pt"
 MAX_CONFIG_BYTES = 2**20
 
 
@@ -39,24 +39,25 @@ def save_model(model: LM, folder: Path, *, step: int | None = None) -> Path:
         The file with the parameters.
     """
     make_folder(folder)
-    path = folder / SAFE
+    path = folder / SAFETENSORS
     tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
     write_tensors(path, tensors, None if step is None else {"step": str(step)})
-    replace_text(folder / CONFIG, json.dumps(model.config.to_dict(), indent=2) + "\n")
+    replace_text(folder / MODEL_CONFIG, json.dumps(model.config.to_dict(), indent=2) + "\n")
     return path
 
 
 def read_model_values(folder: Path) -> dict[str, Any]:
     """What the `model.json` of a run or its export holds; a ValueError if it is missing or not JSON."""
-    require((folder / CONFIG).is_file(), "folder", str(folder), f"a folder with {CONFIG}, as `nsa train` writes it")
-    with name_in_errors(folder / CONFIG):
-        return parse_json(read_limited(folder / CONFIG, MAX_CONFIG_BYTES))
+    path = folder / MODEL_CONFIG
+    require(path.is_file(), "folder", str(folder), f"a folder with {MODEL_CONFIG}, as `nsa train` writes it")
+    with name_in_errors(path):
+        return parse_json(read_limited(path, MAX_CONFIG_BYTES))
 
 
 def saved_step(folder: Path) -> int | None:
     """The training step that a saved model is of; None where it was not recorded. A ValueError names a damaged file."""
     path = parameters_file(folder)
-    step = read_tensors_and_metadata(path)[1].get("step") if path.name == SAFE else None
+    step = read_tensors_and_metadata(path)[1].get("step") if path.name == SAFETENSORS else None
     return int(step) if isinstance(step, str) and step.isdecimal() else None
 
 
@@ -77,7 +78,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
     values = read_model_values(folder)
     path = parameters_file(folder)
     parameters = read_parameters(path)
-    with name_in_errors(folder / CONFIG), torch.device("meta"):
+    with name_in_errors(folder / MODEL_CONFIG), torch.device("meta"):
         # Every layer has parameters: an absurd number is refused before any layer is built.
         n_layers, most = values.get("n_layers"), len(parameters)
         fits = not isinstance(n_layers, int) or n_layers <= most
@@ -89,7 +90,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", *, backend: str
         model.load_state_dict(owned, assign=True)
     except RuntimeError as error:
         # torch lists every mismatched tensor on its own line.
-        raise ValueError(f"{path} does not fit {CONFIG}: {shorten(str(error), 300)}") from error
+        raise ValueError(f"{path} does not fit {MODEL_CONFIG}: {shorten(str(error), 300)}") from error
     return model.to(device).eval()
 
 
@@ -104,14 +105,14 @@ def load_parameters(model: LM, folder: Path) -> None:
 
 
 def parameters_file(folder: Path) -> Path:
-    if (folder / SAFE).is_file():
-        return folder / SAFE
-    require((folder / PLAIN).is_file(), "folder", str(folder), f"a folder with {SAFE} or {PLAIN}")
-    return folder / PLAIN
+    if (folder / SAFETENSORS).is_file():
+        return folder / SAFETENSORS
+    require((folder / TORCH_FILE).is_file(), "folder", str(folder), f"a folder with {SAFETENSORS} or {TORCH_FILE}")
+    return folder / TORCH_FILE
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:
-    if path.name == SAFE:
+    if path.name == SAFETENSORS:
         return read_tensors(path)
     with name_in_errors(path):
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -110,7 +110,7 @@ def make_app(
 
         job = Job(prompt, options, TextStream(encoder.decoder, prompt, asked.stop_strings()), deadline, deliver)
         scheduler.submit(job)
-        found = follow(request, job, updates)
+        found = follow_job(request, job, updates)
         form = Answer(secrets.token_hex(12), name, chat=chat, n_prompt=len(prompt))
         if not asked.stream:
             return await whole_answer(found, job, form)
@@ -158,7 +158,7 @@ async def read_body(request: Request, timeout_s: float) -> bytes:
     return bytes(body)
 
 
-async def follow(request: Request, job: Job, updates: asyncio.Queue[Update]) -> AsyncIterator[Update]:
+async def follow_job(request: Request, job: Job, updates: asyncio.Queue[Update]) -> AsyncIterator[Update]:
     """The updates of a job until it ends, fails with a ServingError, or its client leaves: it is cancelled then."""
     next_check = time.monotonic() + DISCONNECT_POLL_S
     try:

@@ -64,12 +64,12 @@ def init_keys(folder: Path) -> dict[str, Any]:
     """The keys of a config that come from a Transformers folder, a run or its export: the model, but for its length,
     and the tokenizer."""
     # These import torch.
-    from nsa.model.checkpoint import CONFIG, name_in_errors, read_model_values
+    from nsa.model.checkpoint import MODEL_CONFIG, name_in_errors, read_model_values
     from nsa.model.llama import CONFIG_FILE, lm_config, read_fields
 
     names: Iterable[str] = ("vocab_size", "n_layers", "hidden", "attention", "tie_embeddings", "norm_eps")
-    if (folder / CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
-        with name_in_errors(folder / CONFIG):
+    if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
+        with name_in_errors(folder / MODEL_CONFIG):
             model = LMConfig.from_dict(read_model_values(folder)).to_dict()
         names = model.keys() - {"attn", "seq_len"}
     else:

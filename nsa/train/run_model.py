@@ -8,8 +8,7 @@ import torch
 
 from nsa.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from nsa.model import LM, load_model
-from nsa.model.checkpoint import CONFIG as MODEL_CONFIG
-from nsa.model.checkpoint import saved_step
+from nsa.model.checkpoint import MODEL_CONFIG, saved_step
 from nsa.progress import say
 from nsa.train.checkpoint import read_state
 from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
