@@ -93,6 +93,10 @@ def test_the_site_finds_the_sections_and_names_it_shows() -> None:
     site = runpy.run_path(str(ROOT / "docs/tools/hooks.py"))
     for excerpt in site["PAGES"].values():
         assert site["excerpt_text"](excerpt).startswith("# ")
+    shown = {
+        name for excerpt in site["PAGES"].values() if excerpt.source == "CONTRIBUTING.md" for name in excerpt.sections
+    }
+    assert shown == set(site["sections_of"]((ROOT / "CONTRIBUTING.md").read_text()))
     assert "NSAConfig" in site["config_text"]()
     assert "nsa-triton-graphs" in site["rows_text"]()
     # But what needs transformers, which takes seconds to import.

@@ -48,7 +48,9 @@ PAGES = {
     "departures.md": Excerpt("README.md", ("Departures from the paper",)),
     "benchmarks.md": Excerpt("README.md", ("Results",)),
     "extending.md": Excerpt(
-        "CONTRIBUTING.md", ("How to add a backend", "How to add a tile or a GPU"), "Adding a backend, a tile or a GPU"
+        "CONTRIBUTING.md",
+        ("How to add a backend", "How to add a hyperparameter of a branch", "How to add a tile or a GPU"),
+        "Adding a backend, a hyperparameter, a tile or a GPU",
     ),
     "contributing.md": Excerpt("CONTRIBUTING.md", (INTRODUCTION, "Test", "Commit", "Rules the code keeps", "Glossary")),
     "changelog.md": Excerpt("CHANGELOG.md"),
