@@ -1,5 +1,5 @@
 """Module attributes by `__getattr__` (PEP 562): imported on first use, so that `nsa --help` does not import torch, or
-kept under an old name for one version."""
+kept under an old name for one version, as attributes of a class may be."""
 
 from __future__ import annotations
 
@@ -36,8 +36,23 @@ def renamed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str],
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        message = f"{module}.{name} is renamed to {names[name]}; the old name will be removed in the next version"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        warn_renamed(f"{module}.{name}", names[name])
         return getattr(sys.modules[module], names[name])
 
     return get
+
+
+def renamed_property(old: str, new: str) -> property:
+    """The attribute `old` ("Class.name") of a class, which is `new` now."""
+
+    def get(self: Any) -> Any:
+        warn_renamed(old, new)
+        return getattr(self, new)
+
+    return property(get, doc=f"Deprecated name of `{new}`, for one version.")
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """A DeprecationWarning at the caller of the function that calls this."""
+    message = f"{old} is renamed to {new}; the old name will be removed in the next version"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

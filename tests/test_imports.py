@@ -207,6 +207,27 @@ def test_a_renamed_attribute_keeps_working_for_one_version(module: str, old: str
         found.no_such_name  # noqa: B018
 
 
+def test_a_renamed_module_keeps_working_for_one_version() -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import nsa.bench.results
+    from nsa.bench.results import append
+import nsa.results
+print(nsa.bench.results is nsa.results, [(one.category.__name__, str(one.message).split(";")[0]) for one in caught])
+"""
+    expected = "True [('DeprecationWarning', 'nsa.bench.results is renamed to nsa.results')]"
+    assert run_python(code) == expected
+
+
+def test_an_op_that_was_replaced_names_the_one_to_use() -> None:
+    with pytest.raises(AttributeError, match=r"'mixture': nsa\.ops\.attention "):
+        nsa.ops.mixture  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'no_such_name'$"):
+        nsa.ops.no_such_name  # noqa: B018
+
+
 @pytest.mark.slow
 def test_a_compiled_function_may_be_the_first_to_use_a_name() -> None:
     code = """

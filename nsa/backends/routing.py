@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,6 +28,7 @@ from nsa.backends.problem import OPS, Problem
 from nsa.captures import Captures
 from nsa.config import NSAConfig, check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
+from nsa.lazy import renamed_property, warn_renamed
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -105,11 +105,9 @@ class Route:
     # Backends that should have run and failed, earlier on this problem, in a probe or on import, and why.
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def chosen(self) -> str | None:
-        """Deprecated name of `backend`, for one version."""
-        warnings.warn("Route.chosen is renamed to backend", DeprecationWarning, stacklevel=2)
-        return self.backend
+    chosen = renamed_property("Route.chosen", "backend")
+    told = renamed_property("Route.told", "describe")
+    refusal = renamed_property("Route.refusal", "error_message")
 
     def describe(self, part: str, width: int) -> str:
         """The route in words after the name of what it is for, padded to `width`."""
@@ -147,6 +145,7 @@ class Router:
         measured_routes: Measured exceptions to the default order; the first that covers a problem applies.
         gpu: The GPU whose measurements hold for CUDA tensors; by default this process's.
         absent: Known backends that are not available, and why.
+        preferences: Deprecated name of `measured_routes`, for one version.
     """
 
     def __init__(
@@ -156,7 +155,12 @@ class Router:
         measured_routes: Iterable[MeasuredRoute] = (),
         gpu: str | None = None,
         absent: Mapping[str, str] | None = None,
+        *,
+        preferences: Iterable[MeasuredRoute] | None = None,
     ) -> None:
+        if preferences is not None:
+            warn_renamed("Router(preferences=...)", "measured_routes")
+            measured_routes = preferences
         self.names = [backend.name for backend in backends]
         self.backends = {backend.name: backend for backend in backends if not isinstance(backend, ImportFailed)}
         self.broken = {backend.name: backend.reason for backend in backends if isinstance(backend, ImportFailed)}

@@ -29,6 +29,11 @@ OTHERS = ("config", "set", "resume", "init", "diff", "ddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `nsa train`.
+
+    Args:
+        parser: What parses them for `nsa.train.run`.
+    """
     set_help(
         parser,
         "Train a language model. What is not given here comes from the environment (NSA_SEQ_LEN, NSA_BATCH_SIZE, "

@@ -18,6 +18,8 @@ what is masked is multiplied by zero.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from torch import Tensor
 
 from nsa import checks
@@ -28,6 +30,12 @@ from nsa.ops.fused import ATTENTION, run_backward, run_forward
 
 __all__ = ["attention", "combine", "compress_mean", "compressed_attention", "gather_blocks", "select_blocks"]
 __all__ += ["selected_attention", "sliding_attention"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        instead = ": nsa.ops.attention replaces it, and runs the branches too" if name == "mixture" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def attention(

@@ -53,10 +53,20 @@ def run(router: Router, problem: Problem = PROBLEM, *more: torch.Tensor, **optio
     return router.run(problem, "sliding_forward", torch.zeros(2, 3), *more, **options)
 
 
-def test_the_old_name_of_a_routes_backend_warns() -> None:
+@pytest.mark.parametrize(("old", "new"), [("chosen", "backend"), ("told", "describe"), ("refusal", "error_message")])
+def test_an_old_name_of_a_route_warns(old: str, new: str) -> None:
     route = Route(PROBLEM, "sdpa", "why", {})
-    with pytest.warns(DeprecationWarning, match="chosen .*backend"):
-        assert route.chosen == "sdpa"
+    with pytest.warns(DeprecationWarning, match=rf"Route\.{old} .*{new}") as warned:
+        assert getattr(route, old) == getattr(route, new)
+    assert warned[0].filename == __file__
+
+
+def test_the_old_name_of_measured_routes_warns() -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa",))
+    with pytest.warns(DeprecationWarning, match="preferences.*measured_routes") as warned:
+        router = Router([], Settings(), preferences=[measured])
+    assert warned[0].filename == __file__
+    assert router.measured_routes == (measured,)
 
 
 def test_auto_takes_the_first_that_supports_the_problem() -> None:

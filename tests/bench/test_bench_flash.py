@@ -267,3 +267,7 @@ def test_without_a_gpu_only_rows_can_be_used() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="--rows FILE"):
         bench.run(parse())
+
+
+def test_the_old_name_of_head_dims_is_read() -> None:
+    assert parse("--widths", "64") == parse("--head-dims", "64")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import config_file, small_run
 
-from nsa import cli
+from nsa import cli, train
 from nsa.model import LM, PRESETS
 from nsa.settings import Settings
 from nsa.train.command import config_from
@@ -89,6 +89,12 @@ def test_precedence_is_command_line_then_environment_then_file() -> None:
     assert config_from(parse("--gc"), env).gc
     assert config_from(parse("--no-gc"), PLAIN).gc is False
     assert config_from(parse("--steps", "3", "--set", "steps=4"), PLAIN).steps == 4
+
+
+def test_a_parser_of_ones_own_takes_the_flags_of_training() -> None:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert config_from(parser.parse_args(["--device", "cpu", "--seq-len", "64"]), PLAIN).model.seq_len == 64
 
 
 def test_any_key_can_be_set() -> None:
