@@ -190,7 +190,7 @@ def tiles_origin(config: Settings) -> str:
         found = tuning.origin(file)
         if file is not None and tuning.is_file(file) and triton.installed():
             # A kernel reads only its own tiles, at its first call.
-            from nsa.bench.kernels import check_file
+            from nsa.backends.triton.tile_types import check_file
 
             check_file(file)
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from nsa.backends import triton as backend
 from nsa.backends.triton import combine, selected, selection, tiles, tuning
 from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile
+from nsa.backends.triton.tile_types import TILE_TYPES
 from nsa.backends.triton.tuning import GpuFamily, Tuned
 from nsa.bench.attention import AttentionShape, Inputs
 from nsa.functional import hyperparameter_kwargs, hyperparameters_of
@@ -20,21 +20,6 @@ from nsa.sequences import Pooling, Saved, Sequences, Upstream, attention_branche
 TUNED_DTYPE = torch.bfloat16
 # Candidate numbers of waves that the key-major kernel splits its work into.
 WAVES = (2, 4, 8, 16)
-
-RANGED: dict[str, type] = {"forward": tiles.Tile, "dq": tiles.Tile, "dkv": tiles.SplitTile}
-KINDS: dict[str, type] = {
-    **{f"{branch}-{part}": kind for branch in ("compressed", "sliding") for part, kind in RANGED.items()},
-    **dict.fromkeys(("scores", "scores-few-heads"), selection.SelectionTile),
-    **dict.fromkeys(("selected-forward-query", "selected-forward-block"), SelectedForwardTile),
-    "selected-backward": SelectedBackwardTile,
-    **dict.fromkeys(("combine-forward", "combine-backward"), combine.CombineTile),
-}
-
-
-def check_file(path: Path) -> None:
-    """A ValueError names the first tile of a tiles file that does not fit its kernel."""
-    for key, entry in tuning.read_tuned(path).tiles.items():
-        tuning.build(KINDS[key.kernel], key, entry)
 
 
 def is_used(kernel: str, shape: AttentionShape) -> bool:
@@ -46,7 +31,7 @@ def is_used(kernel: str, shape: AttentionShape) -> bool:
 def tile_in_use(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> Any:
     """The tile that the kernel runs with now."""
     head_dim = tuning.head_dim_class(shape.head_dim, shape.head_dim)
-    return tuned.tile(kernel, KINDS[kernel], gpu, head_dim, tuning.dtype_class(TUNED_DTYPE))
+    return tuned.tile(kernel, TILE_TYPES[kernel], gpu, head_dim, tuning.dtype_class(TUNED_DTYPE))
 
 
 def tiles_to_measure(kernel: str, shape: AttentionShape, gpu: GpuFamily, tuned: Tuned) -> list[Any]:
@@ -124,7 +109,7 @@ class Workbench:
                 return (backend.combine_forward(*branches, tile=tile),)
             case "combine-backward":
                 return backend.combine_backward(do, *branches, tile=tile)
-        raise ValueError(f"kernel is {kernel!r}; accepted: {', '.join(KINDS)}")
+        raise ValueError(f"kernel is {kernel!r}; accepted: {', '.join(TILE_TYPES)}")
 
     def select_densely(self) -> tuple[Tensor, ...]:
         """The selected forward that reads every block, with the tile of the compressed forward."""

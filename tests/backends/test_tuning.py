@@ -134,7 +134,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_file_with_the_fields_former_names_builds_every_tile(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are the kernels' own")
-    from nsa.bench.kernels import check_file
+    from nsa.backends.triton.tile_types import check_file
 
     text = PACKAGED.read_text()
     for old, new in tuning.RENAMED.items():
@@ -197,9 +197,9 @@ def test_a_tile_with_wrong_fields_is_an_error(fields: dict[str, Any], message: s
 @pytest.fixture
 def kinds() -> dict[str, type]:
     pytest.importorskip("triton", reason="the tiles are the kernels'")
-    from nsa.bench.kernels import KINDS
+    from nsa.backends.triton.tile_types import TILE_TYPES
 
-    return KINDS
+    return TILE_TYPES
 
 
 def test_every_packaged_tile_is_one(kinds: dict[str, type]) -> None:
@@ -268,7 +268,7 @@ def test_a_file_of_tiles_that_no_kernel_takes_is_refused_whole(
     field: str, value: object, accepted: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton", reason="the kinds of tiles are the kernels'")
-    from nsa.bench.kernels import check_file
+    from nsa.backends.triton.tile_types import check_file
 
     tile = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
     path = tmp_path / "tiles.json"
