@@ -12,7 +12,7 @@ import pytest
 
 from nsa.cli import parser_of
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "record.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "record.py"
 RECORD: dict[str, Any] = runpy.run_path(str(SCRIPT))
 
 

@@ -18,7 +18,7 @@ from bench_rows import ROW
 
 from nsa.results import append, read_rows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODULES = ("adopt", "readme", "study", "arms", "jobs")
 
 

@@ -17,7 +17,7 @@ from nsa.cli import main as run_nsa
 
 pytest.importorskip("transformers")
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUNS = ["dense-256", "dense-512", "gated-256", "gated-512"]
 
 

@@ -27,7 +27,7 @@ from nsa.data.tokenizer import train_bpe
 from nsa.model import LM
 from nsa.train.config import load_config
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
