@@ -290,7 +290,7 @@ def flash_sentences() -> Iterator[str]:
     over = ratios(
         "flash-torch", "nsa-sdpa", lambda row: (row.op, row.S, row.suite) != ("compressed", 1024, "flash-packed")
     )
-    yield f"Torch's FlashAttention-2 is {min(over):.1f} to {max(over):.0f} times as fast as our SDPA path"
+    yield f"Torch's FlashAttention-2 is {min(over):.1f} to {max(over):.0f} times as fast as our SDPA backend"
 
     def wins_from(op: str) -> str:
         subjects = {(op, "bwd", 192, length): length for length in (1024, 8192, 65536)}

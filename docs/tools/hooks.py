@@ -38,7 +38,7 @@ PAGES = {
         (
             INTRODUCTION,
             "Two commands",
-            "Ten lines of use",
+            "Quickstart",
             "When it pays",
             "Install",
             "Support matrix",

@@ -63,7 +63,7 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     end.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="per prompt (default: 200)")
     end.add_argument("--max-len", type=int, metavar="N", help="end a row at N tokens, its prompt included")
     end.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    end.add_argument("--ignore-end", action="store_true", help="go on after the token that ends a document")
+    end.add_argument("--ignore-end", action="store_true", help="continue after the token that ends a document")
 
     speed = parser.add_argument_group("speed")
     lookup = "speculate up to N tokens from the text so far; 0: off"
@@ -242,7 +242,7 @@ def data_flags(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--shard-tokens", type=int, default=2**27, help="tokens in a file (default: %(default)s)")
     make.add_argument("--limit-tokens", type=int, help="stop after about so many (default: the whole corpus)")
     make.add_argument("--doc-batch", type=int, default=256, help="documents tokenized at once (default: %(default)s)")
-    bad = "a document that cannot be read: stop, or list it in skipped.jsonl and go on (default: %(default)s)"
+    bad = "a document that cannot be read: stop, or list it in skipped.jsonl and continue (default: %(default)s)"
     make.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help=bad)
     make.add_argument("--out", type=path, required=True, help="the folder to write")
     check = commands.add_parser("check", help="compare a prepared folder, every token of it, with what was written")

@@ -161,7 +161,7 @@ class Watchdog:
         try:
             self.thread.start()
         except RuntimeError as error:
-            self.log(f"the run goes on without it: {error}")
+            self.log(f"the run continues without it: {error}")
             self.thread = None
 
     def __exit__(self, *_: object) -> None:
