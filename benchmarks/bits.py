@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa_attention, ops
 
-# name: heads, groups, d_k, d_v, batch, length or lengths of packed documents, dtype
+# name: heads, groups, d_k, d_v, batch, length or lengths of varlen documents, dtype
 CASES: dict[str, tuple[int, int, int, int, int, Any, torch.dtype]] = {
     "12/2/64 2k bf16": (12, 2, 64, 64, 2, 2048, torch.bfloat16),
     "12/2/64 odd bf16": (12, 2, 64, 64, 1, 5003, torch.bfloat16),
@@ -47,8 +47,8 @@ def results(name: str) -> dict[str, str]:
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     generator = torch.Generator().manual_seed(len(name))
 
-    def normal(heads: int, width: int) -> Tensor:
-        x = torch.randn(batch, length, heads, width, generator=generator).to(dtype)
+    def normal(heads: int, head_dim: int) -> Tensor:
+        x = torch.randn(batch, length, heads, head_dim, generator=generator).to(dtype)
         return x.cuda().requires_grad_()
 
     q, k_sel, k_win, k_raw = normal(n_heads, d_k), *(normal(n_groups, d_k) for _ in range(3))

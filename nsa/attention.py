@@ -43,7 +43,7 @@ class NSAAttention(nn.Module):
     gate combines the three per head.
 
         attn = NSAAttention(NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64))
-        y = attn(x)                                # or attn(x, cu_seqlens=cu) for packed documents, B = 1
+        y = attn(x)                                # or attn(x, cu_seqlens=cu) for varlen, B = 1
         cache = attn.new_cache(batch_size, max_len)
         y = attn(x_new, cache=cache)               # prefill, a chunk, or one token
 
@@ -275,7 +275,7 @@ class NSAAttention(nn.Module):
         check_finite(self.config.strict and not traced, x=x)
         check_position_offset(position_offset, x, self.config.strict)
         if cu_seqlens is not None:
-            require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1, a packed batch is a single row")
+            require(x.shape[0] == 1, "x.shape[0]", x.shape[0], "1: a varlen batch is one row")
             check_sequences(x, cu_seqlens, None)
             if not traced:
                 check_cu_seqlens_values(cu_seqlens, x.shape[1], self.config.strict)
@@ -315,12 +315,12 @@ class NSAAttention(nn.Module):
         if torch.compiler.is_compiling() and all(eager.is_plain_linear(linear) for linear in linears):
             # One matmul: compiled code casts each weight, and adds up each gradient of x, in a kernel of its own.
             bias = torch.cat([linear.bias for linear in linears]) if c.qkv_bias else None
-            product = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
-            products = product.split([sum(linear.out_features for linear in part) for part in parts], dim=-1)
+            joint = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
+            projected = joint.split([sum(linear.out_features for linear in part) for part in parts], dim=-1)
         else:
             found = [[linear(x) for linear in part] for part in parts]
-            products = tuple(part[0] if len(part) == 1 else torch.cat(part, dim=-1) for part in found)
-        q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(products, (c.d_k, c.d_k, c.d_v), strict=True))
+            projected = tuple(part[0] if len(part) == 1 else torch.cat(part, dim=-1) for part in found)
+        q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))
         return (self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype), v) if c.qk_norm else (q, k, v)
 
     def projections(self) -> tuple[Sequence[nn.Linear], ...]:

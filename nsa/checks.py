@@ -131,7 +131,7 @@ def check_sequences(
         check_tensor("cu_seqlens", cu_seqlens, "n+1", (torch.int32,), "int32")
         check_same("cu_seqlens", "device", cu_seqlens.device, name, q.device)
         require(cu_seqlens.numel() >= 2, "cu_seqlens.shape", tuple(cu_seqlens.shape), "[n+1] for n >= 1 documents")
-        require(q.shape[0] == 1, f"{name}.shape[0]", q.shape[0], "1, a packed batch is a single row")
+        require(q.shape[0] == 1, f"{name}.shape[0]", q.shape[0], "1: a varlen batch is one row")
     if q_start is not None:
         check_tensor(start, q_start, "B", (torch.int32,), "int32")
         check_same(start, "device", q_start.device, "q", q.device)
@@ -259,7 +259,7 @@ def check_cu_seqlens_values(cu_seqlens: Tensor | None, length: int, strict: bool
     values = cu_seqlens.tolist()
     require(values[0] == 0, "cu_seqlens[0]", values[0], "0")
     require(values == sorted(values), "cu_seqlens", values, "non-decreasing offsets")
-    require(values[-1] == length, "cu_seqlens[-1]", values[-1], f"the number of packed tokens, {length}")
+    require(values[-1] == length, "cu_seqlens[-1]", values[-1], f"the number of tokens, {length}")
 
 
 def check_branch_values(

@@ -37,7 +37,7 @@ class Compression(nn.Module):
     def forward(
         self, x: Tensor, *, stride: int | None = None, cu_seqlens: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Every block of `x [B, S, G, D]`: `[B, N, G, D]`. In a pack `N` is `S // stride`, as `nsa.ops` lays them out.
+        """Every block of `x [B, S, G, D]`: `[B, N, G, D]`. Varlen, `N` is `S // stride`, as `nsa.ops` lays them out.
 
         `options`: `backend` and `strict` of the ops. Without a `stride`, `x` are blocks as `of_blocks` takes them.
         """

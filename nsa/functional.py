@@ -41,7 +41,7 @@ def nsa_attention(
         k_cmp, v_cmp: compressed keys and values `[B,N,G,D]`; the others `[B,S,G,D]`.
         gates: `[B,S,Hq,3]`, none negative: a sigmoid's or a softmax's.
         config: heads and head dims must be the tensors'.
-        cu_seqlens: int32 `[n+1]`, offsets of packed documents; `B = 1`.
+        cu_seqlens: int32 `[n+1]`, offsets of the documents of a varlen batch; `B = 1`.
 
     Returns:
         `o [B,S,Hq,Dv]`.

@@ -99,7 +99,7 @@ class Rope:
         return kept
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """`x [..., H, head_dim]` turned by its position's angles, in its own dtype."""
+        """`x [..., H, head_dim]` rotated by its position's angles, in its own dtype."""
         return self.rotate_all(angles, x)[0]
 
     def rotate_all(self, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ class Rope:
                 return tuple(rotate_one(x, *angles, False) for x in tensors)
             rotated: tuple[Tensor, ...] = Rotate.apply(*angles, *tensors)
             return rotated
-        return tuple(turn(x, angles) for x in tensors)
+        return tuple(rotate(x, angles) for x in tensors)
 
     def rotate_back(self, x: Tensor, angles: Angles) -> Tensor:
         """The inverse of `rotate`, which is also its gradient; not differentiable itself."""
@@ -120,10 +120,10 @@ class Rope:
             from nsa.backends.triton.rope import rotate_one
 
             return rotate_one(x, cos, sin, True)
-        return turn(x, (cos, -sin))
+        return rotate(x, (cos, -sin))
 
 
-def turn(x: Tensor, angles: Angles) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = angles
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

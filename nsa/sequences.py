@@ -33,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(eq=False)
 class Sequences:
-    """The rows of queries of one call: fixed-length, or varlen, one row of documents packed by `cu_seqlens`.
+    """The rows of queries of one call: fixed-length, or varlen, one row of documents that `cu_seqlens` delimits.
 
     With `q_start [B]` they are part of longer rows of keys (a cache, a shard of a sequence): query `i` of row `b` is
     token `q_start[b] + i` of the keys, which `cu_seqlens` then describes.
@@ -94,14 +94,14 @@ class Ranges:
         if not self.sliding:
             complete = n_compressed_of(seq.positions + 1, self.span, self.stride)
             return (self.lo + complete).clamp_max(self.n_keys)
-        # Keys of a packed row are counted over the row, not within a document.
+        # Keys of a varlen row are counted over the row, not within a document.
         hi = query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
         # An unchecked wrong `q_start` must not read out of bounds where kernels take this as it is.
         return hi if seq.q_start is None or seq.cu_seqlens is None else hi.clamp_max(self.n_keys)
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
-        """`first, end`, each `[N]`, of packed keys. Slots that no document uses are seen by no query."""
+        """`first, end`, each `[N]`, of varlen keys. Slots that no document uses are seen by no query."""
         docs, length, q_start = self.sequences.documents, self.sequences.length, self.sequences.q_start
         key = torch.arange(self.n_keys, device=docs.index.device)
         if self.sliding:
@@ -116,7 +116,7 @@ class Ranges:
         return torch.where(used, first, length), torch.where(used, end, length)
 
     def as_queries(self, token: Tensor) -> Tensor:
-        """Tokens of a packed row of keys as numbers of queries; the first or one past the last where none is that."""
+        """Tokens of a varlen row of keys as numbers of queries; the first or one past the last where none is that."""
         q_start = self.sequences.q_start
         return token if q_start is None else (token - q_start).clamp(0, self.sequences.length)
 
@@ -245,20 +245,20 @@ class Pooling:
 
     @property
     def count(self) -> int:
-        """Slots for blocks. Packed documents have one for every stride: no fewer always suffice."""
+        """Slots for blocks. A varlen row has one for every stride: no fewer always suffice."""
         length = self.sequences.length
         fixed = self.sequences.cu_seqlens is None
         return n_compressed(length, self.block, self.stride) if fixed else length // self.stride
 
     @cached_property
     def starts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each packed slot: first token, its position in its document, whether the slot holds a block."""
+        """Of each slot of a varlen row: first token, its position in its document, whether the slot holds a block."""
         assert self.sequences.cu_seqlens is not None
         return compressed_starts(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each packed token: position, first slot of its document, how many slots that has."""
+        """Of each token of a varlen row: position, first slot of its document, how many slots that has."""
         assert self.sequences.cu_seqlens is not None
         return compressed_of_tokens(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
 

@@ -142,7 +142,7 @@ def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[FlashPoint], 
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[tuple[Row, dict[str, float]]]:
-    """The row of our SDPA path, wherever it was measured, and how many times as fast each other path is."""
+    """The row of our SDPA backend, wherever it was measured, and how many times as fast each other backend is."""
     found: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         shape = (row.gpu, row.suite, row.op, row.mode, row.Dk, row.Hq // row.G, row.S, row.B, row.Hq, row.dtype)
@@ -205,7 +205,7 @@ def draw_speedups(rows: Sequence[Row], out: Path) -> None:
 
 
 def points(args: argparse.Namespace) -> Iterator[FlashPoint]:
-    for head_dim in args.widths:
+    for head_dim in args.head_dims:
         for size in args.group_sizes:
             require(args.heads % size == 0, "--group-sizes", size, f"a divisor of the {args.heads} heads")
             for length in args.lengths:

@@ -123,7 +123,7 @@ def add_trained(parser: argparse.ArgumentParser) -> None:
 def add_flash(parser: argparse.ArgumentParser) -> None:
     parser.description = "Time the compressed and the sliding branch in every backend, and write routes by length."
     parser.epilog = "example: nsa bench flash --out flash.csv --plot flash.png --write configs/routes.json"
-    parser.add_argument("--head-dims", "--widths", dest="widths", nargs="+", type=int, default=[64, 96, 128, 192])
+    parser.add_argument("--head-dims", "--widths", dest="head_dims", nargs="+", type=int, default=[64, 96, 128, 192])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[4, 16], help="query heads per group")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192, 65536])

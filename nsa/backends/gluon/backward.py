@@ -106,7 +106,7 @@ def attend_rows(
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(ds, [i_bg, i_n, i_column], ds_tile)
-    # The operands in registers too: ptxas may reuse them under a product in flight unless the wait depends on them.
+    # The operands in registers too: ptxas may reuse them under a matmul in flight unless the wait depends on them.
     b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
     mbarrier.arrive(free.index(slot), count=1)
     return b_dk, b_dv

@@ -89,7 +89,7 @@ def pooled(
 
 @gluon.jit(do_not_specialize=["n_splits"])
 def hopper_compressed_step_kernel(
-    q, k, v, start, pool, carry, tile_max, part_o, part_m, part_l, arrivals, n_splits, max_len, scale_log2,
+    q, k, v, start, pool, carry, tile_max, partial_o, partial_m, partial_l, arrivals, n_splits, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh,
     T: gl.constexpr, G: gl.constexpr, H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     R: gl.constexpr, OVERLAP: gl.constexpr, REACH: gl.constexpr, CARRY: gl.constexpr, SLOTS: gl.constexpr,
@@ -198,10 +198,10 @@ def hopper_compressed_step_kernel(
                     BLOCK, STRIDE, BLOCK_N, SPLIT_TILES, N_SPLITS,
                 )  # fmt: skip
                 step += 1
-            p_o = part_o + (i_part + o_o)[:, None] * D + o_d[None, :]
+            p_o = partial_o + (i_part + o_o)[:, None] * D + o_d[None, :]
             gl.store(p_o, b_o, mask=(o_o < ROWS)[:, None])
-        gl.store(part_m + i_part + o_m, b_m, mask=o_m < ROWS)
-        gl.store(part_l + i_part + o_m, b_l, mask=o_m < ROWS)
+        gl.store(partial_m + i_part + o_m, b_m, mask=o_m < ROWS)
+        gl.store(partial_l + i_part + o_m, b_l, mask=o_m < ROWS)
         barrier()
         gl.atomic_add(arrivals + i_bg * 3, 1, sem="release")
 

@@ -108,7 +108,7 @@ def lane_sums(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def keep_order(x):
-    """`x`, which is not negative, unchanged. ptxas 12.8 moves a wait for a product above all arithmetic that does not
+    """`x`, which is not negative, unchanged. ptxas 12.8 moves a wait for a matmul above all arithmetic that does not
     depend on it, which ends the overlap, but not above a store to shared memory (here one that is never executed)."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.lt.f32 p, $1, 0f00000000;"
@@ -148,7 +148,7 @@ def attend(
     b_alpha = gl.exp2(b_m - b_m_new)
     b_l = b_l * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_l.type.layout))[:, None] + lane_sums(b_e, BLOCK_N)
     b_l = keep_order(b_l)
-    # `b_p` is an operand of the product in flight: ptxas may reuse its registers unless the wait depends on it.
+    # `b_p` is an operand of the matmul in flight: ptxas may reuse its registers unless the wait depends on it.
     b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
     mbarrier.arrive(v_free.index(v_slot), count=1)
     b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, o_layout))[:, None]

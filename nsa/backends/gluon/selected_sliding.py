@@ -2,7 +2,7 @@
 
 The results of `common_kernel` in `triton/selected/common.py` and of the sliding branch in `forward.py`. What the other
 blocks of a selection give comes as partial outputs, whose sum is bound by memory; the sliding window and the blocks
-that a run of queries has in common are dense tiles, bound by products. A CTA owns 128 rows, a run of queries. One warp
+that a run of queries has in common are dense tiles, bound by matmuls. A CTA owns 128 rows, a run of queries. One warp
 loads queries, keys and values, another the partial outputs, each into buffers of its own, and two warpgroups own 64
 rows each:
 
@@ -124,9 +124,9 @@ def produce_keys(
 
 
 @gluon.jit
-def produce_parts(
-    part, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
-    RUN: gl.constexpr, RING: gl.constexpr,
+def produce_partials(
+    partial, p_runs, partial_s, partial_full, partial_free, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
+    n_queries, RUN: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One warp: the partial outputs of a run, one slot of all its queries after the other."""
     step = 0
@@ -138,18 +138,19 @@ def produce_parts(
         i_query = tile // n_tiles * n_queries + tile % n_tiles * RUN
         for i in range(n_slots):
             ring = (step + i) % RING
-            mbarrier.wait(part_free.index(ring), (((step + i) // RING) & 1) ^ 1)
-            mbarrier.expect(part_full.index(ring), 2 * part.block_type.nbytes)
+            mbarrier.wait(partial_free.index(ring), (((step + i) // RING) & 1) ^ 1)
+            mbarrier.expect(partial_full.index(ring), 2 * partial.block_type.nbytes)
             for w in gl.static_range(2):
                 corner = [i_query + w * (RUN // 2), i, 0, 0]
-                tma.async_copy_global_to_shared(part, corner, part_full.index(ring), part_s.index(ring * 2 + w))
+                slot_s = partial_s.index(ring * 2 + w)
+                tma.async_copy_global_to_shared(partial, corner, partial_full.index(ring), slot_s)
         # As in `produce_keys`.
         step += n_slots
 
 
 @gluon.jit
-def add_part(
-    W: gl.constexpr, b_sum, b_w, slot, step, part_s, part_full, part_free, w_layout: gl.constexpr,
+def add_partial(
+    W: gl.constexpr, b_sum, b_w, slot, step, partial_s, partial_full, partial_free, w_layout: gl.constexpr,
     o_layout: gl.constexpr, D: gl.constexpr, BLOCK_S: gl.constexpr, RING: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """`b_sum` with one slot of partial outputs, weighed. MASKED: some rows have none there, whose weight is zero."""
@@ -157,9 +158,9 @@ def add_part(
     o_slot = gl.arange(0, BLOCK_S, gl.SliceLayout(0, w_layout))
     b_weight = gl.sum(gl.where((o_slot == slot)[None, :], b_w, 0.0), 1)
     b_weight = gl.convert_layout(b_weight, gl.SliceLayout(1, o_layout))[:, None]
-    mbarrier.wait(part_full.index(ring), (step // RING) & 1)
-    b_x = part_s.index(ring * 2 + W).reshape([64, D]).load(o_layout)
-    mbarrier.arrive(part_free.index(ring), count=1)
+    mbarrier.wait(partial_full.index(ring), (step // RING) & 1)
+    b_x = partial_s.index(ring * 2 + W).reshape([64, D]).load(o_layout)
+    mbarrier.arrive(partial_free.index(ring), count=1)
     b_x = b_x.to(gl.float32)
     if MASKED:
         b_x = gl.where(b_weight > 0.0, b_x, 0.0)
@@ -202,10 +203,10 @@ def attend_block(
 
 @gluon.jit
 def attend_window(
-    W: gl.constexpr, q_w, b_o, b_m, b_l, b_sum, b_w, done, credit, n_halves, n_all, part_step,
-    step, i_n, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, part_s, part_full, part_free, scale_log2,
-    s_layout: gl.constexpr, o_layout: gl.constexpr, w_layout: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_S: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, MASKED: gl.constexpr,
+    W: gl.constexpr, q_w, b_o, b_m, b_l, b_sum, b_w, done, credit, n_halves, n_all, partial_step,
+    step, i_n, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, partial_s, partial_full, partial_free,
+    scale_log2, s_layout: gl.constexpr, o_layout: gl.constexpr, w_layout: gl.constexpr, D: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """A tile of the window; up to two slots of partial outputs are added to `b_sum` meanwhile, as many as keep their
     number even over the `n_halves` halves of all steps."""
@@ -216,9 +217,9 @@ def attend_window(
     b_s = warpgroup_mma(q_w, k_t, zero, use_acc=False, is_async=True)
     credit += n_all
     if credit >= n_halves:
-        b_sum = add_part(
-            W, b_sum, b_w, done, part_step + done, part_s, part_full, part_free, w_layout, o_layout, D, BLOCK_S, RING,
-            False,
+        b_sum = add_partial(
+            W, b_sum, b_w, done, partial_step + done, partial_s, partial_full, partial_free, w_layout, o_layout, D,
+            BLOCK_S, RING, False,
         )  # fmt: skip
         done += 1
         credit -= n_halves
@@ -232,9 +233,9 @@ def attend_window(
     b_o = warpgroup_mma(b_p, v_s.index(slot).reshape([BLOCK_N, D]), b_o, is_async=True)
     credit += n_all
     if credit >= n_halves:
-        b_sum = add_part(
-            W, b_sum, b_w, done, part_step + done, part_s, part_full, part_free, w_layout, o_layout, D, BLOCK_S, RING,
-            False,
+        b_sum = add_partial(
+            W, b_sum, b_w, done, partial_step + done, partial_s, partial_full, partial_free, w_layout, o_layout, D,
+            BLOCK_S, RING, False,
         )  # fmt: skip
         done += 1
         credit -= n_halves
@@ -253,8 +254,8 @@ def row_lse(b_m, b_sum):
 
 @gluon.jit
 def consume_runs(
-    W: gl.constexpr, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s, part_s,
-    q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
+    W: gl.constexpr, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s, partial_s,
+    q_full, q_free, k_full, k_free, v_full, v_free, partial_full, partial_free, scale_log2,
     n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
     H: gl.constexpr, D: gl.constexpr, RUN: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_S: gl.constexpr,
     BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
@@ -277,7 +278,7 @@ def consume_runs(
     o_slot = gl.arange(0, BLOCK_S, gl.SliceLayout(0, w_layout))[None, :]
     step = 0
     phase = 0
-    part_step = 0
+    partial_step = 0
     i_tile = gl.program_id(0)
     next_common = run_field(p_runs, i_tile, n_tiles, n_all_tiles, row_0, query_0, n_runs, RUN, 0)
     next_all = run_field(p_runs, i_tile, n_tiles, n_all_tiles, row_0, query_0, n_runs, RUN, 1)
@@ -338,25 +339,25 @@ def consume_runs(
         for j in range(n_edge):
             i_n = first + edge_tile(j, n, n_full, n_left) * BLOCK_N
             b_o, b_m, b_l, b_sum, done, credit = attend_window(
-                W, q_w.reshape([64, D]), b_o, b_m, b_l, b_sum, b_w, done, credit, 2 * n, n_all, part_step,
-                step, i_n, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, part_s, part_full, part_free,
-                scale_log2, s_layout, o_layout, w_layout, D, BLOCK_N, BLOCK_S, STAGES, RING, True,
+                W, q_w.reshape([64, D]), b_o, b_m, b_l, b_sum, b_w, done, credit, 2 * n, n_all, partial_step,
+                step, i_n, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, partial_s, partial_full,
+                partial_free, scale_log2, s_layout, o_layout, w_layout, D, BLOCK_N, BLOCK_S, STAGES, RING, True,
             )  # fmt: skip
             step += 1
         for _ in range(n_edge, n):
             b_o, b_m, b_l, b_sum, done, credit = attend_window(
-                W, q_w.reshape([64, D]), b_o, b_m, b_l, b_sum, b_w, done, credit, 2 * n, n_all, part_step,
-                step, 0, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, part_s, part_full, part_free,
-                scale_log2, s_layout, o_layout, w_layout, D, BLOCK_N, BLOCK_S, STAGES, RING, False,
+                W, q_w.reshape([64, D]), b_o, b_m, b_l, b_sum, b_w, done, credit, 2 * n, n_all, partial_step,
+                step, 0, b_lo, b_hi, zero, k_s, v_s, k_full, k_free, v_full, v_free, partial_s, partial_full,
+                partial_free, scale_log2, s_layout, o_layout, w_layout, D, BLOCK_N, BLOCK_S, STAGES, RING, False,
             )  # fmt: skip
             step += 1
         # Slots that only some queries have, and those that were more than two a step.
         for i in range(done, n_slots):
-            b_sum = add_part(
-                W, b_sum, b_w, i, part_step + i, part_s, part_full, part_free, w_layout, o_layout, D, BLOCK_S, RING,
-                True,
+            b_sum = add_partial(
+                W, b_sum, b_w, i, partial_step + i, partial_s, partial_full, partial_free, w_layout, o_layout, D,
+                BLOCK_S, RING, True,
             )  # fmt: skip
-        part_step += n_slots
+        partial_step += n_slots
 
         p_row = (gl.cast(i_b, gl.int64) * n_tokens + o_t) * n_heads + i_g * H + o_m % H
         b_lse_win, b_total_win = row_lse(b_m, gl.convert_layout(gl.sum(b_l, 1), s_row))
@@ -384,7 +385,7 @@ def consume_runs(
 
 @gluon.jit(do_not_specialize=[*COUNTS, "n_all_tiles"])
 def hopper_selected_sliding_kernel(
-    q, k_sel, v_sel, k_win, v_win, part, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_common, p_runs, p_rest,
+    q, k_sel, v_sel, k_win, v_win, partial, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_common, p_runs, p_rest,
     scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
     H: gl.constexpr, D: gl.constexpr, RUN: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_S: gl.constexpr,
     BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
@@ -394,15 +395,15 @@ def hopper_selected_sliding_kernel(
     o_s = gl.allocate_shared_memory(q.dtype, [2, 1, RUN // 2, H, D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, D], k_sel.layout)
     v_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, D], k_sel.layout)
-    part_s = gl.allocate_shared_memory(q.dtype, [2 * RING, RUN // 2, 1, H, D], part.layout)
+    partial_s = gl.allocate_shared_memory(q.dtype, [2 * RING, RUN // 2, 1, H, D], partial.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    part_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    part_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    partial_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    partial_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_free, count=2)
     for i in gl.static_range(STAGES):
@@ -411,25 +412,25 @@ def hopper_selected_sliding_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     for i in gl.static_range(RING):
-        mbarrier.init(part_full.index(i), count=1)
-        mbarrier.init(part_free.index(i), count=2)
+        mbarrier.init(partial_full.index(i), count=1)
+        mbarrier.init(partial_free.index(i), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume_runs, (0, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s,
-                            part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
-                            n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
+                            partial_s, q_full, q_free, k_full, k_free, v_full, v_free, partial_full, partial_free,
+                            scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
                             H, D, RUN, N_SELECT, BLOCK_S, BLOCK_N, WINDOW, STAGES, RING)),
             (consume_runs, (1, o_sel, o_win, p_lse_sel, p_lse_win, p_part_lse, p_rest, p_runs, q_s, k_s, v_s, o_s,
-                            part_s, q_full, q_free, k_full, k_free, v_full, v_free, part_full, part_free, scale_log2,
-                            n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
+                            partial_s, q_full, q_free, k_full, k_free, v_full, v_free, partial_full, partial_free,
+                            scale_log2, n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0, n_queries,
                             H, D, RUN, N_SELECT, BLOCK_S, BLOCK_N, WINDOW, STAGES, RING)),
             (produce_keys, (q, k_sel, v_sel, k_win, v_win, p_common, p_runs, q_s, k_s, v_s,
                             q_full, q_free, k_full, k_free, v_full, v_free,
                             n_tokens, n_groups, n_runs, n_tiles, n_all_tiles, row_0, query_0,
                             H, RUN, N_SELECT, BLOCK_N, WINDOW, STAGES)),
-            (produce_parts, (part, p_runs, part_s, part_full, part_free, n_groups, n_runs, n_tiles, n_all_tiles,
-                             row_0, query_0, n_queries, RUN, RING)),
+            (produce_partials, (partial, p_runs, partial_s, partial_full, partial_free, n_groups, n_runs, n_tiles,
+                                n_all_tiles, row_0, query_0, n_queries, RUN, RING)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -455,7 +456,7 @@ class SelectedSlidingForward(BlockForward):
         super().__init__(shapes, scale, blocks)
         # Of the largest chunk: what a smaller one leaves of it is read only for rows that are not stored.
         box = (self.split.run // 2, 1, heads, shapes.d_v)
-        self.describe["part"] = Descriptor(new_layout(self.partials, q.dtype, q.device), box)
+        self.describe["partial"] = Descriptor(new_layout(self.partials, q.dtype, q.device), box)
 
     def merge(self, chunk: Chunk) -> Launch:
         shapes, split, tile = self.shapes, self.split, self.fused

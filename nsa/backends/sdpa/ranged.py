@@ -144,12 +144,12 @@ class TileGroup:
         if not self.tiling.along:
             total[:, : self.n_keys] += x.sum(dim=1)
             return
-        # Slices overlap; split into pieces of one step, pieces of the same index do not.
+        # Slices overlap; split into chunks of one step, chunks of the same index do not.
         for begin in range(0, self.n_keys, self.step):
-            piece = x[:, :, begin : begin + self.step]
+            chunk = x[:, :, begin : begin + self.step]
             place = self.c0 + begin
             target = total[:, place : place + self.count * self.step].unflatten(1, (self.count, self.step))
-            target[:, :, : piece.shape[2]] += piece
+            target[:, :, : chunk.shape[2]] += chunk
 
 
 def key_totals(keys: Tensor, group: TileGroup) -> Tensor:

@@ -59,10 +59,10 @@ def split_tiles(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def join_tiles(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return results[0] if len(results) == 1 else tuple(torch.cat(pieces) for pieces in zip(*results, strict=True))
+    return results[0] if len(results) == 1 else tuple(torch.cat(tiles) for tiles in zip(*results, strict=True))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Batched `a @ b` with an fp32 result for half precision."""
     if a.dtype in HALF_DTYPES:
         return torch.bmm(a, b, out_dtype=torch.float32)
@@ -77,7 +77,7 @@ def plain_scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     if rows.shape[1] == 1:
         # A matrix-vector matmul would sum the last keys in another order than the others.
         rows = rows.expand(-1, 2, -1)
-    scores = product(rows, k.transpose(1, 2))[:, : queries * heads].mul_(scale).view(tiles, queries, heads, k.shape[1])
+    scores = matmul(rows, k.transpose(1, 2))[:, : queries * heads].mul_(scale).view(tiles, queries, heads, k.shape[1])
     return scores.masked_fill_(hidden[:, :, None], float("-inf"))
 
 
@@ -87,7 +87,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float)
     # The largest probability is 1 / sum(exp(s - max)), which gives the LSE at the cost of two maxima. It is computed in
     # fp64, because each rounding here becomes a relative error of every probability in the backward pass.
     lse = scores.amax(dim=-1).double() - p.amax(dim=-1).double().log()
-    o = product(p.flatten(1, 2).to(v.dtype), v)
+    o = matmul(p.flatten(1, 2).to(v.dtype), v)
     return o.view(*q.shape[:3], -1), lse
 
 
@@ -104,15 +104,15 @@ def plain_backward(
     p = plain_scores(q, k, hidden, scale).sub_(lse[..., None]).exp_()
     total = row_sum(p.sum(dim=-1))
     p.div_(total.masked_fill_(total == 0.0, 1.0)[..., None])
-    ds = product(do.flatten(1, 2), v.transpose(1, 2)).view_as(p)
+    ds = matmul(do.flatten(1, 2), v.transpose(1, 2)).view_as(p)
     ds.sub_(row_sum((p * ds).sum(dim=-1))[..., None])
     if dlse is not None:
         ds.add_(dlse[..., None])
     ds.mul_(p).mul_(scale)
     p_rows, ds_rows = p.flatten(1, 2).to(v.dtype), ds.flatten(1, 2).to(k.dtype)
-    dq = product(ds_rows, k).view(*q.shape)
-    dk = product(ds_rows.transpose(1, 2), q.flatten(1, 2))
-    dv = product(p_rows.transpose(1, 2), do.flatten(1, 2))
+    dq = matmul(ds_rows, k).view(*q.shape)
+    dk = matmul(ds_rows.transpose(1, 2), q.flatten(1, 2))
+    dv = matmul(p_rows.transpose(1, 2), do.flatten(1, 2))
     return dq, dk, dv
 
 

@@ -33,8 +33,8 @@ MAX_HEAD_DIM = 256
 DOT_STEP = 16
 MAX_HEADS_PER_GROUP = 64
 OLDEST_CAPABILITY = (8, 0)
-# Of a group whose keys and values are both wider than 128 in fp32, on GPUs with little shared memory: the rows of one
-# query are then 64 KB, and are held beside a block's keys.
+# Of a group with fp32 keys and values of head_dim above 128, on GPUs with little shared memory: the rows of one query
+# are then 64 KB, and are held beside a block's keys.
 MAX_WIDE_HEADS_ON_SMALL = 32
 
 

@@ -1,7 +1,7 @@
 """The compression `phi` around its matmuls: block means, and blocks gathered for a Linear, with gradients.
 
-Slot `n` holds the block of tokens `[first[n], first[n] + l)`. Unpacked, `first[n] = n*d`. Packed, the documents' blocks
-lie one after the other in `S//d` slots, and slots that no document needs are zero and pass no gradient.
+Slot `n` holds the block of tokens `[first[n], first[n] + l)`. Fixed-length, `first[n] = n*d`. Varlen, the blocks of the
+documents lie one after the other in `S//d` slots, and slots that no document needs are zero and pass no gradient.
 
     mean:    out[n] = sum_r x[first[n] + r] / l                     dx[t] = sum_n dout[n] / l
     gather:  out[n, r] = x[first[n] + r] + pos[r]                   dx[t] = sum_n dout[n, t - first[n]]
@@ -158,13 +158,13 @@ def token_backward_kernel(
 
 @triton.jit
 def position_partial_kernel(
-    dout, partial, first, n_rows, n_slots, run, width, stride_ob, stride_on, stride_og,
+    dout, partial, first, n_rows, n_slots, run, block_dim, stride_ob, stride_on, stride_og,
     G: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum of the rows (batch, slot, group) of one run, for `BLOCK_C` of the `l*D` columns. Grid (columns, runs)."""
     i_run = tl.program_id(1)
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    m_c = o_c < width
+    m_c = o_c < block_dim
     b_sum = tl.zeros([BLOCK_C], dtype=tl.float32)
     for i in range(0, run, BLOCK_R):
         o_row = i_run * run + i + tl.arange(0, BLOCK_R)
@@ -177,11 +177,11 @@ def position_partial_kernel(
         o_do = o_b.to(tl.int64) * stride_ob + o_n.to(tl.int64) * stride_on + o_g.to(tl.int64) * stride_og
         b_do = tl.load(dout + o_do[:, None] + o_c[None, :], mask=m_row[:, None] & m_c[None, :], other=0.0)
         b_sum += tl.sum(b_do.to(tl.float32), 0)
-    tl.store(partial + i_run.to(tl.int64) * width + o_c, b_sum, mask=m_c)
+    tl.store(partial + i_run.to(tl.int64) * block_dim + o_c, b_sum, mask=m_c)
 
 
 def slot_table(pooling: Pooling) -> Tensor | None:
-    """`[N]` first token of each packed slot, -1 where a slot is not used."""
+    """`[N]` first token of each slot of a varlen row, -1 where a slot is not used."""
     if pooling.sequences.cu_seqlens is None:
         return None
     first, _, used = pooling.starts
@@ -236,8 +236,8 @@ def plan_tokens(
     dout: Layout, length: int, block: int, stride: int, packed: bool, mean: bool, tile: CompressTile
 ) -> tuple[Launch, tuple[int, int, int, int]]:
     """The launch of `token_backward_kernel` and the shape of `dx`."""
-    batch, n_slots, groups, width = dout.shape
-    dim = width if mean else width // block
+    batch, n_slots, groups, dim = dout.shape
+    dim = dim if mean else dim // block
     shape = (batch, length, groups, dim)
     block_d = triton.next_power_of_2(dim)
     block_t = max(1, tile.elements // block_d)
@@ -269,29 +269,29 @@ def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: CompressTile = 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tuple[int, int], Launch]:
     """The launch of `position_partial_kernel`, the shape of its partial sums, and the launch that adds them."""
-    batch, n_slots, groups, width = dout.shape
+    batch, n_slots, groups, block_dim = dout.shape
     n_rows = batch * n_slots * groups
     run = triton.cdiv(n_rows, max_runs)
     n_runs = triton.cdiv(n_rows, run)
-    block_c = min(256, triton.next_power_of_2(width))
+    block_c = min(256, triton.next_power_of_2(block_dim))
     launch = Launch(
-        position_partial_kernel, (triton.cdiv(width, block_c), n_runs), n_rows=n_rows, n_slots=n_slots, run=run,
-        width=width, **strides(o_bng=dout), G=groups, PACKED=packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
+        position_partial_kernel, (triton.cdiv(block_dim, block_c), n_runs), n_rows=n_rows, n_slots=n_slots, run=run,
+        block_dim=block_dim, **strides(o_bng=dout), G=groups, PACKED=packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
-    return launch, (n_runs, width), sum_partials(n_runs, width, at_once=32, block=64)
+    return launch, (n_runs, block_dim), sum_partials(n_runs, block_dim, at_once=32, block=64)
 
 
 def gather_blocks_backward(dout: Tensor, pooling: Pooling, tile: CompressTile = DEFAULT_TILE) -> tuple[Tensor, Tensor]:
     """`dout [B,N,G,l*D]` to the gradients `dx [B,S,G,D]` and `dposition [l,D]`."""
-    n_slots, width = dout.shape[1], dout.shape[3]
+    n_slots, block_dim = dout.shape[1], dout.shape[3]
     block = pooling.block
     dx = token_backward(dout, pooling, tile, mean=False)
     if n_slots == 0:
-        return dx, torch.zeros(block, width // block, dtype=dout.dtype, device=dout.device)
+        return dx, torch.zeros(block, block_dim // block, dtype=dout.dtype, device=dout.device)
     first = slot_table(pooling)
     launch, shape, add = plan_position(layout(dout), first is not None, POSITION_RUNS)
     partial = torch.empty(shape, dtype=torch.float32, device=dout.device)
     launch(dout=dout, partial=partial, first=first)
-    dposition = torch.empty((block, width // block), dtype=dout.dtype, device=dout.device)
+    dposition = torch.empty((block, block_dim // block), dtype=dout.dtype, device=dout.device)
     add(p_part=partial, p_out=dposition, p_part_1=partial, p_out_1=dposition)
     return dx, dposition

@@ -90,5 +90,5 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         with torch.no_grad():
-            turned = [None if g is None else rotate_one(g, cos, sin, True) for g in grads]
-        return (None, None, *differentiable_once("RoPE's kernel is differentiable once", turned, grads))
+            rotated = [None if g is None else rotate_one(g, cos, sin, True) for g in grads]
+        return (None, None, *differentiable_once("RoPE's kernel is differentiable once", rotated, grads))

@@ -8,7 +8,7 @@ carries what a tile has for the first blocks of the next. Queries are processed 
 chunk, J]`, is the only scratch memory, and is bounded.
 
 `score_kernel`, grid (tiles of queries, B*G). One CTA owns `BLOCK_M` columns, `Q` queries times the heads of one
-group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The product is `k q^T`, with columns
+group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The matmul is `k q^T`, with columns
 ordered `head * Q + query`: the sum over heads is then over registers of one thread, and what is masked, pooled and
 written is `h` times smaller than the scores. Every importance is written at most once.
 

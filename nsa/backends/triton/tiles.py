@@ -42,7 +42,7 @@ class SplitTile(Tile):
     """A tile of the key-major kernel, and how far its work is split.
 
     Where there are few tiles of keys, their rows are split over several CTAs until an SM has `waves` of them, but not
-    into pieces of less than `min_row_tiles` tiles of rows, beside which loading and storing the keys would count.
+    into splits of less than `min_row_tiles` tiles of rows, beside which loading and storing the keys would count.
     `single_loop`: one masked loop in place of edge, middle, edge, which is better when the range is short. Not for the
     query-major kernels, see docs/kernels.md: ptxas 12.8 drops queries from registers where there is a single loop.
     """
@@ -61,7 +61,7 @@ class BackwardTile:
 
 
 class Visibility(NamedTuple):
-    """What of `Ranges` a kernel is compiled for: all but tensors. These are the bounds of packed documents, which
+    """What of `Ranges` a kernel is compiled for: all but tensors. These are the bounds of varlen documents, which
     `q_start` is part of, or `q_start` itself (`offset`)."""
 
     sliding: bool
@@ -142,8 +142,8 @@ def both(first: BoxDescriptor | None, second: BoxDescriptor | None) -> tuple[Box
 
 
 def row_contiguous(x: Tensor) -> Tensor:
-    """`x [B,S,H,D]`, copied where its rows are in pieces, or its heads so far apart that kernels, which count in 32
-    bits from one head of a group to another, would lose count."""
+    """`x [B,S,H,D]`, copied where its rows are not contiguous, or its heads so far apart that kernels, which count in
+    32 bits from one head of a group to another, would lose count."""
     return x if x.stride(-1) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 

@@ -36,7 +36,7 @@ KERNELS = (
 # dense_up_to_blocks: up to how many blocks per selected one the selected forward reads all blocks of a sequence.
 THRESHOLDS = ("query_from_heads", "dense_up_to_blocks")
 DTYPE_CLASSES = ("half", "fp32")
-# 192: one of keys and values is wider than 128, the other is not.
+# 192: one of keys and values has a head_dim above 128, the other does not.
 HEAD_DIM_CLASSES = (64, 128, 192, 256)
 # Fields of tiles by the names that users' files may still have.
 RENAMED = {"whole": "max_block_keys", "least": "min_row_tiles", "mask_all": "single_loop"}

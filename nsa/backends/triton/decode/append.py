@@ -18,7 +18,7 @@ from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow, p
 
 @triton.jit
 def rotated_halves(p_x, m_x, cos, sin, HALF: tl.constexpr):
-    """Both halves of the rows at `p_x`, turned; products are not fused into sums, to have the bits of plain torch."""
+    """Both halves of the rows at `p_x`, rotated; products are not fused into sums, to have the bits of plain torch."""
     b_first = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     b_second = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
     return b_first * cos - b_second * sin, b_second * cos + b_first * sin

@@ -4,8 +4,8 @@ Rows. A step has `T` new tokens per batch row; the `h` heads of a group and the 
 `ROWS = T * h` rows `r = t * h + head`, which read the same keys.
 
 Partials. Each CTA covers one split of the keys of one (batch row, group) and leaves, per row, an unnormalized output,
-a maximum and a sum in a slot of `part_o [B*G, SLOTS, ROWS, Dv]`, `part_m`, `part_l [B*G, SLOTS, ROWS]`. A split that a
-row has not reached has sum 0 and a maximum below all others; its output is not written.
+a maximum and a sum in a slot of `partial_o [B*G, SLOTS, ROWS, Dv]`, `partial_m`, `partial_l [B*G, SLOTS, ROWS]`. A
+split that a row has not reached has sum 0 and a maximum below all others; its output is not written.
 
 Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE, G, D]`: row `b` then has its places
 `i * PAGE` to `(i + 1) * PAGE` in page `table[b, i]`. In fp8 it holds the bytes of e4m3, and `scale [B, places, G]`
@@ -197,13 +197,13 @@ def store_row(store, scale, o_row, m_row, b_first, b_second, D: tl.constexpr, BL
 
 @triton.jit
 def store_partials(
-    part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o,
+    partial_o, partial_m, partial_l, i_slot, o_r, b_m, b_l, b_o,
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes one slot; `i_slot` counts over `[B*G, SLOTS]`."""
     o_part = i_slot.to(tl.int64) * ROWS + o_r
     o_d = tl.arange(0, BLOCK_DV)
     m_r = o_r < ROWS
-    tl.store(part_m + o_part, b_m, mask=m_r)
-    tl.store(part_l + o_part, b_l, mask=m_r)
-    tl.store(part_o + o_part[:, None] * DV + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < DV)[None, :])
+    tl.store(partial_m + o_part, b_m, mask=m_r)
+    tl.store(partial_l + o_part, b_l, mask=m_r)
+    tl.store(partial_o + o_part[:, None] * DV + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < DV)[None, :])

@@ -39,7 +39,7 @@ def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def compressed_split_kernel(
-    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, part_o, part_m, part_l, arrivals,
+    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, partial_o, partial_m, partial_l, arrivals,
     columns, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
@@ -68,8 +68,8 @@ def compressed_split_kernel(
     last = tl.minimum(first + SPLIT_TILES, tl.cdiv(n_seen, BLOCK_J * R))
     if first >= last:
         o_part = i_slot.to(tl.int64) * ROWS + o_r
-        tl.store(part_l + o_part, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
-        tl.store(part_m + o_part, tl.full([BLOCK_M], NONE_SEEN, tl.float32), mask=o_r < ROWS)
+        tl.store(partial_l + o_part, tl.zeros([BLOCK_M], tl.float32), mask=o_r < ROWS)
+        tl.store(partial_m + o_part, tl.full([BLOCK_M], NONE_SEEN, tl.float32), mask=o_r < ROWS)
     else:
         b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
         o_row = i_bg.to(tl.int64) * ROWS + o_r
@@ -113,5 +113,5 @@ def compressed_split_kernel(
                 # What the selection reads back stays in the L2 cache.
                 tl.store(p_pool[:, None] + o_j[None, :], b_pool, mask=m_r[:, None], eviction_policy="evict_last")
                 tl.store(tile_max + o_row * N_TILES + i, b_m, mask=m_r, eviction_policy="evict_last")
-        store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
+        store_partials(partial_o, partial_m, partial_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
     arrive(arrivals + i_bg * 3)

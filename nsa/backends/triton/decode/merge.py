@@ -1,6 +1,6 @@
 """Partials of the three branches to the gated sum, and the cache's new lengths: the last launch of a step.
 
-    o[row] = sum_slot gate[branch] / sum[branch] * 2^(max[slot] - max[branch]) * part_o[slot, row]
+    o[row] = sum_slot gate[branch] / sum[branch] * 2^(max[slot] - max[branch]) * partial_o[slot, row]
 
 Grid (B*G * rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
 CTA that is still running reads them.
@@ -33,7 +33,7 @@ def of_branch(o_s, cmp, win, sel, N_CMP: tl.constexpr, N_WIN: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    part_o, part_m, part_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
+    partial_o, partial_m, partial_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
     stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, FIRST: tl.constexpr,
@@ -56,8 +56,8 @@ def merge_kernel(
         gdc_launch_dependents()
     o_part = i_bg.to(tl.int64) * (SLOTS * ROWS) + i_r
     o_s = tl.arange(0, SLOTS_PAD)
-    b_l = tl.load(part_l + o_part + o_s * ROWS, mask=o_s < SLOTS, other=0.0)
-    b_m = tl.load(part_m + o_part + o_s * ROWS, mask=o_s < SLOTS, other=FLOOR)
+    b_l = tl.load(partial_l + o_part + o_s * ROWS, mask=o_s < SLOTS, other=0.0)
+    b_m = tl.load(partial_m + o_part + o_s * ROWS, mask=o_s < SLOTS, other=FLOOR)
     top_cmp, scale_cmp = branch_scale(o_s < N_CMP, b_m, b_l, gate_cmp)
     top_win, scale_win = branch_scale((o_s >= N_CMP) & (o_s < N_CMP + N_WIN), b_m, b_l, gate_win)
     top_sel, scale_sel = branch_scale(o_s >= N_CMP + N_WIN, b_m, b_l, gate_sel)
@@ -66,9 +66,9 @@ def merge_kernel(
     for first in tl.static_range(FIRST, SLOTS, CHUNK):
         o_c = first + tl.arange(0, CHUNK)
         p_c = o_part + o_c * ROWS
-        m_c = tl.load(part_l + p_c, mask=o_c < SLOTS, other=0.0) > 0
-        b_x = tl.load(part_o + p_c[:, None] * DV + o_d[None, :], mask=m_c[:, None] & (o_d < DV)[None, :], other=0.0)
-        b_top = tl.load(part_m + p_c, mask=o_c < SLOTS, other=FLOOR)
+        m_c = tl.load(partial_l + p_c, mask=o_c < SLOTS, other=0.0) > 0
+        b_x = tl.load(partial_o + p_c[:, None] * DV + o_d[None, :], mask=m_c[:, None] & (o_d < DV)[None, :], other=0.0)
+        b_top = tl.load(partial_m + p_c, mask=o_c < SLOTS, other=FLOOR)
         b_top -= of_branch(o_c, top_cmp, top_win, top_sel, N_CMP, N_WIN)
         b_scale = of_branch(o_c, scale_cmp, scale_win, scale_sel, N_CMP, N_WIN) * tl.math.exp2(b_top)
         b_o += tl.sum(b_x * b_scale[:, None], 0)

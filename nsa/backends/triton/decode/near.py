@@ -36,8 +36,8 @@ def attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2):
 
 @triton.jit
 def window_split(
-    q, k, v, k_scale, v_scale, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len, places, scale_log2,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    q, k, v, k_scale, v_scale, start, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot, max_len, places,
+    scale_log2, stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     N_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
@@ -69,13 +69,13 @@ def window_split(
         )  # fmt: skip
         m_seen = m_n[None, :] & (o_n[None, :] <= o_pos[:, None]) & (o_n[None, :] > o_pos[:, None] - WINDOW)
         b_m, b_l, b_o = attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
-    store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
+    store_partials(partial_o, partial_m, partial_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
 
 
 @triton.jit
 def selected_split(
-    q, k, v, k_scale, v_scale, table, start, indices, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, forced, columns,
-    arrivals, max_len, scale_log2,
+    q, k, v, k_scale, v_scale, table, start, indices, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot, forced,
+    columns, arrivals, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAGE: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
@@ -138,13 +138,13 @@ def selected_split(
             takers = tl.sum(tl.where(m_e & (e_j == j), 1 << e_t, 0), 0)
             m_seen = m_seen & (((takers >> o_t) & 1) == 1)[:, None]
         b_m, b_l, b_o = attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2)
-    store_partials(part_o, part_m, part_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
+    store_partials(partial_o, partial_m, partial_l, i_slot, o_r, b_m, b_l, b_o, ROWS, DV, BLOCK_DV)
 
 
 @triton.jit
 def near_kernel(
-    q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o,
-    part_m, part_l, arrivals, pairs, columns, max_len, places, scale_log2,
+    q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, partial_o,
+    partial_m, partial_l, arrivals, pairs, columns, max_len, places, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
     stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -178,15 +178,15 @@ def near_kernel(
     i_slot = i_bg * SLOTS + FIRST_SLOT + i_s
     if i_s < WINDOW_SPLITS:
         window_split(
-            q, k_win, v_win, k_win_scale, v_win_scale, start, part_o, part_m, part_l, i_bg, i_s, i_m, i_slot, max_len,
-            places, scale_log2,
+            q, k_win, v_win, k_win_scale, v_win_scale, start, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot,
+            max_len, places, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
             G=G, H=H, ROWS=T * H, DK=DK, DV=DV, WINDOW=WINDOW, N_SPLITS=WINDOW_SPLITS, SPLIT=SPLIT,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
         )  # fmt: skip
     if i_s >= WINDOW_SPLITS:
         selected_split(
-            q, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, part_o, part_m, part_l, i_bg,
+            q, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, partial_o, partial_m, partial_l, i_bg,
             i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, arrivals, max_len, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
             G=G, H=H, T=T, T_PAD=T_PAD, DK=DK, DV=DV, PAGE=PAGE, SELECT_BLOCK=SELECT_BLOCK, N_SELECT=N_SELECT,

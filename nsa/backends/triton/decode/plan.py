@@ -298,30 +298,31 @@ class DecodePlan:
         **committed: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`committed`: `lengths`, `high_water`, `counts` and `limits`, as far as the plan is for them."""
-        pool, carry, tile_max, factors, part_o, part_m, part_l = (
+        pool, carry, tile_max, factors, partial_o, partial_m, partial_l = (
             torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch
         )
         shape, dtype, device = self.indices
         indices = torch.empty(shape, dtype=dtype, device=device)
         shape, dtype, device = self.output
         o = torch.empty(shape, dtype=dtype, device=device)
-        parts = {"part_m": part_m, "part_l": part_l}
-        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, "arrivals": arrivals, **parts}
+        partials = {"partial_m": partial_m, "partial_l": partial_l}
+        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, "arrivals": arrivals, **partials}
         table = {} if pages is None else {"table": pages.table}
         cmp_scales, sel_scales, win_scales = scales or ((), (), ())
         scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
         if self.branch != "win":
-            self.attend_compressed(q=q, k=compressed[0], v=compressed[1], part_o=part_o, **pooled, **table, **scaled)
+            keys = {"k": compressed[0], "v": compressed[1], **scaled}
+            self.attend_compressed(q=q, partial_o=partial_o, **keys, **pooled, **table)
         if self.branch in (None, "sel"):
             self.select(factors=factors, indices=indices, **pooled)
         else:
             indices.fill_(-1)
         near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
         near |= dict(zip(NEAR_SCALES, (*win_scales, *sel_scales), strict=False))
-        near |= {"q": q, "start": start, "indices": indices, "arrivals": arrivals, "part_o": part_o}
+        near |= {"q": q, "start": start, "indices": indices, "arrivals": arrivals, "partial_o": partial_o}
         if self.branch != "cmp":
-            self.attend_near(**near, **parts, **table)
-        self.merge(gates=gates, o=o, arrivals=arrivals, part_o=part_o, **parts, **committed)
+            self.attend_near(**near, **partials, **table)
+        self.merge(gates=gates, o=o, arrivals=arrivals, partial_o=partial_o, **partials, **committed)
         return o, indices
 
 

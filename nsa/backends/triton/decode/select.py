@@ -22,7 +22,7 @@ from nsa.backends.triton.selection import complete_blocks, last_taken
 
 @triton.jit
 def row_factors(
-    part_m, part_l, p_factors, first_part, n_seen,
+    partial_m, partial_l, p_factors, first_partial, n_seen,
     H: tl.constexpr, H_PAD: tl.constexpr, ROWS: tl.constexpr, N_SPLITS: tl.constexpr, N_SPLITS_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -30,10 +30,10 @@ def row_factors(
     from there. From a tensor it would take each by a reduction over warps."""
     o_h = tl.arange(0, H_PAD)
     o_s = tl.arange(0, N_SPLITS_PAD)
-    o_part = first_part + o_h[:, None] + (o_s * ROWS)[None, :]
+    o_part = first_partial + o_h[:, None] + (o_s * ROWS)[None, :]
     m_part = (o_h < H)[:, None] & ((o_s < N_SPLITS) & (o_s * SPLIT < n_seen))[None, :]
-    b_l = tl.load(part_l + o_part, mask=m_part, other=0.0)
-    b_m = tl.load(part_m + o_part, mask=m_part, other=FLOOR)
+    b_l = tl.load(partial_l + o_part, mask=m_part, other=0.0)
+    b_m = tl.load(partial_m + o_part, mask=m_part, other=FLOOR)
     b_top = tl.max(b_m, 1)
     b_total = tl.sum(b_l * power_of_2(b_m - b_top[:, None]), 1)
     tl.store(p_factors + o_h * 2, b_top, mask=o_h < H)
@@ -77,7 +77,7 @@ def pooled_importance(
 
 @triton.jit
 def select_step_kernel(
-    start, pool, carry, tile_max, factors, indices, part_m, part_l, arrivals, max_len,
+    start, pool, carry, tile_max, factors, indices, partial_m, partial_l, arrivals, max_len,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
@@ -110,7 +110,7 @@ def select_step_kernel(
             n_seen = complete_blocks(position, BLOCK, STRIDE)
             p_factors = factors + i_row * 2
             row_factors(
-                part_m, part_l, p_factors, i_bg.to(tl.int64) * (SLOTS * ROWS) + i_t * H, n_seen, H, H_PAD, ROWS,
+                partial_m, partial_l, p_factors, i_bg.to(tl.int64) * (SLOTS * ROWS) + i_t * H, n_seen, H, H_PAD, ROWS,
                 N_SPLITS, N_SPLITS_PAD, SPLIT_TILES * BLOCK_J * R,
             )  # fmt: skip
             b_i = pooled_importance(

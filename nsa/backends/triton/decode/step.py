@@ -204,7 +204,7 @@ def decode_step(
     cmp_scales, sel_scales, win_scales = stores.scales or ((), (), ())
     start = {"start": stores.lengths, **given}
     tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
-    turned = {"frequencies": stores.frequencies, "position_offset": position_offset}
+    angles = {"frequencies": stores.frequencies, "position_offset": position_offset}
     rotated = torch.empty(plan.q_shape, dtype=q.dtype, device=q.device)
     attention = plan_decode(
         layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
@@ -229,10 +229,10 @@ def decode_step(
         **table,
         **tail,
         **start,
-        **turned,
+        **angles,
     )
     if plan.candidates:
-        into = {"compressed_k": stores.compressed[0], "compressed_v": stores.compressed[1], **start, **turned, **table}
+        into = {"compressed_k": stores.compressed[0], "compressed_v": stores.compressed[1], **start, **angles, **table}
         into |= dict(zip(EMIT_SCALES, cmp_scales, strict=False))
         if phi is None:
             plan.mean(**tail, **into)

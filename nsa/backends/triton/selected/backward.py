@@ -7,8 +7,8 @@ A CTA per segment (see `index.py`) holds a block's keys and values and streams t
 Everything is computed transposed, keys down and rows across, `s^T = k q^T`: then `p^T` and `ds^T` are left operands of
 `dv` and `dk` and `ds^T` is the right operand of `dq^T = k^T ds^T`, and no accumulator is ever transposed (which several
 Triton versions get wrong on Hopper). A pair's partial of `dq` is written once, to its own place, and a CTA per tile of
-rows sums a query's; a segment's partials of `dk` and `dv` are written once and a CTA per piece of a block sums its
-segments in their order. So the result is bitwise deterministic.
+rows sums a query's; a segment's partials of `dk` and `dv` are written once and a CTA per `KEYS_PER_SUM` keys of a block
+sums its segments in their order. So the result is bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class BlockBackward:
     def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile) -> None:
         self.n_groups = shapes.n_groups
         heads, segment = shapes.heads, max(1, tile.segment // shapes.heads)
-        per_query, size = shapes.n_select * heads, shapes.widths
+        per_query, size = shapes.n_select * heads, shapes.block_sizes
         self.indexes = index_plans(
             shapes,
             bytes_per_query=per_query * shapes.d_k * shapes.q.dtype.itemsize,

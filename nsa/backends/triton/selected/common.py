@@ -34,7 +34,7 @@ MOST_COMPARED = 1 << 14
 RUN_FIELDS = tl.constexpr(4)
 
 # Bytes of partials in flight to a CTA, which then has little else to do than to wait for them.
-PART_BYTES = 64 << 10
+PARTIAL_BYTES = 64 << 10
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -103,11 +103,11 @@ def split_kernel(
 
 
 @triton.jit
-def add_parts(
+def add_partials(
     b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, i_start, i_stop,
     H: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A running softmax goes on over the partial outputs in slots `[i_start, i_stop)` of each row."""
+    """A running softmax continues over the partial outputs in slots `[i_start, i_stop)` of each row."""
     o_dv = tl.arange(0, BLOCK_DV)
     for i_slot in tl.range(i_start, i_stop, num_stages=NUM_STAGES):
         o_x = o_part + i_slot * H
@@ -135,12 +135,12 @@ def common_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, PART_STAGES: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PARTIALS: tl.constexpr, NUM_STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
-    """The rows of a run over its common blocks and, with PARTS, the partials of the others.
+    """The rows of a run over its common blocks and, with PARTIALS, the partials of the others.
 
-    Writes `o` and `lse`: the natural one with PARTS; else in base 2, -inf where a run has nothing in common.
+    Writes `o` and `lse`: the natural one with PARTIALS; else in base 2, -inf where a run has nothing in common.
     """
     i_run = query_0 // RUN + tl.program_id(0)
     i_local = tl.program_id(1)
@@ -182,7 +182,7 @@ def common_kernel(
         b_v = tl.load(p_v + (o_token.to(tl.int64) * stride_vn)[:, None] + o_dv[None, :], mask=m_v, other=0.0)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     o_query = (i_b * n_tokens + o_t) * n_groups + i_g
-    if PARTS:
+    if PARTIALS:
         o_slot = tl.arange(0, BLOCK_S)
         m_rest = m_row[:, None] & (o_slot < N_SELECT)[None, :]
         b_rest = tl.load(p_rest + (o_query * N_SELECT)[:, None] + o_slot[None, :], mask=m_rest, other=-1)
@@ -192,15 +192,15 @@ def common_kernel(
         o_local = tl.where(m_row, o_row, 0)
         o_part = i_local.to(tl.int64) * n_queries + i_run * RUN - query_0 + o_local // H
         o_part = o_part * (N_SELECT * H) + o_local % H
-        b_m, b_l, b_o = add_parts(
-            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, 0, n_all, H, D_V, BLOCK_DV, False, PART_STAGES
+        b_m, b_l, b_o = add_partials(
+            b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, 0, n_all, H, D_V, BLOCK_DV, False, PARTIAL_STAGES
         )
-        b_m, b_l, b_o = add_parts(
+        b_m, b_l, b_o = add_partials(
             b_m, b_l, b_o, p_part, p_part_lse, o_part, n_partials, n_all, tl.max(n_partials), H, D_V, BLOCK_DV, True, 1
         )
     b_sum = tl.where(b_l > 0, b_l, 1.0)
     b_lse = b_m + tl.math.log2(b_sum)
-    if PARTS:
+    if PARTIALS:
         b_lse *= LN_2
     o_out = o_query * H + o_head
     p_out = p_o + (o_out * D_V)[:, None] + o_dv[None, :]
@@ -209,9 +209,9 @@ def common_kernel(
     tl.store(p_lse + o_out, tl.where(b_l > 0, b_lse, float("-inf")), mask=m_row)
 
 
-def part_stages(block_m: int, block_dv: int, element_size: int) -> int:
+def partial_stages(block_m: int, block_dv: int, element_size: int) -> int:
     """Slots whose partials are in flight at once, plus the current one."""
-    return 1 + max(1, min(4, PART_BYTES // (block_m * block_dv * element_size)))
+    return 1 + max(1, min(4, PARTIAL_BYTES // (block_m * block_dv * element_size)))
 
 
 def run_length(heads: int, block_m: int, select_block: int, n_select: int) -> int:
@@ -274,7 +274,7 @@ def common_launch(
         n_tokens=shapes.n_tokens,
         **({"row_0": 0, "query_0": 0, "n_queries": n_queries} if chunk is None else chunk.where),
         scale_log2=scale * LOG2_E, n_runs=plan.n_runs, RUN=plan.run, BLOCK_M=block_m,
-        BLOCK_S=triton.next_power_of_2(shapes.n_select), PARTS=chunk is not None, NUM_STAGES=num_stages,
-        PART_STAGES=part_stages(block_m, shapes.widths["BLOCK_DV"], shapes.q.dtype.itemsize), num_warps=num_warps,
-        maxnreg=max_registers,
+        BLOCK_S=triton.next_power_of_2(shapes.n_select), PARTIALS=chunk is not None, NUM_STAGES=num_stages,
+        PARTIAL_STAGES=partial_stages(block_m, shapes.block_sizes["BLOCK_DV"], shapes.q.dtype.itemsize),
+        num_warps=num_warps, maxnreg=max_registers,
     )  # fmt: skip

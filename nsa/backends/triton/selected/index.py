@@ -321,7 +321,7 @@ class Shapes:
         return {"max_start": self.n_keys - self.n_tokens} if self.offset else {}
 
     @property
-    def widths(self) -> dict[str, int]:
+    def block_sizes(self) -> dict[str, int]:
         """Tile sizes that a matmul accepts; what exceeds the tensor is masked."""
         return {
             "BLOCK_N": max(16, triton.next_power_of_2(self.select_block)),
@@ -340,7 +340,7 @@ class Shapes:
             "D_K": self.d_k,
             "D_V": self.d_v,
             "SELECT_BLOCK": self.select_block,
-            **self.widths,
+            **self.block_sizes,
         }
 
     def with_indices(self, n_select: int, select_block: int) -> Shapes:
