@@ -1,4 +1,4 @@
-"""A row as `nsa bench train` writes it; tests replace what they look at."""
+"""A row as `nsa bench train` writes it; tests replace what they check."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ VARIANTS = {
     "gate_softmax": {"gate": "softmax"},
     "biases_and_norms": {"qkv_bias": True, "qk_norm": True},
     "branch_norm": {"branch_norm": True, "gate": "softmax"},
-    "odd_widths": {"d_k": 2, "d_v": 3, "gate_hidden": 3, "phi_hidden": 5},
+    "odd_sizes": {"d_k": 2, "d_v": 3, "gate_hidden": 3, "phi_hidden": 5},
 }
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())

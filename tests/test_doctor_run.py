@@ -107,7 +107,7 @@ def test_a_run_that_is_meant_for_a_gpu_is_not_ready_without_one(
     assert "[OK]" not in text
     (problem,) = found_in(text)["problems"]
     assert problem.startswith("device is 'cpu'")
-    # Unless the CPU is asked for; then its speed is told.
+    # Unless the CPU is asked for; then its speed is reported.
     flags = ["--device", "cpu"] if "dtype" in changes else ["--set", "device=cpu"]
     assert check_run(tmp_path, *flags, **changes) == 0
     text = capsys.readouterr().out

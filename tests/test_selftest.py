@@ -260,7 +260,7 @@ def test_few_heads_are_no_false_alarm(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dims", [(192, 128), (17, 16), (128, 512), (512, 384), (64, 64), (4, 8)])
-def test_widths_that_differ_still_do_where_they_are_cut(
+def test_head_dims_that_differ_still_do_where_they_are_cut(
     head_dims: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     shape = replace(SHAPE, d_k=head_dims[0], d_v=head_dims[1], device=device)
@@ -271,6 +271,6 @@ def test_widths_that_differ_still_do_where_they_are_cut(
     assert small.d_v <= shape.d_v
 
 
-def test_widths_that_a_gpu_takes_are_left_alone() -> None:
+def test_head_dims_that_a_gpu_takes_are_left_alone() -> None:
     small = selftest.reduced_shape(replace(SHAPE, d_k=256, d_v=192, device="cuda"), torch.bfloat16)
     assert (small.d_k, small.d_v) == (256, 192)

@@ -1,4 +1,4 @@
-"""Settings: what each text means, which source wins, and what is said about a name nobody knows."""
+"""Settings: what each text means, which source wins, and the warning about an unknown name."""
 
 from __future__ import annotations
 

@@ -49,11 +49,11 @@ def good_arguments(op: str) -> dict[str, Any]:
 
 
 def packed_arguments(op: str) -> dict[str, Any]:
-    """The same for one packed row of two documents."""
+    """The same for one varlen row of two documents."""
     arguments = good_arguments(op)
     row = {name: x[:1] if isinstance(x, Tensor) and x.dim() > 2 else x for name, x in arguments.items()}
     if op == "selected_attention":
-        row["indices"] = choice(0, -1)[:1]
+        row["indices"] = indices_of(0, -1)[:1]
     return {**row, "cu_seqlens": torch.tensor([0, 16, 24], dtype=torch.int32)}
 
 
@@ -129,7 +129,7 @@ def on_meta(x: Tensor) -> Tensor:
     return x.to("meta")
 
 
-def choice(*blocks: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def indices_of(*blocks: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(blocks, dtype=dtype).expand(B, S, G, len(blocks)).contiguous()
 
 
@@ -143,7 +143,7 @@ WINDOW, SELECTED, COMPRESSED, SELECT, COMBINE = (
 )
 
 WRONG_CALLS = [
-    # Who serves it, and how strictly.
+    # The backend, and how strict it is.
     Wrong("backend is None", WINDOW, "backend", put(backend=None)),
     Wrong("strict is text", COMBINE, "strict", put(strict="a")),
     Wrong("a gate below 0", "attention", "gates", put(gates=lambda x: x - 0.5)),
@@ -264,25 +264,25 @@ WRONG_CALLS = [
     Wrong("cu_seqlens falls", GATHER, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), packed=True),
     Wrong("cu_seqlens ends late", MEAN, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
     Wrong("cu_seqlens with two rows", GATHER, "x.shape[0]", put(cu_seqlens=ints(0, 16, 24))),
-    # Choices of blocks.
+    # Selected blocks.
     Wrong("indices are int64", SELECTED, "indices.dtype", put(indices=Tensor.long)),
     Wrong("indices are float", SELECTED, "indices.dtype", put(indices=Tensor.float)),
     Wrong("indices of fewer queries", SELECTED, "indices.shape[:3]", put(indices=lambda x: x[:, 1:])),
     Wrong("indices of one group", SELECTED, "indices.shape[:3]", put(indices=lambda x: x[:, :, :1])),
     Wrong("indices without a slot", SELECTED, "indices.shape", put(indices=lambda x: x[..., :0])),
-    Wrong("a block past the end", SELECTED, "indices", put(indices=choice(0, 1, 3))),
-    Wrong("a block below -1", SELECTED, "indices", put(indices=choice(-2, 0, 1))),
-    Wrong("blocks in descending order", SELECTED, "indices", put(indices=choice(2, 1, -1))),
-    Wrong("a block twice", SELECTED, "indices", put(indices=choice(1, 1, -1))),
-    Wrong("padding before a block", SELECTED, "indices", put(indices=choice(0, -1, 2))),
+    Wrong("a block past the end", SELECTED, "indices", put(indices=indices_of(0, 1, 3))),
+    Wrong("a block below -1", SELECTED, "indices", put(indices=indices_of(-2, 0, 1))),
+    Wrong("blocks in descending order", SELECTED, "indices", put(indices=indices_of(2, 1, -1))),
+    Wrong("a block twice", SELECTED, "indices", put(indices=indices_of(1, 1, -1))),
+    Wrong("padding before a block", SELECTED, "indices", put(indices=indices_of(0, -1, 2))),
     Wrong(
         "a block that only another document has",
         SELECTED,
         "indices",
-        put(indices=choice(0, 1)[:1]),
+        put(indices=indices_of(0, 1)[:1]),
         packed=True,
     ),
-    # Packed documents.
+    # Varlen sequences.
     Wrong("cu_seqlens is a list", WINDOW, "cu_seqlens", put(cu_seqlens=[0, 24]), packed=True),
     Wrong("cu_seqlens is int64", WINDOW, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), packed=True),
     Wrong("cu_seqlens has two dimensions", WINDOW, "cu_seqlens.shape", put(cu_seqlens=lambda x: x[None]), packed=True),
@@ -316,7 +316,7 @@ WRONG_CALLS = [
         "k.shape[1]",
         put(k=lambda x: x[:, 1:], v=lambda x: x[:, 1:], q_start=ints(0, 0)),
     ),
-    # Knobs.
+    # Hyperparameters.
     Wrong("a window of 0", WINDOW, "window", put(window=0)),
     Wrong("a window of 2.5", WINDOW, "window", put(window=2.5)),
     Wrong("a window of True", WINDOW, "window", put(window=True)),
@@ -338,7 +338,7 @@ WRONG_CALLS = [
     Wrong("an unknown backend", WINDOW, "backend", put(backend="cudnn")),
     Wrong("an unknown backend", SELECT, "backend", put(backend="SDPA")),
     Wrong("an unknown backend", COMBINE, "backend", put(backend="")),
-    # Values that strict looks at.
+    # Values that strict checks.
     Wrong("strict, a NaN in q", WINDOW, "q", put(q=with_value(math.nan), strict=True)),
     Wrong("strict, an infinity in k", SELECTED, "k", put(k=with_value(math.inf), strict=True)),
     Wrong("strict, a NaN in v", WINDOW, "v", put(v=with_value(math.nan), strict=True)),
@@ -408,7 +408,7 @@ WRONG_CONFIGS = {
 
 
 @pytest.mark.parametrize(("named", "changes"), WRONG_CONFIGS.values(), ids=WRONG_CONFIGS.keys())
-def test_a_wrong_knob_of_a_config_is_named(named: str, changes: dict[str, Any]) -> None:
+def test_a_wrong_hyperparameter_of_a_config_is_named(named: str, changes: dict[str, Any]) -> None:
     NSAConfig(**GOOD_CONFIG)
     with pytest.raises(ValueError, match=rf"^{named} is .*accepted: "):
         NSAConfig(**{**GOOD_CONFIG, **changes})

@@ -35,9 +35,9 @@ def test_measured_routes_hold_where_they_were_measured() -> None:
         replace(on_gpu, dtype=torch.float32),
     ]
     assert [router.route(problem).backend for problem in elsewhere] == ["triton"] * 8
-    for gpu, chosen in (("A100", "triton"), ("H200 NVL", "sdpa"), ("GH200 480GB", "triton")):
+    for gpu, backend in (("A100", "triton"), ("H200 NVL", "sdpa"), ("GH200 480GB", "triton")):
         other = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured], gpu=gpu)
-        assert other.route(on_gpu).backend == chosen, gpu
+        assert other.route(on_gpu).backend == backend, gpu
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ PROBLEM = Problem(
 
 
 class Fake:
-    """A backend that answers with its own name, or as told."""
+    """A backend that answers with its own name, or as `declines` and `raises` say."""
 
     def __init__(self, name: str, *, declines: str | None = None, raises: Exception | None = None) -> None:
         self.name = name
@@ -350,7 +350,7 @@ def test_explain_routes_exactly_what_the_ops_route(packed: bool, monkeypatch: py
     router = Router([sdpa], Settings())
     monkeypatch.setattr(stages, "router", lambda: router)
     leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
-    # A packed row has a slot for every stride, a plain one exactly its blocks.
+    # A varlen row has a slot for every stride, a fixed-length one exactly its blocks.
     length, n_cmp = 100, 6 if packed else 5
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
@@ -358,8 +358,8 @@ def test_explain_routes_exactly_what_the_ops_route(packed: bool, monkeypatch: py
     for x in (k, v):
         ops.compress_mean(x, block=32, stride=16, **documents).sum().backward()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
-    choice: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
-    indices = ops.select_blocks(q, k_cmp, lse, **choice, **documents)
+    counts: dict[str, Any] = {"block": 32, "stride": 16, "select_block": 32, "n_select": 3, "n_init": 1, "n_local": 1}
+    indices = ops.select_blocks(q, k_cmp, lse, **counts, **documents)
     o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=32, **documents)
     o_win, _ = ops.sliding_attention(q, k, v, window=16, **documents)
     ops.combine(o_cmp, o_sel, o_win, gates).sum().backward()

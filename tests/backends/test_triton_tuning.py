@@ -93,7 +93,7 @@ def test_exact_head_dim_of_a_related_gpu_beats_a_larger_one() -> None:
     ("d_k", "d_v", "head_dim"),
     [(16, 16, 64), (64, 64, 64), (80, 64, 128), (64, 128, 128), (192, 128, 192), (128, 256, 192), (192, 144, 256)],
 )
-def test_head_widths_fall_into_classes(d_k: int, d_v: int, head_dim: int) -> None:
+def test_head_dims_fall_into_classes(d_k: int, d_v: int, head_dim: int) -> None:
     assert tuning.head_dim_class(d_k, d_v) == head_dim
 
 

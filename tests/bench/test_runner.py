@@ -301,7 +301,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ("branches --heads 2/1/8 --lengths 40 --device cpu", 0, "left out: nsa-triton"),
         ("flash --rows ROWS --plot plot.png", 0, "left out: plot.png: matplotlib"),
@@ -311,7 +311,7 @@ sys.exit(main(sys.argv[1:]))
         ("tune", 2, "triton package"),
     ],
 )
-def test_without_optional_packages_the_rest_is_done(words: str, status: int, told: str, tmp_path: Path) -> None:
+def test_without_optional_packages_the_rest_is_done(words: str, status: int, message: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     root = Path(__file__).resolve().parents[2]
@@ -320,4 +320,4 @@ def test_without_optional_packages_the_rest_is_done(words: str, status: int, tol
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert done.returncode == status, done.stderr
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr

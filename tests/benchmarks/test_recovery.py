@@ -90,7 +90,7 @@ def test_a_failed_stage_is_shown_and_ends_the_call(
 
 
 def test_a_call_that_is_cut_reports_what_there_is(recovery: ModuleType, tmp_path: Path) -> None:
-    """Runs are told to stop at the deadline; they ended at different tokens, or never reached a validation."""
+    """Runs are stopped at the deadline; they ended at different tokens, or never reached a validation."""
     made = recovery.Recovery(recovery.SCALES["tiny"], tmp_path, tmp_path, 0, ["dense", "gated", "select"])
     assert not made.run_together({"cut": ["train", "--config", "tiny", "--out", "runs/cut"]})
     assert made.left_out == ["cut"]

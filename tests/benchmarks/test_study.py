@@ -209,8 +209,8 @@ def test_the_maps_come_before_what_they_do_not_need(
 def test_it_runs_end_to_end_and_only_once(
     study: ModuleType, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = ["nsa", "nsa-no-sel", "nsa-branch-norm", "dense"]
-    words = ["--scale", "tiny", "--minutes", "30", "--arms", *chosen, "--extend", "nsa", "dense"]
+    arm_names = ["nsa", "nsa-no-sel", "nsa-branch-norm", "dense"]
+    words = ["--scale", "tiny", "--minutes", "30", "--arms", *arm_names, "--extend", "nsa", "dense"]
     words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     packed = tmp_path / "packed" / "study.tar.gz"
     assert study.main([*words, "--pack", str(packed)]) == 0
@@ -233,7 +233,7 @@ def test_it_runs_end_to_end_and_only_once(
     for name in ("needle", "recall", "loss"):
         assert {row["run"] for row in csv.DictReader((out / f"{name}.csv").open())} <= set(trained)
     before = list(csv.DictReader((out / "arms-needle" / "needle.csv").open()))
-    assert {row["run"] for row in before} == set(chosen)
+    assert {row["run"] for row in before} == set(arm_names)
     for path in (out.rglob("*.json"), out.rglob("*.csv")):
         assert not any(str(tmp_path) in file.read_text() for file in path)
     assert (out / "curves.png").is_file()
@@ -323,7 +323,7 @@ def test_what_does_not_fit_the_budget_is_left(
     assert {"data base", "nsa", "dense"} <= set(left)
 
 
-def test_a_command_is_told_to_stop_at_the_deadline(
+def test_a_command_is_stopped_at_the_deadline(
     study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that gets SIGTERM writes a checkpoint (tests/train/test_train_stop.py) and resumes in the next call."""

@@ -1,4 +1,4 @@
-"""Every source on small files, and what is said when a file is not what it should be."""
+"""Every source on small files, and the error when a file is not what it should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: what they save and load again, and what is said of one that does not fit."""
+"""Tokenizers: what they save and load again, and the error for one that does not fit."""
 
 from __future__ import annotations
 

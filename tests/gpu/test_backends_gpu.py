@@ -1,4 +1,4 @@
-"""Every backend on a GPU: the reference's numbers, the same bits twice, and no waiting for the device."""
+"""Every backend on a GPU: the reference's numbers, bitwise determinism, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ METHOD_CASES = {
 
 
 def outputs_and_gradients(module, branch: str, inputs: Inputs, case: Case, *, with_lse: bool, **options):
-    """Like the CPU tests' `results`, on the GPU, and with or without a gradient of the normaliser."""
+    """Like the CPU tests' `results`, on the GPU, and with or without a gradient of the LSE."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs.of(branch))
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
     if branch == "compressed":
@@ -123,8 +123,8 @@ def test_each_selected_branch_method_matches_the_fp64_reference(
 
 
 def selected_like_in_use(inputs: Inputs, case: Case) -> Tensor:
-    """The last half of the queries choose as in use: neighbours have their first and their own blocks in common. The
-    others' choice stays random: few blocks or none, some of them not yet seen."""
+    """The last half of the queries select as in use: neighbours have their first and their own blocks in common. The
+    others' selection stays random: few blocks or none, some of them not yet seen."""
     q, k_cmp, v_cmp = (x.float() for x in inputs.of("compressed"))
     _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **case.compression)
     selected = reference.select_blocks(q, k_cmp, lse, **case.selection)
@@ -241,7 +241,7 @@ def random_case(seed: int) -> tuple[Case, torch.dtype]:
 @pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
 def test_a_random_shape_matches_the_fp64_reference(seed: int, selected_by: Callable[[str | None], list[str]]) -> None:
     case, dtype = random_case(seed)
-    # Left to itself, so short a sequence would go by `dense`, which takes no pack.
+    # Left to itself, so short a sequence would go by `dense`, which takes no varlen batch.
     selected_by(random.Random(f"method {seed}").choice(METHODS if case.documents is None else METHODS[1:]))
     inputs = random_inputs(case, dtype).map(Tensor.cuda)
     wide = inputs.to(torch.float64)

@@ -1,4 +1,4 @@
-"""The Gluon kernels on a Hopper GPU: the reference's numbers in fp64, the same bits twice, Triton's results.
+"""The Gluon kernels on a Hopper GPU: the reference's numbers in fp64, bitwise determinism, Triton's results.
 
 The cases and the rule are those of `tests/kernels/test_ranged.py`; there the kernels run with the tiles that are
 picked, here each set of kernels by its own.

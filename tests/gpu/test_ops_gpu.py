@@ -1,4 +1,4 @@
-"""The ops as torch sees them when our kernels serve on a GPU: schemas, fakes, strides, activation checkpointing."""
+"""The ops as torch sees them when our kernels run on a GPU: schemas, fakes, strides, activation checkpointing."""
 
 from __future__ import annotations
 

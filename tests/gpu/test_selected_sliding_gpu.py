@@ -1,5 +1,5 @@
 """The selected and the sliding forward pass in one Gluon kernel, on a Hopper GPU: the numbers of the reference in fp64,
-those of the separate kernels, the same bits twice, and the separate kernels where it does not apply."""
+those of the separate kernels, bitwise determinism, and the separate kernels where it does not apply."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_an_operand_given_away_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "instead"),
+    ("present", "instead"),
     [
         ("BRA 0x20", "BRA 0x10"),
         ("PACK_AB R10,", "PACK_AB R12,"),
@@ -108,9 +108,9 @@ def test_an_operand_given_away_is_found() -> None:
     ],
     ids=["loaded-each-time", "another-register", "read-only", "in-shared-memory"],
 )
-def test_an_operand_that_lasts_is_not(told: str, instead: str) -> None:
-    assert told in LOOP
-    assert overwritten(LOOP.replace(told, instead)) == []
+def test_an_operand_that_lasts_is_not(present: str, instead: str) -> None:
+    assert present in LOOP
+    assert overwritten(LOOP.replace(present, instead)) == []
 
 
 # Two dots of two products each: one wait for both, and one wait for each product.
@@ -149,7 +149,7 @@ def test_a_sum_over_mistaken_warps_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "instead"),
+    ("present", "instead"),
     [
         ("axis = 1", "axis = 2"),
         ("warp = [[2, 0, 0], [0, 1, 0]", "warp = [[0, 1, 0], [2, 0, 0]"),
@@ -158,9 +158,9 @@ def test_a_sum_over_mistaken_warps_is_found() -> None:
     ],
     ids=["within-a-warp", "one-dimension-after-the-other", "other-dimensions", "no-reshape"],
 )
-def test_a_sum_over_other_warps_is_not(told: str, instead: str) -> None:
-    assert told in REDUCTION
-    assert mistaken(REDUCTION.replace(told, instead)) == []
+def test_a_sum_over_other_warps_is_not(present: str, instead: str) -> None:
+    assert present in REDUCTION
+    assert mistaken(REDUCTION.replace(present, instead)) == []
 
 
 def test_lanes_that_choose_the_wrong_writer_are_found() -> None:

@@ -15,9 +15,9 @@ from nsa.sequences import Pooling, Sequences
 from nsa.testing import max_error, tolerance
 
 SMALL = compress.CompressTile(elements=128, num_warps=4)
-PACKS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
-LAYOUTS = [(*sizes, lengths, torch.float32) for sizes in ((4, 2), (4, 4), (6, 2)) for lengths in PACKS]
-LAYOUTS += [(6, 2, lengths, torch.float16) for lengths in PACKS[:2]]
+DOCUMENTS: list[list[int] | None] = [None, [1, 20, 3, 0, 9], [5, 4, 6], [2, 3]]
+LAYOUTS = [(*sizes, lengths, torch.float32) for sizes in ((4, 2), (4, 4), (6, 2)) for lengths in DOCUMENTS]
+LAYOUTS += [(6, 2, lengths, torch.float16) for lengths in DOCUMENTS[:2]]
 every_layout = pytest.mark.parametrize(("block", "stride", "lengths", "dtype"), LAYOUTS, ids=str)
 
 
@@ -31,7 +31,7 @@ def blocks_of(x: Tensor, block: int, stride: int, lengths: list[int] | None) -> 
         start += n
     n_slots = length // stride if packed else len(starts)
     used = torch.tensor([True] * len(starts) + [False] * (n_slots - len(starts)), device=x.device)
-    # Zeros that autograd can follow back to `x`, for a pack in which no document has a block.
+    # Zeros that autograd can follow back to `x`, for a varlen batch in which no document has a block.
     empty = torch.zeros(batch, block, groups, dim, dtype=x.dtype, device=x.device) + 0 * x.sum()
     slots = [x[:, s : s + block] for s in starts] + [empty] * (n_slots - len(starts))
     if not slots:
@@ -131,7 +131,7 @@ def test_shorter_than_a_block() -> None:
     assert (dpos == 0).all()
 
 
-@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
 def test_slots_are_those_of_the_specification(lengths: list[int] | None) -> None:
     x = torch.randn(1, 33 if lengths is None else sum(lengths), 2, 16, device=DEVICE)
     pos = torch.randn(4, 16, device=DEVICE)

@@ -115,7 +115,7 @@ def test_the_order_of_a_loop_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "instead"),
+    ("present", "instead"),
     [
         ("MUFU.EX2 R4, R24", "MUFU.EX2 R8, R24"),
         ("MUFU.EX2 R4, R24", "MUFU.EX2 R4, R57"),
@@ -124,9 +124,9 @@ def test_the_order_of_a_loop_is_read() -> None:
     ],
     ids=["left-operand-written", "sum-read", "first-product-in-flight", "sum-rescaled-in-flight"],
 )
-def test_registers_of_a_product_in_flight_are_found(told: str, instead: str) -> None:
-    assert told in LOOP
-    (loop,) = read(LOOP.replace(told, instead))
+def test_registers_of_a_product_in_flight_are_found(present: str, instead: str) -> None:
+    assert present in LOOP
+    (loop,) = read(LOOP.replace(present, instead))
     assert loop.hazards
 
 

@@ -58,9 +58,9 @@ def draw_forced(case: Case, indices: Tensor) -> Tensor:
     own = (torch.arange(case.length) // case.select_block)[None, :, None, None].expand(*indices.shape[:3], 1)
     run = torch.arange(case.length) // (128 // case.heads) * (128 // case.heads)
     shared = torch.where((run % 3 == 0)[None, :, None, None], indices[:, run], indices)
-    chosen = torch.cat([own * 0, own, shared.long()], -1)
-    chosen = chosen.masked_fill(chosen > own, -1)
-    found = torch.zeros(*indices.shape[:3], case.length + 2, dtype=torch.bool).scatter_(-1, chosen + 1, True)[..., 1:]
+    selected = torch.cat([own * 0, own, shared.long()], -1)
+    selected = selected.masked_fill(selected > own, -1)
+    found = torch.zeros(*indices.shape[:3], case.length + 2, dtype=torch.bool).scatter_(-1, selected + 1, True)[..., 1:]
     numbers = torch.arange(found.shape[-1]).expand(found.shape).masked_fill(~found, 1 << 20).sort(-1).values
     return numbers[..., : case.n_select].masked_fill(numbers[..., : case.n_select] == 1 << 20, -1).int()
 

@@ -30,7 +30,7 @@ def split(tile: Tile, **how: Any) -> SplitTile:
 
 SMALL = Tile(32, 16, 4, 2)
 POINTERS = Tile(16, 32, 4, 2, desc_rows=False, desc_keys=False)
-# `waves=0` gives every tile of keys to one program, `min_row_tiles=1` splits its rows as far as they go.
+# `waves=0` gives every tile of keys to one CTA, `min_row_tiles=1` splits its rows as far as they go.
 TILES = {
     "descriptors": (SMALL, BackwardTile(SMALL, split(SMALL, min_row_tiles=2))),
     "pointers": (POINTERS, BackwardTile(POINTERS, split(POINTERS, min_row_tiles=1))),
@@ -69,7 +69,7 @@ class Case:
     def n_keys(self, branch: str) -> int:
         if branch == "sliding":
             return self.length
-        # In a pack more room than the documents' blocks fill.
+        # Of varlen sequences more slots than the documents' blocks fill.
         return self.length // self.stride if self.documents else max(0, (self.length - self.block) // self.stride + 1)
 
 

@@ -26,7 +26,7 @@ from nsa.backends.triton import selection
 from nsa.sequences import Selection, Sequences
 
 SMALL = selection.SelectionTile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
-# Every query costs the interpreter milliseconds: blocks are small so that few queries have a choice to make.
+# Every query costs the interpreter milliseconds: blocks are small so that few queries have to leave a block out.
 DEFAULTS = {"block": 4, "stride": 2, "select_block": 8, "n_select": 5, "n_init": 1, "n_local": 2}
 
 
@@ -97,7 +97,7 @@ def test_chooses_what_the_reference_chooses(heads: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [80, 192])
-def test_every_width(dim: int) -> None:
+def test_every_head_dim(dim: int) -> None:
     q, k, lse = inputs(60, 4, 1, dim, DEFAULTS, torch.float16)
     check(kernel(q, k, lse, DEFAULTS), q, k, lse, DEFAULTS)
 
@@ -163,7 +163,7 @@ def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
 @given(data=st.data())
 def test_of_equal_keys_the_first_blocks_are_selected(packed: bool, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(tied_cases(max_length=50, packed=packed))
-    # Small blocks and few taken: most of these queries have a choice to make.
+    # Small blocks and few taken: most of these queries have to leave a block out.
     blocks = {"stride": 1, "block": case.block // case.stride, "select_block": case.select_block // case.stride}
     case = case.but(**blocks, batch=1, groups=1, d_k=16, n_select=case.n_init + case.n_local + 1)
     q, k, _ = tied_inputs(case, dtype, n_distinct=1)

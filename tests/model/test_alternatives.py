@@ -39,7 +39,7 @@ KINDS = ("sliding", "longformer", "bigbird")
 
 @dataclass(frozen=True)
 class Pattern:
-    """One attention on sequences of these lengths: one of them, or several in a pack."""
+    """One attention on sequences of these lengths: one of them, or several in a varlen batch."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -246,7 +246,7 @@ def test_the_draw_depends_on_seed_and_layer_and_on_nothing_else() -> None:
 
 @pytest.mark.parametrize("block", [64, 32, 128])
 @pytest.mark.parametrize("length", [128, 300])
-def test_flex_attention_is_told_what_the_ops_are_told(block: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_gets_what_the_ops_get(block: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = Pattern("bigbird", (length,), window=block, n_global=1, block=block, n_random=1)
     attention = pattern.attention()
     assert isinstance(attention, BigBirdAttention)

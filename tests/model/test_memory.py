@@ -55,7 +55,7 @@ print(json.dumps({"peak": peak_bytes() - baseline, "total": peak_bytes()}))
 def measure(length: int, document: int = 0) -> dict[str, float]:
     """`peak` above what the process held before, and `total` with it, in bytes.
 
-    One sequence, or a pack of documents `document` tokens long.
+    One sequence, or a varlen batch of documents `document` tokens long.
     """
     root = str(Path(nsa.__file__).parent.parent)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
@@ -82,6 +82,6 @@ def test_memory_is_linear_in_tokens_whatever_the_documents() -> None:
     input_and_gradient_bytes = 2 * 4 * (12 * 64 + 12 * 3 + 4 * 2 * 64 + 2 * 2 * 64 // 16)
     assert added_per_token <= 8 * input_and_gradient_bytes, f"{added_per_token / 1024:.0f} KiB a token"
     for document in (1, 4):
-        pack = measure(2048, document)
-        sizes = f"{short['peak'] / MEBIBYTE:.0f} to {pack['peak'] / MEBIBYTE:.0f} MiB"
-        assert pack["peak"] <= 1.1 * short["peak"], f"documents of {document}: {sizes}"
+        varlen = measure(2048, document)
+        sizes = f"{short['peak'] / MEBIBYTE:.0f} to {varlen['peak'] / MEBIBYTE:.0f} MiB"
+        assert varlen["peak"] <= 1.1 * short["peak"], f"documents of {document}: {sizes}"

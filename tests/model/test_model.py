@@ -302,9 +302,9 @@ def test_flops_of_a_dense_model_are_its_products() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_are_those_torch_counts_plus_visible_scores(kind: str) -> None:
-    """Of 50 tokens: torch counts what is multiplied with a weight, and does not look into our ops."""
+    """Of 50 tokens: torch counts what is multiplied with a weight, but nothing inside our ops."""
     model, length = small_model(kind), 50
-    # Torch looks into its own attention; a pack of one document makes the dense layers' scores an op of ours too.
+    # Torch counts inside its own attention; with `cu_seqlens` the scores of the dense layers are an op of ours too.
     packed = torch.tensor([0, length], dtype=torch.int32) if kind == "dense" else None
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(16, (1, length)), cu_seqlens=packed)
@@ -322,8 +322,8 @@ def keys_seen(model: LM, kind: str, t: int) -> list[object]:
         # Four blocks of eight tokens, or all there are; the query's own block ends at the query.
         own = t // 8
         selected = range(own + 1) if own < 4 else [0, 1, own - 1, own]
-        chosen = [("selected", i) for block in selected for i in range(block * 8, block * 8 + 8) if i <= t]
-        return [*blocks, *chosen, *(("window", i) for i in before if i > t - 8)]
+        attended = [("selected", i) for block in selected for i in range(block * 8, block * 8 + 8) if i <= t]
+        return [*blocks, *attended, *(("window", i) for i in before if i > t - 8)]
     if kind == "dense":
         return list(before)
     near = [i for i in before if i > t - 8]

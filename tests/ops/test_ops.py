@@ -379,7 +379,7 @@ def test_a_gradient_of_combines_gradient_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_a_loss_may_use_the_output_or_the_normaliser_alone(branch: str) -> None:
+def test_a_loss_may_use_the_output_or_the_lse_alone(branch: str) -> None:
     inputs = random_inputs(PLAIN)
     for place in (0, 1):
         grads = []
@@ -481,10 +481,10 @@ def test_autocast_changes_neither_dtype_nor_value_of_combine(backend: str) -> No
     assert torch.equal(got, expected)
 
 
-# Who serves.
+# Which backend runs.
 
 
-def test_auto_on_a_cpu_is_served_by_sdpa(environment: Callable[..., None]) -> None:
+def test_auto_on_a_cpu_runs_sdpa(environment: Callable[..., None]) -> None:
     environment()
     inputs = random_inputs(PLAIN, torch.float32)
     for branch in BRANCHES:

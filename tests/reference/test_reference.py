@@ -147,7 +147,7 @@ def test_every_query_reads_exactly_the_keys_of_its_definition(branch: str, case:
         torch.testing.assert_close(o[b, t, heads], expected, atol=EXACT, rtol=EXACT)
 
 
-def test_scale_defaults_to_one_over_the_root_of_the_key_width() -> None:
+def test_scale_defaults_to_one_over_the_root_of_d_k() -> None:
     case = Case(length=12, d_k=9)
     inputs = random_inputs(case)
     for branch in BRANCHES:

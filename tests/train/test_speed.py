@@ -79,9 +79,9 @@ def test_the_trainer_holds_a_run_to_the_floor(monkeypatch: pytest.MonkeyPatch, t
 def test_a_step_is_compared_with_the_plan() -> None:
     found = plan_run(config(accum=4), "H200", rows=[GRAPHS])
     batch = found.step_s / 4
-    told, problem = preflight.compare_step(config(accum=4), found, 3 * batch)
+    note, problem = preflight.compare_step(config(accum=4), found, 3 * batch)
     assert problem is None
-    assert f"{batch * 1e3:.3g} ms" in told
+    assert f"{batch * 1e3:.3g} ms" in note
     _, problem = preflight.compare_step(config(accum=4), found, 11 * batch)
     assert problem is not None
     assert "11 times" in problem

@@ -172,12 +172,12 @@ def test_a_shorter_run_has_the_shape_of_the_whole_one(
 ) -> None:
     config = load_config(name, changes, env=PLAIN)
     assert (config.warmup, config.decay) == expected
-    told = [record.getMessage() for record in caplog.records]
+    logged = [record.getMessage() for record in caplog.records]
     if changes == {"steps": 5000}:
-        assert len(told) == 1
-        assert re.match("steps is 5000 .*50000; .*warmup 2000 -> 200, decay 10000 -> 1000$", told[0])
+        assert len(logged) == 1
+        assert re.match("steps is 5000 .*50000; .*warmup 2000 -> 200, decay 10000 -> 1000$", logged[0])
     elif "steps" not in changes:
-        assert told == []
+        assert logged == []
 
 
 @given(st.data())

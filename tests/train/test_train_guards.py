@@ -483,11 +483,11 @@ def test_the_watchdog_names_the_file_that_does_not_come(tmp_path: Path, monkeypa
     thread.start()
     assert began.wait(PATIENCE_S)
     time.sleep(1.1)
-    told = trainer.describe()
+    described = trainer.describe()
     release.set()
     thread.join()
     waited = r"[1-9]\d* s .*, [1-9]\d* .*next batch"
-    assert re.search(rf"data: text .*, last seen reading .*a\.txt; {waited}", told)
+    assert re.search(rf"data: text .*, last seen reading .*a\.txt; {waited}", described)
 
 
 def test_the_watchdog_saves_no_half_a_step(tmp_path: Path) -> None:
