@@ -3,7 +3,7 @@
 Partitions are threads. Whatever is asynchronous is as late as it may be: a TMA load poisons its buffer when it is
 issued and fills it when its barrier is waited for; a product computes when it is waited for, and fails if its operands
 were poisoned or have changed since it was issued; a TMA store leaves its buffer when it is waited for. So a missing
-wait, a wrong phase and a buffer freed early show up as an error, and a deadlock as one after `PATIENCE` seconds.
+wait, a wrong phase and a buffer freed early show up as an error, and a deadlock as one after `PATIENCE_S` seconds.
 
 What a GPU does in registers and in parallel within a partition (layouts, barriers among warps, fences) is not seen.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from waiting import PATIENCE_S
 
-PATIENCE = 60.0
 # How long a partition may pause at a barrier, so that runs interleave differently.
 PAUSE = 0.0003
 
@@ -180,7 +180,7 @@ class mbarrier:
                         barrier.settle()
                 return barrier.phase % 2 != parity
 
-            assert barrier.changed.wait_for(done, PATIENCE), "deadlock"
+            assert barrier.changed.wait_for(done, PATIENCE_S), "deadlock"
         time.sleep(random.random() * PAUSE)
 
 

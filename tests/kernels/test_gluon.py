@@ -212,7 +212,7 @@ def test_the_emulator_finds_a_buffer_freed_under_a_product() -> None:
 
 
 def test_the_emulator_finds_a_wrong_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.1)
+    monkeypatch.setattr(gluon_emulator, "PATIENCE_S", 0.1)
     with pytest.raises(AssertionError, match="deadlock"):
         hazard(lambda memory, full, free, source: gluon_emulator.mbarrier.wait(free, 0))
 
