@@ -11,31 +11,26 @@ Tensors are contiguous in their last dimension. Arguments that the functions hav
     backend: "auto" or a backend's name; a named one never falls back.
     strict: turn every fallback into an error, and check values on the GPU too.
 
-All raise a `ValueError` that names a wrong argument, or that no backend supports the call, and a `BackendFailure` where
-every backend that does has failed. A value that is not finite is not hidden, and may show in rows that do not see it:
-what is masked is multiplied by zero.
+Raises:
+    ValueError: names a wrong argument, or why no backend supports the call.
+    BackendFailure: every backend that supports it has failed.
+A value that is not finite is not hidden, and may show in rows that do not see it: what is masked is multiplied by zero.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from nsa import checks
 from nsa.attention_replay import replay_attention
+from nsa.lazy import removed_attributes
 from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import ATTENTION, run_backward, run_forward
 
 __all__ = ["attention", "combine", "compress_mean", "compressed_attention", "gather_blocks", "select_blocks"]
 __all__ += ["selected_attention", "sliding_attention"]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> NoReturn:
-        instead = ": nsa.ops.attention replaces it, and runs the branches too" if name == "mixture" else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+__getattr__ = removed_attributes(__name__, {"mixture": "attention, which runs the branches too"})
 
 
 def attention(
@@ -71,10 +66,6 @@ def attention(
 
     Returns:
         `o [B,S,Hq,Dv]`, and the indices `[B,S,G,n_select]` of the selected blocks.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, q_start, window_start)
     integers = (block, stride, select_block, n_select, n_init, n_local, window)
@@ -100,10 +91,6 @@ def compress_mean(
     Returns:
         `[B,N,G,D]`, where `N` is the number of complete blocks. Of a varlen batch it is `S // stride`, which always
         suffices: the documents' blocks lie one after the other, and the slots after them are zero.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_compress_mean(x, cu_seqlens, block, stride, backend, strict)
     return COMPRESS_MEAN.forward(x, cu_seqlens, block, stride, backend, strict)
@@ -127,10 +114,6 @@ def gather_blocks(
 
     Returns:
         `[B,N,G,block*D]`, with `N` and unused slots as in `compress_mean`.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_gather_blocks(x, position, cu_seqlens, block, stride, backend, strict)
     return GATHER_BLOCKS.forward(x, position, cu_seqlens, block, stride, backend, strict)
@@ -156,10 +139,6 @@ def compressed_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and the natural log-sum-exp `lse [B,S,Hq]`, fp32 or fp64.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_compressed_attention(q, k_cmp, v_cmp, cu_seqlens, q_start, block, stride, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
@@ -193,10 +172,6 @@ def select_blocks(
 
     Returns:
         int32 `[B,S,G,n_select]`, ascending, -1 at the end.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     integers = (block, stride, select_block, n_select, n_init, n_local)
     checks.check_select_blocks(q, k_cmp, lse, cu_seqlens, q_start, *integers, scale, backend, strict)
@@ -225,10 +200,6 @@ def selected_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_selected_attention(q, k, v, indices, cu_seqlens, q_start, select_block, scale, backend, strict)
     scale = scale or q.shape[-1] ** -0.5
@@ -254,10 +225,6 @@ def sliding_attention(
 
     Returns:
         `o [B,S,Hq,Dv]` and `lse [B,S,Hq]`, as `compressed_attention`.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_sliding_attention(q, k, v, cu_seqlens, q_start, window, scale, backend, strict)
     return SLIDING.forward(q, k, v, cu_seqlens, q_start, window, scale or q.shape[-1] ** -0.5, backend, strict)
@@ -273,10 +240,6 @@ def combine(
 
     Returns:
         `[B,S,Hq,Dv]`.
-
-    Raises:
-        ValueError: An argument is wrong, or no backend supports the call.
-        BackendFailure: Every backend that may run the call failed.
     """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)

@@ -47,8 +47,7 @@ class Branch:
         indices, args = args[: self.indices], args[self.indices :]
         run, branch = prepare_call(self.name, f"{self.name}_forward", self.kind, q, k, v, args, backward=False)
         checks.check_branch_values(branch, k, self.keys, indices, args[-1])
-        if args[-1]:
-            checks.check_finite(True, **{"q": q, self.keys: k, self.values: v})
+        checks.check_finite(args[-1], **{"q": q, self.keys: k, self.values: v})
         return run(q, k, v, *indices, branch)
 
     def run_backward(self, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
@@ -73,12 +72,12 @@ def run_select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *args: Any) -> Any:
     return run(q, k_cmp, lse, selection)
 
 
-def fake_select_blocks(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
-    return empty_indices(q, k_cmp, rest[3 + hyperparameters(Selection).index("n_select")])
-
-
 SELECT_SCHEMA = schema_arguments("q k_cmp lse", PLACES, hyperparameters(Selection), "scale")
-SELECT_BLOCKS: Op[Tensor] = Op("select_blocks", SELECT_SCHEMA, run_select_blocks, fake_select_blocks)
+# After q, k_cmp, lse and PLACES.
+SELECT_N_AT = 5 + hyperparameters(Selection).index("n_select")
+SELECT_BLOCKS: Op[Tensor] = Op(
+    "select_blocks", SELECT_SCHEMA, run_select_blocks, lambda *args: empty_indices(args[0], args[1], args[SELECT_N_AT])
+)
 
 
 def run_combine(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str, strict: bool) -> Any:

@@ -31,8 +31,7 @@ class CompressionOp:
     def run_forward(self, x: Tensor, *args: Any) -> Any:
         *position, cu_seqlens, block, stride, backend, strict = args
         checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
-        if strict:
-            checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
+        checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
         shape, packed = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
         run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, packed=packed)
         return run(x, *position, branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)).contiguous()

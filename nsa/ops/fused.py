@@ -60,7 +60,6 @@ def run_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 SCHEMAS = schema_arguments(INPUTS, *REST), schema_arguments(f"do {INPUTS} {OUTPUTS}", *REST)
 ATTENTION: Op[tuple[Tensor, ...]] = Op("attention", SCHEMAS[0], run_forward, fake_forward, outputs=8)
-FAKE = fake_gradients(1, N_INPUTS)
-ATTENTION_BACKWARD: Op[tuple[Tensor, ...]] = Op("attention_backward", SCHEMAS[1], run_backward, FAKE, outputs=8)
+ATTENTION_BACKWARD: Op[Any] = Op("attention_backward", SCHEMAS[1], run_backward, fake_gradients(1, N_INPUTS), outputs=8)
 # Only `o` is a result; the other outputs are there for the backward pass, and for callers that want the selection.
 ATTENTION.differentiate(ATTENTION_BACKWARD, lambda given, out: (*given[:N_INPUTS], *out[1:], *given[N_INPUTS:]))
