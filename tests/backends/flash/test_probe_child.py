@@ -132,7 +132,7 @@ def outcomes_of(tmp_path: Path, code: str, *, start: float = PATIENCE_S, case: f
     ("code", "problem", "transient"),
     [
         (f"{LOAD} os.abort()", f"killed by SIGABRT in {LOADING}", False),
-        (f"{LOAD} time.sleep(60)", f" 10 s in {LOADING}", False),
+        pytest.param(f"{LOAD} time.sleep(60)", f" 10 s in {LOADING}", False, marks=pytest.mark.slow),
         (f"{LOAD} sys.exit('no module of that name')", NOT_STARTED, True),
         (f"{LOAD} os.kill(os.getpid(), signal.SIGKILL)", NOT_STARTED, True),
         ("os.abort()", NOT_STARTED, True),
@@ -144,7 +144,9 @@ def outcomes_of(tmp_path: Path, code: str, *, start: float = PATIENCE_S, case: f
 def test_only_a_crash_while_loading_is_the_library_s_failure(
     code: str, problem: str, transient: bool, tmp_path: Path
 ) -> None:
-    (outcome,) = outcomes_of(tmp_path, code, start=10.0 if "sleep" in code else PATIENCE_S)
+    # One that must print before it hangs gets the time to.
+    start = PATIENCE_S if "sleep" not in code else 10.0 if LOAD in code else 1.0
+    (outcome,) = outcomes_of(tmp_path, code, start=start)
     assert problem in str(outcome.problem)
     assert outcome.transient is transient
 
@@ -158,7 +160,7 @@ def test_loading_may_take_longer_than_a_case(tmp_path: Path) -> None:
     ("end", "problem"),
     [
         ("os.abort()", f"killed by SIGABRT in {PARTS[0]}"),
-        ("time.sleep(60)", f"hung: .* 5 s in {PARTS[0]}"),
+        pytest.param("time.sleep(60)", f"hung: .* 5 s in {PARTS[0]}", marks=pytest.mark.slow),
         ("sys.exit(0)", f".* status 0 in {PARTS[0]}"),
         (f"answer(case='two', problem='raised'); sys.exit({STOPPED})", "raised"),
     ],
