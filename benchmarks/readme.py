@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.bench.flash_routes import PACKED, WORTH_IT
+from nsa.bench.flash_routes import VARLEN, WORTH_IT
 from nsa.bench.report import Heads, Measurements, break_even
 from nsa.evaluation.plots import short
 from nsa.model import LM
@@ -265,23 +265,23 @@ def flash_table() -> str:
     return table(head, lines, rule="---", spaced=False)
 
 
-def is_packed(row: Row) -> bool:
-    return row.suite.endswith(PACKED)
+def is_varlen(row: Row) -> bool:
+    return row.suite.endswith(VARLEN)
 
 
 def flash_cells(op: str, mode: str, dim: int) -> Iterator[str]:
     def of(row: Row) -> bool:
         return (row.op, row.mode, row.Dk) == (op, mode, dim)
 
-    def gains(length: int, *, packed: bool) -> list[float]:
-        return ratios(NSA, "flash-torch", lambda row: of(row) and length == row.S and is_packed(row) == packed)
+    def gains(length: int, *, varlen: bool) -> list[float]:
+        return ratios(NSA, "flash-torch", lambda row: of(row) and length == row.S and is_varlen(row) == varlen)
 
     lengths = (1024, 8192, 65536)
     for length in lengths:
-        fixed = gains(length, packed=False)
+        fixed = gains(length, varlen=False)
         span = f"{min(fixed):.2f} to {max(fixed):.2f}"
         yield f"**{span}**" if max(fixed) <= 1 / WORTH_IT else span
-    yield ", ".join(f"{gains(length, packed=True)[0]:.2f}" for length in lengths)
+    yield ", ".join(f"{gains(length, varlen=True)[0]:.2f}" for length in lengths)
     over = ratios(NSA, "nsa-sdpa", of)
     yield f"{min(over):.1f} to {max(over):.1f}"
 
@@ -295,7 +295,7 @@ def flash_sentences() -> Iterator[str]:
     def wins_from(op: str) -> str:
         subjects = {(op, "bwd", 192, length): length for length in (1024, 8192, 65536)}
         worst = {
-            length: max(ratios(NSA, "flash-torch", lambda r, s=s: (r.op, r.mode, r.Dk, r.S) == s and not is_packed(r)))
+            length: max(ratios(NSA, "flash-torch", lambda r, s=s: (r.op, r.mode, r.Dk, r.S) == s and not is_varlen(r)))
             for s, length in subjects.items()
         }
         return short(min(length for length, ratio in worst.items() if ratio <= 1 / WORTH_IT))

@@ -311,8 +311,8 @@ def check_indices_values(
     if cu_seqlens is None:
         n_blocks = torch.full((1,), -(-n_keys // select_block), device=indices.device)
     else:
-        packed = documents(cu_seqlens, indices.shape[1], q_start)
-        n_blocks = -(-packed.lengths // select_block)[packed.index].view(1, -1, 1, 1)
+        docs = documents(cu_seqlens, indices.shape[1], q_start)
+        n_blocks = -(-docs.lengths // select_block)[docs.index].view(1, -1, 1, 1)
     inside = (indices >= -1) & (indices < n_blocks)
     low, high = int(indices.min()), int(indices.max())
     require(bool(inside.all()), "indices", f"in [{low}, {high}]", f"-1, or a block below {int(n_blocks.max())}")

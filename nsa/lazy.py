@@ -6,9 +6,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def lazy_exports(
@@ -60,6 +63,26 @@ def renamed_property(old: str, new: str) -> property:
         return getattr(self, new)
 
     return property(get, doc=f"Deprecated name of `{new}`, for one version.")
+
+
+def renamed_field(old: str, new: str) -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass with keyword-only fields, whose field `new` was `old`."""
+
+    def rename(cls: type[T]) -> type[T]:
+        init = cls.__init__
+
+        @wraps(init)
+        def renamed_init(self: T, **values: Any) -> None:
+            if old in values:
+                warn_renamed(f"{cls.__name__}({old}=...)", new)
+                values[new] = values.pop(old)
+            init(self, **values)
+
+        setattr(cls, "__init__", renamed_init)  # noqa: B010
+        setattr(cls, old, renamed_property(f"{cls.__name__}.{old}", new))
+        return cls
+
+    return rename
 
 
 def warn_renamed(old: str, new: str) -> None:

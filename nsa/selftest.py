@@ -272,7 +272,7 @@ def draw_inputs(case: str, dtype: torch.dtype, shape: Problem) -> CaseInputs:
     n_queries = N_CACHED_QUERIES if cached else n_keys
     batch = len(CACHED_STARTS) if cached else 1
     sizes: dict[str, Any] = {"batch": batch, "n_queries": n_queries, "n_keys": n_keys}
-    problem = replace(shape, **sizes, dtype=dtype, packed=varlen, cached=cached, backward=False)
+    problem = replace(shape, **sizes, dtype=dtype, varlen=varlen, cached=cached, backward=False)
     cu_seqlens = exclusive_offsets(lengths).int().to(shape.device) if varlen else None
     q_start = torch.tensor(CACHED_STARTS, dtype=torch.int32, device=shape.device) if cached else None
     sequences = Sequences(batch, n_queries, torch.device(shape.device), cu_seqlens, q_start)

@@ -185,15 +185,15 @@ def random_indices(case: Case, generator: torch.Generator) -> Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_length: int = 150, packed: bool = False) -> Case:
+def cases(draw: st.DrawFn, *, max_length: int = 150, varlen: bool = False) -> Case:
     """Any legal problem. Sizes are small and mostly odd: borders of blocks, chunks and documents are what breaks."""
     stride = draw(st.integers(1, 6))
     n_init, n_local = draw(st.integers(0, 2)), draw(st.integers(0, 3))
-    documents = draw(document_lengths(max_length)) if packed else None
+    documents = draw(document_lengths(max_length)) if varlen else None
     return Case(
         length=sum(documents) if documents else draw(st.integers(1, max_length)),
         documents=documents,
-        batch=1 if packed else draw(st.integers(1, 2)),
+        batch=1 if varlen else draw(st.integers(1, 2)),
         groups=draw(st.integers(1, 3)),
         heads=draw(st.sampled_from([1, 2, 3, 5, 6])),
         d_k=draw(st.integers(1, 9)),

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from nsa import reference
 
-PLAIN = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
-PACKED = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
-CACHED = PLAIN.but(seed=3)
+FIXED = Case(length=40, batch=2, groups=2, heads=3, d_k=4, d_v=6)
+VARLEN = Case(length=40, documents=(13, 0, 1, 26), groups=2, heads=3, d_k=4, d_v=6)
+CACHED = FIXED.but(seed=3)
 # Tensors that are contiguous by chance, as slices or in another order of dimensions, show where there is one of a kind.
 CASES = {
-    "plain": PLAIN,
-    "packed": PACKED,
+    "fixed": FIXED,
+    "varlen": VARLEN,
     "cached": CACHED,
-    "one head per group": PLAIN.but(heads=1),
-    "one group": PLAIN.but(batch=1, groups=1),
+    "one head per group": FIXED.but(heads=1),
+    "one group": FIXED.but(batch=1, groups=1),
 }
-WHOLE = {"plain": PLAIN, "packed": PACKED, "short": PLAIN.but(length=5)}
+WHOLE = {"fixed": FIXED, "varlen": VARLEN, "short": FIXED.but(length=5)}
 NAMES = {"compressed": "compressed_attention", "selected": "selected_attention", "sliding": "sliding_attention"}
 
 

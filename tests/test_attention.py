@@ -185,11 +185,11 @@ def test_a_nan_token_is_not_hidden() -> None:
     assert layer()(x)[0, 12:18].isnan().all()
 
 
-# Packed and padded batches.
+# Varlen and padded batches.
 
 
 @given(lengths=document_lengths(70), config=configs(), seed=st.integers(0, 1000))
-def test_packed_documents_are_the_documents_one_by_one(lengths: tuple[int, ...], config: NSAConfig, seed: int) -> None:
+def test_varlen_documents_are_the_documents_one_by_one(lengths: tuple[int, ...], config: NSAConfig, seed: int) -> None:
     """Outputs and all gradients; empty documents, single tokens and ones shorter than a block among them."""
     torch.manual_seed(seed)
     attn = NSAAttention(config).double()
@@ -288,7 +288,7 @@ def test_position_offset_may_differ_by_row(variant: dict[str, Any]) -> None:
     torch.testing.assert_close(got, torch.cat(rows), atol=1e-6, rtol=1e-6)
 
 
-def test_packed_documents_take_a_position_offset() -> None:
+def test_varlen_documents_take_a_position_offset() -> None:
     attn = layer(torch.float32)
     x, cu = tokens(30, dtype=torch.float32), offsets((11, 19))
     got = attn(x, cu_seqlens=cu, position_offset=300)

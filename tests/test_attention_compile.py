@@ -28,14 +28,14 @@ def compiled(attn: NSAAttention, backend: str = "aot_eager") -> Callable[..., Te
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("branch_norm", [False, True], ids=["fused", "branch norms"])
-@pytest.mark.parametrize("batch", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("batch", ["fixed", "varlen", "padded"])
 def test_compiled_layer_equals_eager(batch: str, branch_norm: bool) -> None:
     """In one graph; outputs and all gradients."""
     mask = torch.ones(2, 37, dtype=torch.bool)
     mask[0, :9] = False
-    kwargs = {"plain": {}, "packed": {"cu_seqlens": offsets((20, 1, 16))}, "padded": {"attention_mask": mask}}[batch]
+    kwargs = {"fixed": {}, "varlen": {"cu_seqlens": offsets((20, 1, 16))}, "padded": {"attention_mask": mask}}[batch]
     attn = layer(branch_norm=branch_norm)
-    x = tokens(37, batch=1 if batch == "packed" else 2)
+    x = tokens(37, batch=1 if batch == "varlen" else 2)
     run = compiled(attn)
     got = with_gradients(attn, lambda x: run(x, **kwargs), x)
     assert_close(got, with_gradients(attn, lambda x: attn(x, **kwargs), x), 1e-11)
@@ -92,16 +92,16 @@ def test_offsets_a_row_do_not_compile_anew_for_every_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
-def test_a_training_step_compiles_once_for_all_lengths(phi: str, packed: bool) -> None:
+def test_a_training_step_compiles_once_for_all_lengths(phi: str, varlen: bool) -> None:
     attn = layer(phi=phi)
     frames = CompileCounterWithBackend("aot_eager")
     run = torch.compile(attn, fullgraph=True, backend=frames)
     for length in (37, 41, 64, 90):
-        x = tokens(length, batch=1 if packed else 2)
+        x = tokens(length, batch=1 if varlen else 2)
         torch._dynamo.mark_dynamic(x, 1)
-        kwargs = {"cu_seqlens": offsets((7, length - 7))} if packed else {}
+        kwargs = {"cu_seqlens": offsets((7, length - 7))} if varlen else {}
         run(x.requires_grad_(), **kwargs).sum().backward()
     assert frames.frame_count == 1
 

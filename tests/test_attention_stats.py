@@ -34,7 +34,7 @@ def test_a_forced_gate_has_no_entropy() -> None:
     assert stats.gate_entropy == pytest.approx(dict.fromkeys(BRANCHES, 0.0), abs=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [None, (20, 1, 29)], ids=["plain", "packed"])
+@pytest.mark.parametrize("lengths", [None, (20, 1, 29)], ids=["fixed", "varlen"])
 def test_selection_and_reads_are_counted_query_by_query(lengths: tuple[int, ...] | None) -> None:
     attn = layer(torch.float32)
     c = attn.config

@@ -28,16 +28,16 @@ LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 strides = st.integers(1, 5)
 # Blocks per stride: l = d is the case without overlap.
 overlaps = st.integers(1, 4)
-any_case = st.one_of(cases(max_length=60), cases(max_length=60, packed=True))
+any_case = st.one_of(cases(max_length=60), cases(max_length=60, varlen=True))
 every_op = pytest.mark.parametrize("op", COMPRESSIONS)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
-PLAIN = Case(length=23, batch=2, groups=2, d_k=3, block=6, stride=2)
-PACKED = PLAIN.but(batch=1, documents=(1, 10, 0, 5, 7))
+FIXED = Case(length=23, batch=2, groups=2, d_k=3, block=6, stride=2)
+VARLEN = FIXED.but(batch=1, documents=(1, 10, 0, 5, 7))
 # No document has a block, and yet there are slots; and a sequence that has none.
-NO_BLOCKS = PLAIN.but(batch=1, length=9, documents=(5, 4))
-SHORT = PLAIN.but(length=5)
-NAMED = {"plain": PLAIN, "packed": PACKED, "no blocks": NO_BLOCKS, "short": SHORT}
+NO_BLOCKS = FIXED.but(batch=1, length=9, documents=(5, 4))
+SHORT = FIXED.but(length=5)
+NAMED = {"fixed": FIXED, "varlen": VARLEN, "no blocks": NO_BLOCKS, "short": SHORT}
 every_kind = pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 
 
@@ -133,9 +133,9 @@ def test_sequence_shorter_than_a_block_has_no_blocks_or_gradient(op: str, backen
 @every_op
 @every_backend
 def test_what_a_slot_without_a_block_is_given_reaches_nothing(op: str, backend: str) -> None:
-    tensors = tuple(x.requires_grad_() for x in compression_inputs(op, PACKED))
-    out = getattr(ops, op)(*tensors, **PACKED.compression, cu_seqlens=PACKED.cu_seqlens, backend=backend)
-    unused = torch.arange(PACKED.n_compressed, out.shape[1])
+    tensors = tuple(x.requires_grad_() for x in compression_inputs(op, VARLEN))
+    out = getattr(ops, op)(*tensors, **VARLEN.compression, cu_seqlens=VARLEN.cu_seqlens, backend=backend)
+    unused = torch.arange(VARLEN.n_compressed, out.shape[1])
     assert unused.numel()
     dout = torch.randn_like(out)
     spoiled = dout.index_fill(1, unused, float("nan"))
@@ -148,7 +148,7 @@ def test_what_a_slot_without_a_block_is_given_reaches_nothing(op: str, backend: 
 @every_backend
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_two_runs_give_the_same_bits(op: str, backend: str, dtype: torch.dtype) -> None:
-    for case in (PLAIN, PACKED):
+    for case in (FIXED, VARLEN):
         tensors = compression_inputs(op, case, dtype)
         first, second = (compression_results(ops, op, tensors, case, backend=backend) for _ in range(2))
         assert_same_bits(first, second)
@@ -157,7 +157,7 @@ def test_two_runs_give_the_same_bits(op: str, backend: str, dtype: torch.dtype) 
 @every_op
 @every_backend
 def test_inputs_may_be_strided_in_all_but_the_last_dimension(op: str, backend: str) -> None:
-    for case in (PLAIN, PACKED):
+    for case in (FIXED, VARLEN):
         x, *rest = compression_inputs(op, case)
         spread = torch.cat([x, x], dim=-1)[..., : case.d_k].transpose(1, 2).contiguous().transpose(1, 2)
         expected = compression_results(ops, op, (x, *rest), case, backend=backend)
@@ -204,7 +204,7 @@ def test_mlp_is_two_layers_on_each_groups_flattened_block(
 @pytest.mark.parametrize("kind", ["mlp", "mean"])
 @given(case=any_case)
 def test_blocks_at_hand_are_compressed_like_those_of_a_sequence(kind: str, case: Case) -> None:
-    """A cache hands over blocks, a forward sequences or packed documents."""
+    """A cache hands over blocks, a forward sequences or varlen documents."""
     (x,) = compression_inputs("compress_mean", case)
     phi = Compression(case.d_k, case.block, kind=kind).double()
     whole = phi(x, stride=case.stride, cu_seqlens=case.cu_seqlens)

@@ -62,10 +62,10 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
     assert launches.bound.keys() == kernels
     # The forms of the Gluon kernels: rows by descriptor and by pointer, dS kept, its runs added up.
     assert launches.values("hopper_forward_kernel", "D") == {64, 128}
-    for argument in ("SLIDING", "PACKED", "DESC_Q"):
+    for argument in ("SLIDING", "VARLEN", "DESC_Q"):
         assert launches.values("hopper_forward_kernel", argument) == {False, True}
-    for argument in ("SLIDING", "PACKED", "KEEP"):
+    for argument in ("SLIDING", "VARLEN", "KEEP"):
         assert launches.values("hopper_dkv_kernel", argument) == {False, True}
     assert max(launches.values("hopper_dkv_kernel", "n_written")) > 0
-    for argument in ("SLIDING", "PACKED", "ACCUMULATE"):
+    for argument in ("SLIDING", "VARLEN", "ACCUMULATE"):
         assert launches.values("hopper_dq_kernel", argument) == {False, True}

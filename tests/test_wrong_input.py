@@ -48,7 +48,7 @@ def good_arguments(op: str) -> dict[str, Any]:
     return {**o, "gates": torch.rand(B, S, HEADS, 3)}
 
 
-def packed_arguments(op: str) -> dict[str, Any]:
+def varlen_arguments(op: str) -> dict[str, Any]:
     """The same for one varlen row of two documents."""
     arguments = good_arguments(op)
     row = {name: x[:1] if isinstance(x, Tensor) and x.dim() > 2 else x for name, x in arguments.items()}
@@ -57,7 +57,7 @@ def packed_arguments(op: str) -> dict[str, Any]:
     return {**row, "cu_seqlens": torch.tensor([0, 16, 24], dtype=torch.int32)}
 
 
-PACKED_OPS = (
+VARLEN_OPS = (
     "compress_mean",
     "gather_blocks",
     "compressed_attention",
@@ -66,7 +66,7 @@ PACKED_OPS = (
     "sliding_attention",
     "attention",
 )
-OPS = (*PACKED_OPS, "combine")
+OPS = (*VARLEN_OPS, "combine")
 
 
 def test_every_op_is_spoiled_below() -> None:
@@ -79,9 +79,9 @@ def test_the_call_that_is_spoiled_below_is_right(op: str) -> None:
     getattr(ops, op)(**good_arguments(op))
 
 
-@pytest.mark.parametrize("op", PACKED_OPS)
-def test_the_packed_call_that_is_spoiled_below_is_right(op: str) -> None:
-    getattr(ops, op)(**packed_arguments(op))
+@pytest.mark.parametrize("op", VARLEN_OPS)
+def test_the_varlen_call_that_is_spoiled_below_is_right(op: str) -> None:
+    getattr(ops, op)(**varlen_arguments(op))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Wrong:
     op: str
     named: str
     change: Callable[[dict[str, Any]], dict[str, Any]]
-    packed: bool = False
+    varlen: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}: {self.what}"
@@ -185,8 +185,8 @@ WRONG_CALLS = [
     Wrong("window_start past the sliding keys", "attention", "window_start", put(window_start=ints(0, 1))),
     Wrong("window_start is negative", "attention", "window_start", put(window_start=ints(-1, 0))),
     Wrong("window_start is int64", "attention", "window_start.dtype", put(window_start=ints(0, 0, dtype=torch.int64))),
-    Wrong("cu_seqlens ends late", "attention", "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
-    Wrong("q_start past the documents", "attention", "q_start", put(q_start=ints(1)), packed=True),
+    Wrong("cu_seqlens ends late", "attention", "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), varlen=True),
+    Wrong("q_start past the documents", "attention", "q_start", put(q_start=ints(1)), varlen=True),
     Wrong("strict, a NaN in v_win", "attention", "v_win", put(v_win=with_value(math.nan), strict=True)),
     Wrong("window past 64 bits", WINDOW, "window", put(window=2**70)),
     # What a tensor is.
@@ -259,10 +259,10 @@ WRONG_CALLS = [
     Wrong("strict is text", MEAN, "strict", put(strict="a")),
     Wrong("strict, a NaN in x", MEAN, "x", put(x=with_value(math.nan), strict=True)),
     Wrong("strict, an infinity in position", GATHER, "position", put(position=with_value(math.inf), strict=True)),
-    Wrong("cu_seqlens is int64", MEAN, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), packed=True),
-    Wrong("cu_seqlens on another device", MEAN, "cu_seqlens.device", put(cu_seqlens=on_meta), packed=True),
-    Wrong("cu_seqlens falls", GATHER, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), packed=True),
-    Wrong("cu_seqlens ends late", MEAN, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
+    Wrong("cu_seqlens is int64", MEAN, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), varlen=True),
+    Wrong("cu_seqlens on another device", MEAN, "cu_seqlens.device", put(cu_seqlens=on_meta), varlen=True),
+    Wrong("cu_seqlens falls", GATHER, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), varlen=True),
+    Wrong("cu_seqlens ends late", MEAN, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), varlen=True),
     Wrong("cu_seqlens with two rows", GATHER, "x.shape[0]", put(cu_seqlens=ints(0, 16, 24))),
     # Selected blocks.
     Wrong("indices are int64", SELECTED, "indices.dtype", put(indices=Tensor.long)),
@@ -280,25 +280,25 @@ WRONG_CALLS = [
         SELECTED,
         "indices",
         put(indices=indices_of(0, 1)[:1]),
-        packed=True,
+        varlen=True,
     ),
     # Varlen sequences.
-    Wrong("cu_seqlens is a list", WINDOW, "cu_seqlens", put(cu_seqlens=[0, 24]), packed=True),
-    Wrong("cu_seqlens is int64", WINDOW, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), packed=True),
-    Wrong("cu_seqlens has two dimensions", WINDOW, "cu_seqlens.shape", put(cu_seqlens=lambda x: x[None]), packed=True),
-    Wrong("cu_seqlens of no document", COMPRESSED, "cu_seqlens.shape", put(cu_seqlens=ints(0)), packed=True),
-    Wrong("cu_seqlens on another device", WINDOW, "cu_seqlens.device", put(cu_seqlens=on_meta), packed=True),
-    Wrong("cu_seqlens not from 0", WINDOW, "cu_seqlens[0]", put(cu_seqlens=ints(1, 16, 24)), packed=True),
-    Wrong("cu_seqlens falls", COMPRESSED, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), packed=True),
-    Wrong("cu_seqlens ends early", SELECT, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 23)), packed=True),
-    Wrong("cu_seqlens ends late", SELECTED, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), packed=True),
+    Wrong("cu_seqlens is a list", WINDOW, "cu_seqlens", put(cu_seqlens=[0, 24]), varlen=True),
+    Wrong("cu_seqlens is int64", WINDOW, "cu_seqlens.dtype", put(cu_seqlens=Tensor.long), varlen=True),
+    Wrong("cu_seqlens has two dimensions", WINDOW, "cu_seqlens.shape", put(cu_seqlens=lambda x: x[None]), varlen=True),
+    Wrong("cu_seqlens of no document", COMPRESSED, "cu_seqlens.shape", put(cu_seqlens=ints(0)), varlen=True),
+    Wrong("cu_seqlens on another device", WINDOW, "cu_seqlens.device", put(cu_seqlens=on_meta), varlen=True),
+    Wrong("cu_seqlens not from 0", WINDOW, "cu_seqlens[0]", put(cu_seqlens=ints(1, 16, 24)), varlen=True),
+    Wrong("cu_seqlens falls", COMPRESSED, "cu_seqlens", put(cu_seqlens=ints(0, 16, 8, 24)), varlen=True),
+    Wrong("cu_seqlens ends early", SELECT, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 23)), varlen=True),
+    Wrong("cu_seqlens ends late", SELECTED, "cu_seqlens[-1]", put(cu_seqlens=ints(0, 16, 25)), varlen=True),
     Wrong("cu_seqlens with two rows", WINDOW, "q.shape[0]", put(cu_seqlens=ints(0, 16, 24))),
     Wrong(
         "fewer compressed blocks than the documents have",
         COMPRESSED,
         "k_cmp.shape[1]",
         put(k_cmp=lambda x: x[:, :2], v_cmp=lambda x: x[:, :2]),
-        packed=True,
+        varlen=True,
     ),
     # Cached keys.
     Wrong("q_start is a number", WINDOW, "q_start", put(q_start=3)),
@@ -309,7 +309,7 @@ WRONG_CALLS = [
     Wrong("q_start past the keys", SELECTED, "q_start", put(q_start=ints(0, 1))),
     Wrong("q_start past the compressed blocks", COMPRESSED, "q_start", put(q_start=ints(0, 4))),
     Wrong("q_start past the compressed blocks", SELECT, "q_start", put(q_start=ints(4, 0))),
-    Wrong("q_start past the documents", WINDOW, "q_start", put(q_start=ints(1)), packed=True),
+    Wrong("q_start past the documents", WINDOW, "q_start", put(q_start=ints(1)), varlen=True),
     Wrong(
         "fewer cached keys than queries",
         WINDOW,
@@ -351,7 +351,7 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize("wrong", WRONG_CALLS, ids=str)
 def test_a_wrong_argument_of_an_op_is_named(wrong: Wrong) -> None:
-    arguments = packed_arguments(wrong.op) if wrong.packed else good_arguments(wrong.op)
+    arguments = varlen_arguments(wrong.op) if wrong.varlen else good_arguments(wrong.op)
     spoiled = {**arguments, **wrong.change(arguments)}
     with pytest.raises(ValueError, match=rf"^{re.escape(wrong.named)} is ") as caught:
         getattr(ops, wrong.op)(**spoiled)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 @st.composite
-def tied_cases(draw: st.DrawFn, *, max_length: int = 150, packed: bool = False) -> Case:
+def tied_cases(draw: st.DrawFn, *, max_length: int = 150, varlen: bool = False) -> Case:
     """If all keys are equal, every block that is not forced is worth the same: none of them is cut off, neither by the
     beginning of the sequence nor by blocks that are not complete yet."""
     stride, ratio = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     n_init, n_local = draw(st.integers(1, 2)), draw(st.integers(2, 3))
-    documents = draw(document_lengths(max_length)) if packed else None
+    documents = draw(document_lengths(max_length)) if varlen else None
     return Case(
         length=sum(documents) if documents else draw(st.integers(1, max_length)),
         documents=documents,
-        batch=1 if packed else draw(st.integers(1, 2)),
+        batch=1 if varlen else draw(st.integers(1, 2)),
         groups=draw(st.integers(1, 2)),
         heads=draw(st.sampled_from([1, 2, 3, 6])),
         d_k=draw(st.integers(1, 40)),

@@ -18,7 +18,7 @@ from nsa.config import BACKENDS, check_fields, require
 from nsa.origin import configs_folder
 
 # Keys of files written by earlier versions.
-OLD_KEYS = {"head_widths": "head_dims"}
+OLD_KEYS = {"head_widths": "head_dims", "packed": "varlen"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class MeasuredRoute:
     max_length: int | None = None
     head_dims: tuple[int, ...] | None = None
     mode: Literal["fwd", "bwd"] | None = None  # None: both
-    packed: bool | None = None  # varlen; None: varlen and fixed-length
+    varlen: bool | None = None  # None: varlen and fixed-length
 
     def __post_init__(self) -> None:
         family = isinstance(self.gpu, str) and gpu_family(self.gpu) == self.gpu
@@ -60,7 +60,7 @@ class MeasuredRoute:
             and (problem.device != "cuda" or problem.dtype.itemsize == 2)
             and (self.head_dims is None or (problem.d_k == problem.d_v and problem.d_k in self.head_dims))
             and self.mode in (None, "bwd" if problem.backward else "fwd")
-            and self.packed in (None, problem.packed)
+            and self.varlen in (None, problem.varlen)
         )
 
 

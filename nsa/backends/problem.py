@@ -10,6 +10,7 @@ import torch
 
 from nsa.checks import FLOATS
 from nsa.config import NSAConfig, check_heads, require, require_bool, require_int
+from nsa.lazy import renamed_field
 
 # The ops of an attention, which are routed one by one, in the order they run.
 OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
@@ -26,6 +27,7 @@ def is_device_type(name: str) -> bool:
         return False
 
 
+@renamed_field("packed", "varlen")
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One op, or with `op="attention"` all of them, on one shape. Hashable: routes are cached by it.
@@ -40,7 +42,7 @@ class Problem:
         dtype: Of the tensors.
         device: "cpu" or "cuda".
         backward: The backward pass.
-        packed: A varlen batch.
+        varlen: A varlen batch, with `cu_seqlens`.
         cached: Queries from some position on of longer keys.
 
     Raises:
@@ -58,7 +60,7 @@ class Problem:
     dtype: torch.dtype
     device: str = "cpu"
     backward: bool = False
-    packed: bool = False
+    varlen: bool = False
     cached: bool = False
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class Problem:
         # Backends compare with "cuda", which "cuda:0" is not.
         plain = isinstance(self.device, str) and is_device_type(self.device)
         require(plain, "device", self.device, "a type of device without an index: 'cpu' or 'cuda'")
-        for name in ("backward", "packed", "cached"):
+        for name in ("backward", "varlen", "cached"):
             require_bool(name, getattr(self, name))
 
     @property
@@ -116,7 +118,7 @@ class Problem:
         return cls(**sizes, dtype=dtype, device=device, backward=backward)
 
     def __str__(self) -> str:
-        flags = [flag for flag in ("backward", "packed", "cached") if getattr(self, flag)]
+        flags = [flag for flag in ("backward", "varlen", "cached") if getattr(self, flag)]
         shape = f"B={self.batch} S={self.n_queries} N={self.n_keys} heads={self.n_heads}/{self.n_groups}"
         kind = f"D={self.d_k}/{self.d_v} {str(self.dtype).removeprefix('torch.')} {self.device}"
         return " ".join([self.op, shape, kind, *flags])

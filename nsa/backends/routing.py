@@ -328,7 +328,7 @@ class Router:
     def note_failure(self, name: str, problem: Problem, function: str, reason: str, following: str | None) -> None:
         self.counts.add_failure(problem.op, name, reason)
         # Lengths may never repeat: logged once per kind of call, with the first of its shapes.
-        kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.packed, reason)
+        kind = (name, function, problem.dtype, problem.d_k, problem.d_v, problem.varlen, reason)
         if kind not in self.logged:
             self.logged.add(kind)
             after = f"falling back to {following}" if following else "no fallback"
@@ -437,14 +437,14 @@ def problem_for_op(problem: Problem, op: str, block: int, stride: int, window: i
         problem = replace(problem, n_keys=min(window, problem.n_keys) - 1 + problem.n_queries)
     if op in ("compressed", "scores"):
         # Documents end anywhere: a varlen row has a slot for every stride, as `compressed_starts` lays them out.
-        n_keys = problem.n_keys // stride if problem.packed else n_compressed(problem.n_keys, block, stride)
+        n_keys = problem.n_keys // stride if problem.varlen else n_compressed(problem.n_keys, block, stride)
         problem = replace(problem, n_keys=n_keys)
     if op == "scores":
         problem = replace(problem, d_v=problem.d_k, backward=False)
     if op == "combine":
         # The gated sum has no keys: every head is its own group, with one row per query.
         sizes: Any = {"n_keys": problem.n_queries, "n_groups": problem.n_heads, "d_k": problem.d_v}
-        problem = replace(problem, **sizes, packed=False, cached=False)
+        problem = replace(problem, **sizes, varlen=False, cached=False)
     return problem.for_op(op)
 
 

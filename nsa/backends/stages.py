@@ -68,7 +68,7 @@ def stage(
 ) -> Stage:
     """The function of the backend that runs `op` on a `shape` of `(batch, queries, keys, heads, groups, d_k, d_v)`.
 
-    `like` has the dtype and the device of the problem; `flags` say whether it is `backward`, `packed`, `cached`.
+    `like` has the dtype and the device of the problem; `flags` say whether it is `backward`, `varlen`, `cached`.
     """
     stages = router().stages
     key = (op, function, shape, like.dtype, like.device, backend, strict, *flags.items())
@@ -138,7 +138,7 @@ class Plan:
     ) -> None:
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
         *_, backend, strict = rest
-        kind = {"backward": backward, "packed": places[0] is not None, "cached": places[1] is not None}
+        kind = {"backward": backward, "varlen": places[0] is not None, "cached": places[1] is not None}
         way = "backward" if backward else "forward"
 
         def find(op: str, function: str, shape: tuple[int, ...], **flags: bool) -> Stage:

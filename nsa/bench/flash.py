@@ -31,7 +31,7 @@ from nsa.backends.flash.libraries import find_libraries
 from nsa.backends.problem import SIZES, Problem
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
-from nsa.bench.flash_routes import PACKED, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
+from nsa.bench.flash_routes import VARLEN, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
 from nsa.bench.plot import COLOURS, MODE_LABELS, NO_PLOTS, OTHER_COLOUR, mark_lengths, save_figure
 from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
@@ -56,23 +56,23 @@ class FlashPoint(AttentionShape):
     documents: int = 1  # of equal length; 1: a fixed-length row
 
     @property
-    def packed(self) -> bool:
+    def varlen(self) -> bool:
         return self.documents > 1
 
     @property
     def suite(self) -> str:
         window = f"-w{self.window}" if self.op == "sliding" else ""
-        return f"flash{window}{PACKED if self.packed else ''}"
+        return f"flash{window}{VARLEN if self.varlen else ''}"
 
     @property
     def n_keys(self) -> int:
         if self.op == "sliding":
             return self.length
-        return self.length // STRIDE if self.packed else n_compressed(self.length, BLOCK, STRIDE)
+        return self.length // STRIDE if self.varlen else n_compressed(self.length, BLOCK, STRIDE)
 
     def offsets(self, device: str) -> Tensor | None:
         ends = [self.length * i // self.documents for i in range(self.documents + 1)]
-        return torch.tensor(ends, dtype=torch.int32, device=device) if self.packed else None
+        return torch.tensor(ends, dtype=torch.int32, device=device) if self.varlen else None
 
     def branch(self, offsets: Tensor | None, device: torch.device) -> Compressed | Sliding:
         """As a backend takes it. Built anew for each call: what follows from the offsets is part of its cost."""
@@ -84,7 +84,7 @@ class FlashPoint(AttentionShape):
     def problem(self, dtype: torch.dtype, *, backward: bool) -> Problem:
         numbers = (1, self.length, self.n_keys, self.n_heads, self.n_groups, self.head_dim, self.head_dim)
         sizes: dict[str, Any] = dict(zip(SIZES, numbers, strict=True))
-        return Problem(op=self.op, dtype=dtype, device="cuda", backward=backward, packed=self.packed, **sizes)
+        return Problem(op=self.op, dtype=dtype, device="cuda", backward=backward, varlen=self.varlen, **sizes)
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator(device).manual_seed(0)

@@ -24,7 +24,7 @@ from nsa.files import make_folder, replace_text
 from nsa.results import Row
 
 # How the suite of varlen rows ends.
-PACKED = "-packed"
+VARLEN = "-packed"
 # Below this speedup, the risk of someone else's kernels is not worth it.
 WORTH_IT = 1.2
 # The rows that stand for a backend.
@@ -35,7 +35,7 @@ Times = dict[str, dict[tuple[Any, ...], float]]
 Order = tuple[str, ...]
 
 
-# What a route distinguishes besides the length: GPU family, op, head_dim, mode and packed.
+# What a route distinguishes besides the length: GPU family, op, head_dim, mode, and whether it is varlen.
 RouteSubject = tuple[str, str, int, Any, bool]
 
 
@@ -45,12 +45,12 @@ def measured_orders(rows: Sequence[Row]) -> dict[RouteSubject, dict[int, Order]]
     # Torch's kernels are tried first: where they have a row, it is entered last.
     for row in sorted(rows, key=lambda row: row.impl == "flash-torch"):
         if row.impl in BACKEND_OF_IMPL and row.suite.startswith("flash"):
-            subject = (gpu_family(row.gpu), row.op, row.Dk, row.mode, row.suite.endswith(PACKED))
+            subject = (gpu_family(row.gpu), row.op, row.Dk, row.mode, row.suite.endswith(VARLEN))
             shape = (row.suite, row.B, row.Hq, row.G, row.dtype)
             times[subject, row.S][BACKEND_OF_IMPL[row.impl]][shape] = row.p50_ms
     found: dict[RouteSubject, dict[int, Order]] = defaultdict(dict)
     for (subject, length), timed in sorted(times.items()):
-        order = order_of(timed, packed=subject[-1])
+        order = order_of(timed, varlen=subject[-1])
         if order:
             found[subject][length] = order
     return found
@@ -60,15 +60,15 @@ def measured_routes(rows: Sequence[Row]) -> list[MeasuredRoute]:
     """The routes that differ from the default order."""
     found = []
     for subject, orders in measured_orders(rows).items():
-        gpu, op, head_dim, mode, packed = subject
+        gpu, op, head_dim, mode, varlen = subject
         for low, high, order in ranges(orders):
             if order != tuple(name for name in BACKEND_MODULES if name in order):
                 shape: dict[str, Any] = {"min_length": low, "max_length": high, "head_dims": (head_dim,)}
-                found.append(MeasuredRoute(gpu=gpu, op=op, order=order, mode=mode, packed=packed, **shape))
+                found.append(MeasuredRoute(gpu=gpu, op=op, order=order, mode=mode, varlen=varlen, **shape))
     return found
 
 
-def order_of(times: Times, *, packed: bool = False) -> Order:
+def order_of(times: Times, *, varlen: bool = False) -> Order:
     """Fastest first, by the mean over the shapes that all backends have; empty if nothing can be compared."""
     shared = set.intersection(*(set(timed) for timed in times.values()))
     if not shared or len(times) == 1:
@@ -77,7 +77,7 @@ def order_of(times: Times, *, packed: bool = False) -> Order:
     order = sorted(times, key=lambda name: (mean[name], name))
     if "flash" in times and not worth_it(times, than="sdpa"):
         return (*(name for name in order if name != "flash"), "flash")
-    if order[:2] == ["flash", "triton"] and (packed or not worth_it(times, than="triton")):
+    if order[:2] == ["flash", "triton"] and (varlen or not worth_it(times, than="triton")):
         order[:2] = ["triton", "flash"]
     return tuple(order)
 
@@ -104,7 +104,7 @@ def write_routes(path: Path, rows: Sequence[Row]) -> None:
 
     def replaced(old: MeasuredRoute) -> bool:
         dims = old.head_dims or ()
-        return len(dims) == 1 and (old.gpu, old.op, dims[0], old.mode, old.packed) in measured
+        return len(dims) == 1 and (old.gpu, old.op, dims[0], old.mode, old.varlen) in measured
 
     routes = [*measured_routes(rows), *(old for old in load_routes(path) if not replaced(old))]
     origin = {"by": "nsa bench flash", "rows": len(rows), "date": max(row.date for row in rows)}

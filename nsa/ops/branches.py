@@ -24,7 +24,7 @@ def prepare_call(
 ) -> tuple[Stage, Any]:
     """What runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
     cu_seqlens, q_start, *values, backend, strict = args
-    flags = {"backward": backward, "packed": cu_seqlens is not None, "cached": q_start is not None}
+    flags = {"backward": backward, "varlen": cu_seqlens is not None, "cached": q_start is not None}
     branch = branch_of(kind, q, q.shape[1], cu_seqlens, q_start, *values)
     return stage(op, function, attention_shape(q, k, v), q, backend, strict, **flags), branch
 

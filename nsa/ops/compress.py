@@ -32,15 +32,15 @@ class CompressionOp:
         *position, cu_seqlens, block, stride, backend, strict = args
         checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
         checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
-        shape, packed = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
-        run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, packed=packed)
+        shape, varlen = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
+        run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, varlen=varlen)
         return run(x, *position, branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)).contiguous()
 
     def run_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, *args: Any) -> Any:
         block, stride, backend, strict = args
         head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
-        shape, packed = compress_shape(dout, length, head_dim), cu_seqlens is not None
-        run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, packed=packed)
+        shape, varlen = compress_shape(dout, length, head_dim), cu_seqlens is not None
+        run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, varlen=varlen)
         grads = run(dout, branch_of(Pooling, dout, length, cu_seqlens, None, block, stride))
         return tuple(x.contiguous() for x in grads) if self.gathers else grads.contiguous()
 

@@ -71,11 +71,11 @@ def routes_of(config: TrainConfig, router: Router) -> list[Mapping[str, Route]]:
 
 def problem_of(config: TrainConfig, *, backward: bool) -> Problem:
     """The attention of one batch."""
-    packed = config.data.pack
-    batch, length = (1, config.tokens_per_batch) if packed else (config.batch_size, config.model.seq_len)
+    varlen = config.data.pack
+    batch, length = (1, config.tokens_per_batch) if varlen else (config.batch_size, config.model.seq_len)
     where: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": torch.device(config.device).type}
     problem = Problem.of_config(config.model.attn, batch=batch, length=length, backward=backward, **where)
-    return replace(problem, packed=packed)
+    return replace(problem, varlen=varlen)
 
 
 def open_data(config: TrainConfig, split: Split, **other: Any) -> Loader:

@@ -67,12 +67,12 @@ def test_a_measured_route_may_hold_for_one_direction() -> None:
     assert router.route(replace(PROBLEM, backward=True)).backend == "sdpa"
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_measured_route_may_hold_for_one_layout(packed: bool) -> None:
-    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), packed=packed)
+@pytest.mark.parametrize("varlen", [True, False])
+def test_a_measured_route_may_hold_for_one_layout(varlen: bool) -> None:
+    measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa", "triton"), varlen=varlen)
     router = router_of(Fake("triton"), Fake("sdpa"), measured_routes=[measured])
-    assert router.route(replace(PROBLEM, packed=packed)).backend == "sdpa"
-    assert router.route(replace(PROBLEM, packed=not packed)).backend == "triton"
+    assert router.route(replace(PROBLEM, varlen=varlen)).backend == "sdpa"
+    assert router.route(replace(PROBLEM, varlen=not varlen)).backend == "triton"
 
 
 def test_after_a_failure_the_others_of_a_route_run() -> None:
@@ -86,10 +86,11 @@ def test_the_file_of_routes_is_read_and_checked(tmp_path: Path) -> None:
     assert load_routes(path) == ()
     row = {"gpu": "NVIDIA H200", "op": "sliding", "order": ["flash", "triton"], "min_length": 4096}
     expected = MeasuredRoute(
-        gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096, head_dims=(64,)
+        gpu="NVIDIA H200", op="sliding", order=("flash", "triton"), min_length=4096, head_dims=(64,), varlen=True
     )
     # Files of earlier versions have other names.
-    for content in ({"routes": [row | {"head_dims": [64]}]}, {"preferences": [row | {"head_widths": [64]}]}):
+    old = {"preferences": [row | {"head_widths": [64], "packed": True}]}
+    for content in ({"routes": [row | {"head_dims": [64], "varlen": True}]}, old):
         path.write_text(json.dumps({"measured": "by a benchmark", **content}))
         assert load_routes(path) == (expected,)
     wrong = [
@@ -99,7 +100,7 @@ def test_the_file_of_routes_is_read_and_checked(tmp_path: Path) -> None:
         ({"order": ["sdpa", "sdpa"]}, "order is"),
         ({"order": []}, "order is"),
         ({"mode": "both"}, "mode is 'both'"),
-        ({"packed": 0}, "packed is 0"),
+        ({"varlen": 0}, "varlen is 0"),
         ({"min_length": "4096"}, "min_length is '4096'"),
         ({"max_length": 4095}, "max_length is 4095"),
         ({"head_dims": 64}, "head_dims is 64"),

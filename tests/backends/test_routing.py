@@ -61,6 +61,16 @@ def test_an_old_name_of_a_route_warns(old: str, new: str) -> None:
     assert warned[0].filename == __file__
 
 
+def test_the_old_name_of_a_field_of_a_problem_warns() -> None:
+    expected = replace(PROBLEM, varlen=True)
+    with pytest.warns(DeprecationWarning, match=r"Problem\(packed=.*varlen") as warned:
+        found = Problem(**{name: value for name, value in vars(expected).items() if name != "varlen"}, packed=True)
+    assert warned[0].filename == __file__
+    assert found == expected
+    with pytest.warns(DeprecationWarning, match=r"Problem\.packed .*varlen"):
+        assert found.packed  # type: ignore[attr-defined]
+
+
 def test_the_old_name_of_measured_routes_warns() -> None:
     measured = MeasuredRoute(gpu="cpu", op="sliding", order=("sdpa",))
     with pytest.warns(DeprecationWarning, match="preferences.*measured_routes") as warned:
@@ -345,16 +355,16 @@ def test_explain_takes_other_settings() -> None:
     assert {route.backend for route in default} == {"sdpa"}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_explain_routes_exactly_what_the_ops_route(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("varlen", [False, True])
+def test_explain_routes_exactly_what_the_ops_route(varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Router([sdpa], Settings())
     monkeypatch.setattr(stages, "router", lambda: router)
     leaf: Callable[..., torch.Tensor] = lambda *size: torch.randn(*size, requires_grad=True)  # noqa: E731
     # A varlen row has a slot for every stride, a fixed-length one exactly its blocks.
-    length, n_cmp = 100, 6 if packed else 5
+    length, n_cmp = 100, 6 if varlen else 5
     q, k, v = leaf(1, length, 4, 16), leaf(1, length, 2, 16), leaf(1, length, 2, 8)
     k_cmp, v_cmp, gates = leaf(1, n_cmp, 2, 16), leaf(1, n_cmp, 2, 8), leaf(1, length, 4, 3)
-    documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if packed else None}
+    documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, length], dtype=torch.int32) if varlen else None}
     for x in (k, v):
         ops.compress_mean(x, block=32, stride=16, **documents).sum().backward()
     o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, block=32, stride=16, **documents)
@@ -365,7 +375,7 @@ def test_explain_routes_exactly_what_the_ops_route(packed: bool, monkeypatch: py
     ops.combine(o_cmp, o_sel, o_win, gates).sum().backward()
 
     routed = {problem for problem, _ in router.routes}
-    whole = replace(PROBLEM.for_op("attention"), n_queries=length, n_keys=length, d_v=8, packed=packed)
+    whole = replace(PROBLEM.for_op("attention"), n_queries=length, n_keys=length, d_v=8, varlen=varlen)
     explained = {
         route.problem
         for backward in (False, True)
@@ -539,7 +549,7 @@ def test_a_backend_is_available_unless_it_says_otherwise(
         ({"device": "cuda:0"}, "device is 'cuda:0'"),
         ({"device": "banana"}, "device is 'banana'"),
         ({"device": "CPU"}, "device is 'CPU'"),
-        ({"packed": 1}, "packed is 1"),
+        ({"varlen": 1}, "varlen is 1"),
     ],
 )
 def test_a_wrong_problem_is_an_error_that_names_the_field(changes: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_arguments import PLAIN, attention_arguments, attention_backward_arguments
+from op_arguments import FIXED, attention_arguments, attention_backward_arguments
 from torch import Tensor
 
 from nsa import ops
@@ -61,7 +61,7 @@ def count_branches(router: Router) -> list[int]:
 
 
 def test_branches_run_at_once_where_that_is_offered(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    arguments = attention_backward_arguments(FIXED, "sdpa")
     marks = tuple(torch.tensor(float(i)) for i in range(7))
     together = offer(monkeypatch, marks)
     before = count_branches(router)
@@ -72,7 +72,7 @@ def test_branches_run_at_once_where_that_is_offered(router: Router, monkeypatch:
 
 @pytest.mark.parametrize("answer", [None, BackendFailure("too large")], ids=["declined", "failed"])
 def test_branches_run_in_turn_after_a_refusal(answer: Any, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    arguments = attention_backward_arguments(FIXED, "sdpa")
     expected = backward(arguments)
     together = offer(monkeypatch, answer)
     before = count_branches(router)
@@ -82,7 +82,7 @@ def test_branches_run_in_turn_after_a_refusal(answer: Any, router: Router, monke
 
 
 def test_a_profile_shows_the_branches_one_by_one(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    arguments = attention_backward_arguments(FIXED, "sdpa")
     together = offer(monkeypatch, None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         backward(arguments)
@@ -93,7 +93,7 @@ def test_a_profile_shows_the_branches_one_by_one(router: Router, monkeypatch: py
 
 
 def test_branches_of_several_backends_run_in_turn(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = attention_backward_arguments(PLAIN, "sdpa")
+    arguments = attention_backward_arguments(FIXED, "sdpa")
     together = offer(monkeypatch, None)
     backward(arguments)
     (plan,) = [x for x in router.plans.values() if x.compressed.function == "compressed_backward"]
@@ -106,7 +106,7 @@ def test_branches_of_several_backends_run_in_turn(router: Router, monkeypatch: p
 def test_two_forward_passes_run_in_turn_after_a_refusal(
     refusal: Any, router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = attention_arguments(PLAIN, "sdpa")
+    arguments = attention_arguments(FIXED, "sdpa")
     expected = fused.run_forward(*arguments)
     together = offer(monkeypatch, refusal, "selected_sliding_forward")
     before = count_branches(router)
@@ -121,7 +121,7 @@ def test_two_forward_passes_run_in_turn_after_a_refusal(
 
 
 def test_two_forward_passes_run_at_once_if_offered(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = attention_arguments(PLAIN, "sdpa")
+    arguments = attention_arguments(FIXED, "sdpa")
     expected = tuple(2 * x for x in fused.run_forward(*arguments)[4:])
     together = offer(monkeypatch, expected, "selected_sliding_forward")
     before = count_branches(router)
@@ -137,7 +137,7 @@ def test_passes_at_once_do_not_see_the_callers_autocast(
     run, arguments = PASSES[function]
     together = offer(monkeypatch, None, function)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(*arguments(PLAIN, "sdpa"))
+        run(*arguments(FIXED, "sdpa"))
         assert torch.is_autocast_enabled("cpu")
     assert together.autocast == [False]
 
@@ -148,7 +148,7 @@ def test_strict_raises_where_passes_at_once_fail(
     function: str, before: bool, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, arguments = PASSES[function]
-    given = arguments(PLAIN, "sdpa")
+    given = arguments(FIXED, "sdpa")
     together = offer(monkeypatch, BackendFailure("too large"), function)
     if before:
         run(*given)
@@ -171,8 +171,8 @@ def tensors_of(x: object) -> list[Tensor]:
 
 def test_a_plan_keeps_no_tensor(router: Router) -> None:
     """There are thousands of plans, and what is computed during a capture has no values until the graph runs."""
-    fused.run_forward(*attention_arguments(PLAIN, "sdpa"))
-    backward(attention_backward_arguments(PLAIN, "sdpa"))
+    fused.run_forward(*attention_arguments(FIXED, "sdpa"))
+    backward(attention_backward_arguments(FIXED, "sdpa"))
     assert [tensors_of(plan.branches) for plan in router.plans.values()] == [[], []]
 
 

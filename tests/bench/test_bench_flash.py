@@ -87,7 +87,7 @@ def test_only_what_differs_from_the_default_order_is_a_route() -> None:
     rows += [replace(row, mode="bwd") for row in timed(1024, **DEFAULT)]
     # A path that is no backend, and another suite, change nothing.
     rows += [replace(ROW, impl="sdpa-cudnn", p50_ms=0.01), replace(ROW, suite="attention")]
-    subject: dict[str, Any] = {"gpu": "NVIDIA H200", "op": "compressed", "head_dims": (64,), "packed": False}
+    subject: dict[str, Any] = {"gpu": "NVIDIA H200", "op": "compressed", "head_dims": (64,), "varlen": False}
     assert measured_routes(rows) == [
         MeasuredRoute(**subject, mode="fwd", min_length=1024, max_length=1024, order=("triton", "sdpa", "flash")),
         MeasuredRoute(**subject, mode="fwd", min_length=4096, max_length=4096, order=("flash", "triton", "sdpa")),
@@ -111,7 +111,7 @@ def test_varlen_rows_never_put_flash_before_our_kernels() -> None:
     """Its cost grows with the number of documents."""
     for times, order in ((FLASH_FIRST, None), (FLASH_LAST, ("triton", "sdpa", "flash"))):
         varlen = [replace(row, suite="flash-packed") for row in timed(**times)]
-        found = {one.packed: one.order for one in measured_routes(timed(**FLASH_FIRST) + varlen)}
+        found = {one.varlen: one.order for one in measured_routes(timed(**FLASH_FIRST) + varlen)}
         assert found == {False: ("flash", "triton", "sdpa")} | ({} if order is None else {True: order})
 
 
@@ -179,7 +179,7 @@ def test_a_point_is_timed_as_the_ops_would_run_it(op: str, documents: int) -> No
     assert point.suite == ("flash" if op == "compressed" else "flash-w16") + ("-packed" if documents > 1 else "")
     problem = point.problem(torch.bfloat16, backward=True)
     n_keys = 100 if op == "sliding" else 6 if documents > 1 else 5
-    assert (problem.n_keys, problem.n_groups, problem.backward, problem.packed) == (n_keys, 2, True, documents > 1)
+    assert (problem.n_keys, problem.n_groups, problem.backward, problem.varlen) == (n_keys, 2, True, documents > 1)
     if documents > 1:
         assert point.offsets("cpu").tolist() == [0, 33, 66, 100]
     found = {each.mode: each.call for each in flash.both_passes(sdpa, point, point.inputs(torch.float32, "cpu"))}
@@ -237,11 +237,11 @@ def test_rows_that_compare_nothing_write_nothing(tmp_path: Path) -> None:
 
 def test_the_sweep_covers_every_head_dim_group_length_and_window() -> None:
     found = list(flash.points(parse("--windows", "128", "512")))
-    fixed = [point for point in found if not point.packed]
+    fixed = [point for point in found if not point.varlen]
     assert len(set(found)) == len(found)
     assert len(fixed) == 4 * 2 * 3 * 3
     # Varlen: both branches at every head_dim and length, for one group size.
-    assert Counter((point.op, point.head_dim) for point in found if point.packed) == {
+    assert Counter((point.op, point.head_dim) for point in found if point.varlen) == {
         (op, head_dim): 3 for op in ("compressed", "sliding") for head_dim in (64, 96, 128, 192)
     }
     with pytest.raises(ValueError, match="--group-sizes is 3"):
@@ -254,7 +254,7 @@ def test_every_kind_of_call_is_probed_ahead_once() -> None:
     points += [FlashPoint(1, 1024, 16, 4, 64, "compressed", documents=n) for n in (1, 8)]
     flash.probe_ahead([SimpleNamespace(supports=asked.append)], points, torch.bfloat16)
     # Two lengths of one class are one kind, two windows are two.
-    assert Counter((problem.op, problem.window_or_stride, problem.packed) for problem in asked) == {
+    assert Counter((problem.op, problem.window_or_stride, problem.varlen) for problem in asked) == {
         ("sliding", 128, False): 1,
         ("sliding", 512, False): 1,
         ("compressed", 16, False): 1,

@@ -32,18 +32,18 @@ DEVICE = "cuda"
 DEFAULTS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "n_init": 1, "n_local": 1, "window": 100}
 ONE_SLOT = {"n_select": 1, "n_init": 0, "n_local": 0}
 CASES = {
-    "plain, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **DEFAULTS),
-    "packed, one-token documents": Case(
+    "fixed, 6 heads per group": Case(length=333, groups=2, heads=6, d_k=64, d_v=64, **DEFAULTS),
+    "varlen, one-token documents": Case(
         length=333, groups=1, heads=4, d_k=128, d_v=128, documents=(1, 0, 200, 1, 131), **DEFAULTS
     ),
     "batch, wider keys": Case(length=131, batch=2, groups=2, heads=3, d_k=192, d_v=128, **DEFAULTS),
-    # On Hopper, with the packed case, the kernels in Gluon.
-    "plain, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS),
+    # On Hopper, with the varlen case, the kernels in Gluon.
+    "fixed, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS),
     # Longer than what is read densely: there the selected and the sliding branch in one kernel.
-    "plain, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS | ONE_SLOT),
+    "fixed, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS | ONE_SLOT),
     # Rows by pointer, and the other head_dim.
-    "plain, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **DEFAULTS),
-    "plain, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **DEFAULTS),
+    "fixed, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **DEFAULTS),
+    "fixed, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **DEFAULTS),
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **DEFAULTS),
 }
 METHODS = ("query", "block", "dense")

@@ -32,8 +32,8 @@ CONFIGS = {name: NSAConfig(dim=128, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, b
 RANDOM_SHAPES = 60
 PAPER = {"block": 32, "stride": 16, "select_block": 64, "n_select": 16, "n_init": 1, "n_local": 2, "window": 512}
 CASES = {
-    "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
-    "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
+    "fixed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
+    "varlen": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
     "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
     "unaligned-head_dim": Case(length=150, batch=2, groups=2, heads=1, d_k=20, d_v=12, **PAPER),
     "one-token": Case(length=1, batch=2, groups=2, heads=4, d_k=64, d_v=64, **PAPER),
@@ -155,7 +155,7 @@ def test_compression_matches_fp64_and_is_bitwise_deterministic(
     assert_same_bits(ours, again)
 
 
-@pytest.mark.parametrize("case", [CASES["plain"], CASES["packed"]], ids=["plain", "packed"])
+@pytest.mark.parametrize("case", [CASES["fixed"], CASES["varlen"]], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_choice_of_blocks_is_the_reference_s(backend: str, case: Case) -> None:
     inputs = random_inputs(case, torch.float32).map(Tensor.cuda)
@@ -187,7 +187,7 @@ def test_combine_matches_the_fp64_reference(backend: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["plain", "packed", "one-token", "few-blocks"])
+@pytest.mark.parametrize("kind", ["fixed", "varlen", "one-token", "few-blocks"])
 def test_attention_matches_fp64_and_is_bitwise_deterministic(kind: str, dtype: torch.dtype, backend: str) -> None:
     case = CASES[kind]
     gates = torch.rand(case.batch, case.length, case.n_heads, 3, device="cuda")
@@ -201,7 +201,7 @@ def test_attention_matches_fp64_and_is_bitwise_deterministic(kind: str, dtype: t
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fp16_gradients_stay_accurate_with_a_nearly_closed_gate(backend: str, gate: float) -> None:
     """With a loss scale, as fp16 is trained with: the gradients are well within fp16's range, `gate * p` is not."""
-    case = CASES["plain"]
+    case = CASES["fixed"]
     gates = torch.full((case.batch, case.length, case.n_heads, 3), gate, device="cuda")
     got, _, exact, plain = whole_results(case, torch.float16, backend, gates, size=1024.0)
     assert_norms_close(got, exact, plain)

@@ -19,7 +19,7 @@ DEFAULTS = {"block": 32, "stride": 16, "select_block": 64, "n_init": 1, "n_local
 CASES = {
     "triton": Case(length=700, batch=2, groups=2, heads=6, d_k=64, d_v=64, n_select=4, **DEFAULTS),
     "gluon": Case(length=1100, groups=2, heads=16, d_k=128, d_v=128, n_select=8, **DEFAULTS),
-    "packed": Case(length=900, documents=(13, 0, 1, 886), groups=2, heads=4, d_k=128, d_v=128, n_select=4, **DEFAULTS),
+    "varlen": Case(length=900, documents=(13, 0, 1, 886), groups=2, heads=4, d_k=128, d_v=128, n_select=4, **DEFAULTS),
     "few tokens": Case(length=20, groups=1, heads=4, d_k=64, d_v=64, n_select=4, **DEFAULTS),
 }
 Backward = Callable[[], tuple[Tensor, ...]]

@@ -31,8 +31,8 @@ LIBRARIES = [x for x in find_libraries()[0] if x.contract.library == "torch" or 
 PAPER = {"block": 32, "stride": 16, "window": 512}
 PAPER_SELECTION = {"select_block": 64, "n_select": 16, "n_init": 1, "n_local": 2}
 CASES = {
-    "plain": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
-    "packed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
+    "fixed": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, **PAPER),
+    "varlen": Case(length=1500, groups=2, heads=6, d_k=64, d_v=64, documents=(1, 0, 700, 31, 768), **PAPER),
     "batch": Case(length=333, batch=3, groups=1, heads=3, d_k=48, d_v=32, **PAPER),
     "paper-head-dims": Case(length=257, groups=1, heads=16, d_k=192, d_v=128, **PAPER),
     "widest": Case(length=200, groups=2, heads=2, d_k=256, d_v=256, **PAPER),
@@ -45,7 +45,7 @@ CASES = {
     "window-longer-than-the-sequence": Case(length=129, groups=2, heads=2, d_k=128, d_v=128, **PAPER),
     "window-of-one": Case(length=129, groups=2, heads=2, d_k=128, d_v=128, **{**PAPER, "window": 1}),
     "empty-documents": Case(length=40, groups=2, heads=2, d_k=64, d_v=64, documents=(0, 0, 1, 39, 0), **PAPER),
-    "one-packed-token": Case(length=1, groups=2, heads=2, d_k=64, d_v=64, documents=(0, 1, 0), **PAPER),
+    "one-varlen-token": Case(length=1, groups=2, heads=2, d_k=64, d_v=64, documents=(0, 1, 0), **PAPER),
 }
 library = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.contract.library)
 branches = pytest.mark.parametrize("branch", ["compressed", "sliding"])
@@ -91,7 +91,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @library
 @branches
-@pytest.mark.parametrize("name", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["fixed", "varlen"])
 def test_no_call_waits_for_the_device(library, branch: str, name: str) -> None:
     case, backend = CASES[name], backend_of(library)
     qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
@@ -106,7 +106,7 @@ def test_no_call_waits_for_the_device(library, branch: str, name: str) -> None:
 @library
 @branches
 def test_gradients_are_bitwise_deterministic_on_request(library, branch: str) -> None:
-    case = CASES["plain"]
+    case = CASES["fixed"]
     qkv = random_inputs(case, torch.bfloat16).map(Tensor.cuda).of(branch)
     torch.use_deterministic_algorithms(True)
     try:
@@ -163,7 +163,7 @@ def test_auto_prefers_our_kernels_unless_it_is_forced_on() -> None:
         assert (router.route(problem).backend == "flash") is picks
 
 
-@pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (1, 0, 700, 31, 768)], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_gradients_by_flash_after_a_forward_pass_by_triton(
     head_dim: int, documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch

@@ -43,8 +43,8 @@ SHAPES = {
     "64-h4": (64, 4, torch.bfloat16),
 }
 ROWS = {
-    "plain": {"batch": 2, "length": 1111, "groups": 2},
-    "packed": {"length": 1111, "groups": 2, "documents": (1, 30, 500, 0, 400, 180)},
+    "fixed": {"batch": 2, "length": 1111, "groups": 2},
+    "varlen": {"length": 1111, "groups": 2, "documents": (1, 30, 500, 0, 400, 180)},
     "one token": {"length": 33, "groups": 3, "batch": 2},
 }
 
@@ -122,7 +122,7 @@ def test_launchers_pick_the_gluon_kernels(branch: str) -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_runs_on_two_streams_replay_in_a_graph(branch: str) -> None:
-    case = case_of("128-h16", "plain")
+    case = case_of("128-h16", "fixed")
     x = inputs(case, branch)
     forward, backward, _ = FUNCTIONS[branch]
     over, q, k, v, do = case.branch(branch), x["q"], x["k"], x["v"], x["do"]
@@ -143,7 +143,7 @@ def test_runs_on_two_streams_replay_in_a_graph(branch: str) -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_gate_folds_into_the_gradients(branch: str) -> None:
-    case = case_of("128-h16", "plain")
+    case = case_of("128-h16", "fixed")
     x = inputs(case, branch)
     gate = torch.rand(x["q"].shape[:3], device="cuda", dtype=torch.bfloat16)
     gate[:, ::7] = 0.0

@@ -28,8 +28,8 @@ from nsa import NSAAttention, NSAConfig
 
 DEFAULTS = {"block": 32, "stride": 16, "select_block": 64, "n_select": 4, "window": 50}
 CASES = {
-    "plain": Case(length=150, batch=2, groups=2, heads=3, d_k=16, d_v=32, **DEFAULTS),
-    "packed": Case(length=150, groups=2, heads=3, d_k=16, d_v=32, documents=(13, 0, 1, 136), **DEFAULTS),
+    "fixed": Case(length=150, batch=2, groups=2, heads=3, d_k=16, d_v=32, **DEFAULTS),
+    "varlen": Case(length=150, groups=2, heads=3, d_k=16, d_v=32, documents=(13, 0, 1, 136), **DEFAULTS),
 }
 
 
@@ -84,7 +84,7 @@ def test_head_major_tensors_give_the_same_bits(
     arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in on_gpu(ARGUMENTS[name](CASES[kind])))
     turned = tuple(map(head_major, arguments))
     assert not all(x.is_contiguous() for x in turned if isinstance(x, Tensor))
-    methods = ("dense", "block", "query") if (name, kind) == ("selected_attention", "plain") else (None,)
+    methods = ("dense", "block", "query") if (name, kind) == ("selected_attention", "fixed") else (None,)
     for method in methods:
         selected_by(method)
         expected, got = (as_dict(op_of(name)(*tensors)) for tensors in (arguments, turned))

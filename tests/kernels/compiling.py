@@ -73,7 +73,7 @@ class Shape:
     d_k: int
     d_v: int
     dtype: str = "bfloat16"
-    packed: bool = False
+    varlen: bool = False
     offset: bool = False
     length: int = 2048
     selected_only: bool = False
@@ -81,7 +81,7 @@ class Shape:
 
 SHAPES = {
     "64/4/128": Shape(64, 4, 128, 128),
-    "32/8/128 packed": Shape(32, 8, 128, 128, packed=True),
+    "32/8/128 varlen": Shape(32, 8, 128, 128, varlen=True),
     "12/2/64": Shape(12, 2, 64, 64),
     "32/8/64": Shape(32, 8, 64, 64),
     "32/8/64 offset": Shape(32, 8, 64, 64, offset=True),
@@ -245,7 +245,7 @@ def compile_shape(
 
     block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
     dtype, device, n_keys = getattr(torch, shape.dtype), torch.device("cpu"), shape.length
-    cu = torch.tensor([0, n_keys // 4, n_keys], dtype=torch.int32) if shape.packed else None
+    cu = torch.tensor([0, n_keys // 4, n_keys], dtype=torch.int32) if shape.varlen else None
     length = n_keys // 2 if shape.offset else n_keys
     q_start = torch.tensor([n_keys - length], dtype=torch.int32) if shape.offset else None
     sequences = Sequences(1, length, device, cu, q_start)
@@ -277,7 +277,7 @@ def compile_shape(
             gradients(ranged.compressed_backward, over_blocks, 0, Saved(q, k_cmp, v_cmp, o, lse))
     with recorder.at("selected"):
         over_selected = Selected(sequences, select_block, scale)
-        # None: what a sequence as short as this one gets, unless it is packed.
+        # None: what a sequence as short as this one gets, unless it is varlen.
         for method in ("query", "block", None):
             selected.selected_forward(q, k, v, indices, over_selected, method=method)
         gradients(selected.selected_backward, over_selected, 1, Saved(q, k, v, o, lse, indices))
@@ -312,13 +312,13 @@ def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
         # The compressed branch has the sliding one's kernels, less a loop, and the same tiles, but for those that were
         # measured: on Hopper up to a head_dim of 128. A gate adds to the gradients' work: one shape shows them without.
         shape = SHAPES[name]
-        measured = target == "sm_90" and shape.d_k <= 128 and not (shape.offset or shape.packed)
+        measured = target == "sm_90" and shape.d_k <= 128 and not (shape.offset or shape.varlen)
         compile_shape(
             shape,
             recorder,
             compressed_too=measured,
             ungated_too=target == "sm_90" and i == 0,
-            without_products_too=i == 0 or shape.packed,
+            without_products_too=i == 0 or shape.varlen,
         )
     return recorder.found
 

@@ -21,7 +21,7 @@ import sass
 
 SPILL = ("LDL", "STL")
 # Long enough for the tiles of long sequences, but for one.
-SHAPES = {name: replace(compiling.SHAPES[name], length=32768) for name in ("64/4/128", "32/8/128 packed", "32/8/64")}
+SHAPES = {name: replace(compiling.SHAPES[name], length=32768) for name in ("64/4/128", "32/8/128 varlen", "32/8/64")}
 SHAPES["12/2/128"] = compiling.Shape(12, 2, 128, 128, length=32768)
 SHAPES["64/4/128 offset"] = compiling.Shape(64, 4, 128, 128, length=32768, offset=True)
 SHAPES["64/4/128 fp16 8k"] = compiling.Shape(64, 4, 128, 128, dtype="float16", length=8192)
@@ -155,7 +155,7 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
     from nsa.backends.triton import branches, ranged
     from nsa.sequences import Compressed, Pooling, Saved, Sequences, Sliding, Upstream, attention_branches
 
-    cu = torch.tensor([0, shape.length // 4, shape.length], dtype=torch.int32) if shape.packed else None
+    cu = torch.tensor([0, shape.length // 4, shape.length], dtype=torch.int32) if shape.varlen else None
     n_queries = shape.length // 2 if shape.offset else shape.length
     start = torch.tensor([shape.length - n_queries]) if shape.offset else None
     sequences = Sequences(1, n_queries, torch.device("cpu"), cu, start)

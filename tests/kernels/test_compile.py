@@ -25,7 +25,7 @@ from sass import overwritten, products_and_waits, serialized
 # All of half precision where tiles were measured. Elsewhere what four minutes of one core allow: sm_80, 86 and 89 have
 # the same tiles, so their shapes are shared out. The longest first: a worker has one to itself.
 PICKED = {
-    "sm_90": ["64/4/128", "32/8/128 packed", "32/8/64", "32/8/64 offset", "192/128", "256"],
+    "sm_90": ["64/4/128", "32/8/128 varlen", "32/8/64", "32/8/64 offset", "192/128", "256"],
     "sm_80": ["64/4/128"],
     "sm_86": ["64/1/256", "32/1/256 fp32"],
     "sm_89": ["192/128"],
@@ -39,7 +39,7 @@ SPILLS = 128
 SPILLING = {"32/1/256 fp32"}
 # Kernels of these shapes that are serialised on purpose. The forwards of head_dim 128 are held to 128 registers of the
 # 149 they need: two CTAs per SM of serialised products beat one CTA of products that overlap.
-SERIALIZED = {("64/4/128", "ranged_forward_kernel"), ("32/8/128 packed", "ranged_forward_kernel")}
+SERIALIZED = {("64/4/128", "ranged_forward_kernel"), ("32/8/128 varlen", "ranged_forward_kernel")}
 
 
 def compiled(target: str, folder: Path) -> list[Compiled]:

@@ -23,13 +23,13 @@ every_layout = pytest.mark.parametrize(("block", "stride", "lengths", "dtype"), 
 
 def blocks_of(x: Tensor, block: int, stride: int, lengths: list[int] | None) -> tuple[Tensor, Tensor]:
     """`[B,N,G,l,D]` blocks and `[N]` which slots hold one; straight from the definition."""
-    packed = lengths is not None
+    varlen = lengths is not None
     batch, length, groups, dim = x.shape
     starts, start = [], 0
     for n in lengths or [length]:
         starts += [start + i * stride for i in range(0 if n < block else (n - block) // stride + 1)]
         start += n
-    n_slots = length // stride if packed else len(starts)
+    n_slots = length // stride if varlen else len(starts)
     used = torch.tensor([True] * len(starts) + [False] * (n_slots - len(starts)), device=x.device)
     # Zeros that autograd can follow back to `x`, for a varlen batch in which no document has a block.
     empty = torch.zeros(batch, block, groups, dim, dtype=x.dtype, device=x.device) + 0 * x.sum()

@@ -23,7 +23,7 @@ from nsa.sequences import Saved, Upstream
 
 CASES = {
     "h3": Case(length=33, heads=3, groups=2, d_k=32, d_v=16),
-    "packed": Case(length=50, heads=2, groups=1, d_k=16, d_v=16, documents=(1, 20, 0, 29)),
+    "varlen": Case(length=50, heads=2, groups=1, d_k=16, d_v=16, documents=(1, 20, 0, 29)),
     "shorter than a block": Case(length=5, heads=2, groups=2, d_k=16, d_v=16),
 }
 

@@ -59,8 +59,8 @@ LONG = {
     "h16, fp16": Case(heads=16, length=60, dtype=torch.float16),
     "h3": Case(heads=3, length=100, window=50),
     "all keys seen": Case(heads=4, length=120, window=512, block=2, stride=1),
-    "packed": Case(heads=2, length=180, documents=(1, 31, 90, 0, 40, 18), window=40),
-    "packed, h8": Case(heads=8, length=90, groups=2, documents=(34, 56), window=50),
+    "varlen": Case(heads=2, length=180, documents=(1, 31, 90, 0, 40, 18), window=40),
+    "varlen, h8": Case(heads=8, length=90, groups=2, documents=(34, 56), window=50),
 }
 
 
@@ -217,7 +217,7 @@ def test_the_emulator_finds_a_wrong_phase(monkeypatch: pytest.MonkeyPatch) -> No
         hazard(lambda memory, full, free, source: gluon_emulator.mbarrier.wait(free, 0))
 
 
-COMPRESSED = Visibility(sliding=False, span=32, stride=16, packed=False, offset=False)
+COMPRESSED = Visibility(sliding=False, span=32, stride=16, varlen=False, offset=False)
 
 
 def picked(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, Any]:
@@ -264,8 +264,8 @@ def test_dq_comes_from_kept_ds_where_runs_are_long() -> None:
     sliding, keys = COMPRESSED._replace(sliding=True), key_layout(4095)
     assert isinstance(pick_dq(keys, COMPRESSED), QueryTile)
     assert isinstance(pick_dq(keys, sliding), QueryTile)
-    assert isinstance(pick_dq(keys, sliding._replace(packed=True)), QueryTile)
-    assert pick_dq(keys, COMPRESSED._replace(packed=True)) is None
+    assert isinstance(pick_dq(keys, sliding._replace(varlen=True)), QueryTile)
+    assert pick_dq(keys, COMPRESSED._replace(varlen=True)) is None
     assert pick_dq(keys, sliding._replace(offset=True)) is None
     assert pick_dq(key_layout(65535), COMPRESSED) is None
 
@@ -335,7 +335,7 @@ def test_explain_reports_which_set_runs(on_gpu: Problem, monkeypatch: pytest.Mon
     ("other", "compressed", "sliding"),
     [
         ({}, "forward, dk and dv, dq", "forward, dk and dv, dq"),
-        ({"packed": True}, "forward, dk and dv", "forward, dk and dv, dq"),
+        ({"varlen": True}, "forward, dk and dv", "forward, dk and dv, dq"),
         ({"cached": True}, "forward, dk and dv", "forward, dk and dv"),
         ({"n_queries": 1 << 20, "n_keys": 1 << 20}, "forward, dk and dv", "forward, dk and dv, dq"),
         ({"n_heads": 24}, "forward", "forward"),
@@ -361,7 +361,7 @@ def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> No
 @pytest.mark.parametrize(
     "other",
     [
-        {"packed": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"n_queries": 4096},
+        {"varlen": True}, {"cached": True}, {"n_queries": 4096, "n_keys": 4096}, {"n_queries": 4096},
         {"d_k": 64, "d_v": 64}, {"n_heads": 24}, {"n_heads": 128},
     ],
     ids=str,

@@ -24,15 +24,15 @@ FUSED = "hopper_selected_sliding_kernel"
 RUN = {
     ("64/4/128", "compressed"): {FORWARD, KEYS, QUERIES},
     ("64/4/128", "sliding"): {FORWARD, KEYS, QUERIES},
-    ("32/8/128 packed", "compressed"): {FORWARD, KEYS},
-    ("32/8/128 packed", "sliding"): {FORWARD, KEYS, QUERIES},
+    ("32/8/128 varlen", "compressed"): {FORWARD, KEYS},
+    ("32/8/128 varlen", "sliding"): {FORWARD, KEYS, QUERIES},
     ("64/4/128 offset", "compressed"): {FORWARD, KEYS},
     ("64/4/128 offset", "sliding"): {FORWARD, KEYS},
     ("64/4/128 fp16 8k", "compressed"): {FORWARD, KEYS, QUERIES},
     ("64/4/128 fp16 8k", "sliding"): {FORWARD, KEYS, QUERIES},
-    # Not packed, there.
+    # Not varlen, there.
     ("64/4/128", "fused"): {FUSED},
-    ("32/8/128 packed", "fused"): {FUSED},
+    ("32/8/128 varlen", "fused"): {FUSED},
     ("64/4/128 fp16 8k", "fused"): {FUSED},
     ("64/4/128 offset", "fused"): set(),
     ("32/8/64", "fused"): set(),

@@ -174,13 +174,13 @@ def test_a_start_of_zero_changes_no_bit(branch: str) -> None:
     assert_same_bits(by_kernel(branch, inputs, case, zeros, tiles), plain)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed-length", "varlen"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed-length", "varlen"])
 @pytest.mark.parametrize("branch", BRANCHES)
 @settings(max_examples=2)
 @given(cuts=st.sets(st.integers(1, 24), min_size=1, max_size=2))
-def test_parts_of_a_sequence_add_up_to_the_whole(branch: str, packed: bool, cuts: set[int]) -> None:
+def test_parts_of_a_sequence_add_up_to_the_whole(branch: str, varlen: bool, cuts: set[int]) -> None:
     """What every part gives its own queries, and the sum of what all of them give the keys."""
-    case = BASE.but(length=25, heads=1, documents=(9, 2, 14) if packed else None)
+    case = BASE.but(length=25, heads=1, documents=(9, 2, 14) if varlen else None)
     inputs = random_inputs(case, torch.float32)
     tiles = RANGED if branch != "selected" else (SELECTED["block"], SelectedBackwardTile(block_m=16, segment=64))
     whole = by_kernel(branch, inputs, case, None, tiles)

@@ -83,10 +83,10 @@ CASES = {
     "shorter than a block": Case(length=7),
     "one block": Case(length=8),
     "window of all there could be": Case(window=2**31 - 1),
-    "packed, window of all there could be": Case(length=50, documents=(1, 33, 16), window=2**31 - 1),
+    "varlen, window of all there could be": Case(length=50, documents=(1, 33, 16), window=2**31 - 1),
     "window of one": Case(window=1, stride=8),
-    "packed": Case(length=50, documents=(1, 5, 20, 8, 16)),
-    "packed, h3": Case(length=41, heads=3, groups=2, documents=(33, 1, 7)),
+    "varlen": Case(length=50, documents=(1, 5, 20, 8, 16)),
+    "varlen, h3": Case(length=41, heads=3, groups=2, documents=(33, 1, 7)),
 }
 FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
     "compressed": (ranged.compressed_forward, ranged.compressed_backward, reference.compressed_attention),
@@ -164,7 +164,7 @@ def test_outputs_and_gradients(name: str, branch: str) -> None:
 
 @pytest.mark.parametrize("branch", FUNCTIONS)
 @pytest.mark.parametrize("name", ["pointers", "one-loop"])
-@pytest.mark.parametrize("case", [Case(heads=3, batch=2), CASES["packed"]], ids=["plain", "packed"])
+@pytest.mark.parametrize("case", [Case(heads=3, batch=2), CASES["varlen"]], ids=["fixed", "varlen"])
 def test_every_way_to_cut_the_work(case: Case, name: str, branch: str) -> None:
     x = inputs(case, branch)
     check(case, branch, by_kernel(case, branch, x, *TILES[name]), x)
@@ -233,8 +233,8 @@ def test_every_candidate_on_the_gpu(kernel: str, head_dim: int, heads: int, bran
         "d_v": head_dim,
     }
     plain = Case(batch=2, length=1111, groups=2, heads=heads, **hyperparameters)
-    packed = Case(length=1111, heads=heads, documents=(1, 30, 500, 400, 180), **hyperparameters)
-    for case in (plain, packed):
+    varlen = Case(length=1111, heads=heads, documents=(1, 30, 500, 400, 180), **hyperparameters)
+    for case in (plain, varlen):
         x = inputs(case, branch)
         for tile in candidates(kernel, head_dim):
             tiles: tuple[Tile | None, BackwardTile | None] = (tile, None)

@@ -181,7 +181,7 @@ def test_only_a_short_sequence_reads_every_block(length: int, expected: type) ->
     assert type(selected.plan_forward(*layouts, case.select_block, None, False, 1.0, None, None).run) is expected
 
 
-@pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (7, 0, 38)], ids=["fixed", "varlen"])
 def test_long_blocks_of_wide_heads_are_read_in_halves(
     documents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ def test_every_number_of_forced_and_free_blocks(n_select: int, n_init: int, n_lo
 
 
 @pytest.mark.parametrize("lengths", [[1, 3, 40, 5, 0, 31], [3, 4, 5, 6]], ids=str)
-def test_packed_documents(lengths: list[int]) -> None:
+def test_varlen_documents(lengths: list[int]) -> None:
     cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     q, k, lse = inputs(sum(lengths), 3, 2, 16, DEFAULTS, torch.float32, cu=cu)
     # What lies behind the last document's blocks must never count.
@@ -158,11 +158,11 @@ def test_equal_importance_goes_to_the_lower_index(fill: float) -> None:
     assert torch.equal(kernel(q, k, lse, DEFAULTS), want)
 
 
-@pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float16), (True, torch.float32)], ids=["plain", "packed"])
+@pytest.mark.parametrize(("varlen", "dtype"), [(False, torch.float16), (True, torch.float32)], ids=["fixed", "varlen"])
 @settings(max_examples=3)
 @given(data=st.data())
-def test_of_equal_keys_the_first_blocks_are_selected(packed: bool, dtype: torch.dtype, data: st.DataObject) -> None:
-    case = data.draw(tied_cases(max_length=50, packed=packed))
+def test_of_equal_keys_the_first_blocks_are_selected(varlen: bool, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(tied_cases(max_length=50, varlen=varlen))
     # Small blocks and few taken: most of these queries have to leave a block out.
     blocks = {"stride": 1, "block": case.block // case.stride, "select_block": case.select_block // case.stride}
     case = case.but(**blocks, batch=1, groups=1, d_k=16, n_select=case.n_init + case.n_local + 1)

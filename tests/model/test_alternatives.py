@@ -105,7 +105,7 @@ WHOLE = [
     Pattern("bigbird", (50,), window=3, n_global=5, block=3, n_random=1),
     Pattern("bigbird", (20,), window=40, n_global=4, n_random=2),
 ]
-PACKED = [
+VARLEN = [
     Pattern("sliding", (5, 1, 23, 0, 9), window=6),
     Pattern("longformer", (5, 1, 23, 0, 9), window=6, n_global=2),
     Pattern("longformer", (17, 3, 20), window=2, n_global=7),
@@ -144,7 +144,7 @@ def test_whole_sequences_are_a_masked_softmax_with_its_gradients(pattern: Patter
     assert_same_attention(lambda q, k, v: attention.attend(q, k, v, None, None), pattern, batch=2)
 
 
-@pytest.mark.parametrize("pattern", PACKED, ids=str)
+@pytest.mark.parametrize("pattern", VARLEN, ids=str)
 def test_varlen_equals_masked_softmax_with_gradients(pattern: Pattern) -> None:
     cu_seqlens = offsets(pattern.lengths)
     attention = pattern.attention()

@@ -138,14 +138,14 @@ def test_autocast_keeps_the_residual_in_fp32_and_the_loss_close(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_equal_each_alone(kind: str) -> None:
+def test_varlen_documents_equal_each_alone(kind: str) -> None:
     model = small_model(kind).double()
     lengths = [5, 1, 37, 21]
     tokens = torch.randint(16, (1, sum(lengths)))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = model(tokens, cu_seqlens=cu_seqlens)
+    varlen = model(tokens, cu_seqlens=cu_seqlens)
     alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(varlen, alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -305,9 +305,9 @@ def test_flops_are_those_torch_counts_plus_visible_scores(kind: str) -> None:
     """Of 50 tokens: torch counts what is multiplied with a weight, but nothing inside our ops."""
     model, length = small_model(kind), 50
     # Torch counts inside its own attention; with `cu_seqlens` the scores of the dense layers are an op of ours too.
-    packed = torch.tensor([0, length], dtype=torch.int32) if kind == "dense" else None
+    varlen = torch.tensor([0, length], dtype=torch.int32) if kind == "dense" else None
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randint(16, (1, length)), cu_seqlens=packed)
+        model(torch.randint(16, (1, length)), cu_seqlens=varlen)
     seen = sum(len(keys_seen(model, kind, t)) for t in range(length))
     # Two layers, two heads, keys and values of 16, two operations each.
     expected = counter.get_total_flops() + 2 * 2 * seen * (16 + 16) * 2

@@ -25,9 +25,9 @@ from helpers import (
 )
 from op_arguments import (
     CASES,
+    FIXED,
     NAMES,
-    PACKED,
-    PLAIN,
+    VARLEN,
     WHOLE,
     attention_arguments,
     attention_backward_arguments,
@@ -203,13 +203,13 @@ def test_the_combine_ops_return_the_strides_their_fakes_promise(backend: str) ->
 def all_ops(
     case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, position: Tensor, cu_seqlens: Tensor | None
 ) -> Tensor:
-    packed = {"cu_seqlens": cu_seqlens}
-    k_cmp = ops.compress_mean(k, **case.compression, **packed)
-    v_cmp = ops.gather_blocks(v, position, **case.compression, **packed).unflatten(3, (case.block, -1)).sum(dim=3)
-    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **packed)
-    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **packed)
-    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **packed)
-    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **packed)
+    varlen = {"cu_seqlens": cu_seqlens}
+    k_cmp = ops.compress_mean(k, **case.compression, **varlen)
+    v_cmp = ops.gather_blocks(v, position, **case.compression, **varlen).unflatten(3, (case.block, -1)).sum(dim=3)
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **case.compression, **varlen)
+    indices = ops.select_blocks(q, k_cmp, lse, **case.selection, **varlen)
+    o_sel, _ = ops.selected_attention(q, k, v, indices, select_block=case.select_block, **varlen)
+    o_win, _ = ops.sliding_attention(q, k, v, window=case.window, **varlen)
     return ops.combine(o_cmp, o_sel, o_win, gates)
 
 
@@ -222,7 +222,7 @@ def with_gradients(function: Callable[..., Tensor], inputs: Inputs, case: Case) 
     return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dgates", "dposition"), grads, strict=True))}
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("kind", ["fixed", "varlen"])
 def test_tensors_without_data_give_shapes_and_gradients(kind: str) -> None:
     case = CASES[kind]
     arguments = random_inputs(case, torch.float32).map(lambda x: x.to("meta"))
@@ -236,7 +236,7 @@ def test_tensors_without_data_give_shapes_and_gradients(kind: str) -> None:
         assert all_ops(case, q, k, v, gates, position, cu_seqlens).shape == o.shape
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("kind", ["fixed", "varlen"])
 def test_all_ops_compile_into_one_graph_that_matches_eager(kind: str) -> None:
     case = CASES[kind]
     inputs = random_inputs(case, torch.float32)
@@ -255,18 +255,18 @@ def test_compression_compiles_into_one_graph_that_matches_eager(op: str, kind: s
     assert_same_bits(compression_results(compiled, op, tensors, case), compression_results(ops, op, tensors, case))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("op", COMPRESSIONS)
-def test_compression_and_gradient_compile_once_for_all_lengths(op: str, packed: bool) -> None:
+def test_compression_and_gradient_compile_once_for_all_lengths(op: str, varlen: bool) -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
 
     def run(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        return getattr(ops, op)(*tensors, **PLAIN.compression, cu_seqlens=cu_seqlens)
+        return getattr(ops, op)(*tensors, **FIXED.compression, cu_seqlens=cu_seqlens)
 
     compiled = torch.compile(run, fullgraph=True, backend=graphs, dynamic=True)
     for length in (24, 33, 47):
-        case = PLAIN.but(length=length, batch=1, documents=(length - 11, 11) if packed else None)
+        case = FIXED.but(length=length, batch=1, documents=(length - 11, 11) if varlen else None)
         tensors = [x.requires_grad_() for x in compression_inputs(op, case, torch.float32)]
         expected, got = (f(*tensors, cu_seqlens=case.cu_seqlens) for f in (run, compiled))
         assert torch.equal(got, expected)
@@ -294,7 +294,7 @@ def test_compiled_op_is_not_recompiled_for_new_lengths(branch: str) -> None:
 
     # No length or number of blocks equals another size: torch would take equal sizes for one and the same.
     for length in (24, 33, 47):
-        case = PLAIN.but(length=length)
+        case = FIXED.but(length=length)
         inputs = random_inputs(case, torch.float32)
         got = compiled(*inputs.of(branch), inputs.indices)
         torch.testing.assert_close(got, attend(ops, branch, inputs, case)[0])
@@ -304,7 +304,7 @@ def test_compiled_op_is_not_recompiled_for_new_lengths(branch: str) -> None:
 def test_a_wrong_shape_is_refused_under_compilation_too() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: ops.sliding_attention(q, k, v, window=7), backend="aot_eager")
-    q, k, v = random_inputs(PLAIN, torch.float32).of("sliding")
+    q, k, v = random_inputs(FIXED, torch.float32).of("sliding")
     with pytest.raises(ValueError, match=r"^k\.shape\[1\]"):
         compiled(q, k[:, :-1], v[:, :-1])
 
@@ -323,7 +323,7 @@ def assert_refused(gradient: Tensor, leaf: Tensor, op: str) -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
-    case = PLAIN
+    case = FIXED
     inputs = random_inputs(case)
     leaves = tuple(x.requires_grad_() for x in inputs.of(branch))
     o, _ = attend(ops, branch, inputs, case, leaves)
@@ -335,8 +335,8 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(branch: str) -> None:
 
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_second_derivative_of_a_compression_is_rejected_by_name(op: str) -> None:
-    leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
-    out = getattr(ops, op)(*leaves, **PLAIN.compression)
+    leaves = [x.requires_grad_() for x in compression_inputs(op, FIXED)]
+    out = getattr(ops, op)(*leaves, **FIXED.compression)
     (dx,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
     assert_refused(dx, leaves[0], op)
 
@@ -356,16 +356,16 @@ def test_activation_checkpointing_changes_no_compression_bit(op: str, kind: str)
 
 def test_compression_saves_only_cu_seqlens_for_backward() -> None:
     kept = []
-    leaves = [x.requires_grad_() for x in compression_inputs("gather_blocks", PACKED)]
+    leaves = [x.requires_grad_() for x in compression_inputs("gather_blocks", VARLEN)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        ops.gather_blocks(*leaves, **PACKED.compression, cu_seqlens=PACKED.cu_seqlens)
-    assert [tuple(x.shape) for x in kept] == [tuple(PACKED.cu_seqlens.shape)]
+        ops.gather_blocks(*leaves, **VARLEN.compression, cu_seqlens=VARLEN.cu_seqlens)
+    assert [tuple(x.shape) for x in kept] == [tuple(VARLEN.cu_seqlens.shape)]
 
 
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_compression_accepts_a_non_contiguous_output_gradient(op: str) -> None:
-    leaves = [x.requires_grad_() for x in compression_inputs(op, PLAIN)]
-    out = getattr(ops, op)(*leaves, **PLAIN.compression)
+    leaves = [x.requires_grad_() for x in compression_inputs(op, FIXED)]
+    out = getattr(ops, op)(*leaves, **FIXED.compression)
     ones = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
     # The gradient of a sum is one number seen through strides of zero.
     for got, wanted in zip(torch.autograd.grad(out.sum(), leaves), ones, strict=True):
@@ -380,12 +380,12 @@ def test_a_gradient_of_combines_gradient_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_loss_may_use_the_output_or_the_lse_alone(branch: str) -> None:
-    inputs = random_inputs(PLAIN)
+    inputs = random_inputs(FIXED)
     for place in (0, 1):
         grads = []
         for module in (ops, reference):
             leaves = tuple(x.clone().requires_grad_() for x in inputs.of(branch))
-            out = attend(module, branch, inputs, PLAIN, leaves)[place]
+            out = attend(module, branch, inputs, FIXED, leaves)[place]
             loss = out.masked_fill(out.isinf(), 0.0).square().sum()
             grads.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
         for got, expected in zip(*grads, strict=True):
@@ -394,9 +394,9 @@ def test_a_loss_may_use_the_output_or_the_lse_alone(branch: str) -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is(branch: str) -> None:
-    inputs = random_inputs(PLAIN)
+    inputs = random_inputs(FIXED)
     leaves = tuple(x.requires_grad_() for x in inputs.of(branch))
-    o, _ = attend(ops, branch, inputs, PLAIN, leaves)
+    o, _ = attend(ops, branch, inputs, FIXED, leaves)
     do = torch.randn_like(o)
     expected = torch.autograd.grad(o, leaves, do, retain_graph=True)
     # The gradient of a sum is one number seen through strides of zero.
@@ -409,16 +409,16 @@ def test_a_gradient_that_is_not_contiguous_is_taken_as_it_is(branch: str) -> Non
 
 
 def test_inputs_are_left_as_they_were() -> None:
-    inputs = random_inputs(PLAIN, torch.float32)
+    inputs = random_inputs(FIXED, torch.float32)
     kept = copy.deepcopy(inputs)
     for branch in BRANCHES:
-        results(ops, branch, inputs, PLAIN)
+        results(ops, branch, inputs, FIXED)
     for x, y in zip((*inputs.for_attention, inputs.indices), (*kept.for_attention, kept.indices), strict=True):
         assert torch.equal(x, y)
 
 
 def sliding_of(q: Tensor) -> Tensor:
-    return ops.sliding_attention(q, *random_inputs(PLAIN).of("sliding")[1:], window=7)[0]
+    return ops.sliding_attention(q, *random_inputs(FIXED).of("sliding")[1:], window=7)[0]
 
 
 def through_func(q: Tensor) -> None:
@@ -432,7 +432,7 @@ def through_dual_numbers(q: Tensor) -> None:
 
 @pytest.mark.parametrize("derive", [through_func, through_dual_numbers])
 def test_a_forward_mode_derivative_raises(derive: Callable[[Tensor], None]) -> None:
-    q = random_inputs(PLAIN).q
+    q = random_inputs(FIXED).q
     with pytest.raises(RuntimeError, match=r"forward|functorch"):
         derive(q)
 
@@ -443,10 +443,10 @@ def test_a_forward_mode_derivative_raises(derive: Callable[[Tensor], None]) -> N
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_autocast_changes_neither_dtype_nor_value_of_a_branch(branch: str, backend: str) -> None:
-    inputs = random_inputs(PLAIN, torch.float32)
-    expected = results(ops, branch, inputs, PLAIN, backend=backend)
+    inputs = random_inputs(FIXED, torch.float32)
+    expected = results(ops, branch, inputs, FIXED, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = results(ops, branch, inputs, PLAIN, backend=backend)
+        got = results(ops, branch, inputs, FIXED, backend=backend)
     for name in expected:
         assert got[name].dtype == expected[name].dtype, name
     assert_close(got, expected, 1e-6)
@@ -463,10 +463,10 @@ def test_autocast_changes_no_choice_of_blocks(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("op", COMPRESSIONS)
 def test_autocast_changes_neither_dtype_nor_value_of_compression(op: str, backend: str) -> None:
-    tensors = compression_inputs(op, PLAIN, torch.float32)
-    expected = compression_results(ops, op, tensors, PLAIN, backend=backend)
+    tensors = compression_inputs(op, FIXED, torch.float32)
+    expected = compression_results(ops, op, tensors, FIXED, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = compression_results(ops, op, tensors, PLAIN, backend=backend)
+        got = compression_results(ops, op, tensors, FIXED, backend=backend)
     assert {x.dtype for x in got.values()} == {torch.float32}
     assert_same_bits(got, expected)
 
@@ -486,11 +486,11 @@ def test_autocast_changes_neither_dtype_nor_value_of_combine(backend: str) -> No
 
 def test_auto_on_a_cpu_runs_sdpa(environment: Callable[..., None]) -> None:
     environment()
-    inputs = random_inputs(PLAIN, torch.float32)
+    inputs = random_inputs(FIXED, torch.float32)
     for branch in BRANCHES:
-        attend(ops, branch, inputs, PLAIN)
+        attend(ops, branch, inputs, FIXED)
     for op in COMPRESSIONS:
-        compression_results(ops, op, compression_inputs(op, PLAIN, torch.float32), PLAIN)
+        compression_results(ops, op, compression_inputs(op, FIXED, torch.float32), FIXED)
     calls = routing.router().counts.calls
     assert {name for _, name in calls} == {"sdpa"}
     assert {op for op, _ in calls} == {*BRANCHES, "compress"}
@@ -500,9 +500,9 @@ def test_auto_on_a_cpu_runs_sdpa(environment: Callable[..., None]) -> None:
 
 def test_parity_mode_runs_the_reference_for_a_named_backend(environment: Callable[..., None]) -> None:
     environment(NSA_FORCE_PARITY="1")
-    inputs = random_inputs(PLAIN, torch.float32)
+    inputs = random_inputs(FIXED, torch.float32)
     for branch in BRANCHES:
-        attend(ops, branch, inputs, PLAIN, backend="sdpa")
+        attend(ops, branch, inputs, FIXED, backend="sdpa")
     for op in COMPRESSIONS:
-        compression_results(ops, op, compression_inputs(op, PLAIN, torch.float32), PLAIN, backend="sdpa")
+        compression_results(ops, op, compression_inputs(op, FIXED, torch.float32), FIXED, backend="sdpa")
     assert {name for _, name in routing.router().counts.calls} == {"reference"}

@@ -1,4 +1,4 @@
-"""`q_start` with `cu_seqlens`: queries that are part of a packed row of keys get what the whole row's get."""
+"""`q_start` with `cu_seqlens`: queries that are part of a varlen row of keys get what the whole row's get."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TIGHT = 1e-10
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[Case, int, int]:
-    """A packed row, and the queries `[start, end)` of it."""
-    case = draw(cases(max_length=60, packed=True))
+    """A varlen row, and the queries `[start, end)` of it."""
+    case = draw(cases(max_length=60, varlen=True))
     start = draw(st.integers(0, case.length - 1))
     return case, start, draw(st.integers(start + 1, case.length))
 

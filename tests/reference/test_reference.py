@@ -45,10 +45,10 @@ def select(inputs: Inputs, case: Case, **options: Tensor) -> Tensor:
 
 
 def importance_of(inputs: Inputs, case: Case) -> Tensor:
-    packed = {"cu_seqlens": case.cu_seqlens}
-    _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **case.compression, **packed)
+    varlen = {"cu_seqlens": case.cu_seqlens}
+    _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **case.compression, **varlen)
     return reference.selection_importance(
-        inputs.q, inputs.k_cmp, lse, **case.compression, select_block=case.select_block, **packed
+        inputs.q, inputs.k_cmp, lse, **case.compression, select_block=case.select_block, **varlen
     )
 
 
@@ -125,7 +125,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def tokens_read(branch: str, t: int, case: Case, indices: Tensor) -> list[int]:
-    """Rows of the branch's keys that query `t` of an unpacked sequence reads, from the definition."""
+    """Rows of the branch's keys that query `t` of a fixed-length sequence reads, from the definition."""
     if branch == "compressed":
         return [i for i in range(case.n_compressed) if i * case.stride + case.block - 1 <= t]
     if branch == "sliding":
@@ -310,7 +310,7 @@ def test_importance_is_the_probability_mass_weighted_by_overlap(case: Case) -> N
 # Block selection.
 
 
-@given(case=st.one_of(cases(), cases(packed=True)))
+@given(case=st.one_of(cases(), cases(varlen=True)))
 def test_a_selection_is_ascending_padded_forced_and_the_best(case: Case) -> None:
     inputs = random_inputs(case)
     selected = select(inputs, case)
@@ -414,7 +414,7 @@ def test_keys_nobody_reads_get_zero_gradient() -> None:
         assert not got[name][:, 8:].any()
 
 
-# Packed documents.
+# Varlen documents.
 
 
 def document_slices(case: Case) -> list[tuple[Case, slice, slice]]:
@@ -437,8 +437,8 @@ def document_inputs(inputs: Inputs, tokens: slice, blocks: slice) -> Inputs:
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-@given(case=cases(packed=True, max_length=90))
-def test_a_packed_batch_is_its_documents_one_by_one(branch: str, case: Case) -> None:
+@given(case=cases(varlen=True, max_length=90))
+def test_a_varlen_batch_is_its_documents_one_by_one(branch: str, case: Case) -> None:
     inputs = random_inputs(case)
     _, k, v = inputs.of(branch)
 
@@ -447,9 +447,9 @@ def test_a_packed_batch_is_its_documents_one_by_one(branch: str, case: Case) -> 
 
     leaves = [x.requires_grad_() for x in (inputs.q, k, v)]
     o, lse = attend(reference, branch, inputs, case)
-    packed = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss(o, lse), leaves), strict=True))
-    packed |= {"o": o, "lse": lse}
-    parts: dict[str, list[Tensor]] = {name: [] for name in packed}
+    varlen = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss(o, lse), leaves), strict=True))
+    varlen |= {"o": o, "lse": lse}
+    parts: dict[str, list[Tensor]] = {name: [] for name in varlen}
     for alone, tokens, blocks in document_slices(case):
         own = document_inputs(inputs, tokens, blocks).map(lambda x: x.detach())
         leaves = [x.requires_grad_() for x in own.of(branch)]
@@ -457,10 +457,10 @@ def test_a_packed_batch_is_its_documents_one_by_one(branch: str, case: Case) -> 
         grads = torch.autograd.grad(loss(o, lse), leaves)
         for name, part in zip(parts, (*grads, o, lse), strict=True):
             parts[name].append(part)
-    assert_close(packed, {name: torch.cat(found, dim=1) for name, found in parts.items()}, EXACT)
+    assert_close(varlen, {name: torch.cat(found, dim=1) for name, found in parts.items()}, EXACT)
 
 
-@given(case=cases(packed=True, max_length=90))
+@given(case=cases(varlen=True, max_length=90))
 def test_documents_select_their_blocks_as_if_alone(case: Case) -> None:
     inputs = random_inputs(case)
     alone = [select(document_inputs(inputs, tokens, blocks), own) for own, tokens, blocks in document_slices(case)]
@@ -468,18 +468,18 @@ def test_documents_select_their_blocks_as_if_alone(case: Case) -> None:
 
 
 @pytest.mark.parametrize("documents", [(5, 0, 1, 20, 3), (0, 0, 9), (1,), (1, 1, 1), (30, 0)], ids=str)
-def test_whole_packed_attention_is_the_documents_one_by_one(documents: tuple[int, ...]) -> None:
+def test_whole_varlen_attention_is_the_documents_one_by_one(documents: tuple[int, ...]) -> None:
     case = Case(length=sum(documents), documents=documents, groups=2, heads=3, d_k=4, d_v=6, n_select=3, window=6)
     inputs = random_inputs(case)
-    packed = reference.nsa_attention(*inputs.for_attention, config=config_of(case), cu_seqlens=case.cu_seqlens)
+    varlen = reference.nsa_attention(*inputs.for_attention, config=config_of(case), cu_seqlens=case.cu_seqlens)
     alone = [
         reference.nsa_attention(*document_inputs(inputs, tokens, blocks).for_attention, config=config_of(own))
         for own, tokens, blocks in document_slices(case)
     ]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), atol=EXACT, rtol=EXACT)
+    torch.testing.assert_close(varlen, torch.cat(alone, dim=1), atol=EXACT, rtol=EXACT)
 
 
-def test_unused_space_after_the_packed_blocks_is_not_read() -> None:
+def test_unused_space_after_the_varlen_blocks_is_not_read() -> None:
     case = Case(length=40, documents=(17, 1, 22), groups=2, heads=2)
     inputs = random_inputs(case)
     space = 1e6 * torch.randn(1, 4, 2, 4, dtype=torch.float64)
@@ -525,7 +525,7 @@ SMALL = Case(length=7, groups=2, heads=2, d_k=2, d_v=3, block=2, stride=1, selec
 SMALL = SMALL.but(n_init=0, n_local=1)
 
 
-@pytest.mark.parametrize("documents", [None, (3, 0, 1, 3)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (3, 0, 1, 3)], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_gradients_of_a_branch_are_the_slopes_of_its_outputs(branch: str, documents: tuple[int, ...] | None) -> None:
     case = SMALL.but(documents=documents)
@@ -545,7 +545,7 @@ def test_gradients_of_combine_are_its_slopes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [None, (3, 0, 1, 3)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (3, 0, 1, 3)], ids=["fixed", "varlen"])
 def test_gradients_of_the_whole_attention_are_its_slopes(documents: tuple[int, ...] | None) -> None:
     case = SMALL.but(documents=documents)
     inputs = random_inputs(case)

@@ -52,7 +52,7 @@ def expected_of_equal_keys(case: Case) -> Tensor:
 
 @on_every_backend
 @in_every_dtype
-@given(case=st.one_of(tied_cases(), tied_cases(packed=True)))
+@given(case=st.one_of(tied_cases(), tied_cases(varlen=True)))
 def test_of_equal_keys_the_first_blocks_are_selected(backend: str, dtype: torch.dtype, case: Case) -> None:
     q, k, _ = tied_inputs(case, dtype, n_distinct=1)
     assert torch.equal(select(case, q, k, backend=backend), expected_of_equal_keys(case))

@@ -87,7 +87,7 @@ class FlashBackend:
             return f"FlashAttention runs the compressed and the sliding branch, not {problem.op}"
         if problem.n_queries < 1:
             return "there are no queries"
-        if problem.cached and problem.packed:
+        if problem.cached and problem.varlen:
             return "queries start in the middle of documents"
         if problem.cached and problem.backward:
             return "a cache has no gradient"
@@ -114,8 +114,8 @@ class FlashBackend:
         # It has one key per stride, but for a few at the start.
         stride = max(1, round(problem.n_queries / (problem.n_keys + 1))) if problem.n_keys else 1
         called = flash_problem(problem, stride)
-        batch = 1 if problem.packed else problem.batch
-        rows = rows_in_tiles(batch, called.length_called, varlen=problem.packed) if problem.backward else None
+        batch = 1 if problem.varlen else problem.batch
+        rows = rows_in_tiles(batch, called.length_called, varlen=problem.varlen) if problem.backward else None
         capability = torch.cuda.get_device_capability() if problem.device == "cuda" else None
         sizes = {"head_dim": padded(problem.d_k, problem.d_v), "n_heads": called.heads_called, "n_sequences": batch}
         dtype = self.dtype_of(problem.dtype)
@@ -193,7 +193,7 @@ class FlashBackend:
     def library_for(self, op: str, branch: Any, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Library:
         """The library that runs a call; decided once per class of shapes. Exact sizes are checked with the call."""
         sequences = branch.sequences
-        layout = {"packed": sequences.cu_seqlens is not None, "cached": sequences.q_start is not None}
+        layout = {"varlen": sequences.cu_seqlens is not None, "cached": sequences.q_start is not None}
         call = {"op": op, "window_or_stride": branch.window if op == "sliding" else branch.stride}
         call |= {"dtype": q.dtype, "backward": backward, **layout}
         lengths = (q.shape[0] > 1, (q.shape[1] - 1).bit_length(), (k.shape[1] - 1).bit_length())
@@ -249,7 +249,7 @@ def variants(
     compressed = flash_problem(replace(problem, op="compressed", n_keys=n_blocks), stride)
     for one in (sliding, compressed):
         yield one
-        yield replace(one, batch=1, packed=True)
+        yield replace(one, batch=1, varlen=True)
     yield replace(sliding, n_queries=1, cached=True, backward=False)
 
 

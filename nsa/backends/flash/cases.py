@@ -48,7 +48,7 @@ class FlashProblem(Problem):
 
     @property
     def layout(self) -> str:
-        return "cached" if self.cached else "varlen" if self.packed else "fixed"
+        return "cached" if self.cached else "varlen" if self.varlen else "fixed"
 
     @property
     def folded(self) -> bool:
@@ -138,8 +138,8 @@ def cases_of(problem: Problem, head_dim: int, dtype: torch.dtype) -> list[dict[s
     own, longest = shapes_of(problem, head_dim)
     tried = [("the problem's own shape", own, False)]
     # A varlen problem is tried as one document and, at the longest of its class, as several.
-    if longest != own or problem.packed:
-        tried.append(("the longest of its class", longest, problem.packed))
+    if longest != own or problem.varlen:
+        tried.append(("the longest of its class", longest, problem.varlen))
     for name, (batch, n, n_keys), split in tried:
         lengths = [n // 2, 1, n - n // 2 - 1] if split else [n]
         if problem.cached:

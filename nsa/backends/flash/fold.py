@@ -104,10 +104,10 @@ class VarlenFold:
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """`[S]` each: the chunk of every query, its place in it, and whether it sees anything."""
-        packed = documents(self.cu_seqlens, self.length)
-        seen = packed.position + 1
+        docs = documents(self.cu_seqlens, self.length)
+        seen = docs.position + 1
         chunk = torch.div(seen, self.stride, rounding_mode="floor") - self.block // self.stride
-        slot = self.offsets[packed.index] + chunk
+        slot = self.offsets[docs.index] + chunk
         sees = (chunk >= 0) & (slot < self.n_chunks)
         return slot.clamp(0, self.n_chunks - 1), seen % self.stride, sees
 

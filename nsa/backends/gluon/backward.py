@@ -118,7 +118,7 @@ def consume_rows(
     k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_bg, i_base, i_kept, adds,
     i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2, n_queries, n_keys, n_groups,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: keys `[64 W, 64 W + 64)` of the tile, over rows `[i_start, i_stop)`, of which `[i_full, i_edge)` see
     every key and come last. `p_dk`, `p_dv` point to the tile's first key, whose gradients are added to if `adds`."""
@@ -130,7 +130,7 @@ def consume_rows(
     b_dk = gl.zeros([64, D], gl.float32, o_layout)
     b_dv = gl.zeros([64, D], gl.float32, o_layout)
     o_key = gl.minimum(i_n + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout)), n_keys - 1)
-    b_first, b_end = seeing_queries(o_key, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED)
+    b_first, b_end = seeing_queries(o_key, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN)
     b_first = b_first * H
     b_end = b_end * H
     mbarrier.wait(kv_full, 0)
@@ -171,7 +171,7 @@ def hopper_dkv_kernel(
     n_queries, n_keys, n_groups, n_tiles, n_splits, split_rows, bg_0, key_0, row_0, row_end, slot_0, n_written,
     stride_xp, stride_yp,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, KEEP: gl.constexpr,
     p_start=None,
 ):  # fmt: skip
     """One tile of 128 keys against one split of the rows that see it, cut and ordered as in `ranged_dkv_kernel`; the
@@ -210,10 +210,10 @@ def hopper_dkv_kernel(
     i_last = gl.minimum(i_n + 128, n_keys) - 1
     start = first_position(p_start, i_b)
     first_begin, first_end = seeing_queries(
-        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
     )
     last_begin, last_end = seeing_queries(
-        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
     )
     i_start = first_begin * H // ROWS * ROWS
     i_stop = (last_end * H + ROWS - 1) // ROWS * ROWS
@@ -223,7 +223,7 @@ def hopper_dkv_kernel(
     i_stop = gl.minimum(gl.minimum(i_stop, row_end), i_split_row + split_rows)
     i_full = gl.minimum(gl.maximum((last_begin * H + BLOCK_M - 1) // BLOCK_M * BLOCK_M, i_start), i_stop)
     # Once complete a compressed block is seen to the end, and rows past the end have no probability up to `ROW_PAD`.
-    EDGE: gl.constexpr = SLIDING or PACKED or KEEP
+    EDGE: gl.constexpr = SLIDING or VARLEN or KEEP
     i_edge = gl.minimum(gl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop) if EDGE else i_stop
     o_tile = ((gl.cast(i_b, gl.int64) * n_keys + i_n) * n_groups + i_g) * D
     p_dk += gl.cast(slot_0 + i_split, gl.int64) * stride_xp + o_tile
@@ -234,11 +234,11 @@ def hopper_dkv_kernel(
             (consume_rows, (0, p_dk, p_dv, p_first, p_end, p_start, start,
                             k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
                             i_n - key_0, adds, i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
-                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, VARLEN, KEEP)),
             (consume_rows, (1, p_dk, p_dv, p_first, p_end, p_start, start,
                             k_s, v_s, kv_full, q_s, do_s, lse2_s, delta_s, full, free, ds, ds_s, i_local, i_base,
                             i_n - key_0, adds, i_n, i_start, i_full, i_edge, i_stop, scale, scale_log2,
-                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, KEEP)),
+                            n_queries, n_keys, n_groups, H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, VARLEN, KEEP)),
             (produce_rows, (q, do, lse2, delta, q_s, do_s, lse2_s, delta_s, full, free, i_b, i_g, i_bg,
                             i_start, i_full, i_edge, i_stop, H, BLOCK_M, STAGES)),
         ],

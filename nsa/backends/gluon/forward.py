@@ -37,7 +37,7 @@ from nsa.backends.triton.tiles import Visibility, sm_count
 @gluon.jit
 def key_tiles(
     tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, H: gl.constexpr, BLOCK_N: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Batch and group, first row, first key and number of tiles of keys that a tile of rows reads, of which
     `[n_left, n_full)` need no mask; and where the first query lies."""
@@ -45,8 +45,8 @@ def key_tiles(
     i_row = (n_tiles - 1 - tile // n_bg) * 128
     i_last = gl.minimum(i_row + 128, n_queries * H) - 1
     start = first_position(p_start, i_bg // n_groups)
-    first_lo, first_hi = visible_keys(i_row // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, first_hi = visible_keys(i_row // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
+    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
     # Rows that see nothing read one tile, all of it masked.
     n = gl.maximum((last_hi - first_lo + BLOCK_N - 1) // BLOCK_N, 1)
     n_full = gl.minimum(gl.maximum(first_hi - first_lo, 0) // BLOCK_N, n - 1)
@@ -65,7 +65,7 @@ def produce(
     q, k, v, p_lo, p_hi, p_start, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
     n_queries, n_keys, n_groups, n_tiles, n_bg,
     H: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, DESC_Q: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, DESC_Q: gl.constexpr,
 ):  # fmt: skip
     """One warp: requests the queries of a tile, its keys and its values as soon as their buffers are free."""
     step = 0
@@ -73,7 +73,7 @@ def produce(
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
         i_bg, i_row, first, n, n_full, n_left, _ = key_tiles(
             tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, H, BLOCK_N,
-            SLIDING, SPAN, STRIDE, PACKED,
+            SLIDING, SPAN, STRIDE, VARLEN,
         )  # fmt: skip
         i_b = i_bg // n_groups
         i_g = i_bg % n_groups
@@ -162,7 +162,7 @@ def consume(
     q_full, q_free, k_full, k_free, v_full, v_free, scale_log2,
     n_queries, n_keys, n_groups, n_tiles, n_bg, stride_qb, stride_qt, stride_qh,
     H: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, DESC_Q: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, DESC_Q: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: rows `[64 W, 64 W + 64)` of every tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -182,14 +182,14 @@ def consume(
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
         i_bg, i_row, first, n, n_full, n_left, start = key_tiles(
             tile, p_lo, p_hi, p_start, n_queries, n_keys, n_groups, n_tiles, n_bg, H, BLOCK_N,
-            SLIDING, SPAN, STRIDE, PACKED,
+            SLIDING, SPAN, STRIDE, VARLEN,
         )  # fmt: skip
         i_b = gl.cast(i_bg // n_groups, gl.int64)
         i_g = i_bg % n_groups
         o_t = (i_row + o_m) // H
         # Rows past the end look like the last query; they are computed and not stored.
         o_seen = gl.minimum(o_t, n_queries - 1)
-        b_lo, b_hi = visible_keys(o_seen, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+        b_lo, b_hi = visible_keys(o_seen, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
         o_r = i_row + W * 64 + gl.arange(0, 64, copy_row)
         if DESC_Q:
             mbarrier.wait(q_full, turn & 1)
@@ -269,7 +269,7 @@ def consume(
 def hopper_forward_kernel(
     q, k, v, o, p_lse, p_lo, p_hi, scale_log2, n_queries, n_keys, n_groups, n_bg, stride_qb, stride_qt, stride_qh,
     H: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, DESC_Q: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, DESC_Q: gl.constexpr,
     p_start=None,
 ):  # fmt: skip
     """`q` and `o` come by descriptor (DESC_Q) or by pointer, `k` and `v` by descriptor."""
@@ -300,14 +300,14 @@ def hopper_forward_kernel(
             (consume, (0, q, o, p_lse, p_lo, p_hi, p_start, q_s, k_s, v_s, o_s,
                        q_full, q_free, k_full, k_free, v_full, v_free, scale_log2,
                        n_queries, n_keys, n_groups, n_tiles, n_bg, stride_qb, stride_qt, stride_qh,
-                       H, D, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, PACKED, DESC_Q)),
+                       H, D, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, VARLEN, DESC_Q)),
             (consume, (1, q, o, p_lse, p_lo, p_hi, p_start, q_s, k_s, v_s, o_s,
                        q_full, q_free, k_full, k_free, v_full, v_free, scale_log2,
                        n_queries, n_keys, n_groups, n_tiles, n_bg, stride_qb, stride_qt, stride_qh,
-                       H, D, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, PACKED, DESC_Q)),
+                       H, D, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, VARLEN, DESC_Q)),
             (produce, (q, k, v, p_lo, p_hi, p_start, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
                        n_queries, n_keys, n_groups, n_tiles, n_bg,
-                       H, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, PACKED, DESC_Q)),
+                       H, BLOCK_N, STAGES, SLIDING, SPAN, STRIDE, VARLEN, DESC_Q)),
         ],
         [4, 1],
         [240, 24],

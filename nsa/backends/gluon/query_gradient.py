@@ -46,14 +46,14 @@ from nsa.sequences import Compressed, Sliding
 @gluon.jit
 def row_tile(
     tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H: gl.constexpr,
-    ROWS: gl.constexpr, SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    ROWS: gl.constexpr, SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Batch entry and group, in this launch and of all, and first row; first key and number of tiles of 64 keys."""
     i_local = tile % n_bg
     i_row = row_0 + (n_tiles - 1 - tile // n_bg) * ROWS
     i_last = gl.minimum(i_row + ROWS, n_queries * H) - 1
-    first_lo, _ = visible_keys(i_row // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    _, last_hi = visible_keys(i_last // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, _ = visible_keys(i_row // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
+    _, last_hi = visible_keys(i_last // H, 0, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
     first_lo = gl.maximum(first_lo, key_0)
     last_hi = gl.minimum(last_hi, key_end)
     i_key = first_lo // 64 * 64
@@ -66,7 +66,7 @@ def produce_ds(
     ds, k, dq, p_lo, p_hi, p_first, p_end, ds_s, k_s, dq_s, full, free, dq_full, dq_free,
     n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
     H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """One warp: requests `dS^T` and the keys of a step as soon as a buffer is free, and the `dq` to add to."""
     ROWS: gl.constexpr = 4 * BLOCK_M
@@ -75,7 +75,7 @@ def produce_ds(
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
         i_local, i_bg, i_row, i_key, n = row_tile(
             tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H, ROWS,
-            SLIDING, SPAN, STRIDE, PACKED,
+            SLIDING, SPAN, STRIDE, VARLEN,
         )  # fmt: skip
         i_b = i_bg // n_groups
         i_g = i_bg % n_groups
@@ -92,7 +92,7 @@ def produce_ds(
             if SLIDING:
                 # Of the tile of 128 keys that was written at once.
                 first_begin, _ = seeing_queries(
-                    i_n // 128 * 128, None, 0, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+                    i_n // 128 * 128, None, 0, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
                 )
                 i_base = first_begin * H // ROWS * ROWS
             slot = step % STAGES
@@ -127,7 +127,7 @@ def consume_ds(
     W: gl.constexpr, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
     n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
     H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: rows `[2 W, 2 W + 2)`, in tiles of BLOCK_M, of every tile of four."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -136,7 +136,7 @@ def consume_ds(
     for tile in range(gl.program_id(0), n_tiles * n_bg, gl.num_programs(0)):
         _, i_bg, i_row, _, n = row_tile(
             tile, p_lo, p_hi, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0, H, 4 * BLOCK_M,
-            SLIDING, SPAN, STRIDE, PACKED,
+            SLIDING, SPAN, STRIDE, VARLEN,
         )  # fmt: skip
         b_first = gl.zeros([BLOCK_M, D], gl.float32, o_layout)
         b_second = gl.zeros([BLOCK_M, D], gl.float32, o_layout)
@@ -174,7 +174,7 @@ def consume_ds(
 def hopper_dq_kernel(
     ds, k, dq, p_lo, p_hi, p_first, p_end, scale, n_queries, n_keys, n_groups, n_tiles,
     n_bg, bg_0, key_0, key_end, row_0, H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    SLIDING: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr, VARLEN: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """`dq` of `n_tiles` tiles of `4 * BLOCK_M` rows from `row_0` on, of `n_bg` batch entries and groups from `bg_0` on,
     of keys `[key_0, key_end)`; ACCUMULATE adds to the `dq` that is there."""
@@ -195,13 +195,13 @@ def hopper_dq_kernel(
         [
             (consume_ds, (0, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
                           n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
-                          H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
+                          H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, VARLEN, ACCUMULATE)),
             (consume_ds, (1, dq, p_lo, p_hi, ds_s, k_s, dq_s, full, free, dq_full, dq_free, scale,
                           n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
-                          H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
+                          H, D, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, VARLEN, ACCUMULATE)),
             (produce_ds, (ds, k, dq, p_lo, p_hi, p_first, p_end, ds_s, k_s, dq_s, full, free, dq_full,
                           dq_free, n_queries, n_keys, n_groups, n_tiles, n_bg, bg_0, key_0, key_end, row_0,
-                          H, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, PACKED, ACCUMULATE)),
+                          H, BLOCK_M, STAGES, SLIDING, SPAN, STRIDE, VARLEN, ACCUMULATE)),
         ],
         [4, 1],
         [240, 24],
@@ -277,7 +277,7 @@ class KeptPlan:
         capacity = tile.scratch // q.dtype.itemsize // tile.streams
 
         def visible(end: int) -> int:
-            if visibility.packed:
+            if visibility.varlen:
                 return n_keys
             return min(n_keys, max(0, end // heads - span + visibility.stride) // visibility.stride)
 

@@ -144,7 +144,7 @@ def pick_dq(k: Layout, visibility: Visibility) -> QueryTile | None:
 
     In the compressed branch a run of rows has room for the keys of all documents, most of which it does not see.
     """
-    short_runs = not visibility.sliding and (visibility.packed or k.shape[1] > MOST_KEPT_KEYS)
+    short_runs = not visibility.sliding and (visibility.varlen or k.shape[1] > MOST_KEPT_KEYS)
     return None if visibility.offset or short_runs else QueryTile()
 
 
@@ -178,7 +178,7 @@ def passes(problem: Problem) -> list[str]:
     sliding, device = problem.op == "sliding", torch.device(problem.device)
     sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
     q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
-    visibility = Visibility(sliding, 1, 1, problem.packed, offset=problem.cached and not problem.packed)
+    visibility = Visibility(sliding, 1, 1, problem.varlen, offset=problem.cached and not problem.varlen)
     forward = pick_forward(q, k, k, visibility) is not None
     # A step of decoding has no backward pass.
     keys = (forward or not problem.cached) and pick_dkv(q, q, k, k, visibility) is not None

@@ -112,7 +112,7 @@ def kernel_set(
         taken += [f"{op} {', '.join(passes)}"] if passes else []
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
-    fixed = problem.n_queries == problem.n_keys and not (problem.packed or problem.cached)
+    fixed = problem.n_queries == problem.n_keys and not (problem.varlen or problem.cached)
     both = fixed and {"selected", "sliding"} <= {*ops}
     if both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device)):
         taken.append("selected and sliding forward in one kernel")

@@ -45,10 +45,10 @@ DEFAULT_TILE = CompressTile(elements=4096, num_warps=4)
 
 
 @triton.jit
-def slot_tokens(first, o_n, n_slots, STRIDE: tl.constexpr, PACKED: tl.constexpr):
+def slot_tokens(first, o_n, n_slots, STRIDE: tl.constexpr, VARLEN: tl.constexpr):
     """First token of each slot, and which slots hold a block."""
     m_n = o_n < n_slots
-    if PACKED:
+    if VARLEN:
         o_first = tl.load(first + o_n, mask=m_n, other=-1)
         return tl.maximum(o_first, 0), m_n & (o_first >= 0)
     else:  # noqa: RET505  only one of the two is compiled
@@ -56,10 +56,10 @@ def slot_tokens(first, o_n, n_slots, STRIDE: tl.constexpr, PACKED: tl.constexpr)
 
 
 @triton.jit
-def token_place(position, base, count, o_t, length, n_slots, PACKED: tl.constexpr):
+def token_place(position, base, count, o_t, length, n_slots, VARLEN: tl.constexpr):
     """Of each token: its position, its document's first slot and number of slots, and whether it is there."""
     m_t = o_t < length
-    if PACKED:
+    if VARLEN:
         o_pos = tl.load(position + o_t, mask=m_t, other=0)
         return o_pos, tl.load(base + o_t, mask=m_t, other=0), tl.load(count + o_t, mask=m_t, other=0), m_t
     else:  # noqa: RET505  only one of the two is compiled
@@ -69,12 +69,12 @@ def token_place(position, base, count, o_t, length, n_slots, PACKED: tl.constexp
 @triton.jit
 def block_tokens(
     x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg,
-    STRIDE: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    STRIDE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Slots of a tile, which of them hold a block, and `[BLOCK_N, BLOCK_R, BLOCK_D]` pointers to those blocks' first
     tokens. So many loads are in flight at once: one token after the other would be as many waits for memory."""
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_first, m_used = slot_tokens(first, o_n, n_slots, STRIDE, PACKED)
+    o_first, m_used = slot_tokens(first, o_n, n_slots, STRIDE, VARLEN)
     o_t = o_first.to(tl.int64)[:, None] + tl.arange(0, BLOCK_R)[None, :]
     p_x = x + i_b * stride_xb + i_g * stride_xg + (o_t * stride_xt)[:, :, None] + tl.arange(0, BLOCK_D)[None, None, :]
     return o_n, m_used, p_x
@@ -83,13 +83,13 @@ def block_tokens(
 @triton.jit
 def mean_forward_kernel(
     x, out, first, n_slots, stride_xb, stride_xt, stride_xg, stride_ob, stride_on, stride_og,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
     o_n, m_used, p_x = block_tokens(
-        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, PACKED, BLOCK_N, BLOCK_R, BLOCK_D
+        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, VARLEN, BLOCK_N, BLOCK_R, BLOCK_D
     )
     o_r = tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
@@ -105,13 +105,13 @@ def mean_forward_kernel(
 @triton.jit
 def gather_forward_kernel(
     x, pos, out, first, n_slots, stride_xb, stride_xt, stride_xg, stride_pr, stride_ob, stride_on, stride_og,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
     o_n, m_used, p_x = block_tokens(
-        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, PACKED, BLOCK_N, BLOCK_R, BLOCK_D
+        x, first, i_g, i_b, n_slots, stride_xb, stride_xt, stride_xg, STRIDE, VARLEN, BLOCK_N, BLOCK_R, BLOCK_D
     )
     o_d = tl.arange(0, BLOCK_D)
     p_out = out + i_b * stride_ob + i_g * stride_og + (o_n.to(tl.int64) * stride_on)[:, None, None] + o_d[None, None, :]
@@ -129,7 +129,7 @@ def gather_forward_kernel(
 def token_backward_kernel(
     dout, dx, position, base, count, length, n_slots,
     stride_ob, stride_on, stride_og, stride_xb, stride_xt, stride_xg,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, VARLEN: tl.constexpr, MEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`dx` of a tile of tokens: the sum over the blocks that hold each of them."""
@@ -137,7 +137,7 @@ def token_backward_kernel(
     i_b = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_d = tl.arange(0, BLOCK_D)
-    o_pos, o_base, o_count, m_t = token_place(position, base, count, o_t, length, n_slots, PACKED)
+    o_pos, o_base, o_count, m_t = token_place(position, base, count, o_t, length, n_slots, VARLEN)
     m_d = o_d < D
     # [BLOCK_T, BLOCK_D]
     b_sum = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
@@ -159,7 +159,7 @@ def token_backward_kernel(
 @triton.jit
 def position_partial_kernel(
     dout, partial, first, n_rows, n_slots, run, block_dim, stride_ob, stride_on, stride_og,
-    G: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    G: tl.constexpr, VARLEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum of the rows (batch, slot, group) of one run, for `BLOCK_C` of the `l*D` columns. Grid (columns, runs)."""
     i_run = tl.program_id(1)
@@ -172,7 +172,7 @@ def position_partial_kernel(
         o_g = o_row % G
         o_n = (o_row // G) % n_slots
         o_b = o_row // G // n_slots
-        if PACKED:
+        if VARLEN:
             m_row = m_row & (tl.load(first + o_n, mask=m_row, other=-1) >= 0)
         o_do = o_b.to(tl.int64) * stride_ob + o_n.to(tl.int64) * stride_on + o_g.to(tl.int64) * stride_og
         b_do = tl.load(dout + o_do[:, None] + o_c[None, :], mask=m_row[:, None] & m_c[None, :], other=0.0)
@@ -190,7 +190,7 @@ def slot_table(pooling: Pooling) -> Tensor | None:
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_forward(
-    x: Layout, position: Layout | None, n_slots: int, block: int, stride: int, packed: bool, tile: CompressTile
+    x: Layout, position: Layout | None, n_slots: int, block: int, stride: int, varlen: bool, tile: CompressTile
 ) -> tuple[Launch, tuple[int, int, int, int]]:
     """The launch and the shape of the result: blocks with a position embedding added, else their means."""
     batch, _, groups, dim = x.shape
@@ -202,7 +202,7 @@ def plan_forward(
         mean_forward_kernel if position is None else gather_forward_kernel,
         (triton.cdiv(n_slots, block_n), groups, batch), n_slots=n_slots,
         **strides(x_btg=x, o_bng=new_layout(shape, x.dtype, x.device)),
-        **({} if position is None else strides(p_r=position)), BLOCK=block, STRIDE=stride, D=dim, PACKED=packed,
+        **({} if position is None else strides(p_r=position)), BLOCK=block, STRIDE=stride, D=dim, VARLEN=varlen,
         BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=tile.num_warps,
     )  # fmt: skip
     return launch, shape
@@ -233,7 +233,7 @@ compress_mean_forward = gather_blocks_forward = compress_forward
 
 @lru_cache(maxsize=MAX_PLANS)
 def plan_tokens(
-    dout: Layout, length: int, block: int, stride: int, packed: bool, mean: bool, tile: CompressTile
+    dout: Layout, length: int, block: int, stride: int, varlen: bool, mean: bool, tile: CompressTile
 ) -> tuple[Launch, tuple[int, int, int, int]]:
     """The launch of `token_backward_kernel` and the shape of `dx`."""
     batch, n_slots, groups, dim = dout.shape
@@ -244,19 +244,19 @@ def plan_tokens(
     launch = Launch(
         token_backward_kernel, (triton.cdiv(length, block_t), groups, batch), length=length, n_slots=n_slots,
         **strides(o_bng=dout, x_btg=new_layout(shape, dout.dtype, dout.device)), BLOCK=block, STRIDE=stride, D=dim,
-        PACKED=packed, MEAN=mean, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tile.num_warps,
+        VARLEN=varlen, MEAN=mean, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tile.num_warps,
     )  # fmt: skip
     return launch, shape
 
 
 def token_backward(dout: Tensor, pooling: Pooling, tile: CompressTile, *, mean: bool) -> Tensor:
-    packed = pooling.sequences.cu_seqlens is not None
+    varlen = pooling.sequences.cu_seqlens is not None
     length = pooling.sequences.length
-    launch, shape = plan_tokens(layout(dout), length, pooling.block, pooling.stride, packed, mean, tile)
+    launch, shape = plan_tokens(layout(dout), length, pooling.block, pooling.stride, varlen, mean, tile)
     if dout.shape[1] == 0:
         return torch.zeros(shape, dtype=dout.dtype, device=dout.device)
     dx = torch.empty(shape, dtype=dout.dtype, device=dout.device)
-    position, base, count = (table.int() for table in pooling.tokens) if packed else (None, None, None)
+    position, base, count = (table.int() for table in pooling.tokens) if varlen else (None, None, None)
     launch(dout=dout, dx=dx, position=position, base=base, count=count)
     return dx
 
@@ -267,7 +267,7 @@ def compress_mean_backward(dout: Tensor, pooling: Pooling, tile: CompressTile = 
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tuple[int, int], Launch]:
+def plan_position(dout: Layout, varlen: bool, max_runs: int) -> tuple[Launch, tuple[int, int], Launch]:
     """The launch of `position_partial_kernel`, the shape of its partial sums, and the launch that adds them."""
     batch, n_slots, groups, block_dim = dout.shape
     n_rows = batch * n_slots * groups
@@ -276,7 +276,7 @@ def plan_position(dout: Layout, packed: bool, max_runs: int) -> tuple[Launch, tu
     block_c = min(256, triton.next_power_of_2(block_dim))
     launch = Launch(
         position_partial_kernel, (triton.cdiv(block_dim, block_c), n_runs), n_rows=n_rows, n_slots=n_slots, run=run,
-        block_dim=block_dim, **strides(o_bng=dout), G=groups, PACKED=packed, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
+        block_dim=block_dim, **strides(o_bng=dout), G=groups, VARLEN=varlen, BLOCK_R=16, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
     return launch, (n_runs, block_dim), sum_partials(n_runs, block_dim, at_once=32, block=64)
 

@@ -133,11 +133,11 @@ def first_position(p_start, i_b):
 @triton.jit
 def visible_keys(
     o_t, start, p_lo, p_hi, n_keys,
-    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """`[lo, hi)`, the keys that query `o_t` (a scalar or a tile) sees: looked up for varlen rows, else computed from
     its position `start + o_t`."""
-    if PACKED:
+    if VARLEN:
         lo, hi = tl.load(p_lo + o_t), tl.load(p_hi + o_t)
     elif SLIDING:
         o_t += start
@@ -152,10 +152,10 @@ def visible_keys(
 @triton.jit
 def seeing_queries(
     o_n, p_start, start, p_first, p_end, n_queries,
-    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """`[first, end)`, the queries that see key `o_n`: the same relation, read from the key's side."""
-    if PACKED:
+    if VARLEN:
         first, end = tl.load(p_first + o_n), tl.load(p_end + o_n)
     elif SLIDING:
         first, end = tl.minimum(o_n - start, n_queries), tl.minimum(o_n + SPAN - start, n_queries)

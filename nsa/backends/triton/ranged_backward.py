@@ -102,7 +102,7 @@ def ranged_dq_kernel(
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, stride_xb, stride_xt, stride_xh,
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
     DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, ACCUMULATE: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of rows against all the keys they see, as in the forward; ACCUMULATE adds to the `dq` that is there."""
@@ -117,10 +117,10 @@ def ranged_dq_kernel(
 
     i_t, o_t, _ = split_rows(i_row, H, BLOCK_M)
     o_t = tl.minimum(i_t + o_t, n_queries - 1)
-    b_lo, b_hi = visible_keys(o_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    b_lo, b_hi = visible_keys(o_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
     i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
-    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
+    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
 
     # [BLOCK_M, BLOCK_DK], [BLOCK_M, BLOCK_DV]
     b_q = load_rows(q, i_b, i_g, i_row, n_queries, stride_qb, stride_qt, stride_qh, H, D_K, BLOCK_M, BLOCK_DK, DESC_Q)
@@ -130,7 +130,7 @@ def ranged_dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_DK], dtype=tl.float32)
 
     i_full = first_lo
-    if SLIDING or PACKED:
+    if SLIDING or VARLEN:
         i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
         b_dq = attend_dq(
             b_q, b_do, b_lse2, b_delta, b_dq, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g,
@@ -195,7 +195,7 @@ def ranged_dkv_kernel(
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, stride_xp, stride_yp,
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
     SINGLE_LOOP: tl.constexpr, DESC_Q: tl.constexpr, DESC_STAT: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of keys against one split of the rows that see it.
@@ -219,15 +219,15 @@ def ranged_dkv_kernel(
     i_last = tl.minimum(i_n + BLOCK_N, n_keys) - 1
     # Rows of a key: its queries' rows.
     b_first, b_end = seeing_queries(
-        tl.minimum(o_n, n_keys - 1), p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        tl.minimum(o_n, n_keys - 1), p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
     )
     b_first = b_first * H
     b_end = b_end * H
     first_begin, first_end = seeing_queries(
-        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        i_n, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
     )
     last_begin, last_end = seeing_queries(
-        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, PACKED
+        i_last, p_start, start, p_first, p_end, n_queries, SLIDING, SPAN, STRIDE, VARLEN
     )
 
     # Multiples of BLOCK_M: rows [i_start, i_stop) of this split, of which [i_full, i_edge) are seen by every key.
@@ -253,7 +253,7 @@ def ranged_dkv_kernel(
         H, D_K, D_V, BLOCK_M, BLOCK_DK, BLOCK_DV, True, DESC_Q, DESC_STAT,
     )  # fmt: skip
     if not SINGLE_LOOP:
-        if SLIDING or PACKED:
+        if SLIDING or VARLEN:
             i_edge = tl.minimum(tl.maximum(first_end * H // BLOCK_M * BLOCK_M, i_full), i_stop)
         else:
             # Once complete a block is seen to the end, and rows past the end have no probability.
@@ -263,7 +263,7 @@ def ranged_dkv_kernel(
             n_rows_padded, scale_log2, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
             H, D_K, D_V, BLOCK_M, BLOCK_DK, BLOCK_DV, False, DESC_Q, DESC_STAT,
         )  # fmt: skip
-        if SLIDING or PACKED:
+        if SLIDING or VARLEN:
             b_dk, b_dv = attend_dkv(
                 b_k, b_v, b_dk, b_dv, b_first, b_end, i_edge, i_stop, q, do, lse2, delta, i_b, i_g, i_bg, n_queries,
                 n_rows_padded, scale_log2, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,

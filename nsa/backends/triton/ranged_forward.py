@@ -113,7 +113,7 @@ def ranged_forward_kernel(
     stride_ob, stride_ot, stride_oh, stride_lb,
     H: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    SLIDING: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, DESC_Q: tl.constexpr, DESC_KV: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """One tile of rows against all the keys they see."""
@@ -130,10 +130,10 @@ def ranged_forward_kernel(
     o_t = i_t + o_t
     # Rows past the end look like the last query; they are computed and not stored.
     o_seen = tl.minimum(o_t, n_queries - 1)
-    b_lo, b_hi = visible_keys(o_seen, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    b_lo, b_hi = visible_keys(o_seen, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
     i_last = tl.minimum(i_row + BLOCK_M, n_rows) - 1
-    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
-    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, PACKED)
+    first_lo, first_hi = visible_keys(i_t, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
+    last_lo, last_hi = visible_keys(i_last // H, start, p_lo, p_hi, n_keys, SLIDING, SPAN, STRIDE, VARLEN)
 
     if SELECT_BLOCK > 0:
         p_word += i_bg.to(tl.int64) * n_blocks * n_word_tiles
@@ -148,7 +148,7 @@ def ranged_forward_kernel(
     AHEAD: tl.constexpr = not DESC_Q
     # Keys [first_lo, last_hi): those before last_lo or from first_hi on are hidden from some row of the tile.
     i_full = first_lo
-    if SLIDING or PACKED:
+    if SLIDING or VARLEN:
         i_full += tl.cdiv(last_lo - first_lo, BLOCK_N) * BLOCK_N
         b_m, b_l, b_o = attend_keys(
             b_q, b_m, b_l, b_o, b_lo, b_hi, first_lo, tl.minimum(i_full, last_hi), k, v, i_b, i_g, n_keys,

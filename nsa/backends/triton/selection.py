@@ -183,7 +183,7 @@ def score_kernel(
     t_lo, t_hi, n_keys, n_columns, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_lt, stride_lh,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, PACKED: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, VARLEN: tl.constexpr,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr, p_start=None,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def score_kernel(
     i_last = start + t_last
     importance += (tl.program_id(1).to(tl.int64) * (t_hi - t_lo) + i_q * Q) * n_columns
     p_row = importance + tl.arange(0, Q) * n_columns
-    if PACKED:
+    if VARLEN:
         for i_d in range(tl.load(document + t_first), tl.load(document + t_last) + 1):
             begin = tl.load(cu_seqlens + i_d)
             end = tl.load(cu_seqlens + i_d + 1)
@@ -319,7 +319,7 @@ def select_row(
 def select_kernel(
     importance, indices, document, cu_seqlens, k_offset, t_lo, t_hi, n_keys, n_columns, stride_ib, stride_it,
     G: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr,
-    OVERLAP: tl.constexpr, PACKED: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
+    OVERLAP: tl.constexpr, VARLEN: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
     N_LOCAL: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """Indices of up to `ROWS` queries from `t_lo` on, one group."""
@@ -331,7 +331,7 @@ def select_kernel(
         i_t = t_first + i
         position = start + i_t
         n_here = n_keys
-        if PACKED:
+        if VARLEN:
             i_d = tl.load(document + i_t)
             position -= tl.load(cu_seqlens + i_d)
             n_here = n_keys - tl.load(k_offset + i_d)
@@ -434,7 +434,7 @@ class SelectionPlan:
             "STRIDE": stride,
             "R": ratio,
             "OVERLAP": overlap,
-            "PACKED": varlen,
+            "VARLEN": varlen,
             **({} if varlen else {"document": None, "cu_seqlens": None, "k_offset": None}),
         }
 

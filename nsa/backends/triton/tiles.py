@@ -67,27 +67,27 @@ class Visibility(NamedTuple):
     sliding: bool
     span: int
     stride: int
-    packed: bool
+    varlen: bool
     offset: bool
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"SLIDING": self.sliding, "SPAN": self.span, "STRIDE": self.stride, "PACKED": self.packed}
+        return {"SLIDING": self.sliding, "SPAN": self.span, "STRIDE": self.stride, "VARLEN": self.varlen}
 
     def absent(self, *tables: str) -> dict[str, None]:
         """The arguments, of these that only varlen rows have, that are None in every call."""
-        return {} if self.packed else dict.fromkeys(tables)
+        return {} if self.varlen else dict.fromkeys(tables)
 
     def query_tables(self, branch: Compressed | Sliding, n_keys: int) -> dict[str, Tensor]:
         """The tables by which a kernel finds the keys that a query sees, by argument name."""
-        if self.packed:
+        if self.varlen:
             ranges = ranges_of(branch, n_keys)
             return {"p_lo": ranges.lo.int(), "p_hi": ranges.hi.int()}
         return {} if branch.sequences.q_start is None else start_table(branch.sequences.q_start)
 
     def key_tables(self, branch: Compressed | Sliding, n_keys: int) -> dict[str, Tensor]:
         """The same for a kernel that asks which queries see a key."""
-        if self.packed:
+        if self.varlen:
             first, end = ranges_of(branch, n_keys).keys
             return {"p_first": first.int(), "p_end": end.int()}
         return {} if branch.sequences.q_start is None else start_table(branch.sequences.q_start)
@@ -98,8 +98,8 @@ known_visibility = lru_cache(maxsize=MAX_PLANS)(Visibility)
 
 
 def visibility_of(branch: Compressed | Sliding, n_keys: int) -> Visibility:
-    packed = branch.sequences.cu_seqlens is not None
-    return known_visibility(*branch.view(n_keys), packed, branch.sequences.q_start is not None and not packed)
+    varlen = branch.sequences.cu_seqlens is not None
+    return known_visibility(*branch.view(n_keys), varlen, branch.sequences.q_start is not None and not varlen)
 
 
 def start_table(q_start: Tensor) -> dict[str, Tensor]:

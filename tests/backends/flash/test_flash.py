@@ -79,7 +79,7 @@ def assert_equal_to_rounding(found: dict[str, Tensor], expected: dict[str, Tenso
 
 @pytest.mark.parametrize("with_lse", [False, True], ids=["o", "o-and-lse"])
 @pytest.mark.parametrize("branch", BRANCHES)
-@given(case=st.one_of(cases(max_length=70), cases(max_length=70, packed=True)))
+@given(case=st.one_of(cases(max_length=70), cases(max_length=70, varlen=True)))
 def test_a_branch_matches_the_reference(branch: str, with_lse: bool, case: Case) -> None:
     inputs = random_inputs(case, torch.float32)
     found = by_backend(backend_of(StandIn()), branch, inputs, case, with_lse=with_lse)
@@ -372,7 +372,7 @@ def test_what_is_not_supported_has_a_reason(changes: dict[str, Any], reason: str
 
 
 def test_what_is_supported() -> None:
-    for changes in ({}, {"backward": True}, {"packed": True}, {"cached": True, "n_queries": 1}, {"op": "compressed"}):
+    for changes in ({}, {"backward": True}, {"varlen": True}, {"cached": True, "n_queries": 1}, {"op": "compressed"}):
         assert backend_of(StandIn()).supports(replace(PROBLEM, **changes)) is None
 
 

@@ -109,7 +109,7 @@ def test_a_right_library_passes_the_whole_probe_and_runs(
     flash = FlashBackend(FORCED_ON, (StandIn(),), folder=tmp_path)
     router = Router([flash, sdpa], FORCED_ON)
     losses = losses_of(router, monkeypatch)
-    for problem in (replace(PROBLEM, packed=True), replace(PROBLEM, cached=True)):
+    for problem in (replace(PROBLEM, varlen=True), replace(PROBLEM, cached=True)):
         assert flash.supports(problem) is None
     assert {outcome.layout for outcomes in flash.tried.values() for outcome in outcomes} == {
         "fixed",
@@ -142,7 +142,7 @@ def test_a_verdict_holds_for_one_layout(tmp_path: Path, children_find_the_stand_
     flash = backend_of(FloatingPointException(), tmp_path)
     assert "SIGFPE" in str(flash.supports(PROBLEM))
     assert "nsa doctor --probe" in str(flash.supports(replace(PROBLEM, op="compressed", backward=True)))
-    assert flash.supports(replace(PROBLEM, packed=True)) is None
+    assert flash.supports(replace(PROBLEM, varlen=True)) is None
     assert [outcome.case for outcomes in flash.tried.values() for outcome in outcomes][-1] == "documents"
 
 

@@ -22,7 +22,7 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, Router
 from nsa.geometry import n_compressed
 
-LAYOUTS = {"fixed": {}, "varlen": {"packed": True}, "cached": {"cached": True}}
+LAYOUTS = {"fixed": {}, "varlen": {"varlen": True}, "cached": {"cached": True}}
 
 
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(2, 1, 64), (8, 8, 128)])
@@ -88,7 +88,7 @@ def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
 
     assert kind(1) == kind(256) != kind(257) == kind(512)
     assert kind(batch=1) != kind(batch=2) == kind(batch=3)
-    assert len({kind(), kind(packed=True), kind(cached=True), kind(op="compressed")}) == 4
+    assert len({kind(), kind(varlen=True), kind(cached=True), kind(op="compressed")}) == 4
     assert kind(2**16) == kind(2**20), "longer ones are tried at the same length"
     own, other = (kind_of(flash_problem(PROBLEM, window), 8, torch.float32) for window in (512, 4))
     assert own == kind() != other
@@ -96,7 +96,7 @@ def test_lengths_up_to_a_power_of_two_share_a_verdict() -> None:
 
 @pytest.mark.parametrize("length", [1, 255, 256, 4000, 2**20])
 def test_varlen_is_tried_as_one_document_and_as_several(length: int) -> None:
-    problem = replace(PROBLEM, packed=True, n_queries=length, n_keys=length)
+    problem = replace(PROBLEM, varlen=True, n_queries=length, n_keys=length)
     own, longest = [case for case in cases_of(problem, 8, torch.float32) if case["name"] in OWN]
     assert own["lengths"] == [min(length, MAX_PROBED_TOKENS)]
     assert len(longest["lengths"]) == 3
@@ -153,17 +153,17 @@ def test_folded_heads_are_counted(tmp_path: Path) -> None:
     assert {case["name"]: case["heads"] for case in many}["folded heads"] == 7 * 8192, "as many as fit a grid"
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "varlen"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
 @pytest.mark.parametrize(("block", "stride"), [(32, 16), (8, 4)])
 @pytest.mark.parametrize("length", [2048, 172_032, 174_720])
 def test_the_stride_is_guessed_well_enough_for_the_limits(
-    length: int, block: int, stride: int, packed: bool, tmp_path: Path
+    length: int, block: int, stride: int, varlen: bool, tmp_path: Path
 ) -> None:
     """With 64 heads of head_dim 192, 32 bits count the elements of dQ up to 174,762 queries."""
-    n_keys = length // stride if packed else n_compressed(length, block, stride)
+    n_keys = length // stride if varlen else n_compressed(length, block, stride)
     problem = Problem(
         op="compressed", batch=1, n_queries=length, n_keys=n_keys, n_heads=64, n_groups=4, d_k=192, d_v=192,
-        dtype=torch.bfloat16, backward=True, packed=packed,
+        dtype=torch.bfloat16, backward=True, varlen=varlen,
     )  # fmt: skip
     flash = backend_of(StandIn(), tmp_path, no_probe)
     found = flash.outside_contract(StandIn(), problem)

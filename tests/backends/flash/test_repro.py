@@ -24,7 +24,7 @@ FAILED = Outcome(case=CASE["name"], layout="fixed", problem="killed by SIGFPE", 
 
 
 def test_a_report_has_the_direction_the_call_and_the_machine(children_find_the_stand_ins: None) -> None:
-    outcomes = probe_quickly(VarlenBackwardFault(), replace(PROBLEM, packed=True), 8, torch.float32)
+    outcomes = probe_quickly(VarlenBackwardFault(), replace(PROBLEM, varlen=True), 8, torch.float32)
     text = report(replace(SUBJECT, gpu="NVIDIA H200", driver="570.1"), outcomes)
     for part in (
         "stand-in 0",

@@ -31,8 +31,8 @@ from nsa.testing import tolerance
 
 TIGHT = 1e-10
 LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
-any_case = st.one_of(cases(), cases(packed=True))
-short_case = st.one_of(cases(max_length=70), cases(max_length=70, packed=True))
+any_case = st.one_of(cases(), cases(varlen=True))
+short_case = st.one_of(cases(max_length=70), cases(max_length=70, varlen=True))
 
 sdpa_results = partial(results, ops, backend="sdpa")
 sdpa_attend = partial(attend, ops, backend="sdpa")
@@ -54,8 +54,8 @@ def test_a_branch_is_the_reference_in_fp64(branch: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-@given(case=cases(packed=True))
-def test_a_packed_branch_is_the_reference_in_fp64(branch: str, case: Case) -> None:
+@given(case=cases(varlen=True))
+def test_a_varlen_branch_is_the_reference_in_fp64(branch: str, case: Case) -> None:
     inputs = random_inputs(case)
     assert_close(sdpa_results(branch, inputs, case), reference_results(branch, inputs, case), TIGHT)
 
@@ -246,7 +246,7 @@ def test_low_precision_selection_is_as_accurate_as_plain_torch(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_PRECISION], ids=name_of)
-@pytest.mark.parametrize("documents", [None, (33, 0, 1, 62)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (33, 0, 1, 62)], ids=["fixed", "varlen"])
 def test_equal_importance_goes_to_the_lower_index(dtype: torch.dtype, documents: tuple[int, ...] | None) -> None:
     case = Case(length=96, documents=documents, groups=2, heads=3, block=4, stride=4, select_block=4)
     case = case.but(n_select=4, n_init=0, n_local=1)
@@ -328,7 +328,7 @@ def test_what_lies_after_the_last_query_in_a_cache_is_not_read(branch: str) -> N
         torch.testing.assert_close(x, y, atol=TIGHT, rtol=TIGHT)
 
 
-def test_unused_space_after_packed_compressed_blocks_is_not_read() -> None:
+def test_unused_space_after_varlen_compressed_blocks_is_not_read() -> None:
     case = Case(length=60, documents=(17, 1, 0, 42), groups=2, heads=2)
     inputs = random_inputs(case)
     n = case.n_compressed

@@ -218,7 +218,7 @@ def test_large_scores_do_not_overflow() -> None:
         torch.testing.assert_close(got[1].double(), expected[1], atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("documents", [None, (120, 1, 79)], ids=["plain", "packed"])
+@pytest.mark.parametrize("documents", [None, (120, 1, 79)], ids=["fixed", "varlen"])
 @pytest.mark.parametrize("size", [30, 1e2, 1e3, 6e4])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_gradients_of_large_scores_are_as_exact_as_plain_torchs(

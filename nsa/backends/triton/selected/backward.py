@@ -117,7 +117,7 @@ def block_backward_kernel(
     stride_db, stride_dt, stride_dh,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SEGMENT: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """A segment of one block's queries: writes partial `dq [rows, queries, n, h, D_k]`, `dk, dv [segments, l, D]`."""
@@ -131,7 +131,7 @@ def block_backward_kernel(
     i_row = row_0 + i_local
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
-    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, VARLEN)
     b_k = load_block(
         p_k + i_b * stride_kb + i_g * stride_kg, i_first, i_end, stride_kn, SELECT_BLOCK, D_K, BLOCK_N, BLOCK_DK
     )
@@ -174,7 +174,7 @@ def sum_slots_kernel(
     p_part, p_dq, p_indices, p_doc_start, p_block_offset,
     n_tokens, n_groups, row_0, query_0, n_queries, stride_ib, stride_it, stride_ig,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, VARLEN: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """`dq` of BLOCK_R rows: the sum of the partials from each of the query's blocks."""
@@ -191,7 +191,7 @@ def sum_slots_kernel(
     p_row = p_indices + i_b * stride_ib + i_g * stride_ig
     b_block = selected_block(
         p_row, (query_0 + o_t)[:, None], o_slot[None, :], m_row[:, None] & (o_slot < N_SELECT)[None, :],
-        stride_it, query_start(p_start, max_start, i_b), p_doc_start, p_block_offset, SELECT_BLOCK, PACKED,
+        stride_it, query_start(p_start, max_start, i_b), p_doc_start, p_block_offset, SELECT_BLOCK, VARLEN,
     )  # fmt: skip
     o_part = (((i_local.to(tl.int64) * n_queries + o_t) * N_SELECT) * H + o_head)[:, None] + (o_slot * H)[None, :]
     # [BLOCK_R, BLOCK_S, BLOCK_DK]: all partials are loaded at once.
@@ -208,7 +208,7 @@ def sum_segments_kernel(
     p_part, p_out, p_part_1, p_out_1, p_low, p_high, p_last_segment, p_first_token, p_end_token,
     n_blocks, n_keys, n_groups, row_0,
     SELECT_BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    SEGMENT: tl.constexpr, PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    SEGMENT: tl.constexpr, VARLEN: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R keys of a block: the sum over its segments, in their order, on top of earlier launches' if ACCUMULATE.
 
@@ -223,7 +223,7 @@ def sum_segments_kernel(
     i_row = row_0 + i_item // n_blocks
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = i_row % n_groups
-    i_first, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, SELECT_BLOCK, VARLEN)
     m_n = (o_n < SELECT_BLOCK) & (i_first + o_n < i_end)
     m_x = m_n[:, None] & (o_d < D)[None, :]
     p_x = p_out + (((i_b * n_keys + i_first + o_n) * n_groups + i_g) * D)[:, None] + o_d[None, :]
@@ -272,7 +272,7 @@ class BlockBackward:
                 block_backward_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start,
                 **strides(d_bth=do), **chunk.where, scale=scale, n_items=chunk.n_items, n_blocks=shapes.n_blocks,
                 n_keys=shapes.n_keys, n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
-                PACKED=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
+                VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
             sum_slots = Launch(

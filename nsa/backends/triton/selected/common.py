@@ -41,7 +41,7 @@ PARTIAL_BYTES = 64 << 10
 def split_kernel(
     p_indices, p_rest, p_common, p_runs, p_doc_start,
     n_tokens, n_groups, n_runs, stride_b, stride_t, stride_g,
-    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
+    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, RUN: tl.constexpr, BLOCK_S: tl.constexpr, VARLEN: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """Common blocks of a run, as first tokens packed to the front, and `[B, S, G, n]` what is left, padded with -1.
@@ -61,7 +61,7 @@ def split_kernel(
     b_index = tl.load(p_row + (o_t.to(tl.int64) * stride_t)[:, None] + o_slot[None, :], mask=m_pair, other=-1)
     i_t = i_run * RUN
     start = query_start(p_start, max_start, i_row // n_groups)
-    if PACKED:
+    if VARLEN:
         b_start = tl.load(p_doc_start + o_t, mask=m_t, other=0)
         i_start = tl.load(p_doc_start + i_t)
     else:

@@ -32,7 +32,7 @@ class DenseForward:
     def __init__(self, shapes: Shapes, scale: float, tile: Tile) -> None:
         self.bitmap = Bitmap(shapes, 0, shapes.n_tokens)
         # Every token up to the query's own.
-        causal = Visibility(sliding=False, span=1, stride=1, packed=False, offset=shapes.offset)
+        causal = Visibility(sliding=False, span=1, stride=1, varlen=False, offset=shapes.offset)
         self.attend = RangedForwardPlan(shapes.q, shapes.k, shapes.v, causal, scale, tile, shapes.select_block)
 
     def __call__(

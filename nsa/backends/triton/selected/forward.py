@@ -56,9 +56,9 @@ class SelectedForwardTile:
 
 
 @triton.jit
-def locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr):
     """First token of a block, and one past the last token of its document."""
-    if PACKED:
+    if VARLEN:
         i_first = tl.load(p_first_token + i_block)
         i_end = tl.load(p_end_token + i_block)
     else:
@@ -177,7 +177,7 @@ def block_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SEGMENT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SEGMENT: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """A segment of the queries that selected one block: writes their partial outputs `[rows, queries, n, h, D_v]`."""
@@ -191,7 +191,7 @@ def block_kernel(
     i_row = row_0 + i_local
     i_b = (i_row // n_groups).to(tl.int64)
     i_g = (i_row % n_groups).to(tl.int64)
-    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, PACKED)
+    i_first, i_end = locate_block(i_block, n_keys, p_first_token, p_end_token, SELECT_BLOCK, VARLEN)
     b_k = load_block(
         p_k + i_b * stride_kb + i_g * stride_kg, i_first, i_end, stride_kn, SELECT_BLOCK, D_K, BLOCK_N, BLOCK_DK
     )
@@ -226,7 +226,7 @@ def query_kernel(
     stride_ib, stride_it, stride_ig,
     H: tl.constexpr, N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCKS: tl.constexpr, PACKED: tl.constexpr, COMMON: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, VARLEN: tl.constexpr, COMMON: tl.constexpr, NUM_STAGES: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """One query and group: its `h` rows walk its blocks, BLOCKS of them at a time.
@@ -247,7 +247,7 @@ def query_kernel(
     p_k += i_b * stride_kb + i_g * stride_kg
     p_v += i_b * stride_vb + i_g * stride_vg
     p_row = p_indices + i_b * stride_ib + i_g * stride_ig + i_t.to(tl.int64) * stride_it
-    i_start = tl.load(p_doc_start + i_t) if PACKED else 0
+    i_start = tl.load(p_doc_start + i_t) if VARLEN else 0
     i_last = i_t + query_start(p_start, max_start, i_b)
 
     o_slot = tl.arange(0, BLOCK_S)
@@ -327,7 +327,7 @@ class BlockForward:
             return Launch(
                 block_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start, **chunk.where,
                 scale_log2=scale * LOG2_E, n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
-                PACKED=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
+                VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
 
@@ -380,7 +380,7 @@ class QueryForward:
             query_kernel, (shapes.n_tokens, shapes.rows), **shapes.attention, **shapes.last_start,
             **strides(i_btg=indices), n_tokens=shapes.n_tokens, scale_log2=scale * LOG2_E,
             BLOCK_H=max(16, triton.next_power_of_2(shapes.heads)), BLOCK_S=triton.next_power_of_2(shapes.n_select),
-            BLOCKS=tile.blocks, PACKED=shapes.n_documents is not None, COMMON=self.split is not None,
+            BLOCKS=tile.blocks, VARLEN=shapes.n_documents is not None, COMMON=self.split is not None,
             NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
 

@@ -56,14 +56,14 @@ LAST = tl.constexpr(2147483647)
 @triton.jit
 def selected_block(
     p_indices, o_t, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Number of the block that each (query, slot) reads, -1 for none: padding, or a block that starts after it.
 
     `start`: where the first query lies in its row of keys.
     """
     b_index = tl.load(p_indices + o_t.to(tl.int64) * stride_t + o_slot, mask=m_pair, other=-1)
-    if PACKED:
+    if VARLEN:
         b_start = tl.load(p_doc_start + o_t, mask=m_pair, other=0)
         b_offset = tl.load(p_block_offset + o_t, mask=m_pair, other=0)
         b_reads = (b_index >= 0) & (b_index <= (o_t + start - b_start) // SELECT_BLOCK)
@@ -99,7 +99,7 @@ def popcount(b_word):
 def mark_kernel(
     p_indices, p_word, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
-    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """Set the bit of every (query, selected block)."""
@@ -111,7 +111,7 @@ def mark_kernel(
     p_row = p_indices + (i_row // n_groups).to(tl.int64) * stride_b + (i_row % n_groups).to(tl.int64) * stride_g
     start = query_start(p_start, max_start, i_row // n_groups)
     b_block = selected_block(
-        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
+        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, VARLEN
     )
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
     b_bit = tl.full([BLOCK], 1, tl.int32) << (o_local % 32)
@@ -130,7 +130,7 @@ def count_kernel(p_word, p_count, n_words, BLOCK: tl.constexpr):
 def place_kernel(
     p_indices, p_word, p_sum, p_pair, p_doc_start, p_block_offset,
     stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
-    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     p_start=None, max_start=None,
 ):  # fmt: skip
     """Write every pair `t * N_SELECT + slot` to its place."""
@@ -142,7 +142,7 @@ def place_kernel(
     p_row = p_indices + (i_row // n_groups).to(tl.int64) * stride_b + (i_row % n_groups).to(tl.int64) * stride_g
     start = query_start(p_start, max_start, i_row // n_groups)
     b_block = selected_block(
-        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, PACKED
+        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, VARLEN
     )
     m_pair = m_pair & (b_block >= 0)
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
@@ -313,7 +313,7 @@ class Shapes:
 
     @property
     def packing(self) -> dict[str, Any]:
-        return {"SELECT_BLOCK": self.select_block, "PACKED": self.n_documents is not None}
+        return {"SELECT_BLOCK": self.select_block, "VARLEN": self.n_documents is not None}
 
     @property
     def last_start(self) -> dict[str, int]:
