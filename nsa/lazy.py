@@ -45,16 +45,6 @@ def renamed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str],
     return get
 
 
-def removed_attributes(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """`__getattr__` of a module whose old names are errors that say what to use; `names` maps old to new."""
-
-    def get(name: str) -> Any:
-        instead = f"; use {module}.{names[name]}" if name in names else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
-
-    return get
-
-
 def renamed_property(old: str, new: str) -> property:
     """The attribute `old` ("Class.name") of a class, which is `new` now."""
 

@@ -28,7 +28,7 @@ from nsa.backends.problem import OPS, Problem
 from nsa.captures import Captures
 from nsa.config import NSAConfig, check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
-from nsa.lazy import renamed_property, warn_renamed
+from nsa.lazy import renamed_attributes, renamed_property, warn_renamed
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
@@ -46,6 +46,9 @@ BACKEND_MODULES = {
 PARITY_BACKEND = "reference"
 # Routes cached at once: sequence lengths may never repeat, and memory must not grow with them.
 MAX_ROUTES = 4096
+__getattr__ = renamed_attributes(
+    __name__, {"Broken": "ImportFailed", "CallRefused": "CallUnsupported", "Fault": "FailureReason"}
+)
 
 
 class Backend(Protocol):

@@ -506,3 +506,15 @@ def test_parity_mode_runs_the_reference_for_a_named_backend(environment: Callabl
     for op in COMPRESSIONS:
         compression_results(ops, op, compression_inputs(op, FIXED, torch.float32), FIXED, backend="sdpa")
     assert {name for _, name in routing.router().counts.calls} == {"reference"}
+
+
+def test_mixture_works_for_one_more_version() -> None:
+    tensors, options = attention_arguments(FIXED, "sdpa")[:8], {"window": FIXED.window, "backend": "sdpa"}
+    o, indices = ops.attention(*tensors, **FIXED.selection, **options)
+    options |= {**FIXED.compression, "select_block": FIXED.select_block}
+    with pytest.warns(DeprecationWarning, match=r"ops\.mixture .*attention") as warned:
+        old = ops.mixture(*tensors, **options, branches=None, indices=indices)
+    assert warned[0].filename == __file__
+    both = [[x, *torch.autograd.grad(x.sum(), tensors)] for x in (old, o)]
+    for found, expected in zip(*both, strict=True):
+        torch.testing.assert_close(found, expected)
