@@ -28,20 +28,6 @@ NONE = 0xFFFF
 # A parser of HTML turns a bare CR into LF, and drops NUL, which has no character reference: its symbol is shown.
 CONTROLS = str.maketrans({"\r": "&#13;", "\0": "\u2400"})
 
-HINT = (
-    "Point at a token, or click to keep it. <kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> block, "
-    "<kbd>[</kbd> <kbd>]</kbd> layer, <kbd>g</kbd> group, <kbd>Esc</kbd> let go"
-)
-PANEL = f"""<aside id="panel" aria-live="polite">
-<h2 id="what">Token</h2><p class="hint">{HINT}</p>
-<p><label>Layer <select id="layer"></select></label> <label>Group <select id="group"></select></label></p>
-<table id="gates"></table>
-<h3><span class="mark sel"></span>Selected blocks</h3><ol id="selected"></ol>
-<h3><span class="mark cmp"></span>Most compressed attention</h3><ol id="compressed"></ol>
-<h3><span class="mark win"></span>Window</h3><p id="window"></p>
-<h3>All layers</h3><table id="all"></table>
-</aside>"""
-
 
 def write_page(inspection: Inspection, path: Path, title: str) -> None:
     """Write a page that needs no network.
@@ -61,7 +47,8 @@ def write_page(inspection: Inspection, path: Path, title: str) -> None:
 
 
 def page_html(inspection: Inspection, title: str) -> str:
-    style, script = (files(__package__).joinpath(name).read_text() for name in ("inspect.css", "inspect.js"))
+    names = ("inspect.css", "inspect.js", "panel.html")
+    style, script, panel = (files(__package__).joinpath(name).read_text("utf-8") for name in names)
     layers = (
         f'<script type="application/octet-stream" class="layer">{packed(record)}</script>'
         for record in inspection.layers.values()
@@ -72,7 +59,7 @@ def page_html(inspection: Inspection, title: str) -> str:
         tiles_html(title, key_numbers(inspection)),
         f'<div class="cards">{gates}{histogram}{reads_chart(inspection)}</div>',
         f'<main class="inspect"><div id="text" tabindex="0" role="group" aria-label="Tokens">{text(inspection)}'
-        f"</div>{PANEL}</main>",
+        f"</div>{panel}</main>",
         f'<script type="application/json" id="meta">{meta(inspection)}</script>',
         *layers,
     ]
