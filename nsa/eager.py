@@ -36,6 +36,7 @@ CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
 BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
 # What the node computes itself; a layer or a gate that has one of its own is not to be ignored.
 METHODS = {"project", "heads", "projections", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
+METHODS |= {"mlp"}
 # Up to this many tokens, matmuls with the same input are one matmul of concatenated weights, which copies the weights
 # on the GPU and saves the host nine launches. Beyond, the GPU is what takes the time.
 FEW_TOKENS = 4096
@@ -57,8 +58,19 @@ def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
         return None
     if not all(collect(name, child, found) for name, child in children.items()):
         return None
+    # Linears refuse an input of another dtype, where the node would cast their weights.
+    if not matches_config(layer) or len({p.dtype for p in found}) > 1:
+        return None
     trained = x.requires_grad and all(p.requires_grad for p in found)
     return found if trained or not torch.is_grad_enabled() else None
+
+
+def matches_config(layer: NSAAttention) -> bool:
+    """Whether `phi` and the gate, which have been replaced maybe, do what the layer's config says."""
+    expected = layer.config.phi, layer.config.l
+    if any((phi.kind, phi.block) != expected for phi in (layer.phi_k, layer.phi_v)):
+        return False
+    return layer.gate.config.force_branch is None
 
 
 def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
@@ -407,7 +419,7 @@ class ReplayNode(torch.autograd.Function):
 def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
     """The layer's output `[B, S, dim]` for fixed-length sequences; None where this call is not to be replayed."""
     c, dtype, differentiable = layer.config, parameters[0].dtype, torch.is_grad_enabled()
-    if not can_replay(x, c.backend, c.strict) or any(p.dtype != dtype or not p.is_contiguous() for p in parameters):
+    if not can_replay(x, c.backend, c.strict) or not all(p.is_contiguous() for p in parameters):
         return None
     key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), id(layer.gate.config), *addresses(parameters))
     found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(matmul_dtype(x)), parameters, differentiable))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa import NSAAttention, NSAConfig, eager
 from nsa.attention import Gate
+from nsa.compression import Compression
 
 SIZES: dict[str, Any] = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 6, "l": 8, "d": 4, "l_sel": 8}
 SIZES |= {"n_sel": 3, "w": 9}
@@ -193,6 +195,10 @@ class Subclass(nn.Linear):
         "backward-hooked",
         "patched",
         "parametrized",
+        "mlp-method",
+        "phi-of-other-kind",
+        "phi-of-other-kinds",
+        "pinned-gate",
         "watched",
     ],
 )
@@ -220,6 +226,15 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
         child.forward = lambda x: calls.append("patch") or forward(x)  # type: ignore[method-assign]
     elif change == "parametrized":
         nn.utils.parametrizations.weight_norm(child)
+    elif change == "mlp-method":
+        mlp = layer.phi_v.mlp
+        layer.phi_v.mlp = lambda rows: calls.append("method") or mlp(rows)  # type: ignore[method-assign]
+    elif change == "phi-of-other-kind":
+        layer.phi_v = Compression(6, 8, kind="mean")
+    elif change == "phi-of-other-kinds":
+        layer.phi_k, layer.phi_v = Compression(8, 8, kind="mean"), Compression(6, 8, kind="mean")
+    elif change == "pinned-gate":
+        layer.gate.config = replace(layer.config, force_branch="win")
     if change == "watched":
         assert eager.parameters_of(layer, x) is not None
         with FlopCounterMode(display=False) as counter:
@@ -229,8 +244,24 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
         return
     assert eager.parameters_of(layer, x) is None
     layer(x).sum().backward()
-    if change in ("hooked", "backward-hooked", "patched", "method"):
+    if change in ("hooked", "backward-hooked", "patched", "method", "mlp-method"):
         assert calls
+
+
+@pytest.mark.parametrize("other", ["phi_k", "gate", "o_proj"])
+def test_parameters_of_another_dtype_are_not_cast(other: str) -> None:
+    layer, x = new_layer(torch.bfloat16), torch.randn(1, 20, 24, dtype=torch.bfloat16)
+    getattr(layer, other).float()
+    for requires_grad in (False, True):
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(x.requires_grad_(requires_grad))
+
+
+def test_phi_of_another_block_is_not_ignored() -> None:
+    layer, x = new_layer(phi="mean", compress_rope="before"), torch.randn(1, 20, 24, dtype=torch.float64)
+    layer.phi_k, layer.phi_v = Compression(8, 4, kind="mean"), Compression(6, 4, kind="mean")
+    with pytest.raises(ValueError, match=r"k_cmp\.shape\[1\] is 5"):
+        layer(x.requires_grad_())
 
 
 @pytest.mark.parametrize("variant", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
@@ -244,10 +275,10 @@ def doubled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("replace", [lambda module: module, doubled, nn.Sequential], ids=["plain", "hook", "wrapped"])
-def test_compiled_products_are_those_of_the_modules(replace: Callable[[nn.Module], nn.Module], biased: bool) -> None:
+@pytest.mark.parametrize("change", [lambda module: module, doubled, nn.Sequential], ids=["plain", "hook", "wrapped"])
+def test_compiled_products_are_those_of_the_modules(change: Callable[[nn.Module], nn.Module], biased: bool) -> None:
     layer = new_layer(qkv_bias=biased)
-    layer.v_proj = replace(layer.v_proj)  # type: ignore[assignment]
+    layer.v_proj = change(layer.v_proj)  # type: ignore[assignment]
     x = torch.randn(2, 70, 24, dtype=torch.float64, requires_grad=True)
     # By default torch takes the hooks of one layer for those of the next.
     torch.compiler.reset()
