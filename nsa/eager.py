@@ -231,7 +231,7 @@ class LayerNode(torch.autograd.Function):
             ctx.mark_non_differentiable(outputs[0], gates)
             ctx.set_materialize_grads(False)
         # No view, so that the output can be modified in place.
-        return torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), x.shape), outputs[0], gates
+        return torch.ops.aten._unsafe_view(torch.mm(o, p.o.t()), (*lead, p.o.shape[0])), outputs[0], gates
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -305,7 +305,7 @@ def layer_backward(
     needs_x, needed = needs_input_grad[0], Parameters.split(needs_input_grad[1:])
     shape = x.shape
     batch, length, dim = shape
-    x, dy = x.reshape(-1, dim), dy.reshape(-1, dim)
+    x, dy = x.reshape(-1, dim), dy.reshape(-1, dy.shape[2])
 
     d_o = torch.mm(dy.t(), o) if needed.o else None
     do = torch.mm(dy, p.o).view(batch, length, c.n_heads, c.d_v)

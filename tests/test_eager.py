@@ -264,6 +264,17 @@ def test_phi_of_another_block_is_not_ignored() -> None:
         layer(x.requires_grad_())
 
 
+@pytest.mark.parametrize("dim", [8, 40])
+def test_the_output_may_have_another_dim(dim: int) -> None:
+    layer, x = new_layer(), torch.randn(2, 37, 24, dtype=torch.float64, requires_grad=True)
+    layer.o_proj = nn.Linear(4 * 6, dim, bias=False).double()
+    assert eager.parameters_of(layer, x) is not None
+    found = results(layer, x)
+    assert found["y"].shape == (2, 37, dim)
+    with modules_called(layer):
+        assert_same(found, results(layer, x))
+
+
 @pytest.mark.parametrize("variant", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
 def test_what_the_node_does_not_compute_is_left_to_the_modules(variant: dict[str, Any]) -> None:
     assert eager.parameters_of(new_layer(**variant), torch.randn(1, 9, 24, dtype=torch.float64)) is None
