@@ -1,9 +1,11 @@
-"""Host time of an eager call, as users make it: no CUDA graph, no torch.compile, and its number of launches.
+"""Host time of an eager call, as users make it, without torch.compile, and its number of launches.
 
 nsa bench host --heads 12/2/64 --lengths 2048 8192 --out benchmarks/results/h200/host.csv
 
 Host time is what the CPU needs to issue a call: calls are issued back to back without waiting for the GPU, on a shape
 small enough that the GPU keeps up. Wall time, which is printed too, includes the GPU.
+
+A repeated call of a small shape is replayed as a CUDA graph (`nsa/replay.py`). `NSA_REPLAY=0` measures the launches.
 """
 
 from __future__ import annotations
