@@ -13,7 +13,7 @@ from nsa.train.config import TrainConfig, load_config
 # The arms whose needles are evaluated before the extension: one seed and learning rate, different attention.
 KINDS = (
     *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
-    *("nsa-gate-bias", "nsa-branch-norm", "nsa-long", "dense-long"),
+    *("nsa-gate-bias", "nsa-branch-norm"),
 )
 
 
@@ -32,16 +32,12 @@ class Scale:
     extend_lr: float
     # Of the BPE; 0: bytes.
     vocab: int
-    # Characters of the corpora: for the arms, for those that are trained for longer, for each extension.
+    # Characters of the corpora: for the arms, for each extension.
     chars: int
-    more_chars: int
     long_chars: int
     # Of recall in corpora of either kind, and of dense documents in that.
     recall_share: tuple[float, float]
     dense_share: tuple[float, float]
-    # Steps and batch size of the arms that are trained for longer, on a corpus of their own.
-    long_steps: int
-    long_batch: int
     # Sequence length and steps of each extension; each starts from the one before.
     extend: dict[int, int]
     # Of needle and recall prompts after the extension, and of needle prompts before it.
@@ -72,12 +68,9 @@ FULL = Scale(
     extend_lr=1e-4,
     vocab=16384,
     chars=120_000_000,
-    more_chars=240_000_000,
     long_chars=16_000_000,
     recall_share=(0.6, 0.8),
     dense_share=(0.5, 0.25),
-    long_steps=3600,
-    long_batch=4,
     extend={32768: 120, 65536: 60},
     lengths=(4096, 8192, 16384, 32768, 65536),
     short_lengths=(1024, 2048, 4096, 8192),
@@ -98,15 +91,12 @@ SCALES = {
         name="26m",
         seq_len=2048,
         batch_size=4,
-        steps=3000,
-        lr=2e-3,
-        other_lr=1e-3,
+        steps=2500,
+        lr=1e-3,
+        other_lr=2e-3,
         extend_lr=8e-4,
         vocab=8192,
         chars=60_000_000,
-        more_chars=120_000_000,
-        long_steps=8000,
-        long_batch=8,
         extend={8192: 600, 32768: 200, 65536: 80},
         short_lengths=(512, 1024, 2048),
         round_to=32,
@@ -133,12 +123,9 @@ SCALES = {
         extend_lr=3e-4,
         vocab=0,
         chars=200_000,
-        more_chars=200_000,
         long_chars=100_000,
         recall_share=(0.6, 0.8),
         dense_share=(0.5, 0.25),
-        long_steps=6,
-        long_batch=4,
         extend={256: 2, 512: 2},
         lengths=(256, 384),
         short_lengths=(128,),
@@ -191,13 +178,9 @@ def make_arms(scale: Scale) -> list[Arm]:
         "dense-seed": {"seed": 1, **dense},
     }
     fewer = round(scale.steps * flops_per_token(base) / flops_per_token(twin))
-    arms = [
+    return [
         Arm(name, sets, fewer if name == "dense-flops" else scale.steps, scale.seq_len, scale.batch_size)
         for name, sets in changes.items()
-    ]
-    longer = {"nsa-long": changes["nsa-lr"], "dense-long": changes["dense-lr"]}
-    return arms + [
-        Arm(name, sets, scale.long_steps, scale.seq_len, scale.long_batch, data="more") for name, sets in longer.items()
     ]
 
 

@@ -423,14 +423,13 @@ class Study:
 def corpus_options(scale: Scale) -> dict[str, dict[str, Any]]:
     """The arguments of `mixed_documents`, by the name of the corpus."""
     lengths = {"base": scale.seq_len, **{extended_name("long", length): length for length in scale.extend}}
-    lengths["more"] = scale.seq_len
     made = {}
     for seed, (name, length) in enumerate(lengths.items()):
-        longer = int(name not in ("base", "more"))
+        longer = int(name != "base")
         # Up to the window or longer: a BPE has between 3 and 4 characters per token, bytes have one.
         longest = (4 if scale.vocab else 1) * length
         made[name] = {
-            "n_chars": scale.more_chars if name == "more" else (scale.chars, scale.long_chars)[longer],
+            "n_chars": (scale.chars, scale.long_chars)[longer],
             "recall_share": scale.recall_share[longer],
             "recall_chars": (longest // 4, longest),
             "dense_share": scale.dense_share[longer],
