@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa import settings
 from nsa.backends.routing import router
 from nsa.captures import NotCapturableError, try_to_capture
+from nsa.cuda_graph import capture_graph
 from nsa.dtypes import matmul_dtype
 
 DEVICE = "cuda"
@@ -82,12 +83,6 @@ def memory(device: torch.device, stream: int) -> SharedMemory:
         return SharedMemory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
 
 
-@cache
-def one_capture() -> threading.Lock:
-    """Capturing waits for the device, which would break a capture that another thread has begun."""
-    return threading.Lock()
-
-
 Results = Sequence[Tensor | Sequence[Tensor]]
 
 
@@ -120,8 +115,8 @@ class ReplayedFunction:
                 # It may wait for the device, which a capture does not survive.
                 raise NotCapturableError
             self.calls[("graph", "replay")] = 1
-            with one_capture():
-                self.graph = capture(partial(self.run, function), self.memory)
+            run = partial(self.run, function)
+            self.graph = capture_graph(run, pool=self.memory.pool.id, stream=self.memory.stream)
 
     def run(self, function: Callable[..., Results]) -> None:
         for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):
@@ -158,15 +153,6 @@ class BothPasses:
             self.backward = try_to_capture(partial(ReplayedFunction, function, inputs))
             self.captures_backward = self.backward is not None
         return self.backward
-
-
-def capture(function: Callable[[], None], shared: SharedMemory) -> Any:
-    """`function` as a graph, in the memory that graphs for one stream share."""
-    graph = torch.cuda.CUDAGraph()
-    pool = cast(torch.cuda._POOL_HANDLE, shared.pool.id)
-    with torch.cuda.graph(graph, pool=pool, stream=shared.stream, capture_error_mode="thread_local"):
-        function()
-    return graph
 
 
 def can_replay(x: Tensor, backend: str, strict: bool) -> bool:

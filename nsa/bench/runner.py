@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from nsa.cuda_graph import capture_graph
 from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
 from nsa.results import Row, append, make_row
@@ -239,10 +240,7 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     backward pass the one that its forward ran on."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        call()
-    return graph.replay
+    return capture_graph(call, stream=torch.cuda.current_stream()).replay
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

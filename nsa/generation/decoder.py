@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.cache import save_caches
+from nsa.cuda_graph import capture_graph
 from nsa.generation.options import Options
 from nsa.generation.prompt_cache import load_prompt_cache, model_fingerprint
 from nsa.generation.sampling import draws, pick
@@ -47,12 +48,9 @@ class Replay:
             self.warmup -= 1
             self.run()
         else:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate meanwhile. Capturing runs nothing: the replay is this call's step.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.run()
-            self.graph = graph
-            graph.replay()
+            # Capturing runs nothing: the replay is this call's step.
+            self.graph = capture_graph(self.run)
+            self.graph.replay()
 
 
 def can_capture(model: LM, options: Options) -> bool:

@@ -1,0 +1,43 @@
+"""Capturing a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def one_capture() -> threading.Lock:
+    """Capturing waits for the device, which would break a capture that another thread has begun."""
+    return threading.Lock()
+
+
+def capture_graph(function: Callable[[], object], *, pool: Any = None, stream: Any = None) -> torch.cuda.CUDAGraph:
+    """Capture what `function` launches. Other threads may allocate meanwhile.
+
+    Python collects no garbage meanwhile: a graph freed by that, as of an earlier generation, would break the capture.
+
+    Args:
+        function: Called once. Nothing runs on the device.
+        pool: The graph's memory pool (default: one of its own).
+        stream: The stream to capture on (default: a side stream).
+
+    Returns:
+        The graph, to be replayed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with one_capture():
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                function()
+        finally:
+            if collects:
+                gc.enable()
+    return graph

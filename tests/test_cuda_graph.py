@@ -1,0 +1,70 @@
+"""Captures of CUDA graphs, with stand-ins for torch's; tests/gpu has the real ones."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.cuda_graph import capture_graph
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was captured, by the arguments."""
+    made: list[dict[str, Any]] = []
+
+    @contextmanager
+    def graph(graph: object, **options: Any) -> Iterator[None]:
+        made.append(options)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return made
+
+
+def test_a_capture_collects_no_garbage(captures: list[dict[str, Any]]) -> None:
+    class Cycle:
+        freed = False
+
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            Cycle.freed = True
+
+    def function() -> None:
+        Cycle()
+        # Enough new objects for a collection.
+        kept = [[] for _ in range(200 * gc.get_threshold()[0])]  # type: ignore[var-annotated]
+        assert kept
+        assert not Cycle.freed
+
+    gc.collect()
+    capture_graph(function, stream="s")
+    assert captures == [{"pool": None, "stream": "s", "capture_error_mode": "thread_local"}]
+    assert gc.isenabled()
+    gc.collect()
+    assert Cycle.freed
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_failed_capture_leaves_the_collector_as_it_was(captures: list[dict[str, Any]], collects: bool) -> None:
+    def function() -> None:
+        raise RuntimeError("out of luck")
+
+    try:
+        if not collects:
+            gc.disable()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="luck"):
+                capture_graph(function)
+            assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert len(captures) == 2
