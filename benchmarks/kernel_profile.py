@@ -119,14 +119,17 @@ def counted_launches(text: str) -> list[Counted]:
         raise ValueError(f"no table with {DURATION} in nanoseconds, but {units.get(DURATION)}")
     found = []
     for row in rows:
-        values = {name: float(x.replace(",", "")) for name, x in row.items() if re.fullmatch(r"[\d,.]+", x or "")}
         busy = {}
         for unit, pattern in UNITS.items():
-            columns = [x for name, x in values.items() if re.fullmatch(pattern, name)]
+            columns = [number(x) for name, x in row.items() if x and re.fullmatch(pattern, name)]
             if columns:
                 busy[unit] = max(columns)
-        found.append(Counted(row["Kernel Name"].split("(")[0], values[DURATION] / 1e6, busy))
+        found.append(Counted(row["Kernel Name"].split("(")[0], number(row[DURATION]) / 1e6, busy))
     return found
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def profile_rows(launches: list[Launched], counted: list[Counted]) -> Iterator[dict[str, Any]]:

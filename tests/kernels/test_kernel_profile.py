@@ -20,12 +20,12 @@ TENSOR_CYCLES = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained
 # Of the busiest SM.
 TENSOR_MAX = TENSOR_CYCLES.replace("avg", "max")
 TABLE = f"""==PROF== Connected to process 7
-"ID","Kernel Name","Block Size","gpu__time_duration.sum","{TENSOR}","{TENSOR_CYCLES}","{TENSOR_MAX}"
-"","","","ns","%","%","%"
-"0","score_kernel","(128, 1, 1)","1,000,000","10.0","60.0","95.0"
-"1","void at::native::fill_kernel(int)","(128, 1, 1)","5,000","0","0","0"
-"2","select_kernel","(32, 1, 1)","250,000","0","0","0"
-"3","score_kernel","(128, 1, 1)","3,000,000","10.0","80.0","95.0"
+"ID","Host Name","Kernel Name","Block Size","gpu__time_duration.sum","{TENSOR}","{TENSOR_CYCLES}","{TENSOR_MAX}"
+"","","","","ns","%","%","%"
+"0","127.0.0.1","score_kernel","(128, 1, 1)","1,000,000","10.0","60.0","95.0"
+"1","127.0.0.1","void at::native::fill_kernel(int)","(128, 1, 1)","5,000","0","0","0"
+"2","127.0.0.1","select_kernel","(32, 1, 1)","250,000","0","0","0"
+"3","127.0.0.1","score_kernel","(128, 1, 1)","3,000,000","10.0","80.0","95.0"
 """
 LAUNCHES = [Launched("select_blocks", f"{kernel}_kernel") for kernel in ("score", "select", "score")]
 
