@@ -214,8 +214,14 @@ def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str
 
 
 def evaluation_sentences() -> Iterator[str]:
-    (tokens,) = {int(row["tokens"]) for row in records("h200/study/arms.csv") if row["arm"] in ("nsa", "dense")}
+    arms = {row["arm"]: row for row in records("h200/study/arms.csv")}
+    (tokens,) = {int(arms[name]["tokens"]) for name in ("nsa", "dense")}
     yield f"{tokens / 1e6:.1f}M tokens per arm"
+    nsa, dense, other = (float(arms[name]["loss"]) for name in ("nsa", "dense", "nsa-lr"))
+    yield f"NSA's validation loss is {nsa:.3f}, that of dense attention {dense:.3f}"
+    yield f"(`nsa-lr`) costs {other - nsa:.3f}"
+    found = [row for row in records("h200/study/needle.csv") if (row["run"], row["length"]) == ("nsa-64k", "4096")]
+    yield f"{sum(float(row['accuracy']) for row in found) / len(found):.0%} of all notes in 4k tokens"
     sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
     config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
     with torch.device("meta"):
@@ -452,10 +458,15 @@ def draw(out: Path) -> None:
 
 
 def write(page: Path, tables: Iterable[Callable[[], str]]) -> None:
-    """Replace each table of `page` that has the head of one of `tables`; those that it lacks go to its end."""
-    blocks = {new.split("\n")[0]: new for new in (make() for make in tables)}
+    """Replace each table of `page` whose first two columns are those of one of `tables`; those that it lacks go to its
+    end."""
+
+    def head(table: str) -> tuple[str, ...]:
+        return tuple(table.split("\n")[0].split("|")[:3])
+
+    blocks = {head(new): new for new in (make() for make in tables)}
     parts = page.read_text().rstrip("\n").split("\n\n")
-    heads = [part.split("\n")[0] for part in parts]
+    heads = [head(part) for part in parts]
     parts = [blocks.get(head, part) for head, part in zip(heads, parts, strict=True)]
     page.write_text("\n\n".join([*parts, *(new for head, new in blocks.items() if head not in heads)]) + "\n")
 

@@ -1,6 +1,6 @@
 """The quality study: NSA against dense and sliding attention, its branches and its gate, within a time budget.
 
-    python benchmarks/study.py --scale 26m --minutes 9 --grace 7 --pack study.tar.gz    # on an H200: ten minutes
+    python benchmarks/study.py --scale 26m --minutes 9.3 --grace 7 --pack study.tar.gz  # on an H200: ten minutes
     python benchmarks/study.py --minutes 25                                   # 125m at 8k tokens
     python benchmarks/study.py --minutes 25 --arms nsa dense                  # some arms
     python benchmarks/study.py --scale 26m --minutes 0 --out RESULTS          # CSVs and plots of the records in RESULTS
@@ -482,18 +482,19 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def draw_curves(records: Sequence[dict[str, Any]], out: Path) -> None:
     """Validation loss against tokens and against seconds, of the arms that start from nothing."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2)
-    for record in records:
-        if record["start"] is not None:
-            continue
+    own = sorted((record for record in records if record["start"] is None), key=lambda record: record["loss"])
+    for index, record in enumerate(own):
         points = [point for point in record["curve"] if point["valid_loss"] is not None and point["step"] > 0]
         for axis, key in zip(axes, ("tokens", "seconds"), strict=True):
             xs, ys = [point[key] for point in points], [point["valid_loss"] for point in points]
             style = "--" if record["arm"].startswith(("dense", "sliding")) else "-"
-            axis.plot(xs, ys, style, label=f"{record['arm']}: {record['loss']:.3f}", linewidth=1.4)
+            label = f"{record['arm']}: {record['loss']:.3f}"
+            axis.plot(xs, ys, style, label=label, color=colormaps["tab20"](index % 20), linewidth=1.4)
     for axis, key in zip(axes, ("tokens", "seconds of training"), strict=True):
         axis.set(xlabel=key, ylabel="validation loss")
         axis.grid(alpha=0.25)

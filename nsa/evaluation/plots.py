@@ -8,6 +8,8 @@ from typing import Any
 
 # Of runs, in order; distinguishable for most kinds of color blindness.
 COLORS = ("#0b6e4f", "#333333", "#b0722f", "#3a6ea5", "#a3456b", "#7a7a2e")
+# Maps side by side.
+MAX_COLUMNS = 5
 
 
 def draw_evaluation(name: str, rows: Sequence[dict[str, Any]], out: Path) -> None:
@@ -46,16 +48,20 @@ def needle_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
     runs = by_run(rows)
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["value"] for row in rows})
-    size = (1.8 + max(2.5, 0.5 * len(lengths)) * len(runs), 1.3 + 0.27 * len(depths))
-    figure = new(figsize=size)
-    axes = figure.subplots(1, len(runs), squeeze=False)[0]
-    for axis, (run, own) in zip(axes, runs.items(), strict=True):
+    columns = min(len(runs), MAX_COLUMNS)
+    lines = -(-len(runs) // columns)
+    figure = new(figsize=(1.8 + max(2.5, 0.5 * len(lengths)) * columns, (1.3 + 0.27 * len(depths)) * lines))
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for unused in axes[len(runs) :]:
+        unused.set_axis_off()
+    for axis, (run, own) in zip(axes, runs.items(), strict=False):
         found = {(row["value"], row["length"]): row["accuracy"] for row in own}
         grid = [[found[depth, length] for length in lengths] for depth in depths]
         axis.imshow(grid, vmin=0, vmax=1, cmap="YlGn", aspect="auto")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
-                axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color="#222222")
+                color = "#ffffff" if value > 0.6 else "#222222"
+                axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color=color)
         axis.set_xticks(range(len(lengths)), [short(length) for length in lengths], fontsize=7)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
         axis.set_title(f"{run}: {sum(map(sum, grid)) / sum(map(len, grid)):.1%}", fontsize=9)
