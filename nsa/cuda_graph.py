@@ -17,7 +17,9 @@ def one_capture() -> threading.Lock:
     return threading.Lock()
 
 
-def capture_graph(function: Callable[[], object], *, pool: Any = None, stream: Any = None) -> torch.cuda.CUDAGraph:
+def capture_graph(
+    function: Callable[[], object], *, pool: torch.cuda.MemPool | None = None, stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
     """Capture what `function` launches. Other threads may allocate meanwhile.
 
     Python collects no garbage meanwhile: a graph freed by that, as of an earlier generation, would break the capture.
@@ -31,11 +33,12 @@ def capture_graph(function: Callable[[], object], *, pool: Any = None, stream: A
         The graph, to be replayed.
     """
     graph = torch.cuda.CUDAGraph()
+    where: dict[str, Any] = {"pool": None if pool is None else pool.id, "stream": stream}
     with one_capture():
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
                 function()
         finally:
             if collects:

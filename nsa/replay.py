@@ -116,7 +116,7 @@ class ReplayedFunction:
                 raise NotCapturableError
             self.calls[("graph", "replay")] = 1
             run = partial(self.run, function)
-            self.graph = capture_graph(run, pool=self.memory.pool.id, stream=self.memory.stream)
+            self.graph = capture_graph(run, pool=self.memory.pool, stream=self.memory.stream)
 
     def run(self, function: Callable[..., Results]) -> None:
         for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):

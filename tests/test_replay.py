@@ -40,11 +40,6 @@ class RunAgain:
             self.function()
 
 
-def capture(function: Callable[[], None], shared: SharedMemory) -> RunAgain:
-    del shared
-    return RunAgain(function)
-
-
 def new_memory() -> SharedMemory:
     return SharedMemory(None, None, threading.RLock(), WeakValueDictionary())  # type: ignore[arg-type]
 
@@ -52,7 +47,7 @@ def new_memory() -> SharedMemory:
 @pytest.fixture(autouse=True)
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = new_memory()
-    monkeypatch.setattr(replay, "capture", capture)
+    monkeypatch.setattr(replay, "capture_graph", lambda function, pool, stream: RunAgain(function))
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -511,7 +506,7 @@ def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Event().wait(0.05)
         captures.release()
 
-    monkeypatch.setattr(replay, "capture", capture)
+    monkeypatch.setattr(replay, "capture_graph", lambda function, pool, stream: RunAgain(function))
     one = [torch.ones(3)]
     threads = [threading.Thread(target=ReplayedFunction, args=(lambda x: [x + 1], one)) for _ in range(3)]
     for thread in threads:
