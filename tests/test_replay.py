@@ -428,7 +428,7 @@ def test_a_layer_is_freed_without_the_garbage_collector(monkeypatch: pytest.Monk
             pass
 
     # As a CUDA graph, it does not hold the function.
-    monkeypatch.setattr(replay, "capture", lambda function, shared: Graph())
+    monkeypatch.setattr(replay, "capture_graph", lambda function, pool, stream: Graph())
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     gc.disable()
     try:
@@ -459,10 +459,10 @@ def test_what_cannot_be_captured_is_launched(way: str, problem: str, monkeypatch
             ops.attention(*inputs, **ATTENTION_SIZES)
         assert captures(layer)
 
-    def fail(function: Callable[[], None], shared: SharedMemory) -> None:
+    def fail(function: Callable[[], None], **where: object) -> None:
         raise torch.OutOfMemoryError if problem == "memory" else AssertionError("captured")
 
-    monkeypatch.setattr(replay, "capture", fail)
+    monkeypatch.setattr(replay, "capture_graph", fail)
     if problem == "backend":
         monkeypatch.setattr(replay, "REPLAYABLE", ())
     for _ in range(CALLS_BEFORE + 2):
