@@ -19,13 +19,11 @@ A value that is not finite is not hidden, and may show in rows that do not see i
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from nsa import checks
 from nsa.attention_replay import replay_attention
-from nsa.lazy import warn_renamed
+from nsa.deprecated import mixture as mixture
 from nsa.ops.branches import COMBINE, COMPRESSED, SELECT_BLOCKS, SELECTED, SLIDING
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import ATTENTION, run_backward, run_forward
@@ -244,35 +242,3 @@ def combine(
     """
     checks.check_combine(o_cmp, o_sel, o_win, gates, backend, strict)
     return COMBINE(o_cmp, o_sel, o_win, gates, backend, strict)
-
-
-def mixture(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    branches: object,
-    indices: Tensor,
-    block: int,
-    stride: int,
-    select_block: int,
-    window: int,
-    window_start: Tensor | None = None,
-    q_start: Tensor | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Deprecated, for one version: `attention` selects blocks and runs the branches, whose results were `branches`."""
-    warn_renamed(f"{__name__}.mixture", "attention, which runs the branches too")
-    options |= {"backend": backend, "strict": strict}
-    starts = options | {"q_start": q_start}
-    o_cmp, _ = compressed_attention(q, k_cmp, v_cmp, block=block, stride=stride, **starts)
-    o_sel, _ = selected_attention(q, k_sel, v_sel, indices, select_block=select_block, **starts)
-    o_win, _ = sliding_attention(q, k_win, v_win, window=window, q_start=window_start, **options)
-    return combine(o_cmp, o_sel, o_win, gates, backend=backend, strict=strict)
