@@ -108,8 +108,13 @@ def discard(path: Path) -> None:
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """What runs are called side by side: the names of their folders, or whole paths where two have the same name."""
-    names = [run.resolve().name for run in runs]
+    """What runs are called side by side: the names of their folders, or whole paths where two have the same name.
+
+    A ValueError if a folder is there twice: both would have one name.
+    """
+    folders = [run.resolve() for run in runs]
+    require(len(set(folders)) == len(folders), "runs", [str(run) for run in runs], "each folder once")
+    names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
