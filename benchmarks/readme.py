@@ -222,6 +222,9 @@ def evaluation_sentences() -> Iterator[str]:
     yield f"(`nsa-lr`) costs {other - nsa:.3f}"
     found = [row for row in records("h200/study/needle.csv") if (row["run"], row["length"]) == ("nsa-64k", "4096")]
     yield f"{sum(float(row['accuracy']) for row in found) / len(found):.0%} of all notes in 4k tokens"
+    first = [row for row in records("h200/study/gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
+    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
+    yield f"each branch's mean gate ends at {largest:.3f} or less"
     sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
     config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
     with torch.device("meta"):
