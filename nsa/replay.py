@@ -181,8 +181,9 @@ def situation(x: Tensor) -> tuple[Any, ...]:
     return x.device, stream, x.dtype, matmul_dtype(x), torch.is_grad_enabled(), matmul, sums, half_sums
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    return tuple([x.data_ptr() for x in tensors if x is not None])
+def addresses(tensors: Sequence[Tensor | None]) -> tuple[tuple[int, torch.Size], ...]:
+    """And shapes: what is cut off a tensor may start where all of it did."""
+    return tuple([(x.data_ptr(), x.shape) for x in tensors if x is not None])
 
 
 def current_stream(device: torch.device) -> int:

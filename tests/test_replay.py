@@ -355,6 +355,17 @@ def test_transposed_weights_are_not_replayed() -> None:
     assert router().counts.calls["graph", "replay"] == before
 
 
+def test_weights_that_are_cut_are_captured_again() -> None:
+    """They start where they did, as after pruning."""
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    expected = layer(x.clone().requires_grad_())[..., :12]
+    layer.o_proj.weight = torch.nn.Parameter(layer.o_proj.weight.detach()[:12])
+    assert torch.equal(differentiated(layer, x), expected)
+    assert replayed(layer, x)["y"].shape == (1, 37, 12)
+    assert len(captures(layer)) == 2
+
+
 def test_another_precision_is_captured_again() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     replayed(layer, x)
