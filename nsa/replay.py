@@ -177,8 +177,9 @@ def situation(x: Tensor) -> tuple[Any, ...]:
     matmul = torch._C._get_fp32_precision_getter("cuda", "matmul")
     sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     half_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
-    stream = current_stream(x.device)
-    return x.device, stream, x.dtype, matmul_dtype(x), torch.is_grad_enabled(), matmul, sums, half_sums
+    accumulation = torch._C._get_cublas_allow_fp16_accumulation()
+    stream, dtype = current_stream(x.device), matmul_dtype(x)
+    return x.device, stream, x.dtype, dtype, torch.is_grad_enabled(), matmul, sums, half_sums, accumulation
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> tuple[tuple[int, torch.Size], ...]:

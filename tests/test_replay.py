@@ -366,15 +366,17 @@ def test_weights_that_are_cut_are_captured_again() -> None:
     assert len(captures(layer)) == 2
 
 
-def test_another_precision_is_captured_again() -> None:
-    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+@pytest.mark.parametrize("name", ["fp32_precision", "allow_fp16_accumulation"])
+def test_another_precision_is_captured_again(name: str) -> None:
+    layer, x, matmul = new_layer(torch.float32), torch.randn(1, 37, 24), torch.backends.cuda.matmul
     replayed(layer, x)
-    kept = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if kept == "tf32" else "tf32"
+    kept = getattr(matmul, name)
+    changed = not kept if name == "allow_fp16_accumulation" else "ieee" if kept == "tf32" else "tf32"
+    setattr(matmul, name, changed)
     try:
         replayed(layer, x)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = kept
+        setattr(matmul, name, kept)
     assert len(captures(layer)) == 2
 
 
