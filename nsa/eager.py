@@ -10,6 +10,7 @@ It computes what the modules of `NSAAttention` compute, from their parameters. W
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,8 @@ from nsa.replay import BothPasses, Results, addresses, can_replay, situation
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
+    from nsa.config import NSAConfig
+    from nsa.rope import Rope
 
 LAYER_ONCE = "NSAAttention is differentiable once. For second derivatives, use nsa.reference"
 CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
@@ -189,6 +192,21 @@ def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, positio
 N_KEPT = 6
 
 
+def made_of(layer: NSAAttention) -> tuple[NSAConfig, Rope, NSAConfig]:
+    """What the passes read of a layer besides its parameters; each may be replaced."""
+    return layer.config, layer.rope, layer.gate.config
+
+
+def as_in_forward(layer: NSAAttention, made: tuple[NSAConfig, Rope, NSAConfig]) -> NSAAttention:
+    """`layer` for a backward pass, with what was `made_of` it in the forward pass."""
+    if made_of(layer) == made:
+        return layer
+    layer, gate = copy(layer), copy(layer.gate)
+    layer.config, layer.rope, gate.config = made
+    layer._modules = {**layer._modules, "gate": gate}
+    return layer
+
+
 def rest_of(layer: NSAAttention) -> tuple[Any, ...]:
     """The last arguments of `nsa::attention`."""
     c = layer.config
@@ -224,7 +242,7 @@ class LayerNode(torch.autograd.Function):
         o, *outputs = run_forward(*inputs, cu_seqlens, None, None, *rest_of(layer))
         o = o.view(-1, c.n_heads * c.d_v)
         if ctx is not None:
-            ctx.layer, ctx.n_parameters = layer, len(parameters)
+            ctx.layer, ctx.made, ctx.n_parameters = layer, made_of(layer), len(parameters)
             saved = (o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
             # Biases, and position embeddings before them, are not needed.
             ctx.save_for_backward(*without_biases(p), cu_seqlens, *angles, x, *saved)
@@ -238,11 +256,11 @@ class LayerNode(torch.autograd.Function):
         if dy is None:
             return (None,) * (4 + ctx.n_parameters)
         saved = ctx.saved_tensors
-        n = ctx.n_parameters
+        n, layer = ctx.n_parameters, as_in_forward(ctx.layer, ctx.made)
         with torch.no_grad():
             p, (cu_seqlens, *angles, x) = Parameters.split(saved[:n]), saved[n : n + N_KEPT]
             rest, needed = saved[n + N_KEPT :], ctx.needs_input_grad[3:]
-            grads = layer_backward(ctx.layer, dy, x, p, LayerAngles(*angles), cu_seqlens, rest, needed)
+            grads = layer_backward(layer, dy, x, p, LayerAngles(*angles), cu_seqlens, rest, needed)
         if torch.is_grad_enabled():
             grads = differentiable_once(LAYER_ONCE, grads, (*saved, dy))
         return (None, None, None, *grads)
@@ -354,7 +372,7 @@ class LayerReplay(BothPasses):
     def __init__(self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], differentiable: bool) -> None:
         angles, self.dtype = angles_of(layer, x, None, 0), x.dtype
         # What `replay_layer` knows it by, and has to stay.
-        self.made_from = layer.config, layer.rope, layer.gate.config
+        self.made = made_of(layer)
         self.angles = angles
         self.addresses = addresses(without_biases(Parameters.split(parameters)))
         self.n_parameters, self.parameter_dtype = len(parameters), parameters[0].dtype
@@ -409,8 +427,9 @@ class ReplayNode(torch.autograd.Function):
         if dy is None:
             return (None,) * (3 + ctx.replay.n_parameters)
         x, saved, *weights = ctx.saved_tensors
+        layer = as_in_forward(ctx.layer, ctx.replay.made)
         with torch.no_grad():
-            grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(ctx.layer, dy, x, saved, weights)
+            grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(layer, dy, x, saved, weights)
         if torch.is_grad_enabled():
             grads = differentiable_once(LAYER_ONCE, grads, (x, *weights, dy))
         return (None, None, *grads)
@@ -421,7 +440,7 @@ def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -
     c, dtype, differentiable = layer.config, parameters[0].dtype, torch.is_grad_enabled()
     if not can_replay(x, c.backend, c.strict) or not all(p.is_contiguous() for p in parameters):
         return None
-    key = (x.shape, *situation(x), dtype, id(c), id(layer.rope), id(layer.gate.config), *addresses(parameters))
+    key = (x.shape, *situation(x), dtype, *map(id, made_of(layer)), *addresses(parameters))
     found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(matmul_dtype(x)), parameters, differentiable))
     if found is None:
         return None

@@ -155,6 +155,22 @@ def test_a_bias_may_change_before_the_backward_pass() -> None:
     y.sum().backward()
 
 
+@pytest.mark.parametrize("change", ["config", "gate"])
+def test_a_config_may_be_replaced_before_the_backward_pass(change: str) -> None:
+    layer, x = new_layer(), torch.randn(1, 37, 24, dtype=torch.float64, requires_grad=True)
+    wanted = (x, *layer.parameters())
+    expected = torch.autograd.grad(layer(x).sum(), wanted)
+    y = layer(x)
+    if change == "config":
+        layer.config = replace(layer.config, w=3)
+    else:
+        layer.gate.config = replace(layer.config, gate="softmax")
+    changed = layer.config, layer.gate.config
+    found = torch.autograd.grad(y.sum(), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert (layer.config, layer.gate.config) == changed
+
+
 def test_a_frozen_layer_saves_no_more_than_its_modules() -> None:
     layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
     layer.requires_grad_(False)

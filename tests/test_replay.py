@@ -345,6 +345,22 @@ def test_a_layer_that_is_changed_is_captured_again(change: str) -> None:
     assert not torch.equal(found["y"], before["y"])
 
 
+def test_a_config_may_be_replaced_before_the_backward_pass() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    expected = replayed(layer, x)["x"]
+    for first in (True, False):
+        leaf = x.clone().requires_grad_()
+        y, config = layer(leaf), layer.config
+        if first:
+            # As if no backward pass had been captured yet.
+            captures(layer)[0].backward = None
+        layer.config = replace(config, w=3)
+        torch.manual_seed(1)
+        (dx,) = torch.autograd.grad(y, [leaf], torch.randn_like(y))
+        layer.config = config
+        assert torch.equal(dx, expected)
+
+
 def test_transposed_weights_are_not_replayed() -> None:
     """They lie where they lay; a graph would read them as they were."""
     layer, x = new_layer(torch.float32, dim=32), torch.randn(1, 37, 32)
