@@ -109,11 +109,16 @@ def store_rows(
 
 
 @triton.jit
-def online_softmax(b_s, b_m, b_l, b_o, scale_log2):
+def online_softmax(b_s, b_m, b_l, b_o, scale_log2, m_row=None):
     """Takes in raw scores `b_s`: returns the probabilities relative to the new maximum, and maximum, sum and output
-    rescaled to it. All in base 2, with `scale_log2 > 0` applied here."""
+    rescaled to it. All in base 2, with `scale_log2 > 0` applied here. Of `m_row`, other rows see none of these keys."""
     b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
-    b_p = tl.math.exp2(b_s * scale_log2 - b_m_new[:, None])
+    b_top = b_m_new
+    if m_row is not None:
+        b_m_new = tl.where(m_row, b_m_new, b_m)
+        # A number per row: cheaper than to hide the scores one by one.
+        b_top = tl.where(m_row, b_m_new, float("inf"))
+    b_p = tl.math.exp2(b_s * scale_log2 - b_top[:, None])
     b_alpha = tl.math.exp2(b_m - b_m_new)
     return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
 

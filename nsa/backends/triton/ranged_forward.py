@@ -60,16 +60,6 @@ def load_words(p_word, i_n, i_stop, o_t, n_word_tiles, SELECT_BLOCK: tl.constexp
 
 
 @triton.jit
-def softmax_of_rows(b_s, b_m, b_l, b_o, m_row, scale_log2):
-    """`online_softmax` of the rows `m_row`; others see none of these keys."""
-    b_m_new = tl.where(m_row, tl.maximum(b_m, tl.max(b_s, 1) * scale_log2), b_m)
-    # A number per row: cheaper than to hide the scores one by one.
-    b_p = tl.math.exp2(b_s * scale_log2 - tl.where(m_row, b_m_new, float("inf"))[:, None])
-    b_alpha = tl.math.exp2(b_m - b_m_new)
-    return b_p, b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_o * b_alpha[:, None]
-
-
-@triton.jit
 def attend_keys(
     b_q, b_m, b_l, b_o, b_lo, b_hi, i_start, i_stop, k, v, i_b, i_g, n_keys, scale_log2,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -98,7 +88,7 @@ def attend_keys(
             if not AHEAD:
                 b_word = load_words(p_word, i_n, i_stop, o_t, n_word_tiles, SELECT_BLOCK)
             m_row = ((b_word >> (o_t % 32)) & 1) != 0
-            b_p, b_m, b_l, b_o = softmax_of_rows(b_s, b_m, b_l, b_o, m_row, scale_log2)
+            b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2, m_row)
         else:
             b_p, b_m, b_l, b_o = online_softmax(b_s, b_m, b_l, b_o, scale_log2)
         b_v = load_keys(v, i_b, i_g, i_n, n_keys, stride_vb, stride_vn, stride_vg, D_V, BLOCK_N, BLOCK_DV, MASKED, DESC)
