@@ -21,6 +21,8 @@ from nsa.train.run_model import load_run
 
 def run(args: argparse.Namespace) -> int:
     require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
+    for flag, out in (("--out", args.out), ("--json", args.json)):
+        require(out is None or not out.is_dir(), flag, str(out), "the name of a file")
     device = usable_device(args.device)
     text = args.prompt if args.text is None else read_source(args.text, "--text")
     dtype = None if args.dtype is None else DTYPES[args.dtype]

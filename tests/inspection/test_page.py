@@ -82,6 +82,10 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path, capsys: pytest.Captu
 def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path), "--prompt", "x"]) == 2
     assert "--json" in capsys.readouterr().err
+    for flag in ("--out", "--json"):
+        # Before the model is loaded: the folder has none.
+        assert main(["inspect", str(tmp_path), "--prompt", "some text", flag, str(tmp_path)]) == 2
+        assert f"{flag} is {str(tmp_path)!r}; accepted: " in capsys.readouterr().err
 
 
 # In a browser.
