@@ -169,12 +169,17 @@ def recovery_sentences() -> Iterator[str]:
 
 def arms_table(file: Path) -> str:
     """The study's runs, by context and loss."""
-    lines = []
+    lines, other = [], file.parent / "arms-plain" / "loss.csv"
+    # The first row of a run is the whole.
+    plain = {row["run"]: row["loss"] for row in reversed(records(other))} if other.is_file() else {}
     for row in sorted(records(file), key=lambda row: (int(row["seq_len"]), float(row["loss"]))):
         cells = [short(int(row["seq_len"])), f"`{row['arm']}`", f"{int(row['parameters']) / 1e6:.1f}M"]
         cells += [f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['loss']):.3f}"]
+        if plain:
+            cells.append(f"{float(plain[row['arm']]):.3f}" if row["arm"] in plain else "")
         lines.append([*cells, f"{float(row['tokens_per_s']):,.0f}" if row["tokens_per_s"] else ""])
-    return table(["context", "arm", "parameters", "tokens", "validation loss", "tokens per second"], lines)
+    losses = ["validation loss", "on plain text"] if plain else ["validation loss"]
+    return table(["context", "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
 
 
 def accuracy_table(title: str, file: Path) -> str:

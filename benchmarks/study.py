@@ -71,6 +71,8 @@ from nsa.train.warmup import warm_up
 TASKS = ("needle", "recall", "loss")
 # Of a run, what is packed.
 PACKED = (CONFIG, METRICS, REPORT)
+# The corpus of Python source alone that nothing is trained on, and one file in how many is for it.
+PLAIN, PLAIN_EVERY = "plain", 10
 # Seconds that a stopped run gets to write its checkpoint.
 GRACE_S = 60
 # Seconds that no arm takes less than, for the first one.
@@ -238,7 +240,8 @@ class Study:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def data(self) -> None:
-        """Corpora with one tokenizer: Python source with recall, of documents as long as each sequence length asks."""
+        """Corpora with one tokenizer: Python source with recall, of documents as long as each sequence length asks, and
+        without."""
         bpe = ["--train-bpe", str(self.scale.vocab)] if self.scale.vocab else []
         options = corpus_options(self.scale)
         missing = [name for name in options if not (self.work / name / "manifest.json").is_file()]
@@ -246,8 +249,11 @@ class Study:
             self.queue.left_out |= dict.fromkeys([f"data {name}" for name in missing], "the time is up")
             return
         files, jobs = python_files(python_folders()), []
+        plain = files[::PLAIN_EVERY]
+        trained = sorted({*files} - {*plain})
         for name in missing:
-            write_corpus(self.work / f"{name}.jsonl", mixed_documents(files, **options[name]))
+            documents = mixed_documents(plain if name == PLAIN else trained, **options[name])
+            write_corpus(self.work / f"{name}.jsonl", documents)
             words = ["data", "prepare", "--source", "jsonl", "--path", f"{name}.jsonl", "--out", name]
             tokenizer, after = (bpe, ()) if name == "base" else (["--tokenizer", "base"], ("data base",))
             jobs.append(Job(f"data {name}", partial(list, [*words, *tokenizer]), after=after))
@@ -334,8 +340,8 @@ class Study:
         }
 
     def eval_jobs(self, arms: Sequence[str], extended: Sequence[str]) -> list[Job]:
-        """Needle and recall of the longest extensions, the loss by position of what they extend, and the needle at
-        lengths up to the training's of all arms, side by side."""
+        """Needle and recall of the longest extensions, the loss by position of what they extend, and of the arms, side
+        by side, the loss on plain text and the needle at lengths up to the training's."""
         s = self.scale
         longest = [extended_name(name, max(s.extend)) for name in extended]
         lengths = ["--lengths", *map(str, s.lengths), "--samples", str(s.samples)]
@@ -348,6 +354,12 @@ class Study:
             self.eval_job("loss", extended, ["--windows", "8"], self.out),
             self.eval_job(
                 "needle", kinds, [*few, "--depths", "5", "--samples", str(s.samples)], self.out / "arms-needle"
+            ),
+            self.eval_job(
+                "loss",
+                arms,
+                ["--dataset", "shards", "--data-path", PLAIN, "--windows", str(16 * s.samples)],
+                self.out / "arms-plain",
             ),
         ]
 
@@ -363,7 +375,9 @@ class Study:
                 ["eval", task, *there, *flags, "--chunk", str(self.scale.chunk), "--out", str(out)] if there else None
             )
 
-        return Job(f"eval {task} of {'-'.join(names)}", words, after=tuple(names), seconds=lambda: LEAST_S / 2)
+        place = "" if out == self.out else f" in {out.name}"
+        name = f"eval {task} of {'-'.join(names)}{place}"
+        return Job(name, words, after=tuple(names), seconds=lambda: LEAST_S / 2)
 
     # Results.
 
@@ -423,6 +437,7 @@ class Study:
 def corpus_options(scale: Scale) -> dict[str, dict[str, Any]]:
     """The arguments of `mixed_documents`, by the name of the corpus."""
     lengths = {"base": scale.seq_len, **{extended_name("long", length): length for length in scale.extend}}
+    lengths[PLAIN] = scale.seq_len
     made = {}
     for seed, (name, length) in enumerate(lengths.items()):
         longer = int(name != "base")
@@ -430,7 +445,7 @@ def corpus_options(scale: Scale) -> dict[str, dict[str, Any]]:
         longest = (4 if scale.vocab else 1) * length
         made[name] = {
             "n_chars": (scale.chars, scale.long_chars)[longer],
-            "recall_share": scale.recall_share[longer],
+            "recall_share": 0.0 if name == PLAIN else scale.recall_share[longer],
             "recall_chars": (longest // 4, longest),
             "dense_share": scale.dense_share[longer],
             "seed": seed,

@@ -49,6 +49,9 @@ def study_archive(tmp_path: Path) -> Path:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["run", "task", "length", "value", "accuracy"])
         rows.writerows(["nsa-64k", task, 65536, value, accuracy] for task, value, accuracy in cells)
+    plain = out / "arms-plain" / "loss.csv"
+    plain.parent.mkdir()
+    plain.write_text("run,length,begin,end,loss\nnsa,8192,0,8192,2.5\nnsa,8192,0,1,4.0\n")
     return packed(out)
 
 
@@ -83,8 +86,8 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
         assert (heading, text) == ("# Evaluation", "Text.")
         arms, needles, long = (table.strip().split("\n") for table in tables)
         assert arms[2:] == [
-            "| 8k | `nsa` | 26.1M | 24.6M | 3.125 | 1,000,000 |",
-            "| 8k | `dense` | 26.0M | 24.6M | 3.250 |  |",
+            "| 8k | `nsa` | 26.1M | 24.6M | 3.125 | 2.500 | 1,000,000 |",
+            "| 8k | `dense` | 26.0M | 24.6M | 3.250 |  |  |",
         ]
         assert needles[2:] == ["| `nsa-64k` | needle | 75% |"]
         assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]

@@ -83,6 +83,8 @@ def test_one_token_in_forty_is_of_an_answer(study: ModuleType) -> None:
     options = study.corpus_options(study.SCALES["26m"])
     corpora = {name: list(mixed_documents(files, **given | {"n_chars": 10**6})) for name, given in options.items()}
     tokenizer = train_bpe(corpora["base"], 4096)
+    assert options[study.PLAIN]["recall_share"] == 0
+    del corpora[study.PLAIN]
     for texts in corpora.values():
         lines = [line.split() for text in texts for line in text.splitlines() if line.startswith("# recall ")]
         # All but the mark, the word and the key that is asked for.
@@ -202,7 +204,7 @@ def test_the_maps_come_before_what_they_do_not_need(
     extended = [f"{arm}-{length}k" for length in (8, 32, 64) for arm in ("nsa", "dense")]
     maps = [f"eval {task} of nsa-64k-dense-64k" for task in ("needle", "recall")]
     assert queued[:10] == ["nsa", "dense", *extended, *maps]
-    assert len(queued) == len(set(queued)) == len(study.make_arms(scale)) + len(extended) + 4
+    assert len(queued) == len(set(queued)) == len(study.make_arms(scale)) + len(extended) + 5
 
 
 @pytest.mark.slow
@@ -217,7 +219,7 @@ def test_it_runs_end_to_end_and_only_once(
     trained = ["nsa", "dense", "nsa-256", "dense-256", "nsa-512", "dense-512", "nsa-no-sel", "nsa-branch-norm"]
     evaluated = ["eval needle", "eval recall", "eval loss"]
     trains = [f"train runs/{name}" for name in trained]
-    assert commands == ["data prepare"] * 3 + trains[:-2] + evaluated + trains[-2:] + ["eval needle"]
+    assert commands == ["data prepare"] * 4 + trains[:-2] + evaluated + trains[-2:] + ["eval needle", "eval loss"]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last["done"]) == sorted(trained)
     assert last["left"] == {}
@@ -234,6 +236,7 @@ def test_it_runs_end_to_end_and_only_once(
         assert {row["run"] for row in csv.DictReader((out / f"{name}.csv").open())} <= set(trained)
     before = list(csv.DictReader((out / "arms-needle" / "needle.csv").open()))
     assert {row["run"] for row in before} == set(arm_names)
+    assert {row["run"] for row in csv.DictReader((out / "arms-plain" / "loss.csv").open())} == set(arm_names)
     for path in (out.rglob("*.json"), out.rglob("*.csv")):
         assert not any(str(tmp_path) in file.read_text() for file in path)
     assert (out / "curves.png").is_file()
