@@ -3,7 +3,8 @@
     python benchmarks/adopt.py rows/attention.csv study.tar.gz long22.tgz
 
 A CSV file of `nsa bench` replaces the rows of the same names and shapes in the file of its name; of the host's times,
-which are compared between commits, every row stays. Archives also become tables in docs/evaluation.md.
+which are compared between commits, every row stays. The profile, `ncu.csv`, has its own columns and is replaced whole.
+Archives also become tables in docs/evaluation.md.
 
 That of a study is what `benchmarks/study.py --pack` wrote; logs and metrics in it are left out. The other holds the
 folder of a run without its parameters: config.yaml, metrics.jsonl, run.json. Its curve becomes `long.csv`.
@@ -31,6 +32,7 @@ from nsa.train.yaml_file import read_yaml
 
 # Of a study's archive, what is no result.
 LEFT_OUT = ("logs", "runs")
+PROFILE = "ncu.csv"
 
 
 def adopt_rows(measured: Path, out: Path) -> None:
@@ -51,8 +53,12 @@ def adopt(archive: Path, results: Path) -> Path:
         ValueError: It is the archive of neither a study nor a run, or a name in it leads out of it.
     """
     if archive.suffix == ".csv":
-        adopt_rows(archive, results / archive.name)
-        return results / archive.name
+        out = results / archive.name
+        if archive.name == PROFILE:
+            shutil.copyfile(archive, out)
+        else:
+            adopt_rows(archive, out)
+        return out
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as packed:
             unpack(packed, Path(folder))

@@ -105,6 +105,15 @@ def test_new_rows_replace_those_of_the_same_shape(adopt: ModuleType, tmp_path: P
         adopt.adopt(tmp_path / "absent.csv", kept.parent)
 
 
+def test_a_profile_is_replaced_whole(adopt: ModuleType, tmp_path: Path) -> None:
+    measured, kept = tmp_path / "ncu.csv", tmp_path / "results" / "ncu.csv"
+    kept.parent.mkdir()
+    for path, line in ((kept, "stage,ms\nold,1.0\n"), (measured, "mode,stage,ms\nfwd,new,2.0\n")):
+        path.write_text(line)
+    assert adopt.adopt(measured, kept.parent) == kept
+    assert kept.read_text() == measured.read_text()
+
+
 def test_rows_of_the_host_stay_by_commit(adopt: ModuleType, tmp_path: Path) -> None:
     measured, kept = tmp_path / "host.csv", tmp_path / "results" / "host.csv"
     append(kept, replace(ROW, suite="host", commit="before"))
