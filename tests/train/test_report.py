@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tomllib
 from html import unescape
@@ -199,15 +200,17 @@ ODD = ["1" + "0" * 400, "1" * 5000, "[" * 100_000 + "]" * 100_000, '"x"', "[]", 
 @pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
 @pytest.mark.parametrize("key", ["kind", "step", "loss", "mean", "counts", "text", "sample", "time", "fallbacks"])
 def test_a_line_with_anything_in_it_is_drawn_or_left_out(key: str, value: str, tmp_path: Path) -> None:
-    full_run(tmp_path).close()
-    (tmp_path / "run.json").write_text(f'{{"{key}": {value}}}')
+    run, other = tmp_path / "run", tmp_path / "other"
+    full_run(run).close()
+    (run / "run.json").write_text(f'{{"{key}": {value}}}')
     for name in ("metrics.jsonl", "heartbeat.jsonl"):
-        lines = (tmp_path / name).read_text().splitlines(keepends=True)
+        lines = (run / name).read_text().splitlines(keepends=True)
         odd = [f"{line.rstrip()[:-1]}, {json.dumps(key)}: {value}}}\n" for line in lines[-3:]]
-        (tmp_path / name).write_text("".join([*lines, *odd]))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert cli.main(["report", str(tmp_path), str(tmp_path), "-o", str(tmp_path / "two.html")]) == 0
-    assert {step for line in read_lines(tmp_path / "metrics.jsonl") if (step := line["step"])} <= set(range(1, 41))
+        (run / name).write_text("".join([*lines, *odd]))
+    shutil.copytree(run, other)
+    assert cli.main(["report", str(run)]) == 0
+    assert cli.main(["report", str(run), str(other), "-o", str(tmp_path / "two.html")]) == 0
+    assert {step for line in read_lines(run / "metrics.jsonl") if (step := line["step"])} <= set(range(1, 41))
 
 
 def test_a_new_run_begins_with_empty_files(tmp_path: Path) -> None:
