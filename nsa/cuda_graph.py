@@ -22,7 +22,7 @@ def capture_graph(
 ) -> torch.cuda.CUDAGraph:
     """Capture what `function` launches. Other threads may allocate meanwhile.
 
-    Python collects no garbage meanwhile: a graph freed by that, as of an earlier generation, would break the capture.
+    Garbage collection is off meanwhile: freeing another graph, such as that of an earlier generation, fails a capture.
 
     Args:
         function: Called once. Nothing runs on the device.

@@ -69,7 +69,7 @@ def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
 
 
 def matches_config(layer: NSAAttention) -> bool:
-    """Whether `phi` and the gate, which have been replaced maybe, do what the layer's config says."""
+    """Whether `phi` and the gate, which may have been replaced, do what the layer's config says."""
     expected = layer.config.phi, layer.config.l
     if any((phi.kind, phi.block) != expected for phi in (layer.phi_k, layer.phi_v)):
         return False
