@@ -6,8 +6,9 @@ A CSV file of `nsa bench` replaces the rows of the same names and shapes in the 
 which are compared between commits, every row stays. The profile, `ncu.csv`, has its own columns and is replaced whole.
 Archives also become tables in docs/evaluation.md.
 
-That of a study is what `benchmarks/study.py --pack` wrote; logs and metrics in it are left out. The other holds the
-folder of a run without its parameters: config.yaml, metrics.jsonl, run.json. Its curve becomes `long.csv`.
+That of a study is what `benchmarks/study.py --pack` wrote, and replaces the folder of the name of its `--out`; logs and
+metrics in it are left out. The other holds the folder of a run without its parameters: config.yaml, metrics.jsonl,
+run.json. Its curve becomes `long.csv`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def adopt(archive: Path, results: Path) -> Path:
             unpack(packed, Path(folder))
         arms = next(Path(folder).glob("*/arms.csv"), None)
         if arms is not None:
-            out = results / "study"
+            out = results / arms.parent.name
             # Of an earlier study nothing stays: its text and its arms may be others.
             if out.is_dir():
                 shutil.rmtree(out)

@@ -166,9 +166,12 @@ def recovery_sentences() -> Iterator[str]:
 
 # docs/evaluation.md
 
+# The folders of the studies, and what their tables are told apart by.
+STUDIES = {"study": "", "study-long": ", long study"}
 
-def arms_table(file: Path) -> str:
-    """The study's runs, by context and loss."""
+
+def arms_table(title: str, file: Path) -> str:
+    """A study's runs, by context and loss."""
     lines, other = [], file.parent / "arms-plain" / "loss.csv"
     # The first row of a run is the whole.
     plain = {row["run"]: row["loss"] for row in reversed(records(other))} if other.is_file() else {}
@@ -179,7 +182,7 @@ def arms_table(file: Path) -> str:
             cells.append(f"{float(plain[row['arm']]):.3f}" if row["arm"] in plain else "")
         lines.append([*cells, f"{float(row['tokens_per_s']):,.0f}" if row["tokens_per_s"] else ""])
     losses = ["validation loss", "on plain text"] if plain else ["validation loss"]
-    return table(["context", "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
+    return table([title, "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
 
 
 def accuracy_table(title: str, file: Path) -> str:
@@ -208,13 +211,15 @@ def long_table(file: Path) -> str:
 
 def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str]]:
     """Of those results that are there."""
-    tables = {
-        "study/arms.csv": arms_table,
-        "study/needle.csv": partial(accuracy_table, "after the extension"),
-        "study/recall.csv": partial(accuracy_table, "recall after the extension"),
-        "study/arms-needle/needle.csv": partial(accuracy_table, "before the extension"),
-        "long.csv": long_table,
-    }
+    tables: dict[str, Callable[[Path], str]] = {}
+    for study, words in STUDIES.items():
+        tables |= {
+            f"{study}/arms.csv": partial(arms_table, f"context{words}"),
+            f"{study}/needle.csv": partial(accuracy_table, f"after the extension{words}"),
+            f"{study}/recall.csv": partial(accuracy_table, f"recall after the extension{words}"),
+            f"{study}/arms-needle/needle.csv": partial(accuracy_table, f"before the extension{words}"),
+        }
+    tables["long.csv"] = long_table
     return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
 
 

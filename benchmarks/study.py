@@ -527,7 +527,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", metavar="ARM", help="only compile and measure a step; what the study calls")
     parser.add_argument("--steps", type=int, help="of each arm (default: the scale's)")
     parser.add_argument("--work", type=Path, default=Path("runs/study"), help="data and runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/study-results"), help="results")
+    parser.add_argument("--out", type=Path, default=Path("runs/results/study"), help="results")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="an archive of results, logs and metrics to write")
     args = parser.parse_args(argv)
     scale = SCALES[args.scale]

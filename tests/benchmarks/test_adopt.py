@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import shutil
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def packed(folder: Path) -> Path:
 
 @pytest.fixture
 def study_archive(tmp_path: Path) -> Path:
-    out = tmp_path / "out"
+    out = tmp_path / "study"
     (out / "logs").mkdir(parents=True)
     (out / "logs" / "nsa.log").write_text("of no use\n")
     arms = ["arm,seq_len,parameters,tokens,loss,tokens_per_s", "dense,8192,26000000,24576000,3.25,"]
@@ -93,6 +94,21 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
         assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
     assert not (results / "study" / "logs").exists()
     assert not earlier.exists()
+
+
+def test_another_study_has_a_folder_and_tables_of_its_own(
+    adopt: ModuleType, study_archive: Path, tmp_path: Path
+) -> None:
+    results, page = tmp_path / "benchmarks" / "results" / "h200", tmp_path / "docs" / "evaluation.md"
+    for folder in (results, page.parent):
+        folder.mkdir(parents=True)
+    page.write_text("# Evaluation\n")
+    longer = study_archive.parent / "study-long"
+    shutil.copytree(study_archive.parent / "study", longer)
+    assert adopt.main([str(study_archive), str(packed(longer))], tmp_path) == 0
+    assert {path.parent.name for path in results.glob("*/arms.csv")} == {"study", "study-long"}
+    heads = [part.split("\n")[0].split("|")[1].strip() for part in page.read_text().split("\n\n")[1:]]
+    assert heads == ["context", "after the extension", "context, long study", "after the extension, long study"]
 
 
 def test_new_rows_replace_those_of_the_same_shape(adopt: ModuleType, tmp_path: Path) -> None:
