@@ -173,10 +173,12 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `eager.LayerNode` returns, by calling the layer's modules, and from a cache if there is one."""
         start = None if cache is None else cache.lengths
-        stepped = None if cache is None else fused_step(self, x, cache, counts, position_offset, every_branch)
-        if stepped is not None:
-            o, indices, gates = stepped
-            return self.o_proj(o.flatten(2)), indices, gates
+        if cache is not None:
+            plain = type(self) is NSAAttention
+            stepped = fused_step(self, x, cache, counts, position_offset, every_branch, plain=plain)
+            if stepped is not None:
+                o, indices, gates = stepped
+                return self.o_proj(o.flatten(2)), indices, gates
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:

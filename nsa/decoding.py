@@ -1,7 +1,8 @@
 """The short way of a cached step: a few new tokens per row, from the projections to the attention's output in one call.
 
-With `backend="triton"` the decode kernels take the place of `NSACache.stage`, the ops and `NSACache.commit`; everything
-else (longer steps, other backends, `torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
+With `backend="triton"` the decode kernels take the place of `NSACache.stage`, the ops and `NSACache.commit`, and where
+the layer's Linears are plain ones and the rows few, of these too; everything else (longer steps, other backends,
+`torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nsa import settings
+from nsa import eager, settings
 from nsa.backends import triton
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, CallUnsupported, router
 from nsa.cache import NSACache, PagedNSACache
 from nsa.cache.store import bits
-from nsa.eager import is_plain_linear
 from nsa.functional import hyperparameters_of
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
+    from nsa.model.transformer import RMSNorm
 
 # A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
+# With more rows, cuBLAS is the better matmul.
+MAX_LINEAR_ROWS = 32
 DECODE_STEP = "decode_step"
 
 
@@ -36,9 +39,12 @@ def fused_step(
     counts: Tensor | None,
     position_offset: int | Tensor,
     every_branch: bool = False,
+    *,
+    norm: RMSNorm | None = None,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Append the tokens `x [B,T,dim]`, the first `counts [B]` of which are real, to `cache` and attend from them, by
-    the branch that the gate is pinned to or, with `every_branch`, by all.
+    """Append the tokens `norm(x [B,T,dim])`, the first `counts [B]` of which are real, to `cache` and attend from them,
+    by the branch that the gate is pinned to or, with `every_branch`, by all. A `plain` layer is no subclass.
 
     Returns:
         `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the decode kernels
@@ -56,11 +62,10 @@ def fused_step(
     if not kernels_run(problem, c.backend) or (falls_back and (problem, DECODE_STEP) in router().failed):
         return None
     longest = cache.longest_after(x.shape[1], counts)
-    gates = layer.gate(x)
-    q, keys, values = layer.heads(x)
-    ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
     try:
         decode, _ = triton.load("decode")
+        q, keys, values, gates = project(layer, x, norm, plain)
+        ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
         new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
         phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
         branch = None if every_branch else c.force_branch
@@ -97,7 +102,38 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     fitting = plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
     # The kernels read the weights of phi: neither adapters nor what is offloaded.
     phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)
-    return fitting and all(p.position.device == x.device and all(map(is_plain_linear, p.children())) for p in phis)
+    plain_linear = eager.is_plain_linear
+    return fitting and all(p.position.device == x.device and all(map(plain_linear, p.children())) for p in phis)
+
+
+def project(layer: NSAAttention, x: Tensor, norm: RMSNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as by `layer.heads`, and the gates, of `norm(x)`; in two launches where the layer is a
+    `plain` one, whose parameters say all that it does."""
+    c, gate = layer.config, layer.gate
+    parameters = eager.parameters_of(layer, x) if plain else None
+    if parameters is None or not few_rows(x, *parameters):
+        x = x if norm is None else norm(x)
+        return *layer.heads(x), gate(x)
+    p = eager.Parameters.split(parameters)
+    decode, _ = triton.load("decode")
+    inner, inner_bias, outer, outer_bias = p.gate
+    weights = [*map(decode.Weights, (p.q, p.k, p.v)), decode.Weights(inner, inner_bias, "silu")]
+    *projected, hidden = triton.linear(x, *weights, norm=norm_of(decode, norm))
+    sigmoid = c.gate == "sigmoid" and c.drop_branch is None
+    (gates,) = triton.linear(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
+    gates = gates.unflatten(-1, (c.n_heads, -1))
+    q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))
+    return q, k, v, gates if sigmoid else gate.activate(gates)
+
+
+def few_rows(x: Tensor, *weights: Tensor) -> bool:
+    """Whether the linear kernel takes `x [B,T,K]` and these weights."""
+    fitting = x.shape[0] * x.shape[1] <= MAX_LINEAR_ROWS and x.is_contiguous() and not torch.is_grad_enabled()
+    return fitting and all(w.is_contiguous() and (w.dtype, w.device) == (x.dtype, x.device) for w in weights)
+
+
+def norm_of(decode: Any, norm: RMSNorm | None) -> Any:
+    return None if norm is None else decode.Norm(norm.weight, norm.eps)
 
 
 def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:

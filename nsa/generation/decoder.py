@@ -119,10 +119,9 @@ class Decoder:
         self.steps[width]()
 
     def run(self, width: int) -> None:
-        mask = None
-        if self.masked:
-            mask = torch.arange(width, device=self.device) < self.counts[:, None]
-        x = self.model.hidden(self.tokens[:, :width], attention_mask=mask, caches=self.caches)
+        counts = self.counts if self.masked else None
+        x = self.model.hidden(self.tokens[:, :width], counts=counts, caches=self.caches)
+        mask = None if counts is None else torch.arange(width, device=self.device) < counts[:, None]
         self.pick(self.model.logits(x), mask)
 
     def pick(self, logits: Tensor, mask: Tensor | None) -> None:

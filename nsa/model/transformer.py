@@ -25,6 +25,7 @@ from nsa.model.alternatives import BigBirdAttention, LongformerAttention, Slidin
 from nsa.model.config import AttentionKind, LMConfig
 from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.loss import chunked_cross_entropy
+from nsa.model.step import fused_layer
 
 Cache = NSACache | DenseCache
 
@@ -129,7 +130,8 @@ class LM(nn.Module):
         Args:
             tokens: int `[B, S]`.
             caches: As in `forward`.
-            given: `cu_seqlens` and `attention_mask`, as in `forward`.
+            given: `cu_seqlens` and `attention_mask`, as in `forward`; or for a step of caches `counts`, int `[B]`, how
+                many of each row's tokens are real, the first ones.
 
         Returns:
             `[B, S, D]`, after the last norm.
@@ -329,9 +331,18 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(dim, config.norm_eps)
         self.mlp = SwiGLU(dim, config.hidden)
 
-    def forward(self, x: Tensor, **given: Any) -> Tensor:
-        """`given`: what the attention takes besides `x [B, S, dim]`."""
-        x = x + self.attention(self.attention_norm(x), **given)
+    def forward(
+        self, x: Tensor, *, cache: Cache | None = None, counts: Tensor | None = None, **given: Tensor | None
+    ) -> Tensor:
+        """`counts [B]`: how many of a cached step's tokens `x [B, S, dim]` are real, the first ones; `given`: what else
+        the attention takes."""
+        if cache is not None and given.get("attention_mask") is None:
+            stepped = fused_layer(self, x, cache, counts)
+            if stepped is not None:
+                return stepped
+            if counts is not None:
+                given["attention_mask"] = torch.arange(x.shape[1], device=x.device) < counts[:, None]
+        x = x + self.attention(self.attention_norm(x), cache=cache, **given)
         return x + self.mlp(self.mlp_norm(x))
 
 

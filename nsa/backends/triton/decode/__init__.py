@@ -5,7 +5,8 @@
 3. `near.py`: the sliding window and the forced blocks, which start while the blocks are selected; the selected blocks.
 4. `merge.py`: split-KV partials to branch outputs, gates, the sum.
 
-`step.py` puts the append to the cache and the emission of finished compressed blocks before them.
+`step.py` puts the append to the cache and the emission of finished compressed blocks before them. `linear.py` has the
+layer's matmuls for a step's few rows, with the norms, activations and residuals around them.
 
 Lengths are read on the device alone, and grids follow from the cache's capacity: a captured step can be replayed at any
 length. Results are bitwise deterministic and do not depend on the other rows of the batch (`plan.py`).
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.backends.triton.decode.linear import Norm, Weights, linear
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
@@ -26,11 +28,14 @@ __all__ = [
     "DecodeTile",
     "Hyperparameters",
     "Mlp",
+    "Norm",
     "Pages",
     "Projected",
     "Stores",
+    "Weights",
     "decode_attention",
     "decode_step",
+    "linear",
 ]
 
 
