@@ -100,10 +100,15 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
     plain = plain and not layer.config.branch_norm
     fitting = plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
-    # The kernels read the weights of phi: neither adapters nor what is offloaded.
     phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)
-    plain_linear = eager.is_plain_linear
-    return fitting and all(p.position.device == x.device and all(map(plain_linear, p.children())) for p in phis)
+    return fitting and all(readable(phi, x.device) for phi in phis)
+
+
+def readable(phi: Compression, device: torch.device) -> bool:
+    """Whether the kernels can read the weights of `phi`: there are no adapters, nothing is offloaded or transposed."""
+    weights = (phi.position, *(w for linear in phi.children() for w in linear.parameters()))
+    contiguous = all(w.is_contiguous() and w.device == device for w in weights)
+    return contiguous and all(map(eager.is_plain_linear, phi.children()))
 
 
 def project(layer: NSAAttention, x: Tensor, norm: RMSNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

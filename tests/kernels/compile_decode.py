@@ -42,7 +42,17 @@ def compile_step(step: str) -> None:
     """One step of a layer, by the launchers that it would call."""
     import torch
 
-    from nsa.backends.triton.decode import Hyperparameters, Mlp, Pages, Projected, Stores, decode_step
+    from nsa.backends.triton.decode import (
+        Hyperparameters,
+        Mlp,
+        Norm,
+        Pages,
+        Projected,
+        Stores,
+        Weights,
+        decode_step,
+        linear,
+    )
     from nsa.config import BRANCHES
     from nsa.geometry import n_compressed
 
@@ -77,6 +87,12 @@ def compile_step(step: str) -> None:
     )
     for phi in ((mlp, mlp), None):
         decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)
+    x, norm = tensor(2, tokens, 768), Norm(tensor(768), 1e-5)
+    projections = [Weights(tensor(n, 768)) for n in (768, 384, 384)]
+    linear(x, *projections, Weights(tensor(192, 768), tensor(192), "silu"), norm=norm)
+    linear(tensor(2, tokens, 192), Weights(tensor(36, 192), tensor(36), "sigmoid"))
+    linear(x, Weights(tensor(4096, 768), None, "silu"), norm=norm, paired=True)
+    linear(tensor(2, tokens, 2048), Weights(tensor(768, 2048)), residual=x)
 
 
 def main() -> None:

@@ -1,0 +1,178 @@
+"""Linear layers of a few rows, and whole layers of a cached step: as torch computes them, launch by launch."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import DEVICE
+from torch import Tensor, nn
+
+from nsa import NSAConfig
+from nsa.backends import triton as triton_backend
+from nsa.backends.triton.decode import Norm, Weights, linear
+from nsa.backends.triton.launch import Launch
+from nsa.model import transformer
+from nsa.model.config import LMConfig
+from nsa.model.transformer import Layer
+
+ACTIVATIONS: dict[str | None, Any] = {None: lambda y: y, "silu": F.silu, "sigmoid": torch.sigmoid}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+ATTENTION: dict[str, Any] = {
+    **{
+        "dim": 24,
+        "n_heads": 4,
+        "n_kv_groups": 2,
+        "d_k": 16,
+        "d_v": 16,
+        "l": 8,
+        "d": 4,
+        "l_sel": 16,
+        "n_sel": 4,
+        "w": 12,
+    },
+    "backend": "triton",
+}
+
+
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape)).to(dtype).to(DEVICE)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[found.dtype], atol=TOLERANCE[found.dtype])
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_linears_are_those_of_torch(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    batch, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    n_in = data.draw(st.sampled_from([1, 16, 72, 300]))
+    x = normal(batch, tokens, n_in, dtype=dtype)
+    norm = Norm(1 + normal(n_in, dtype=dtype, scale=0.1), 1e-5) if data.draw(st.booleans()) else None
+    normed = x if norm is None else F.rms_norm(x, (n_in,), norm.weight, norm.eps)
+    weights = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        n_out = data.draw(st.sampled_from([1, 15, 16, 33]))
+        bias = normal(n_out, dtype=dtype) if data.draw(st.booleans()) else None
+        weight = normal(n_out, n_in, dtype=dtype, scale=n_in**-0.5)
+        weights.append(Weights(weight, bias, data.draw(st.sampled_from(list(ACTIVATIONS)))))
+    for w, found in zip(weights, linear(x, *weights, norm=norm), strict=True):
+        assert_near(found, ACTIVATIONS[w.activation](F.linear(normed, w.weight, w.bias)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_residual_is_added_and_a_swiglu_is_one_launch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, norm = normal(3, 2, 72, dtype=dtype), Norm(1 + normal(72, dtype=dtype, scale=0.1), 1e-5)
+    weight, residual = normal(40, 72, dtype=dtype, scale=0.1), normal(3, 2, 40, dtype=dtype)
+    (found,) = linear(x, Weights(weight), residual=residual)
+    assert_near(found, residual + F.linear(x, weight))
+    (found,) = linear(x, Weights(weight, None, "silu"), norm=norm, paired=True)
+    gate, value = F.linear(F.rms_norm(x, (72,), norm.weight, norm.eps), weight).chunk(2, dim=-1)
+    assert_near(found, F.silu(gate) * value)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    torch.manual_seed(0)
+    x, norm = normal(9, 1, 300, dtype=torch.float16), Norm(normal(300, dtype=torch.float16), 1e-5)
+    weight = Weights(normal(33, 300, dtype=torch.float16))
+    (together,) = linear(x, weight, norm=norm)
+    alone = [linear(row[None].contiguous(), weight, norm=norm)[0] for row in x]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def new_layer(**changes: Any) -> Layer:
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=8, seq_len=32, n_layers=1, hidden=40, attn=NSAConfig(**{**ATTENTION, **changes}))
+    layer = Layer(config, 0).to(DEVICE).eval()
+    nn.init.normal_(layer.attention_norm.weight, 1.0, 0.2)
+    return layer
+
+
+def steps(layer: Layer, x: Tensor, counts: Tensor | None = None) -> Tensor:
+    """`x [B, S, dim]` in steps of 5 tokens."""
+    cache = layer.attention.new_cache(x.shape[0], 20)
+    with torch.no_grad():
+        return torch.cat([layer(part, cache=cache, counts=counts) for part in x.split(5, dim=1)], dim=1)
+
+
+def by_modules(layer: Layer, x: Tensor, counts: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer, "fused_layer", lambda *args: None)
+        return steps(layer, x, counts)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "softmax, shared keys": {"gate": "softmax", "share_kv": True},
+    "dropped branch": {"drop_branch": "sel"},
+    "pinned branch, norms": {"force_branch": "cmp", "qk_norm": True, "qkv_bias": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_of_a_layer_is_that_of_its_modules(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = new_layer(**VARIANTS[variant])
+    x = torch.randn(2, 10, 24, device=DEVICE)
+    assert_near(steps(layer, x), by_modules(layer, x, None, monkeypatch))
+
+
+def test_tokens_that_are_not_real_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = new_layer(), torch.randn(2, 10, 24, device=DEVICE)
+    counts = torch.tensor([5, 2], device=DEVICE)
+    found, expected = steps(layer, x, counts), by_modules(layer, x, counts, monkeypatch)
+    assert_near(found[0], expected[0])
+    real = torch.arange(10) % 5 < 2
+    assert_near(found[1, real], expected[1, real])
+
+
+def test_a_step_of_a_layer_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, launched = new_layer(), []
+    run = Launch.__call__
+
+    def count(self: Launch, **free: Any) -> None:
+        launched.append(self.kernel.__name__)
+        run(self, **free)
+
+    monkeypatch.setattr(Launch, "__call__", count)
+    steps(layer, torch.randn(1, 1, 24, device=DEVICE))
+    # Projections, gate, output, SwiGLU and down projection, around the attention's seven.
+    assert launched.count("linear_kernel") == 5
+    assert len(launched) == 12
+
+
+def test_what_is_no_plain_layer_runs_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 5, 24, device=DEVICE)
+    hooked, adapted, wide = new_layer(), new_layer(), new_layer()
+    hooked.mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    adapted.mlp.outer = nn.Sequential(deepcopy(adapted.mlp.outer), nn.Tanh())  # type: ignore[assignment]
+    wide.attention.o_proj.weight.data = wide.attention.o_proj.weight.data.t().contiguous().t()
+    for layer in (hooked, adapted, wide):
+        assert torch.equal(steps(layer, x), by_modules(layer, x, None, monkeypatch))
+
+
+def test_transposed_weights_of_phi_are_read_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = new_layer(), torch.randn(1, 15, 24, device=DEVICE)
+    expected = steps(layer, x)
+    inner = layer.attention.phi_k.inner
+    inner.weight.data = inner.weight.data.t().contiguous().t()
+    assert_near(steps(layer, x), expected)
+
+
+def test_a_failure_of_the_linear_kernel_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = new_layer()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise triton_backend.BackendFailure("no room")
+
+    monkeypatch.setattr(triton_backend, "linear", fail)
+    with pytest.raises(triton_backend.BackendFailure):
+        steps(layer, torch.randn(1, 5, 24, device=DEVICE))
