@@ -1,13 +1,14 @@
 """The short way of a cached step: a few new tokens per row, from the projections to the attention's output in one call.
 
-With `backend="triton"` the decode kernels take the place of `NSACache.stage`, the ops and `NSACache.commit`, and where
-the layer's Linears are plain ones and the rows few, of these too; everything else (longer steps, other backends,
-`torch.compile`, autocast) goes the long way in `NSAAttention.forward`.
+With `backend="triton"` the decode kernels take the place of `NSACache.stage`, the ops and `NSACache.commit`, in dense
+attention of `DenseCache.append` and SDPA, and where the layer's Linears are plain ones and the rows few, of these too.
+Everything else (longer steps, other backends, `torch.compile`, autocast) goes the long way in the layer's `forward`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from nsa import eager, settings
 from nsa.backends import triton
 from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, CallUnsupported, router
-from nsa.cache import NSACache, PagedNSACache
+from nsa.cache import NSACache, PagedNSACache, RowCache
 from nsa.cache.store import bits
+from nsa.config import NSAConfig
 from nsa.functional import hyperparameters_of
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 8
 # With more rows, cuBLAS is the better matmul.
 MAX_LINEAR_ROWS = 32
-DECODE_STEP = "decode_step"
+
+T = TypeVar("T")
 
 
 def fused_step(
@@ -57,12 +60,9 @@ def fused_step(
     """
     if not isinstance(position_offset, int) or not fits(layer, x, cache):
         return None
-    c, problem = layer.config, decode_problem(layer, x, cache)
-    falls_back = c.backend == "auto" and not c.strict
-    if not kernels_run(problem, c.backend) or (falls_back and (problem, DECODE_STEP) in router().failed):
-        return None
-    longest = cache.longest_after(x.shape[1], counts)
-    try:
+    c = layer.config
+
+    def launch() -> tuple[Tensor, Tensor, Tensor]:
         decode, _ = triton.load("decode")
         q, keys, values, gates = project(layer, x, norm, plain)
         ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
@@ -80,26 +80,39 @@ def fused_step(
             position_offset=position_offset,
             counts=counts,
         )
+        return o, indices, gates
+
+    return run_step("decode_step", launch, c, x, cache, counts)
+
+
+def run_step(
+    name: str, launch: Callable[[], T], config: NSAConfig, x: Tensor, cache: RowCache, counts: Tensor | None
+) -> T | None:
+    """What `launch()` returns, the step `name` of a layer, after which the cache is longer; else as of `fused_step`."""
+    problem = step_problem(config, x, cache)
+    falls_back = config.backend == "auto" and not config.strict
+    if not kernels_run(problem, config.backend) or (falls_back and (problem, name) in router().failed):
+        return None
+    longest = cache.longest_after(x.shape[1], counts)
+    try:
+        result = launch()
     except BackendFailure as failure:
-        router().note_failure("triton", problem, DECODE_STEP, str(failure), "the ops" if falls_back else None)
+        router().note_failure("triton", problem, name, str(failure), "the ops" if falls_back else None)
         if not falls_back:
             raise
         if not isinstance(failure, CallUnsupported):
-            router().failed[problem, DECODE_STEP] = str(failure)
+            router().failed[problem, name] = str(failure)
         return None
     cache.longest = longest
     router().counts.add_call("decode", "triton")
-    return o, indices, gates
+    return result
 
 
 def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     """Whether this is a step for the decode kernels, as far as the layer and the cache go."""
-    n_new, dtype = x.shape[1], layer.q_proj.weight.dtype
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
-    rollback = n_new - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
-    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
-    plain = plain and not layer.config.branch_norm
-    fitting = plain and n_new <= min(MAX_TOKENS, cache.max_len) and rollback and x.dtype == dtype == cache.dtype
+    rollback = x.shape[1] - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
+    fitting = is_plain_step(x, layer.q_proj.weight.dtype, cache) and rollback and not layer.config.branch_norm
     phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)
     return fitting and all(readable(phi, x.device) for phi in phis)
 
@@ -141,8 +154,15 @@ def norm_of(decode: Any, norm: RMSNorm | None) -> Any:
     return None if norm is None else decode.Norm(norm.weight, norm.eps)
 
 
-def decode_problem(layer: NSAAttention, x: Tensor, cache: NSACache) -> Problem:
-    c = layer.config
+def is_plain_step(x: Tensor, dtype: torch.dtype, cache: RowCache) -> bool:
+    """Whether `x [B,T,dim]` are a few tokens, of the `dtype` of the layer's weights and of the cache, and neither
+    compiled nor under autocast."""
+    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    return plain and x.shape[1] <= min(MAX_TOKENS, cache.max_len) and x.dtype == dtype == cache.dtype
+
+
+def step_problem(config: NSAConfig, x: Tensor, cache: RowCache) -> Problem:
+    c = config
     return Problem(
         batch=x.shape[0],
         n_queries=x.shape[1],

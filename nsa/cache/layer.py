@@ -19,7 +19,6 @@ from nsa.cache.rows import RowCache
 from nsa.cache.store import NewTokens, Ring, Store, pair_of, take
 from nsa.config import NSAConfig, require
 from nsa.geometry import n_compressed, n_compressed_of
-from nsa.rope import Rope
 from nsa.sequences import Pair
 
 Quantize = Literal["fp8"]
@@ -82,8 +81,6 @@ class NSACache(RowCache):
             window, tail = ((batch_size, slots[name] + 1) for name in ("window", "tail"))
             self.window = Ring(config, window, reach=config.w - 1, fp8=quantize == "fp8", **form)
             self.tail = Ring(config, tail, reach=config.l - 1, **form)
-            # RoPE's, for kernels that rotate what they write.
-            self.frequencies = Rope(config.d_k, config.rope_theta, config.rope_scaling).frequencies(self.device)
 
     def new_stores(self) -> tuple[Store, Store]:
         """Empty stores of the selected branch and of compressed blocks."""
@@ -157,11 +154,6 @@ class NSACache(RowCache):
         )
         saved.restore(cache, 0)
         return cache
-
-    def to(self, device: torch.device | str) -> Self:
-        super().to(device)
-        self.frequencies = self.frequencies.to(device)
-        return self
 
     @torch.no_grad()
     def stage(

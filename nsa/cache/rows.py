@@ -14,6 +14,7 @@ from nsa.cache.file import save_caches
 from nsa.cache.store import NewTokens, Ring, Store, bits
 from nsa.checks import FLOAT_NAMES, FLOATS, check_tensor
 from nsa.config import NSAConfig, require, require_bool, require_int, require_positive_int
+from nsa.rope import Rope
 
 
 class RowCache(ABC):
@@ -52,6 +53,8 @@ class RowCache(ABC):
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             # The longest that each row has been since its reset: what the rings have overwritten.
             self.high_water = torch.zeros_like(self.lengths)
+            # RoPE's, for kernels that rotate what they write.
+            self.frequencies = Rope(config.d_k, config.rope_theta, config.rope_scaling).frequencies(self.device)
         # An upper bound on the row lengths that the host knows without reading the device.
         self.longest = 0
 
@@ -283,6 +286,7 @@ class RowCache(ABC):
         check_device(device)
         with torch.inference_mode(False):
             self.apply(lambda x: x.to(device))
+            self.frequencies = self.frequencies.to(device)
         return self
 
     def save(self, path: Path | str, *, tokens: Sequence[Sequence[int]] | None = None) -> None:

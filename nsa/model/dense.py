@@ -17,9 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa import ops, settings
 from nsa.attention import real_tokens_first, restore_padding
+from nsa.backends import triton
 from nsa.cache import NewTokens, Pair, RowCache, Store
 from nsa.cache.store import pair_of
 from nsa.config import NSAConfig, require
+from nsa.decoding import is_plain_step, run_step
 from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
@@ -34,8 +36,9 @@ MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 class DenseAttention(nn.Module):
     """Dense causal attention, `[B, S, dim]` to `[B, S, dim]`.
 
-    Fixed-length sequences and steps of a few tokens go to torch's SDPA. Varlen batches and chunks over cached keys use
-    the sliding branch with a window as long as the keys: one op, bounded memory, any backend.
+    Fixed-length sequences go to torch's SDPA. Steps of a few tokens run in the decode kernels, where those run, else in
+    SDPA. Varlen batches and chunks over cached keys use the sliding branch with a window as long as the keys: one op,
+    bounded memory, any backend.
 
     Args:
         config: `dim`, the heads, the head_dims, RoPE and the backend are used.
@@ -97,16 +100,60 @@ class DenseAttention(nn.Module):
         """
         require(cu_seqlens is None or cache is None, "cache", "given with cu_seqlens", "one of the two")
         require(None in (cu_seqlens, attention_mask), "attention_mask", "given with cu_seqlens", "one of the two")
+        if cache is not None and torch.is_grad_enabled():
+            # Keys in a cache carry no graph, and part of a gradient would be a wrong one.
+            with torch.no_grad():
+                return self.forward(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
         if cache is not None:
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
         x, order, counts = real_tokens_first(x, attention_mask)
-        angles = self.angles(x, cu_seqlens, cache)
-        projected = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
-        q, k = self.rope.rotate_all(angles, *projected)
-        v = self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
-        o = self.attend(q, k, v, cu_seqlens, None) if cache is None else self.attend_cached(q, (k, v), cache, counts)
+        o = None if cache is None else self.fused_step(x, cache, counts)
+        if o is None:
+            q, k, v = self.project(x)
+            q, k = self.rope.rotate_all(self.angles(x, cu_seqlens, cache), q, k)
+            if cache is None:
+                o = self.attend(q, k, v, cu_seqlens, None)
+            else:
+                o = self.attend_cached(q, (k, v), cache, counts)
         return restore_padding(self.o_proj(o.flatten(2)), attention_mask, order)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, S, Hq, Dk]`, keys `[B, S, G, Dk]` and values `[B, S, G, Dv]`; not rotated."""
+        q, k = (proj(x).unflatten(-1, (-1, self.config.d_k)) for proj in (self.q_proj, self.k_proj))
+        return q, k, self.v_proj(x).unflatten(-1, (-1, self.config.d_v))
+
+    def fused_step(
+        self,
+        x: Tensor,
+        cache: DenseCache,
+        counts: Tensor | None,
+        project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
+    ) -> Tensor | None:
+        """Append the tokens `x [B, T, dim]`, the first `counts [B]` of which are real, to `cache` and attend from them.
+
+        Args:
+            project: In place of the layer's own `project`.
+
+        Returns:
+            `o [B, T, Hq, Dv]`; None where the decode kernels do not run the step, and the cache is as it was.
+
+        Raises:
+            ValueError, BackendFailure: As of `nsa.decoding.fused_step`.
+        """
+        # Other attentions see other keys.
+        dense = type(self).attend is DenseAttention.attend and type(cache) is DenseCache
+        if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense:
+            return None
+
+        def launch() -> Tensor:
+            q, k, v = (project or self.project)(x)
+            decode, _ = triton.load("decode")
+            store = decode.DenseStore(cache.kv.pair, cache.lengths, cache.high_water, cache.frequencies)
+            o: Tensor = triton.dense_step(q, (k, v), store, self.config.d_k**-0.5, cache.max_len, counts=counts)
+            return o
+
+        return run_step("dense_step", launch, self.config, x, cache, counts)
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
         batch, length, _ = x.shape

@@ -19,6 +19,7 @@ from nsa.backends import triton
 from nsa.cache import NSACache, RowCache
 from nsa.decoding import few_rows, fused_step, norm_of
 from nsa.eager import is_plain_linear
+from nsa.model.dense import DenseAttention, DenseCache
 
 if TYPE_CHECKING:
     from nsa.model.transformer import Layer
@@ -32,27 +33,52 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
         ValueError: The tokens do not fit into the cache.
         BackendFailure: The kernels cannot be launched, and were requested by name, or `strict` forbids another way.
     """
-    attention, mlp = layer.attention, layer.mlp
-    if type(attention) is not NSAAttention or torch.compiler.is_compiling() or not is_plain(layer):
+    if torch.compiler.is_compiling() or (cache.batch_size, cache.device) != (x.shape[0], x.device):
         return None
-    if not few_rows(x, attention.o_proj.weight, mlp.inner.weight, mlp.outer.weight):
+    outputs = (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer)
+    if not is_plain(layer) or not takes(x, *outputs):
         return None
-    assert isinstance(cache, NSACache)
-    attention.check(x, None, None, cache, 0)
-    stepped = fused_step(attention, x, cache, counts, 0, norm=layer.attention_norm, plain=True)
-    if stepped is None:
+    o = attention_step(layer, x, cache, counts)
+    if o is None:
         return None
     decode, _ = triton.load("decode")
-    (x,) = triton.linear(stepped[0].flatten(2), decode.Weights(attention.o_proj.weight), residual=x)
-    inner = decode.Weights(mlp.inner.weight, None, "silu")
-    (hidden,) = triton.linear(x, inner, norm=norm_of(decode, layer.mlp_norm), paired=True)
-    (x,) = triton.linear(hidden, decode.Weights(mlp.outer.weight), residual=x)
+    o_proj, inner, outer = (linear.weight for linear in outputs)
+    (x,) = triton.linear(o.flatten(2), decode.Weights(o_proj), residual=x)
+    norm = norm_of(decode, layer.mlp_norm)
+    (hidden,) = triton.linear(x, decode.Weights(inner, None, "silu"), norm=norm, paired=True)
+    (x,) = triton.linear(hidden, decode.Weights(outer), residual=x)
     return x
 
 
+def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None) -> Tensor | None:
+    """The attention's output before its last projection, of `x` before the norm."""
+    attention, norm = layer.attention, layer.attention_norm
+    if type(attention) is NSAAttention and isinstance(cache, NSACache):
+        attention.check(x, None, None, cache, 0)
+        stepped = fused_step(attention, x, cache, counts, 0, norm=norm, plain=True)
+        return None if stepped is None else stepped[0]
+    if type(attention) is DenseAttention and isinstance(cache, DenseCache):
+        c, linears = attention.config, (attention.q_proj, attention.k_proj, attention.v_proj)
+        if not takes(x, *linears):
+            return None
+
+        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            decode, _ = triton.load("decode")
+            weights = [decode.Weights(linear.weight) for linear in linears]
+            q, k, v = triton.linear(x, *weights, norm=norm_of(decode, norm))
+            return q.unflatten(-1, (-1, c.d_k)), k.unflatten(-1, (-1, c.d_k)), v.unflatten(-1, (-1, c.d_v))
+
+        return attention.fused_step(x, cache, counts, project)
+    return None
+
+
+def takes(x: Tensor, *linears: torch.nn.Linear) -> bool:
+    """Whether the linear kernel takes the place of these modules."""
+    return all(map(is_plain_linear, linears)) and few_rows(x, *(linear.weight for linear in linears))
+
+
 def is_plain(layer: Layer) -> bool:
-    """Whether the layer's parameters say all that it does."""
+    """Whether nothing watches or replaces the calls of the layer's modules."""
     modules = (layer.attention, layer.attention_norm, layer.mlp_norm, layer.mlp)
     hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
-    linears = (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer)
-    return not hooked and not _has_any_global_hook() and all(map(is_plain_linear, linears))
+    return not hooked and not _has_any_global_hook()

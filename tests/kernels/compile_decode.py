@@ -13,7 +13,8 @@ from pathlib import Path
 from compiling import TARGETS, Compiled, Recorder, stand_in, table
 
 PAGE = 64
-# heads/groups/head_dim x new tokens, how long the cache is, and its form; or the branch that the gate is pinned to
+# heads/groups/head_dim x new tokens, how long the cache is, and its form: paged, the branch that the gate is pinned to,
+# or that it is dense attention
 STEPS = {
     "64/4/128x1": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 paged": (64, 4, 128, 1, 65536, "bfloat16"),
@@ -24,6 +25,8 @@ STEPS = {
     "64/4/128x1 sel": (64, 4, 128, 1, 65536, "bfloat16"),
     "64/4/128x1 win": (64, 4, 128, 1, 65536, "bfloat16"),
     "12/2/64x1": (12, 2, 64, 1, 131072, "bfloat16"),
+    "12/2/64x1 dense": (12, 2, 64, 1, 131072, "bfloat16"),
+    "64/4/128x8 dense": (64, 4, 128, 8, 131072, "bfloat16"),
     "16/2/256x1 fp32": (16, 2, 256, 1, 8192, "float32"),
 }
 
@@ -43,6 +46,7 @@ def compile_step(step: str) -> None:
     import torch
 
     from nsa.backends.triton.decode import (
+        DenseStore,
         Hyperparameters,
         Mlp,
         Norm,
@@ -51,6 +55,7 @@ def compile_step(step: str) -> None:
         Stores,
         Weights,
         decode_step,
+        dense_step,
         linear,
     )
     from nsa.config import BRANCHES
@@ -65,11 +70,15 @@ def compile_step(step: str) -> None:
     def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor(2, length, groups, head_dim), tensor(2, length, groups, head_dim)
 
+    lengths, frequencies = torch.zeros(2, dtype=torch.int32), torch.empty(head_dim // 2, dtype=torch.float64)
+    if "dense" in step:
+        store = DenseStore(pair(max_len + 1), lengths, lengths, frequencies)
+        dense_step(tensor(2, tokens, heads, head_dim), pair(tokens), store, head_dim**-0.5, max_len)
+        return
     branch = next((name for name in BRANCHES if step.endswith(name)), None)
     how = Hyperparameters(block, stride, 64, 16, 1, 2, 512, head_dim**-0.5, max_len, branch)
     new = Projected(tensor(2, tokens, heads, head_dim), pair(tokens), pair(tokens), pair(tokens))
     pairs = (pair(65), pair(n_compressed(max_len, block, stride) + 1), pair(max_len + 1), pair(545))
-    lengths = torch.zeros(2, dtype=torch.int32)
     pages = scales = None
     if "paged" in step:
         pages = Pages(torch.zeros(2, max_len // PAGE, dtype=torch.int32), lengths, PAGE)
@@ -77,7 +86,7 @@ def compile_step(step: str) -> None:
     if "fp8" in step:
         scales = tuple((k[..., 0].float(), v[..., 0].float()) for k, v in pairs[1:])
         pairs = (pairs[0], *((k.to(torch.uint8), v.to(torch.uint8)) for k, v in pairs[1:]))
-    stores = Stores(*pairs, lengths, lengths, torch.empty(head_dim // 2, dtype=torch.float64), pages, scales)
+    stores = Stores(*pairs, lengths, lengths, frequencies, pages, scales)
     mlp = Mlp(
         tensor(block, head_dim),
         tensor(2 * head_dim, block * head_dim),

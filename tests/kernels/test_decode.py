@@ -226,19 +226,21 @@ def layers(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[NSAAtten
 
 
 def assert_steps_equal_the_whole(
-    fused: NSAAttention, plain: NSAAttention, steps: list[int], *, batch: int = 1, max_len: int | None = None
+    fused: Any, plain: Any, steps: list[int], *, batch: int = 1, max_len: int | None = None, **options: Any
 ) -> None:
+    """Of NSA or of dense attention; `options` of the cache."""
     length = sum(steps)
     x = torch.randn(batch, length, fused.config.dim, dtype=fused.q_proj.weight.dtype)
     with torch.no_grad():
         whole = plain(x.double())
-        cache = fused.new_cache(batch, max_len or length)
+        cache = fused.new_cache(batch, max_len or length, **options)
         routing.router().counts.clear()
         y = torch.cat([fused(part.to(DEVICE), cache=cache).cpu() for part in x.split(steps, dim=1)], dim=1)
     assert routing.router().counts.calls["decode", "triton"] == len(steps)
     assert cache.lengths.tolist() == [length] * batch
     assert cache.high_water.tolist() == [length] * batch
-    torch.testing.assert_close(y.double(), whole, atol=1e-5, rtol=1e-5)
+    tolerance = TOLERANCE[x.dtype]
+    torch.testing.assert_close(y.double(), whole, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_many_steps_equal_the_whole_sequence() -> None:
     assert_steps_equal_the_whole(fused, plain, [8] * 12 if INTERPRETED else [1] * 500)
 
 
-def step_both(fused: NSAAttention, plain: NSAAttention, lengths: list[int], max_len: int, **options: Any) -> Any:
+def step_both(fused: Any, plain: Any, lengths: list[int], max_len: int, **options: Any) -> Any:
     """Caches of both layers, filled alike by the plain one to rows of `lengths`."""
     caches = [layer.new_cache(len(lengths), max_len, **options) for layer in (fused, plain)]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

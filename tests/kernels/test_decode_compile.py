@@ -20,6 +20,7 @@ from nsa.backends import gluon
 HERE = Path(__file__).parent
 FORMS = ("64/4/128x1", "64/4/128x1 paged", "64/4/128x1 paged fp8")
 PINNED = ("64/4/128x1 cmp", "64/4/128x1 sel", "64/4/128x1 win")
+DENSE = ("12/2/64x1 dense", "64/4/128x8 dense")
 # The sines' reduction of large angles, which is not taken, has an array of its own in memory.
 TRIGONOMETRIC = {"append_kernel", "mean_kernel", "outer_kernel"}
 
@@ -38,7 +39,7 @@ def compiled(folder: Path, *options: str) -> list[Compiled]:
 @pytest.mark.slow
 def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
     """One test: workers that share its parts would each compile all kernels."""
-    found = compiled(tmp_path, "--steps", *FORMS, *PINNED)
+    found = compiled(tmp_path, "--steps", *FORMS, *PINNED, *DENSE)
     assert {x.kernel: x.error for x in found if x.error} == {}
     # Seven with an MLP, and the mean in the place of its two.
     assert sum(x.shape == FORMS[0] for x in found) == 8
@@ -46,7 +47,10 @@ def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
     for form in FORMS[1:]:
         changed = {x.kernel for x in found if x.shape == form}
         assert {"append_kernel", "outer_kernel", "compressed_split_kernel", "near_kernel"} <= changed
-    assert {x.shape for x in found} == {*FORMS, *PINNED}
+    assert {x.shape for x in found} == {*FORMS, *PINNED, *DENSE}
+    for step in DENSE:
+        kernels = [x.kernel for x in found if x.shape == step]
+        assert kernels == ["append_kernel", "compressed_split_kernel", "merge_kernel"]
     for x in found:
         assert x.shared <= TARGETS["sm_90"].shared, x.kernel
         assert x.spills <= (16 if x.kernel in TRIGONOMETRIC or "fp8" in x.shape else 0), x.kernel

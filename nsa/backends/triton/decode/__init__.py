@@ -5,8 +5,9 @@
 3. `near.py`: the sliding window and the forced blocks, which start while the blocks are selected; the selected blocks.
 4. `merge.py`: split-KV partials to branch outputs, gates, the sum.
 
-`step.py` puts the append to the cache and the emission of finished compressed blocks before them. `linear.py` has the
-layer's matmuls for a step's few rows, with the norms, activations and residuals around them.
+`step.py` puts the append to the cache and the emission of finished compressed blocks before them. `dense.py` is a step
+of dense attention, by the first and the last. `linear.py` has the layer's matmuls for a step's few rows, with the
+norms, activations and residuals around them.
 
 Lengths are read on the device alone, and grids follow from the cache's capacity: a captured step can be replayed at any
 length. Results are bitwise deterministic and do not depend on the other rows of the batch (`plan.py`).
@@ -17,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.backends.triton.decode.dense import DenseStore, dense_step
 from nsa.backends.triton.decode.linear import Norm, Weights, linear
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
@@ -26,6 +28,7 @@ from nsa.sequences import Pair
 
 __all__ = [
     "DecodeTile",
+    "DenseStore",
     "Hyperparameters",
     "Mlp",
     "Norm",
@@ -35,6 +38,7 @@ __all__ = [
     "Weights",
     "decode_attention",
     "decode_step",
+    "dense_step",
     "linear",
 ]
 

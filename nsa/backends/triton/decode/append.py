@@ -3,9 +3,10 @@
     out[:half] = x[:half] * cos - x[half:] * sin          out[half:] = x[half:] * cos + x[:half] * sin
 
 Grid (B*T, tiles of query heads + 3). The last three CTAs of a token write its selected, sliding and raw key and value;
-raw ones are what blocks are compressed from. A token that is padding or does not fit writes nothing. Angles are
-computed in fp64 from the position: no table, whose length would be the cache's. The first CTA of a batch row also
-zeroes the counters of its groups, by which later launches wait for each other (`common.py`).
+raw ones are what blocks are compressed from. Of dense attention, whose cache is one store, only the first of the three
+is there. A token that is padding or does not fit writes nothing. Angles are computed in fp64 from the position: no
+table, whose length would be the cache's. The first CTA of a batch row also zeroes the counters of its groups, by which
+later launches wait for each other (`common.py`).
 """
 
 from __future__ import annotations
@@ -105,18 +106,19 @@ def append_kernel(
                 stride_skb, stride_skn, stride_svb, stride_svn,
                 G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, True,
             )  # fmt: skip
-        elif i_store == 1:
-            put(
-                k_win, v_win, window_k, window_v, window_k_scale, window_v_scale, None, cos, sin, i_b, i_t,
-                position % window_places, keep, 0,
-                stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
-                stride_wkb, stride_wkn, stride_wvb, stride_wvn,
-                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, True,
-            )  # fmt: skip
-        else:
-            put(
-                k_raw, v_raw, tail_k, tail_v, None, None, None, cos, sin, i_b, i_t, position % tail_places, keep, 0,
-                stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
-                stride_tkb, stride_tkn, stride_tvb, stride_tvn,
-                G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, ROTATE_RAW,
-            )  # fmt: skip
+        elif tail_k is not None:
+            if i_store == 1:
+                put(
+                    k_win, v_win, window_k, window_v, window_k_scale, window_v_scale, None, cos, sin, i_b, i_t,
+                    position % window_places, keep, 0,
+                    stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+                    stride_wkb, stride_wkn, stride_wvb, stride_wvn,
+                    G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, True,
+                )  # fmt: skip
+            else:
+                put(
+                    k_raw, v_raw, tail_k, tail_v, None, None, None, cos, sin, i_b, i_t, position % tail_places, keep, 0,
+                    stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+                    stride_tkb, stride_tkn, stride_tvb, stride_tvn,
+                    G, G_PAD, DK, DV, BLOCK_HALF, BLOCK_HALF_V, PAGE, ROTATE_RAW,
+                )  # fmt: skip

@@ -39,18 +39,22 @@ def merge_kernel(
     SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, CTAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. Slots from `FIRST` on hold an output; `LAST` counts the `CTAS` of the launch before this one."""
+    """One row; without `gates` all of them are 1. Slots from `FIRST` on hold an output; `LAST` counts the `CTAS` of the
+    launch before this one."""
     ROWS: tl.constexpr = T * H
     i_bg = tl.program_id(0) // ROWS
     i_r = tl.program_id(0) % ROWS
     i_b = (i_bg // G).to(tl.int64)
     i_t = i_r // H
     i_head = i_bg % G * H + i_r % H
-    # Gates are older than the launches that this one may overlap with.
-    p_g = gates + i_b * stride_gb + i_t * stride_gt + i_head * stride_gh
-    gate_cmp = tl.load(p_g).to(tl.float32)
-    gate_sel = tl.load(p_g + stride_gc).to(tl.float32)
-    gate_win = tl.load(p_g + 2 * stride_gc).to(tl.float32)
+    if gates is None:
+        gate_cmp, gate_sel, gate_win = 1.0, 1.0, 1.0
+    else:
+        # Gates are older than the launches that this one may overlap with.
+        p_g = gates + i_b * stride_gb + i_t * stride_gt + i_head * stride_gh
+        gate_cmp = tl.load(p_g).to(tl.float32)
+        gate_sel = tl.load(p_g + stride_gc).to(tl.float32)
+        gate_win = tl.load(p_g + 2 * stride_gc).to(tl.float32)
     wait_for(arrivals + i_bg * 3 + LAST, CTAS)
     if PDL:
         gdc_launch_dependents()

@@ -114,7 +114,7 @@ class DecodePlan:
         compressed: tuple[Layout, Layout],
         selected: tuple[Layout, Layout],
         window: tuple[Layout, Layout],
-        gates: Layout,
+        gates: Layout | None,
         how: Hyperparameters,
         tile: DecodeTile,
         commits: bool,
@@ -143,14 +143,14 @@ class DecodePlan:
         n_columns = max(16, triton.next_power_of_2(triton.cdiv(how.max_len, how.select_block)))
         n_tiles_pad = max(triton.next_power_of_2(n_tiles), triton.cdiv(n_columns, block_j))
         n_columns = n_tiles_pad * block_j
-        if ratio > MAX_RATIO or cmp_n > 2 * MAX_RATIO or n_columns > MAX_SELECT_BLOCKS:
+        self.branch = how.branch
+        selects = how.branch in (None, "sel")
+        if selects and (ratio > MAX_RATIO or cmp_n > 2 * MAX_RATIO or n_columns > MAX_SELECT_BLOCKS):
             raise CallUnsupported(
                 f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
             )
         select_warps = min(tile.select_warps, max(4, n_columns // BLOCKS_PER_WARP))
         span = min(how.window, how.max_len)
-        self.branch = how.branch
-        selects = how.branch in (None, "sel")
         cmp_slots = 0 if how.branch == "win" else n_splits
         window_splits = max(1, span // (tile.window_split * longer)) if how.branch in (None, "win") else 0
         n_forced = how.n_init + how.n_local
@@ -164,15 +164,15 @@ class DecodePlan:
         device, pairs = q.device, batch * groups
         # Aligned as the pooled probabilities are: Triton then loads both in one layout.
         carry = max(4, triton.next_power_of_2(reach))
-        self.scratch = (
-            ((pairs, rows, n_tiles * block_j), torch.float32, device),
-            ((pairs, rows, reach, n_tiles, carry), torch.float32, device),
-            ((pairs, rows, n_tiles), torch.float32, device),
-            ((pairs, rows, 2), torch.float32, device),
-            ((pairs, slots, rows, d_v), torch.float32, device),
-            ((pairs, slots, rows), torch.float32, device),
-            ((pairs, slots, rows), torch.float32, device),
-        )
+        pooled: dict[str, tuple[int, ...]] = {
+            "pool": (pairs, rows, n_tiles * block_j),
+            "carry": (pairs, rows, reach, n_tiles, carry),
+            "tile_max": (pairs, rows, n_tiles),
+        }
+        self.pooled = pooled if selects else {}
+        self.factors = {"factors": (pairs, rows, 2)}
+        self.partials = {"partial_o": (pairs, slots, rows, d_v)}
+        self.partials |= dict.fromkeys(("partial_m", "partial_l"), (pairs, slots, rows))
         # Zeros before the step, see `common.py`.
         self.arrivals = ((pairs, 3), torch.int32, device)
         self.indices = ((batch, n_tokens, groups, how.n_select), torch.int32, device)
@@ -187,6 +187,7 @@ class DecodePlan:
         overlapping = dependent_launch(device)
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
+        absent |= {"gates": None} if gates is None else {}
         absent |= {} if counted else {"counts": None}
         absent |= {} if form.page and commits else {"limits": None}
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
@@ -203,6 +204,7 @@ class DecodePlan:
                 **step,
                 **(attend if how.branch != "sel" else {**attend, "DV": 0, "BLOCK_DV": 16}),
                 **pooling,
+                **({} if selects else dict.fromkeys(pooled)),
                 POOL=selects,
                 ROW_TILES=row_tiles,
                 ROWS=rows,
@@ -290,7 +292,7 @@ class DecodePlan:
         compressed: tuple[Tensor, Tensor],
         selected: tuple[Tensor, Tensor],
         window: tuple[Tensor, Tensor],
-        gates: Tensor,
+        gates: Tensor | None,
         start: Tensor,
         arrivals: Tensor,
         pages: Pages | None,
@@ -298,15 +300,13 @@ class DecodePlan:
         **committed: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`committed`: `lengths`, `high_water`, `counts` and `limits`, as far as the plan is for them."""
-        pool, carry, tile_max, factors, partial_o, partial_m, partial_l = (
-            torch.empty(s, dtype=t, device=d) for s, t, d in self.scratch
-        )
         shape, dtype, device = self.indices
         indices = torch.empty(shape, dtype=dtype, device=device)
         shape, dtype, device = self.output
         o = torch.empty(shape, dtype=dtype, device=device)
-        partials = {"partial_m": partial_m, "partial_l": partial_l}
-        pooled = {"pool": pool, "carry": carry, "tile_max": tile_max, "start": start, "arrivals": arrivals, **partials}
+        pooled, partials = floats(self.pooled, device), floats(self.partials, device)
+        partial_o = partials.pop("partial_o")
+        pooled |= {"start": start, "arrivals": arrivals, **partials}
         table = {} if pages is None else {"table": pages.table}
         cmp_scales, sel_scales, win_scales = scales or ((), (), ())
         scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
@@ -314,7 +314,7 @@ class DecodePlan:
             keys = {"k": compressed[0], "v": compressed[1], **scaled}
             self.attend_compressed(q=q, partial_o=partial_o, **keys, **pooled, **table)
         if self.branch in (None, "sel"):
-            self.select(factors=factors, indices=indices, **pooled)
+            self.select(**floats(self.factors, device), indices=indices, **pooled)
         else:
             indices.fill_(-1)
         near = {"k_win": window[0], "v_win": window[1], "k_sel": selected[0], "v_sel": selected[1]}
@@ -322,8 +322,14 @@ class DecodePlan:
         near |= {"q": q, "start": start, "indices": indices, "arrivals": arrivals, "partial_o": partial_o}
         if self.branch != "cmp":
             self.attend_near(**near, **partials, **table)
-        self.merge(gates=gates, o=o, arrivals=arrivals, partial_o=partial_o, **partials, **committed)
+        gated = {} if gates is None else {"gates": gates}
+        self.merge(**gated, o=o, arrivals=arrivals, partial_o=partial_o, **partials, **committed)
         return o, indices
+
+
+def floats(shapes: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
+    """Scratch memory in fp32, by name."""
+    return {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
@@ -339,7 +345,7 @@ def plan_decode(
     compressed: tuple[Layout, Layout],
     selected: tuple[Layout, Layout],
     window: tuple[Layout, Layout],
-    gates: Layout,
+    gates: Layout | None,
     how: Hyperparameters,
     tile: DecodeTile,
     form: Form,

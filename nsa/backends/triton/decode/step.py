@@ -31,6 +31,8 @@ from nsa.sequences import Pair
 
 Layouts = tuple[Layout, Layout]
 
+# What `append_kernel` is not given where the cache is one store.
+RINGS = ("k_raw", "v_raw", "k_win", "v_win", "tail_k", "tail_v", "window_k", "window_v")
 APPEND_SCALES = ("selected_k_scale", "selected_v_scale", "window_k_scale", "window_v_scale")
 EMIT_SCALES = ("compressed_k_scale", "compressed_v_scale")
 HEAD_TILE = 16
@@ -73,6 +75,62 @@ class Mlp(NamedTuple):
     outer_bias: Tensor
 
 
+def step_arguments(q: Layout, kv: Layouts, max_len: int, counted: bool, form: Form) -> dict[str, Any]:
+    """What the launches before the attention have in common; `kv`: a store of the cache."""
+    k, v = kv
+    sizes = {"G": k.shape[2], "T": q.shape[1], "DK": q.shape[3], "DV": v.shape[3], "max_len": max_len}
+    absent = ({} if counted else {"counts": None}) | ({} if form.page else {"limits": None})
+    return {**sizes, **absent, **dependent_launch(q.device)}
+
+
+def page_arguments(form: Form, scales: tuple[str, ...]) -> dict[str, Any]:
+    """Of launches that write a store of this form."""
+    absent = ({} if form.page else {"table": None}) | ({} if form.fp8 else dict.fromkeys(scales))
+    return {"columns": form.columns, **absent}
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def plan_append(
+    q: Layout,
+    new: Layouts,
+    selected: Layouts,
+    max_len: int,
+    counted: bool,
+    form: Form,
+    rings: tuple[Layouts, Layouts] | None = None,
+    rotate_raw: bool = False,
+) -> Launch:
+    """RoPE of the queries and the writes to the store `selected`, which holds all tokens, and to those of the window
+    and the raw tail, `rings`, which dense attention does not have."""
+    _, n_tokens, n_heads, d_k = q.shape
+    window, tail = rings or ((None, None), (None, None))
+    groups, d_v = selected[0].shape[2], selected[1].shape[3]
+    for k, v in (selected, *(rings or ())):
+        assert (k.strides[2], v.strides[2]) == (d_k, d_v), "stores are contiguous"
+    n_head_tiles = triton.cdiv(n_heads, HEAD_TILE)
+    return Launch(
+        append_kernel,
+        (q.shape[0] * n_tokens, n_head_tiles + (1 if rings is None else 3)),
+        **strides(q_bth=q, k_btg=new[0], v_btg=new[1], sk_bn=selected[0], sv_bn=selected[1]),
+        **strides(wk_bn=window[0], wv_bn=window[1], tk_bn=tail[0], tv_bn=tail[1]),
+        **step_arguments(q, selected, max_len, counted, form),
+        **page_arguments(form, APPEND_SCALES),
+        **(dict.fromkeys(RINGS) if rings is None else {}),
+        PAGE=max(1, form.page),
+        tail_places=0 if tail[0] is None else tail[0].shape[1] - 1,
+        window_places=0 if window[0] is None else window[0].shape[1] - 1,
+        HEADS=n_heads,
+        G_PAD=triton.next_power_of_2(groups),
+        BLOCK_HALF=triton.next_power_of_2(d_k // 2),
+        BLOCK_HALF_V=triton.next_power_of_2(d_v // 2),
+        HEAD_TILE=HEAD_TILE,
+        N_HEAD_TILES=n_head_tiles,
+        ROTATE_RAW=rotate_raw,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
 class StepPlan:
     """The launches before the attention."""
 
@@ -93,47 +151,22 @@ class StepPlan:
         batch, n_tokens, n_heads, d_k = q.shape
         groups, d_v = tail[0].shape[2], tail[1].shape[3]
         assert len({(k.strides, v.strides) for k, v in new}) == 1, "one projection makes the keys of all branches"
-        for k, v in (tail, compressed, selected, window):
-            assert (k.strides[2], v.strides[2]) == (d_k, d_v), "stores are contiguous"
+        assert [x.strides[2] for x in compressed] == [d_k, d_v], "stores are contiguous"
         self.q_shape = (batch, n_tokens, n_heads, d_k)
-        common: dict[str, Any] = {"G": groups, "T": n_tokens, "DK": d_k, "DV": d_v, "max_len": how.max_len}
-        common |= dependent_launch(q.device) | ({} if counted else {"counts": None})
-        common |= {} if form.page else {"limits": None}
-        paged = {"columns": form.columns} | ({} if form.page else {"table": None})
-        n_head_tiles = triton.cdiv(n_heads, HEAD_TILE)
-        self.append = Launch(
-            append_kernel,
-            (batch * n_tokens, n_head_tiles + 3),
-            **strides(q_bth=q, k_btg=new[0][0], v_btg=new[0][1]),
-            **strides(tk_bn=tail[0], tv_bn=tail[1], sk_bn=selected[0], sv_bn=selected[1]),
-            **strides(wk_bn=window[0], wv_bn=window[1]),
-            **common,
-            **paged,
-            **({} if form.fp8 else dict.fromkeys(APPEND_SCALES)),
-            PAGE=max(1, form.page),
-            tail_places=tail[0].shape[1] - 1,
-            window_places=window[0].shape[1] - 1,
-            HEADS=n_heads,
-            G_PAD=triton.next_power_of_2(groups),
-            BLOCK_HALF=triton.next_power_of_2(d_k // 2),
-            BLOCK_HALF_V=triton.next_power_of_2(d_v // 2),
-            HEAD_TILE=HEAD_TILE,
-            N_HEAD_TILES=n_head_tiles,
-            ROTATE_RAW=rotate_raw,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        rings = (window, tail)
+        self.append = plan_append(q, new[0], selected, how.max_len, counted, form, rings, rotate_raw)
         # Blocks that a step may complete in a row; none where one is longer than the cache.
         per_row = triton.cdiv(n_tokens, how.stride) if n_compressed(how.max_len, how.block, how.stride) else 0
         self.candidates = batch * per_row * groups
         self.hidden = None if hidden is None else tuple((self.candidates, size) for size in hidden)
         if not self.candidates:
             return
+        common = step_arguments(q, tail, how.max_len, counted, form)
         common |= {"n_candidates": self.candidates, "E": per_row, "BLOCK": how.block, "STRIDE": how.stride}
         from_tail = strides(tk_bn=tail[0], tv_bn=tail[1]) | {"places": tail[0].shape[1] - 1}
         into = strides(ck_bn=compressed[0], cv_bn=compressed[1]) | {"ROTATE": not rotate_raw}
         into |= {"BLOCK_HALF_K": halves(d_k), "BLOCK_HALF_V": halves(d_v), "PAGE": max(1, form.page // how.stride)}
-        into |= paged | ({} if form.fp8 else dict.fromkeys(EMIT_SCALES))
+        into |= page_arguments(form, EMIT_SCALES)
         if hidden is None:
             self.mean = Launch(mean_kernel, (self.candidates, 2), **common, **from_tail, **into, num_warps=1)
             return
