@@ -172,14 +172,13 @@ class NSAAttention(nn.Module):
         every_branch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `eager.LayerNode` returns, by calling the layer's modules, and from a cache if there is one."""
-        start = None if cache is None else cache.lengths
         if cache is not None:
             plain = type(self) is NSAAttention
             stepped = fused_step(self, x, cache, counts, position_offset, every_branch, plain=plain)
             if stepped is not None:
                 o, indices, gates = stepped
                 return self.o_proj(o.flatten(2)), indices, gates
-        q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, start, position_offset))
+        q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, cache, position_offset))
         gates = self.gate(x).to(q.dtype)
         if cache is None:
             pinned = None if every_branch else self.config.force_branch
@@ -192,7 +191,7 @@ class NSAAttention(nn.Module):
                 raw=raw,
                 selected=selected,
                 window=window,
-                compress=lambda k, v, start: self.compress_blocks(k, v, start + position_offset),
+                compress=lambda k, v: self.compress_blocks(k, v, cache, position_offset),
                 counts=counts,
             )
             try:
@@ -295,12 +294,14 @@ class NSAAttention(nn.Module):
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
 
     def angles(
-        self, x: Tensor, cu_seqlens: Tensor | None, start: Tensor | None, position_offset: int | Tensor
+        self, x: Tensor, cu_seqlens: Tensor | None, cache: NSACache | None, position_offset: int | Tensor
     ) -> Angles:
-        """RoPE's for the positions of `x [B, S, dim]`, from `start` on in a cache."""
-        if cu_seqlens is None and start is None and isinstance(position_offset, int) and position_offset == 0:
+        """RoPE's for the positions of `x [B, S, dim]`, which follow those in a cache."""
+        if cache is not None:
+            return cache.angles(x.shape[1], offset=position_offset)
+        if cu_seqlens is None and isinstance(position_offset, int) and position_offset == 0:
             return self.rope.table(x.shape[1], x.device, x.dtype)
-        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, start, x.device)
+        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, None, x.device)
         return self.rope.angles(positions + position_offset, x.dtype)
 
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
@@ -378,11 +379,13 @@ class NSAAttention(nn.Module):
             return self.rope.table(count * c.d, x.device, x.dtype, stride=c.d)
         return self.rope.angles((torch.arange(count, device=x.device) * c.d)[None] + position_offset, x.dtype)
 
-    def compress_blocks(self, k_blocks: Tensor, v_blocks: Tensor, positions: Tensor) -> Pair:
-        """The blocks `[B, N, l, G, D]` that a cache has just completed, which start at `positions`."""
+    def compress_blocks(
+        self, k_blocks: Tensor, v_blocks: Tensor, cache: NSACache, position_offset: int | Tensor
+    ) -> Pair:
+        """The blocks `[B, N, l, G, D]` that a cache has just completed, which follow those that it has."""
         k_cmp, v_cmp = self.phi_k(k_blocks), self.phi_v(v_blocks)
         if self.config.compress_rope == "after":
-            k_cmp = self.rope.rotate(k_cmp, self.rope.angles(positions, k_blocks.dtype))
+            k_cmp = self.rope.rotate(k_cmp, cache.angles(k_cmp.shape[1], offset=position_offset, blocks=True))
         return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
 
 

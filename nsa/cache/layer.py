@@ -15,13 +15,19 @@ import torch
 from torch import Tensor
 
 from nsa.cache.file import read_saved
+from nsa.cache.kernels import cache_kernels
 from nsa.cache.rows import RowCache
-from nsa.cache.store import NewTokens, Ring, Store, pair_of, take
+from nsa.cache.store import NewTokens, Ring, Store, pair_of
 from nsa.config import NSAConfig, require
 from nsa.geometry import n_compressed, n_compressed_of
+from nsa.rope import Angles
 from nsa.sequences import Pair
 
 Quantize = Literal["fp8"]
+
+# Keys that are not copied are read up to a multiple of this: not as many as fit, over which kernels would search for
+# blocks, and not as many as there are, which would be a new shape to plan launches for at every step.
+KEYS_STEP = 1024
 
 
 class Step(NamedTuple):
@@ -34,7 +40,6 @@ class Step(NamedTuple):
     tokens: NewTokens
     new_raw: Pair
     new_window: Pair
-    end: Tensor  # [B] the new lengths
     longest: int
 
 
@@ -162,7 +167,7 @@ class NSACache(RowCache):
         raw: Pair,
         selected: Pair,
         window: Pair,
-        compress: Callable[[Tensor, Tensor, Tensor], Pair],
+        compress: Callable[[Tensor, Tensor], Pair],
         counts: Tensor | None = None,
     ) -> Step:
         """Write the keys and values of `T` new tokens per row, `[B, T, G, D]` each, and return what these attend to.
@@ -171,8 +176,8 @@ class NSACache(RowCache):
 
         Args:
             raw, selected, window: What blocks are compressed from, and of the two other branches.
-            compress: `compress(k_blocks, v_blocks, positions)` turns blocks `[B, E, l, G, D]` that start at
-                `positions [B, E]` into one key and one value each.
+            compress: `compress(k_blocks, v_blocks)` turns blocks `[B, E, l, G, D]`, the next `E` of every row, into
+                one key and one value each.
             counts: `[B]` how many of the `T` tokens are real, the first ones; the rest is padding. Default: all.
 
         Returns:
@@ -187,25 +192,28 @@ class NSACache(RowCache):
             require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
         start, end, tokens, crowded, longest = self.place_tokens(n_new, counts)
-        n_queries = tokens.position.shape[1]
-        raw, selected, window = (pair_of(x[:, :n_queries] for x in pair) for pair in (raw, selected, window))
+        if tokens.n_queries < n_new:
+            raw, selected, window = (
+                pair_of(x[:, : tokens.n_queries] for x in pair) for pair in (raw, selected, window)
+            )
 
         # Both are past the current lengths, where nothing is read until the lengths change.
-        self.selected.write(tokens.position, selected, tokens.keep)
-        self.emit_blocks(start, end, self.tail.recent(start, raw), compress)
+        self.selected.extend(start, end, selected)
+        self.emit_blocks(start, end, raw, compress)
         # Keys up to the last query, be it one of padding.
-        n_keys = self.max_len if crowded else self.longest + n_new
+        n_keys = self.longest + n_new
+        if not self.selected.copied:
+            n_keys = -(-n_keys // KEYS_STEP) * KEYS_STEP
+        n_keys = self.max_len if crowded else min(n_keys, self.max_len)
         block, stride = self.config.l, self.config.d
         return Step(
-            compressed=self.compressed.first(n_compressed(n_keys, block, stride), n_compressed_of(end, block, stride)),
-            # A view of everything costs nothing, and its shape stays the same.
-            selected=self.selected.first(n_keys if self.selected.copied else self.max_len, end),
+            compressed=self.compressed.first(n_compressed(n_keys, block, stride), end, block=block, stride=stride),
+            selected=self.selected.first(n_keys, end),
             window=self.window.recent(start, window, q_start=tokens.q_start),
             window_start=tokens.q_start.clamp_max(self.window.reach),
             tokens=tokens,
             new_raw=raw,
             new_window=window,
-            end=end,
             longest=longest,
         )
 
@@ -216,10 +224,11 @@ class NSACache(RowCache):
         Args:
             step: What `stage` returned last.
         """
-        self.window.append(step.tokens, step.end, step.new_window)
-        self.tail.append(step.tokens, step.end, step.new_raw)
-        self.lengths.copy_(step.end)
-        self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
+        start, end = step.tokens.start, step.tokens.end
+        self.window.extend(start, end, step.new_window)
+        self.tail.extend(start, end, step.new_raw)
+        self.lengths.copy_(end)
+        self.high_water.clamp_(min=end)
         self.longest = step.longest
 
     @torch.no_grad()
@@ -229,7 +238,7 @@ class NSACache(RowCache):
         Args:
             step: What `stage` returned last.
         """
-        self.clear(self.lengths, step.tokens.position.shape[1], step.end)
+        self.clear(self.lengths, step.tokens.n_queries, step.tokens.end)
 
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:
         block, stride = self.config.l, self.config.d
@@ -237,21 +246,28 @@ class NSACache(RowCache):
         blocks = n_compressed_of(start, block, stride), n_compressed_of(end, block, stride)
         self.compressed.clear(blocks[0], -(-n // stride), blocks[1])
 
-    def emit_blocks(
-        self, start: Tensor, end: Tensor, recent: Pair, compress: Callable[[Tensor, Tensor, Tensor], Pair]
-    ) -> None:
+    def emit_blocks(self, start: Tensor, end: Tensor, raw: Pair, compress: Callable[[Tensor, Tensor], Pair]) -> None:
         """Compress the blocks whose last token has just arrived."""
         block, stride = self.config.l, self.config.d
         if block > self.max_len:
             # No block will ever be complete; gathering one would cost its length at every step.
             return
-        n_new = recent[0].shape[1] - self.tail.reach
-        index = n_compressed_of(start, block, stride)[:, None] + torch.arange(-(-n_new // stride), device=self.device)
-        complete = index < n_compressed_of(end, block, stride)[:, None]
-        first = index * stride - self.tail.first_position(start)[:, None]
-        token = (first[..., None] + torch.arange(block, device=self.device)).clamp_max(recent[0].shape[1] - 1)
-        k_blocks, v_blocks = (take(x, token.flatten(1)).unflatten(1, token.shape[1:]) for x in recent)
-        self.compressed.write(index, compress(k_blocks, v_blocks, index * stride), complete)
+        self.compressed.extend(
+            start, end, compress(*self.tail.blocks(start, raw, block, stride)), block=block, stride=stride
+        )
+
+    def angles(self, n: int, *, offset: int | Tensor = 0, blocks: bool = False) -> Angles:
+        """RoPE's at the positions of the next `n` tokens of every row, or at the first ones of its next `n` compressed
+        blocks, `[B, n, 1, d_k / 2]` each; `offset`, a number or `[B, 1]`, is added to the positions."""
+        block, stride = (self.config.l, self.config.d) if blocks else (1, 1)
+        kernels = cache_kernels(self.config.backend, self.dtype, self.lengths)
+        if kernels is not None and isinstance(offset, int):
+            angles: Angles = kernels.cached_angles(
+                self.lengths, self.frequencies, n, offset=offset, block=block, stride=stride
+            )
+            return angles
+        index = n_compressed_of(self.lengths.long(), block, stride)[:, None] + torch.arange(n, device=self.device)
+        return self.rope.angles(index * stride + offset, self.dtype)
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
         """Bytes of keys and values that one decoding step reads, all rows.

@@ -53,8 +53,9 @@ class RowCache(ABC):
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             # The longest that each row has been since its reset: what the rings have overwritten.
             self.high_water = torch.zeros_like(self.lengths)
-            # RoPE's, for kernels that rotate what they write.
-            self.frequencies = Rope(config.d_k, config.rope_theta, config.rope_scaling).frequencies(self.device)
+            self.rope = Rope(config.d_k, config.rope_theta, config.rope_scaling)
+            # For kernels that compute angles.
+            self.frequencies = self.rope.frequencies(self.device)
         # An upper bound on the row lengths that the host knows without reading the device.
         self.longest = 0
 
@@ -119,7 +120,10 @@ class RowCache(ABC):
         crowded = self.static or self.longest + n_new > self.max_len
         longest = self.longest_after(n_new, counts)
         start = self.lengths.clone()
-        end = (start + (n_new if counts is None else counts.int())).clamp(max=self.capacity)
+        end = start + (n_new if counts is None else counts.int())
+        if self.static:
+            # Elsewhere what does not fit has raised.
+            end = end.clamp(max=self.capacity)
         return start, end, NewTokens.place(start, end, n_new, self.max_len, crowded=crowded), crowded, longest
 
     def least_capacity(self) -> int:

@@ -8,13 +8,15 @@ fp8 is e4m3 with one fp32 scale per token and group, the largest magnitude divid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.cache.kernels import cache_kernels
 from nsa.config import NSAConfig
+from nsa.geometry import n_compressed_of
 from nsa.sequences import Pair
 
 Device = torch.device | str
@@ -30,8 +32,9 @@ class NewTokens(NamedTuple):
     their positions and the others come before them.
     """
 
-    position: Tensor  # [B, T], at most max_len of the new tokens: the rest is padding or does not fit
-    keep: Tensor  # [B, T] which of them are real and fit
+    start: Tensor  # [B] row lengths before
+    end: Tensor  # [B] and after, by the tokens that are real and fit
+    n_queries: int  # at most max_len of the new tokens: the rest is padding or does not fit
     q_start: Tensor  # [B] position of the first query
     shift: Tensor | None  # [B]; None: no row's queries are rotated
 
@@ -39,17 +42,15 @@ class NewTokens(NamedTuple):
     def place(cls, start: Tensor, end: Tensor, n_new: int, max_len: int, *, crowded: bool) -> NewTokens:
         """`start, end [B]`: row lengths before and after. `crowded`: some row's queries may run past `max_len`."""
         n_queries = min(n_new, max_len)
-        position = start[:, None] + torch.arange(n_queries, device=start.device)
         q_start = start.clamp_max(max_len - n_queries) if crowded else start
         # A single query cannot be rotated.
-        return cls(position, position < end[:, None], q_start, start - q_start if crowded and n_new > 1 else None)
+        return cls(start, end, n_queries, q_start, start - q_start if crowded and n_new > 1 else None)
 
     def rotate_queries(self, x: Tensor) -> Tensor:
         """`[B, n_new, ...]` in the order of the tokens to `[B, T, ...]` in the order of the queries."""
         if self.shift is None:
             return x
-        n_queries = self.position.shape[1]
-        return take(x, (torch.arange(n_queries, device=x.device) - self.shift[:, None]) % n_queries)
+        return take(x, (torch.arange(self.n_queries, device=x.device) - self.shift[:, None]) % self.n_queries)
 
     def restore_order(self, x: Tensor, n_new: int) -> Tensor:
         """`[B, T, ...]` in the order of the queries back to `[B, n_new, ...]` in the order of the tokens."""
@@ -78,7 +79,7 @@ class Store:
     ) -> None:
         sizes = (*shape, config.n_kv_groups)
         stored = FP8 if fp8 else dtype
-        self.dtype = dtype
+        self.dtype, self.backend = dtype, config.backend
         self.pair = pair_of(torch.zeros(*sizes, d, dtype=stored, device=device) for d in (config.d_k, config.d_v))
         # [B, slots + 1, G] each
         self.scales = pair_of(torch.zeros(sizes, device=device) for _ in range(2)) if fp8 else None
@@ -91,6 +92,10 @@ class Store:
     def tensors(self) -> tuple[Tensor, ...]:
         """Keys and values, and with fp8 their scales."""
         return self.pair if self.scales is None else (*self.pair, *self.scales)
+
+    def kernels(self) -> Any:
+        """The kernels that write and read the store, or None: then torch's operations do."""
+        return cache_kernels(self.backend, self.dtype, self.pair[0])
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.pair = pair_of(map(function, self.pair))
@@ -121,12 +126,32 @@ class Store:
         k, v, *scales = self.stored(index)
         return self.decode((k, v), (scales[0], scales[1])) if scales else (k, v)
 
-    def first(self, n: int, end: Tensor) -> Pair:
+    def first(self, n: int, end: Tensor, *, block: int = 1, stride: int = 1) -> Pair:
         """Keys and values of the first `n` slots of every row, `[B, n, G, D]` each; not copied where that is possible.
-        What lies at or past `end [B]` is 0, or was once part of the row.
+        What lies past those of `end [B]` tokens (see `extend`) is 0, or was once part of the row.
         """
         pair = pair_of(x[:, :n] for x in self.pair)
         return pair if self.scales is None else self.decode(pair, pair_of(x[:, :n] for x in self.scales))
+
+    def extend(self, start: Tensor, end: Tensor, new: Pair, *, block: int = 1, stride: int = 1) -> None:
+        """Write `new [B, M, G, D]`, a token or a compressed block per slot, from the first that `start [B]` tokens do
+        not complete to the last that `end [B]` tokens do: what is past that is padding, or does not fit."""
+        values, kernels = new if self.scales is None else self.encode(new), self.kernels()
+        if kernels is None:
+            first, last = (n_compressed_of(x, block, stride)[:, None] for x in (start, end))
+            index, keep = self.place(first + torch.arange(new[0].shape[1], device=start.device), last)
+            self.store(index, values, keep)
+            return
+        for pair, store in zip(by_pair(values), by_pair(self.tensors()), strict=True):
+            kernels.write_tokens(pair, store, start, end, block=block, stride=stride, **self.addressing())
+
+    def place(self, index: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots of tokens or blocks `index [B, M]`, and which of them are kept in rows that end at `end [B, 1]`."""
+        return index, index < end
+
+    def addressing(self) -> dict[str, Any]:
+        """What the kernels are told of how slots are found."""
+        return {}
 
     def write(self, index: Tensor, new: Pair, keep: Tensor) -> None:
         """Write `new [B, M, G, D]` at slots `index [B, M]`, or into the spare place where `keep [B, M]` is False."""
@@ -157,6 +182,12 @@ class Store:
 
     def decode(self, pair: Pair, scales: Pair) -> Pair:
         return pair_of((x.float() * s[..., None]).to(self.dtype) for x, s in zip(pair, scales, strict=True))
+
+    def decode_pairs(self, read: list[Pair]) -> Pair:
+        """Keys and values in `dtype`, of what kernels have read `by_pair`."""
+        if self.scales is None:
+            return read[0]
+        return self.decode(pair_of(x.view(FP8) for x in read[0]), pair_of(x[..., 0] for x in read[1]))
 
     def as_stored(self, new: Pair) -> Pair:
         """`new` as a later step reads it, so that results do not depend on how a sequence was split."""
@@ -200,6 +231,12 @@ class Ring(Store):
         places are those of queries that start there, before `start`; some may be unused at the beginning too. An unused
         place holds a new token, because what the ring has overwritten could be anything.
         """
+        kernels = self.kernels()
+        if kernels is not None:
+            values, at = new if self.scales is None else self.encode(new), start if q_start is None else q_start
+            pairs = zip(by_pair(values), by_pair(self.tensors()), strict=True)
+            read = [kernels.read_tokens(pair, ring, start, self.reach, q_start=at) for pair, ring in pairs]
+            return self.decode_pairs(read)
         n_new = new[0].shape[1]
         first = self.first_position(start if q_start is None else q_start)
         position = first[:, None] + torch.arange(self.reach + n_new, device=start.device)
@@ -209,14 +246,29 @@ class Ring(Store):
         old = self.gather(position % self.slots)
         return pair_of(torch.where(is_old, x, take(y, fresh)) for x, y in zip(old, self.as_stored(new), strict=True))
 
+    def blocks(self, start: Tensor, new: Pair, block: int, stride: int) -> Pair:
+        """The tokens `[B, E, l, G, D]` of the `E` compressed blocks that `new [B, T, G, D]` may complete; of those that
+        they do not, any. The ring's reach is a block less one token."""
+        kernels = self.kernels()
+        if kernels is not None:
+            found = kernels.read_tokens(new, self.pair, start, self.reach, emitted=(block, stride))
+            return pair_of(x.transpose(2, 3) for x in found)
+        recent, count = self.recent(start, new), -(-new[0].shape[1] // stride)
+        index = n_compressed_of(start, block, stride)[:, None] + torch.arange(count, device=start.device)
+        first = index * stride - self.first_position(start)[:, None]
+        token = (first[..., None] + torch.arange(block, device=start.device)).clamp_max(recent[0].shape[1] - 1)
+        return pair_of(take(x, token.flatten(1)).unflatten(1, token.shape[1:]) for x in recent)
+
     def held_from(self, high_water: Tensor) -> Tensor:
         """The first position that is not overwritten yet in rows that have been `high_water [B]` long."""
         return (high_water - self.slots).clamp_min(0)
 
-    def append(self, tokens: NewTokens, end: Tensor, new: Pair) -> None:
-        """Write the new tokens that stay: of more than there are slots only the last, as two writes would race."""
-        keep = tokens.keep & (tokens.position >= end[:, None] - self.slots)
-        self.write(tokens.position % self.slots, new, keep)
+    def place(self, index: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        # Of more than there are slots only the last: two writes would race.
+        return index % self.slots, (index < end) & (index >= end - self.slots)
+
+    def addressing(self) -> dict[str, Any]:
+        return {"ring": True}
 
 
 class PagedStore(Store):
@@ -240,10 +292,18 @@ class PagedStore(Store):
         column = torch.div(index, per_page, rounding_mode="floor").clamp(max=self.table.shape[1] - 1)
         return self.table.gather(1, column.long()).long() * per_page + index % per_page
 
-    def first(self, n: int, end: Tensor) -> Pair:
+    def addressing(self) -> dict[str, Any]:
+        return {"table": self.table}
+
+    def first(self, n: int, end: Tensor, *, block: int = 1, stride: int = 1) -> Pair:
+        kernels = self.kernels()
+        if kernels is not None:
+            pairs = by_pair(self.tensors())
+            read = [kernels.read_pages(pair, self.table, end, n, block=block, stride=stride) for pair in pairs]
+            return self.decode_pairs(read)
         index = torch.arange(n, device=end.device).expand(end.shape[0], -1)
         # A page may hold what another row left, which need not be finite.
-        unused = (index >= end[:, None])[..., None, None]
+        unused = (index >= n_compressed_of(end, block, stride)[:, None])[..., None, None]
         return pair_of(x.masked_fill_(unused, 0.0) for x in self.gather(index))
 
     def grow(self, slots: int) -> None:
@@ -252,6 +312,14 @@ class PagedStore(Store):
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for x in map(bits, self.tensors()):
             x[target] = x[source]
+
+
+def by_pair(tensors: tuple[Tensor, ...]) -> Iterator[Pair]:
+    """Keys and values, and then their scales if there are any, `[..., G, D]` each, as kernels take them."""
+    k, v, *scales = tensors
+    yield bits(k), bits(v)
+    if scales:
+        yield pair_of(x[..., None] for x in scales)
 
 
 def bits(x: Tensor) -> Tensor:

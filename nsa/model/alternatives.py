@@ -234,8 +234,8 @@ class WindowCache(DenseCache):
         ring = self.kv
         assert isinstance(ring, Ring)
         pair = ring.recent(start, new, q_start=tokens.q_start)
-        ring.append(tokens, self.lengths, new)
-        self.first.write(tokens.position, new, tokens.keep & (tokens.position < self.first.slots))
+        ring.extend(tokens.start, tokens.end, new)
+        self.first.extend(tokens.start, tokens.end.clamp_max(self.first.slots), new)
         return Past(pair, tokens.q_start.clamp_max(ring.reach), tokens)
 
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:

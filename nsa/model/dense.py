@@ -249,7 +249,7 @@ class DenseCache(RowCache):
         """Append keys and values of `T` tokens per row, `[B, T, G, D]` each, of which the first `counts [B]` are real
         and kept; returns what they attend to. A ValueError for another dtype, or where they do not fit."""
         _, new, tokens, crowded = self.advance(new, counts)
-        self.kv.write(tokens.position, new, tokens.keep)
+        self.kv.extend(tokens.start, tokens.end, new)
         n_keys = self.max_len if crowded else self.longest
         return Past(self.kv.first(n_keys, self.lengths), tokens.q_start, tokens)
 
@@ -259,7 +259,7 @@ class DenseCache(RowCache):
         require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
         start, end, tokens, crowded, longest = self.place_tokens(new[0].shape[1], counts)
         self.lengths.copy_(end)
-        self.high_water.copy_(torch.maximum(self.high_water, end))
+        self.high_water.clamp_(min=end)
         self.longest = longest
         return start, pair_of(x[:, : self.max_len] for x in new), tokens, crowded
 

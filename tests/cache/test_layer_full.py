@@ -102,7 +102,7 @@ def test_a_step_lays_out_no_more_keys_than_the_cache_can_hold(n_new: int) -> Non
     cache = NSACache(config, 1, 8, dtype=FP64)
     pair = (torch.ones(1, n_new, 2, config.d_k, dtype=FP64), torch.ones(1, n_new, 2, config.d_v, dtype=FP64))
 
-    def compress(k: Tensor, v: Tensor, at: Tensor) -> Any:
+    def compress(k: Tensor, v: Tensor) -> Any:
         raise AssertionError("a cache shorter than a block never completes one")
 
     step = cache.stage(raw=pair, selected=pair, window=pair, compress=compress)
@@ -169,7 +169,7 @@ def test_static_cache_keeps_the_part_of_a_chunk_that_fits() -> None:
 
     def some(start: int, stop: int) -> dict[str, Any]:
         pair = tuple(x[:, start:stop] for x in new)
-        return {"raw": pair, "selected": pair, "window": pair, "compress": lambda k, v, at: (k[:, :, 0], v[:, :, 0])}
+        return {"raw": pair, "selected": pair, "window": pair, "compress": lambda k, v: (k[:, :, 0], v[:, :, 0])}
 
     cache = NSACache(config, 1, max_len, dtype=FP64, max_rollback=max_rollback, static=True)
     cache.commit(cache.stage(**some(0, 4)))

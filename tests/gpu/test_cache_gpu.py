@@ -154,6 +154,39 @@ def test_a_grown_cache_is_captured_anew(backend: str, form: dict[str, Any]) -> N
         torch.testing.assert_close(replay(x), y, atol=2e-2, rtol=2e-2)
 
 
+@BACKENDS
+@every_form
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_prefill_in_any_chunks_is_the_forward_pass(backend: str, form: dict[str, Any], static: bool) -> None:
+    attn = attention(backend, torch.float32)
+    x = inputs(max(LENGTHS), 1, torch.float32)[0]
+    mask = torch.arange(max(LENGTHS), device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
+    whole = attn(x, attention_mask=mask)
+    found = []
+    for sizes in ([700], [256, 256, 188], [9, 1, 333, 20, 337]):
+        cache = attn.new_cache(len(LENGTHS), MAX_LEN, static=static, **form)
+        if isinstance(cache, PagedNSACache):
+            cache.allocate(MAX_LEN)
+        parts = zip(x.split(sizes, dim=1), mask.split(sizes, dim=1), strict=True)
+        found.append(torch.cat([attn(part, cache=cache, attention_mask=real) for part, real in parts], dim=1))
+        assert cache.lengths.tolist() == [*LENGTHS]
+    # In fp8 a key may be rounded to either of two neighbours.
+    fp8 = "quantize" in form
+    for y in found:
+        torch.testing.assert_close(y, found[0], atol=2e-2 if fp8 else 1e-4, rtol=0.0)
+        assert (y - whole).abs().max() <= (2.0**-4 * whole.abs().max() if fp8 else 1e-4)
+
+
+@pytest.mark.parametrize("offset", [0, 12345])
+def test_angles_of_a_cache_have_the_bits_of_rope(offset: int) -> None:
+    attn = attention()
+    cache = attn.new_cache(2, MAX_LEN)
+    cache.lengths.copy_(torch.tensor([0, 1_000_003]))
+    positions = cache.lengths.long()[:, None] + torch.arange(300, device="cuda") + offset
+    got = cache.angles(300, offset=offset)
+    assert all(map(torch.equal, got, attn.rope.angles(positions, torch.bfloat16)))
+
+
 @every_form
 def test_a_cache_moves_to_the_cpu_and_back(form: dict[str, Any]) -> None:
     attn = attention()

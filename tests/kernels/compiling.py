@@ -240,7 +240,7 @@ def compile_shape(
     """
     import torch
 
-    from nsa.backends.triton import combine, compress, prepare, ranged, selected, selection
+    from nsa.backends.triton import combine, compress, prefill, prepare, ranged, selected, selection
     from nsa.sequences import Compressed, Pooling, Saved, Selected, Selection, Sequences, Sliding, Upstream
 
     block, stride, select_block, n_select, scale = 32, 16, 64, 16, 0.1
@@ -301,6 +301,17 @@ def compile_shape(
         compress.compress_mean_backward(k_cmp, pooling)
         rows = compress.gather_blocks_forward(k, torch.empty(block, shape.d_k, dtype=dtype), pooling)
         compress.gather_blocks_backward(rows, pooling)
+    with recorder.at("prefill"):
+        start = torch.zeros(1, dtype=torch.int32)
+        for dtype_of_scales in (None, torch.float32):
+            # Keys and values, or the scales of those in fp8.
+            x, y = (k, v) if dtype_of_scales is None else (k[..., :1].to(dtype_of_scales),) * 2
+            prefill.write_tokens((x, y), (x, y), start, start, ring=True)
+            prefill.write_tokens((x, y), (x, y), start, start, block=block, stride=stride, table=start[:, None])
+            prefill.read_tokens((x, y), (x, y), start, 511, q_start=start)
+            prefill.read_pages((x, y), start[:, None], start, length)
+        prefill.read_tokens((k, v), (k, v), start, block - 1, emitted=(block, stride))
+        prefill.cached_angles(start, torch.empty(shape.d_k // 2, dtype=torch.float64), length)
 
 
 def compile_all(target: str, shapes: list[str]) -> list[Compiled]:
