@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 # A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
-# With more rows, cuBLAS is the better matmul.
+# With more rows, or larger weights, cuBLAS is the better matmul.
 MAX_LINEAR_ROWS = 32
+MAX_LINEAR_BYTES = 1 << 24
 
 T = TypeVar("T")
 
@@ -146,8 +147,10 @@ def project(layer: NSAAttention, x: Tensor, norm: RMSNorm | None, plain: bool) -
 
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
     """Whether the linear kernel takes `x [B,T,K]` and these weights."""
-    fitting = x.shape[0] * x.shape[1] <= MAX_LINEAR_ROWS and x.is_contiguous() and not torch.is_grad_enabled()
-    return fitting and all(w.is_contiguous() and (w.dtype, w.device) == (x.dtype, x.device) for w in weights)
+    if x.shape[0] * x.shape[1] > MAX_LINEAR_ROWS or not x.is_contiguous() or torch.is_grad_enabled():
+        return False
+    fitting = (w.is_contiguous() and w.nbytes <= MAX_LINEAR_BYTES for w in weights)
+    return all(fitting) and all((w.dtype, w.device) == (x.dtype, x.device) for w in weights)
 
 
 def norm_of(decode: Any, norm: RMSNorm | None) -> Any:

@@ -24,7 +24,6 @@ from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
 
 MAX_WEIGHTS = 4
 BLOCK_N = 16
-TILE_ROW_BYTES = 512
 NONE, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS = {None: NONE.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
 
@@ -35,6 +34,14 @@ class Weights(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     activation: str | None = None
+
+
+class LinearTile(NamedTuple):
+    """`row_bytes`: of a tile's rows."""
+
+    row_bytes: int = 512
+    warps: int = 4
+    stages: int = 4
 
 
 class Norm(NamedTuple):
@@ -103,10 +110,11 @@ def linear_kernel(
         gdc_wait()
     b_scale = tl.zeros([BLOCK_M], tl.float32)
     if norm is not None:
-        for first in range(0, K, BLOCK_K):
+        b_squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             b_x = load_rows(x, o_m, first + o_k, n_rows, K).to(tl.float32)
-            b_scale += tl.sum(b_x * b_x, 1)
-        b_scale = tl.rsqrt(b_scale / K + eps)
+            b_squares += b_x * b_x
+        b_scale = tl.rsqrt(tl.sum(b_squares, 1) / K + eps)
     b_x = tl.trans(load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K))
     b_y = tl.dot(b_w, b_x, input_precision="ieee")
     if PAIRED:
@@ -145,6 +153,7 @@ class LinearPlan:
         eps: float | None,
         residual: bool,
         paired: bool,
+        tile: LinearTile,
     ) -> None:
         *rows, n_inputs = x.shape
         n_rows = rows[0] * rows[1]
@@ -166,11 +175,11 @@ class LinearPlan:
             K=n_inputs,
             BLOCK_M=max(16, triton.next_power_of_2(n_rows)),
             BLOCK_N=BLOCK_N,
-            BLOCK_K=max(16, min(TILE_ROW_BYTES // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
-            STAGES=4,
+            BLOCK_K=max(16, min(tile.row_bytes // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
+            STAGES=tile.stages,
             BIASED=sum(has << i for i, has in enumerate(biased)),
             PAIRED=paired,
-            num_warps=4,
+            num_warps=tile.warps,
         )
 
 
@@ -178,7 +187,12 @@ plan_linear = lru_cache(maxsize=MAX_PLANS)(LinearPlan)
 
 
 def linear(
-    x: Tensor, *weights: Weights, norm: Norm | None = None, residual: Tensor | None = None, paired: bool = False
+    x: Tensor,
+    *weights: Weights,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    paired: bool = False,
+    tile: LinearTile | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply linear layers to the same few rows.
 
@@ -195,7 +209,7 @@ def linear(
     laid = tuple(layout(w.weight) for w in weights)
     biased, activations = tuple(w.bias is not None for w in weights), tuple(w.activation for w in weights)
     eps = None if norm is None else norm.eps
-    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired)
+    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired, tile or LinearTile())
     outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in plan.outputs)
     given: dict[str, Tensor] = {}
     for i in range(MAX_WEIGHTS):
