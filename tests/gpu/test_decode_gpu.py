@@ -9,6 +9,8 @@ import torch
 
 from nsa import NSAAttention, NSAConfig
 from nsa.backends import routing
+from nsa.cuda_graph import capture_graph
+from nsa.model import DenseAttention
 
 SHAPES = {
     "64/4/128": {"n_heads": 64, "n_kv_groups": 4, "d_k": 128, "d_v": 128},
@@ -77,6 +79,34 @@ def test_a_replayed_step_equals_an_eager_one_bit_for_bit(n_tokens: int) -> None:
             assert torch.equal(y, expected)
     for now, then in zip(mine.buffers(), after, strict=True):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_steps_in_a_graph_equal_the_whole_pass(shape: str, n_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer, exact = (DenseAttention(NSAConfig(dim=256, **SHAPES[shape])).cuda() for _ in range(2))
+    layer = layer.bfloat16()
+    exact.double().load_state_dict(layer.state_dict())
+    x = torch.randn(2, 1000 + 12 * n_tokens, 256, device="cuda").bfloat16()
+    cache = layer.new_cache(2, MAX_LEN, static=True)
+    with torch.no_grad():
+        expected = exact(x.double())[:, 1000:]
+        layer(x[:, :1000], cache=cache)
+        before = [buffer.clone() for buffer in cache.buffers()]
+        new = x[:, 1000 : 1000 + n_tokens].clone()
+        routing.router().counts.clear()
+        layer(new, cache=cache)
+        assert routing.router().counts.calls["decode", "triton"] == 1
+        replayed = []
+        graph = capture_graph(lambda: replayed.append(layer(new, cache=cache)))
+        for now, then in zip(cache.buffers(), before, strict=True):
+            now.copy_(then)
+        for step, y in zip(x[:, 1000:].split(n_tokens, dim=1), expected.split(n_tokens, dim=1), strict=True):
+            new.copy_(step)
+            graph.replay()
+            assert float((replayed[0].double() - y).norm() / y.norm()) <= 4 * torch.finfo(torch.bfloat16).eps
+    assert cache.lengths.tolist() == cache.high_water.tolist() == [x.shape[1]] * 2
 
 
 def test_a_step_does_not_wait_and_takes_few_launches() -> None:

@@ -28,7 +28,7 @@ HEADS = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16}
 @pytest.fixture
 def small_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short caches have several splits, and those several tiles."""
-    monkeypatch.setattr(dense, "dense_tile", lambda max_len: DecodeTile(tile_bytes=1024, split=32))
+    monkeypatch.setattr(dense, "step_tile", lambda max_len: DecodeTile(tile_bytes=1024, split=32))
 
 
 def layers(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[DenseAttention, DenseAttention]:
@@ -201,9 +201,9 @@ def test_scratch_is_small_beside_the_cache(max_len: int, tokens: int, heads: int
     q = new_layout((batch, tokens, heads, head_dim), torch.bfloat16, cpu)
     store = new_layout((batch, max_len + 1, groups, head_dim), torch.bfloat16, cpu)
     kv, how = (store, store), Hyperparameters(1, 1, 1, 0, 0, 0, 0, 1.0, max_len, "cmp")
-    plan = DecodePlan(q, kv, kv, kv, None, how, dense.dense_tile(max_len), True, False, Form())
+    plan = DecodePlan(q, kv, kv, kv, None, how, dense.step_tile(max_len), True, False, Form())
     assert not plan.pooled
     _, splits, rows, d_v = plan.partials["partial_o"]
     assert splits <= dense.MAX_SPLITS
     scratch = batch * groups * splits * rows * d_v * 4
-    assert scratch <= max(2**26, 2 * 2 * batch * max_len * groups * head_dim // 16)
+    assert scratch <= max(2**26, 2 * 2 * batch * max_len * groups * head_dim // 8)

@@ -33,7 +33,7 @@ class DenseStore(NamedTuple):
     frequencies: Tensor
 
 
-def dense_tile(max_len: int) -> DecodeTile:
+def step_tile(max_len: int) -> DecodeTile:
     """Splits follow from the cache's capacity alone: a row does not depend on the others, nor a grid on the lengths."""
     return DecodeTile(split=max(MIN_SPLIT, triton.next_power_of_2(triton.cdiv(max_len, MAX_SPLITS))))
 
@@ -68,7 +68,7 @@ def dense_step(
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     how = Hyperparameters(1, 1, 1, 0, 0, 0, 0, scale, max_len, "cmp")
     attention = plan_decode(
-        layout(rotated), kv, kv, kv, None, how, tile or dense_tile(max_len), Form(), commits=True, counted=counted
+        layout(rotated), kv, kv, kv, None, how, tile or step_tile(max_len), Form(), commits=True, counted=counted
     )
     shape, dtype, device = attention.arrivals
     arrivals = torch.empty(shape, dtype=dtype, device=device)

@@ -6,6 +6,7 @@ beside it. Grids follow from the cache's capacity, so a captured step can be rep
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -171,8 +172,8 @@ class DecodePlan:
         }
         self.pooled = pooled if selects else {}
         self.factors = {"factors": (pairs, rows, 2)}
-        self.partials = {"partial_o": (pairs, slots, rows, d_v)}
-        self.partials |= dict.fromkeys(("partial_m", "partial_l"), (pairs, slots, rows))
+        of_rows = (pairs, slots, rows)
+        self.partials = {"partial_o": (*of_rows, d_v), "partial_m": of_rows, "partial_l": of_rows}
         # Zeros before the step, see `common.py`.
         self.arrivals = ((pairs, 3), torch.int32, device)
         self.indices = ((batch, n_tokens, groups, how.n_select), torch.int32, device)
@@ -327,7 +328,7 @@ class DecodePlan:
         return o, indices
 
 
-def floats(shapes: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
+def floats(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
     """Scratch memory in fp32, by name."""
     return {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
 
