@@ -301,7 +301,7 @@ class NSAAttention(nn.Module):
             return cache.angles(x.shape[1], offset=position_offset)
         if cu_seqlens is None and isinstance(position_offset, int) and position_offset == 0:
             return self.rope.table(x.shape[1], x.device, x.dtype)
-        positions = query_positions(x.shape[0], x.shape[1], cu_seqlens, None, x.device)
+        positions = query_positions(x.shape[1], cu_seqlens, None, x.device)
         return self.rope.angles(positions + position_offset, x.dtype)
 
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Pair, Pair, Pair]:
@@ -474,8 +474,7 @@ class NSAStats:
     @cached_property
     def positions(self) -> Tensor:
         """`[B or 1, S]`: each query's position in its sequence."""
-        batch, length = self.gates.shape[:2]
-        return query_positions(batch, length, self.cu_seqlens, self.start, self.gates.device)
+        return query_positions(self.gates.shape[1], self.cu_seqlens, self.start, self.gates.device)
 
     @cached_property
     def real(self) -> Tensor:

@@ -34,7 +34,8 @@ AT_LEAST = {"n_init": 0, "n_local": 0}
 # Added to the mean square of a branch's output where that is normalized.
 BRANCH_NORM_EPS = 1e-6
 
-# "auto" and all backends, whether this machine can run them or not.
+# "auto", and all backends in the order in which it tries them; this version or machine may lack some. The reference,
+# which builds whole score matrices, is last.
 BACKENDS = ("auto", "triton", "flash", "sdpa", "reference")
 
 

@@ -66,9 +66,7 @@ def compressed_offsets(cu_seqlens: Tensor, block: int, stride: int) -> Tensor:
     return exclusive_offsets(n_compressed_of(cu_seqlens.long().diff(), block, stride))
 
 
-def query_positions(
-    batch: int, length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, device: torch.device
-) -> Tensor:
+def query_positions(length: int, cu_seqlens: Tensor | None, q_start: Tensor | None, device: torch.device) -> Tensor:
     """`[B or 1, S]` position of every query in its document or row of keys; row `b` starts at key `q_start[b]`."""
     if cu_seqlens is not None:
         return documents(cu_seqlens, length, q_start).position[None]

@@ -59,7 +59,7 @@ class Sequences:
         """
         if self.cu_seqlens is not None:
             return self.documents.position[None]
-        return query_positions(self.batch, self.length, None, self.q_start, self.device)
+        return query_positions(self.length, None, self.q_start, self.device)
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Ranges:
             complete = n_compressed_of(seq.positions + 1, self.span, self.stride)
             return (self.lo + complete).clamp_max(self.n_keys)
         # Keys of a varlen row are counted over the row, not within a document.
-        hi = query_positions(seq.batch, seq.length, None, seq.q_start, seq.device) + 1
+        hi = query_positions(seq.length, None, seq.q_start, seq.device) + 1
         # An unchecked wrong `q_start` must not read out of bounds where kernels take this as it is.
         return hi if seq.q_start is None or seq.cu_seqlens is None else hi.clamp_max(self.n_keys)
 

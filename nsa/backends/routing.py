@@ -26,21 +26,15 @@ from nsa.backends.gpu import gpu_family, gpu_name
 from nsa.backends.measured_routes import MeasuredRoute, load_routes, routes_path
 from nsa.backends.problem import OPS, Problem
 from nsa.captures import Captures
-from nsa.config import NSAConfig, check_compression, require, require_positive_int
+from nsa.config import BACKENDS, NSAConfig, check_compression, require, require_positive_int
 from nsa.geometry import n_compressed
 from nsa.lazy import renamed_attributes, renamed_property, warn_renamed
 from nsa.settings import Settings
 
 log = logging.getLogger("nsa")
 
-# Every backend, in the order in which `auto` tries them; a version may lack some. The reference, which builds whole
-# score matrices, is last.
-BACKEND_MODULES = {
-    "triton": "nsa.backends.triton",
-    "flash": "nsa.backends.flash",
-    "sdpa": "nsa.backends.sdpa",
-    "reference": "nsa.backends.reference",
-}
+# In the order in which `auto` tries them.
+BACKEND_MODULES = {name: f"nsa.backends.{name}" for name in BACKENDS if name != "auto"}
 
 # What NSA_FORCE_PARITY runs.
 PARITY_BACKEND = "reference"

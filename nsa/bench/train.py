@@ -139,13 +139,13 @@ class TrainRunner:
         name = f"{kind}-{'+'.join(backends) or 'sdpa'}{'-gc' if self.bench.gc else ''}"
         return name + ("-graphs" if self.bench.cuda_graphs else "-compiled" if self.bench.compile else "")
 
-    def check_sync(self, steps: int = 3) -> None:
+    def check_sync(self) -> None:
         """Run steps in which a host synchronization is an error; a ValueError on a CPU, which has none."""
         require(self.device.type == "cuda", "--check-sync", f"given with --device {self.device}", "a CUDA device")
         self.run(self.bench.warmup)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for _ in range(steps):
+            for _ in range(3):
                 self.step([self.batch], LR)
         finally:
             torch.cuda.set_sync_debug_mode("default")

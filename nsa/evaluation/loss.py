@@ -46,7 +46,6 @@ def evaluate_loss(
     *,
     seq_len: int,
     windows: int,
-    seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[float, list[PositionLoss]]:
     """The loss on windows of the validation split.
@@ -56,7 +55,6 @@ def evaluate_loss(
         data: Where the text comes from; its tokenizer must be the run's.
         seq_len: Tokens in a window; longer ones than the model was trained on show how far it extrapolates.
         windows: How many.
-        seed: Decides which.
         progress: Called with the number of windows done.
 
     Returns:
@@ -71,7 +69,7 @@ def evaluate_loss(
     config = replace(data, pack=False, prefetch=False)
     total, counts = torch.zeros(seq_len), torch.zeros(seq_len)
     vocab_size = subject.model.config.vocab_size
-    with open_loader(config, split="valid", batch_size=1, seq_len=seq_len, seed=seed, vocab_size=vocab_size) as loader:
+    with open_loader(config, split="valid", batch_size=1, seq_len=seq_len, seed=0, vocab_size=vocab_size) as loader:
         for done, batch in enumerate(islice(loader, windows), 1):
             targets = batch.targets.to(subject.device)
             losses = token_losses(subject, batch.tokens.to(subject.device), targets)

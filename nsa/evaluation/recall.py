@@ -106,9 +106,9 @@ class Haystack:
         return tokens + self.tokens[last:end] + question + answer, len(answer)
 
 
-def library_texts(seed: int = 0) -> Iterator[str]:
-    """The default haystack: the source of Python's standard library, in an order that `seed` decides."""
-    for chunk in standard_library().chunks(seed, 0, 0, None):
+def library_texts() -> Iterator[str]:
+    """The default haystack: the source of Python's standard library, always in the same shuffled order."""
+    for chunk in standard_library().chunks(0, 0, 0, None):
         yield from chunk.texts
 
 

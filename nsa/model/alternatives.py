@@ -91,14 +91,14 @@ class LongformerAttention(SlidingAttention):
         first_block = torch.zeros(batch, length, k.shape[2], 1, dtype=torch.int32, device=q.device)
         options = {"select_block": self.n_global, "cu_seqlens": cu_seqlens, **self.op_options}
         o, lse = ops.selected_attention(q.roll(-self.window, dims=1), k, v, first_block, **options)
-        too_early = query_positions(batch, length, cu_seqlens, None, q.device)[..., None] < self.window
+        too_early = query_positions(length, cu_seqlens, None, q.device)[..., None] < self.window
         lse = lse.roll(self.window, dims=1).masked_fill(too_early, float("-inf"))
         return merge_softmax(near, (o.roll(self.window, dims=1), lse))
 
     def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
         assert isinstance(cache, WindowCache)
-        batch, length, _, _ = q.shape
-        position = query_positions(batch, length, None, cache.lengths, q.device)
+        length = q.shape[1]
+        position = query_positions(length, None, cache.lengths, q.device)
         past = cache.append(new, counts)
         rotated = past.tokens.rotate_queries(q)
         results = self.attend_window(rotated, *past.pair, window=self.window, q_start=past.q_start)
@@ -154,7 +154,7 @@ class BigBirdAttention(DenseAttention):
             own = torch.arange(-(-q.shape[1] // self.block), device=q.device)
             return attend_flex(q, k, v, self.blocks_seen(own), self.block)
         batch, length, _, _ = q.shape
-        position = query_positions(batch, length, cu_seqlens, q_start, q.device)
+        position = query_positions(length, cu_seqlens, q_start, q.device)
         seen = self.blocks_seen(torch.div(position, self.block, rounding_mode="floor"))
         indices = seen[:, :, None].expand(batch, -1, k.shape[2], -1).contiguous()
         options = {"select_block": self.block, "cu_seqlens": cu_seqlens, "q_start": q_start, **self.op_options}

@@ -156,11 +156,11 @@ class DenseAttention(nn.Module):
         return run_step("dense_step", launch, self.config, x, cache, counts)
 
     def angles(self, x: Tensor, cu_seqlens: Tensor | None, cache: DenseCache | None) -> Angles:
-        batch, length, _ = x.shape
+        length = x.shape[1]
         if cu_seqlens is None and cache is None:
             return self.rope.table(length, x.device, x.dtype)
         start, limit = (None, length) if cache is None else (cache.lengths, cache.max_len)
-        positions = query_positions(batch, length, cu_seqlens, start, x.device)
+        positions = query_positions(length, cu_seqlens, start, x.device)
         # Only padding can be past the end of a cache.
         return self.rope.angles(positions.clamp_max(limit - 1), x.dtype, limit=limit)
 

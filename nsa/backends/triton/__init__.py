@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nsa import settings
+from nsa.backends.gated import without_gate
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, problem_for_op
@@ -159,19 +160,17 @@ def compile_ahead(computation: Callable[[], Any], progress: Callable[[str, int, 
 
 
 def backward_launcher(module: str, function: str) -> Callable[..., Any]:
-    """As `Launcher`, of a branch's backward pass.
+    """The launcher of a branch's backward pass.
 
     The kernels fold a gate into their probabilities, whose products with it can be smaller than fp16 goes; there it is
     multiplied into the gradient instead, which a loss scale keeps large.
     """
-    run = Launcher(module, function)
+    fused = Launcher(module, function)
+    unfused = without_gate(fused)
 
-    def launch(upstream: Upstream, *args: Any, **kwargs: Any) -> Any:
-        do, dlse, gate, _, into, _ = upstream
-        if gate is None or do.dtype != torch.float16:
-            return run(upstream, *args, **kwargs)
-        dq, dk, dv = run(Upstream(do * gate[..., None], dlse), *args, **kwargs)
-        return (dq if into is None else into.add_(dq)), dk, dv
+    def launch(upstream: Upstream, *args: Any) -> Any:
+        unfuse = upstream.gate is not None and upstream.do.dtype == torch.float16
+        return (unfused if unfuse else fused)(upstream, *args)
 
     launch.__name__ = launch.__qualname__ = function
     return launch

@@ -287,6 +287,23 @@ def last_taken(b_key, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.
 
 
 @triton.jit
+def most_important(b_i, m_forced, o_j, own, N_FREE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_J: tl.constexpr):
+    """`[BLOCK_J]` mask of the `N_FREE` blocks of the greatest importance among `0 .. own`, without the forced ones; of
+    equal ones, the first."""
+    # Importance is not negative: its bits are in its order.
+    b_key = tl.maximum(b_i.to(tl.int32, bitcast=True), 0)
+    b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
+    key, exact = last_taken(b_key, N_FREE=N_FREE, SEGMENTS=SEGMENTS, BLOCK_J=BLOCK_J)
+    m_free = b_key >= key
+    if exact == False:  # noqa: E712  a tensor
+        # More blocks share the last value than there is room for: the lower ones.
+        m_tie = b_key == key
+        room = N_FREE - tl.sum((b_key > key).to(tl.int32), 0)
+        m_free = m_free & ((m_tie == False) | (tl.cumsum(m_tie.to(tl.int32), 0) <= room))  # noqa: E712
+    return m_free
+
+
+@triton.jit
 def select_row(
     importance, indices, own, n_seen,
     R: tl.constexpr, OVERLAP: tl.constexpr, N_SELECT: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr,
@@ -301,16 +318,7 @@ def select_row(
         # Loads in fours: what else comes along, or was never written, is dropped.
         b_i = tl.load(importance + o_j, mask=o_j // 4 <= own // 4, other=0.0)
         b_i = tl.where((o_j * R < n_seen + OVERLAP - 1) & (n_seen > 0), b_i, 0.0)
-        b_key = tl.maximum(b_i.to(tl.int32, bitcast=True), 0)
-        b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
-        key, exact = last_taken(b_key, N_FREE=N_FREE, SEGMENTS=SEGMENTS, BLOCK_J=BLOCK_J)
-        m_free = b_key >= key
-        if exact == False:  # noqa: E712  a tensor
-            # More blocks share the last value than there is room for: the lower ones.
-            m_tie = b_key == key
-            room = N_FREE - tl.sum((b_key > key).to(tl.int32), 0)
-            m_free = m_free & ((m_tie == False) | (tl.cumsum(m_tie.to(tl.int32), 0) <= room))  # noqa: E712
-        m_taken = m_forced | m_free
+        m_taken = m_forced | most_important(b_i, m_forced, o_j, own, N_FREE, SEGMENTS, BLOCK_J)
     o_out = tl.cumsum(m_taken.to(tl.int32), 0) - 1
     tl.store(indices + o_out, o_j, mask=m_taken)
 

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nsa.backends.triton.decode.common import arrive, position_of, power_of_2, wait_for
 from nsa.backends.triton.primitives import FLOOR
-from nsa.backends.triton.selection import complete_blocks, last_taken
+from nsa.backends.triton.selection import complete_blocks, most_important
 
 
 @triton.jit
@@ -117,17 +117,8 @@ def select_step_kernel(
                 pool, carry, tile_max, p_factors, i_row, n_seen, H, R, REACH, CARRY, N_TILES, N_TILES_PAD, BLOCK_J,
                 UNROLL,
             )  # fmt: skip
-            # Importance is not negative: its bits are in its order.
-            b_key = tl.maximum(tl.reshape(b_i, [N_COLUMNS]).to(tl.int32, bitcast=True), 0)
-            b_key = tl.where((o_j <= own) & (m_forced == False), b_key, -1)  # noqa: E712  a tensor
-            key, exact = last_taken(b_key, N_FREE=N_FREE, SEGMENTS=SEGMENTS, BLOCK_J=N_COLUMNS)
-            m_free = b_key >= key
-            if exact == False:  # noqa: E712  a tensor
-                # More blocks share the last value than there is room for: the lower ones.
-                m_tie = b_key == key
-                room = N_FREE - tl.sum((b_key > key).to(tl.int32), 0)
-                m_free = m_free & ((m_tie == False) | (tl.cumsum(m_tie.to(tl.int32), 0) <= room))  # noqa: E712
-            m_taken = m_forced | m_free
+            b_i = tl.reshape(b_i, [N_COLUMNS])
+            m_taken = m_forced | most_important(b_i, m_forced, o_j, own, N_FREE, SEGMENTS, N_COLUMNS)
         o_out = tl.cumsum(m_taken.to(tl.int32), 0) - 1
         tl.store(p_index + o_out, o_j, mask=m_taken)
     arrive(arrivals + i_bg * 3 + 1)

@@ -95,15 +95,13 @@ def popcount(b_word):
     return (b & 0x3F).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def mark_kernel(
-    p_indices, p_word, p_doc_start, p_block_offset,
-    stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
+@triton.jit
+def selected_pairs(
+    i_row, p_indices, p_doc_start, p_block_offset, p_start, max_start, stride_b, stride_t, stride_g, n_groups, query_0,
+    n_queries,
     N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    p_start=None, max_start=None,
 ):  # fmt: skip
-    """Set the bit of every (query, selected block)."""
-    i_row = tl.program_id(1)
+    """`[BLOCK]` pairs of a CTA: query, slot, the block in that slot or -1, and whether there is such a pair."""
     o_pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_local = o_pair // N_SELECT
     o_slot = o_pair % N_SELECT
@@ -113,6 +111,22 @@ def mark_kernel(
     b_block = selected_block(
         p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, VARLEN
     )
+    return o_local, o_slot, b_block, m_pair
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def mark_kernel(
+    p_indices, p_word, p_doc_start, p_block_offset,
+    stride_b, stride_t, stride_g, n_groups, n_blocks, n_tiles, query_0, n_queries,
+    N_SELECT: tl.constexpr, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    p_start=None, max_start=None,
+):  # fmt: skip
+    """Set the bit of every (query, selected block)."""
+    i_row = tl.program_id(1)
+    o_local, _, b_block, m_pair = selected_pairs(
+        i_row, p_indices, p_doc_start, p_block_offset, p_start, max_start, stride_b, stride_t, stride_g, n_groups,
+        query_0, n_queries, N_SELECT, SELECT_BLOCK, VARLEN, BLOCK,
+    )  # fmt: skip
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
     b_bit = tl.full([BLOCK], 1, tl.int32) << (o_local % 32)
     tl.atomic_or(p_word + o_word, b_bit, mask=m_pair & (b_block >= 0), sem="relaxed")
@@ -135,15 +149,10 @@ def place_kernel(
 ):  # fmt: skip
     """Write every pair `t * N_SELECT + slot` to its place."""
     i_row = tl.program_id(1)
-    o_pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o_local = o_pair // N_SELECT
-    o_slot = o_pair % N_SELECT
-    m_pair = o_local < n_queries
-    p_row = p_indices + (i_row // n_groups).to(tl.int64) * stride_b + (i_row % n_groups).to(tl.int64) * stride_g
-    start = query_start(p_start, max_start, i_row // n_groups)
-    b_block = selected_block(
-        p_row, query_0 + o_local, o_slot, m_pair, stride_t, start, p_doc_start, p_block_offset, SELECT_BLOCK, VARLEN
-    )
+    o_local, o_slot, b_block, m_pair = selected_pairs(
+        i_row, p_indices, p_doc_start, p_block_offset, p_start, max_start, stride_b, stride_t, stride_g, n_groups,
+        query_0, n_queries, N_SELECT, SELECT_BLOCK, VARLEN, BLOCK,
+    )  # fmt: skip
     m_pair = m_pair & (b_block >= 0)
     o_word = (i_row.to(tl.int64) * n_blocks + b_block) * n_tiles + o_local // 32
     b_word = tl.load(p_word + o_word, mask=m_pair, other=0)
