@@ -61,7 +61,7 @@ class LMConfig:
         """A config of PRESETS.
 
         Args:
-            name: "tiny" or "125m".
+            name: "tiny", "125m", "340m" or "1b".
 
         Returns:
             The config.
@@ -134,5 +134,19 @@ PRESETS = {
         hidden=2048,
         seq_len=2048,
         attn=NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64),
+    ),
+    "340m": LMConfig(
+        vocab_size=50257,
+        n_layers=24,
+        hidden=2816,
+        seq_len=4096,
+        attn=NSAConfig(dim=1024, n_heads=16, n_kv_groups=2, d_k=64, d_v=64),
+    ),
+    "1b": LMConfig(
+        vocab_size=50257,
+        n_layers=18,
+        hidden=7168,
+        seq_len=4096,
+        attn=NSAConfig(dim=2048, n_heads=32, n_kv_groups=4, d_k=64, d_v=64, rope_theta=500000.0),
     ),
 }

@@ -16,7 +16,8 @@ from nsa import bench, cli
 from nsa.bench import trained
 from nsa.bench.compare import csv_header
 from nsa.bench.plot import draw_figure, rows_digest
-from nsa.bench.train import TrainBench, TrainRunner
+from nsa.bench.runner import Runner
+from nsa.bench.train import TrainBench, TrainRunner, benches, step_clock
 from nsa.functional import nsa_attention
 from nsa.model import LM, PRESETS, LMConfig
 from nsa.results import COLUMNS, append, origin_columns, quantiles, read_rows
@@ -30,6 +31,16 @@ def parse(*words: str) -> argparse.Namespace:
     return cli.parser_of("bench").parse_args(
         ["train", "--preset", "tiny", "--device", "cpu", "--dtype", "float32", *words]
     )
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_of_training_can_be_timed(name: str) -> None:
+    args = parse("--preset", name, "--attention", "nsa", "dense")
+    runner = Runner(step_clock, torch.bfloat16, "cuda", args)
+    assert [bench.model for bench in benches(args, runner)] == [
+        PRESETS[name],
+        replace(PRESETS[name], attention="dense"),
+    ]
 
 
 def test_columns_are_the_agreed_ones() -> None:

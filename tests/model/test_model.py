@@ -285,13 +285,6 @@ def test_parameter_counts_are_those_of_the_model(kind: str, tied: bool) -> None:
     assert counts["norm"] == 5 * 32
 
 
-def test_presets_have_the_size_of_their_name() -> None:
-    with torch.device("meta"):
-        sizes = {name: sum(LM(config).parameter_counts().values()) for name, config in PRESETS.items()}
-    assert 200_000 < sizes["tiny"] < 800_000
-    assert 120_000_000 < sizes["125m"] < 130_000_000
-
-
 def test_flops_of_a_dense_model_are_its_products() -> None:
     model, length = small_model("dense"), 64
     per_layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + (length + 1) / 2 * 2 * (16 + 16)
