@@ -37,7 +37,9 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = "Time the trainer's step (forward, backward, optimizer) on synthetic tokens."
     parser.epilog = "example: nsa bench train --preset 125m --seq-len 2048 32768 --tokens 65536 --attention nsa dense"
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="(default: 125m on a GPU, else tiny)")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), help="the model of that config (default: 125m on a GPU, else tiny)"
+    )
     parser.add_argument("--attention", nargs="+", choices=ATTENTION_KINDS, default=["nsa"])
     parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")
     parser.add_argument("--seq-len", nargs="+", type=int, help="tokens per sequence (default: the preset's)")
@@ -156,7 +158,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cpu(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time attention, its branches, a layer and training steps on the CPU."
+    parser.description = "Time attention, its branches and training steps on the CPU."
     parser.epilog = "example: nsa bench cpu --out cpu.csv && nsa bench report cpu.csv"
     add_output(parser)
 
@@ -197,7 +199,7 @@ SUITES = {
 }
 # What runs others of them, or reads their rows.
 ROW_COMMANDS = {
-    "cpu": ("small attention, layer and training benchmarks that run anywhere", add_cpu),
+    "cpu": ("small attention and training benchmarks that run anywhere", add_cpu),
     "plot": ("plot the rows of the other suites", add_plot),
     "report": ("draw the rows of the other suites on one page", add_report),
     "compare": ("two files of rows: what became slower or needs more memory", add_compare),
