@@ -1,4 +1,4 @@
-"""Which calls are captured as CUDA graphs, and for how long a capture is kept: see `replay`."""
+"""Decides which calls are captured as CUDA graphs, and how long a capture is kept: see `replay`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotCapturableError(RuntimeError):
 
 
 def try_to_capture(make: Callable[[], T]) -> T | None:
-    """What `make` makes; None where that cannot be captured, or not in the memory that is left."""
+    """Call `make`; None where that cannot be captured, or not in the memory that is left."""
     try:
         return make()
     except NotCapturableError:
@@ -37,7 +37,7 @@ def try_to_capture(make: Callable[[], T]) -> T | None:
 
 
 class Captures(Generic[T]):
-    """What was captured, by shape. A cache: copies and pickles leave it out."""
+    """The captured graphs by shape. A cache: copies and pickles leave it out."""
 
     def __init__(self) -> None:
         # Of a shape that is not captured yet: how often it came.

@@ -106,7 +106,7 @@ def check_token_count(q: Tensor, k: Tensor, q_start: Tensor | None, name: str = 
 
 
 def check_attention_args(q: Tensor, k_cmp: Tensor | None, names: Sequence[str], args: Sequence[Any]) -> None:
-    """What the ops with queries take after their tensors."""
+    """Check the arguments that the ops with queries take after their tensors."""
     cu_seqlens, q_start, *values, scale, backend, strict = args
     named = check_hyperparameters(names, values)
     check_sequences(q, cu_seqlens, q_start)

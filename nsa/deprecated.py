@@ -1,4 +1,4 @@
-"""What goes with the next version."""
+"""Deprecated functions, which are removed in the version after 0.1.0."""
 
 from __future__ import annotations
 

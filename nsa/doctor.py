@@ -99,7 +99,7 @@ class Report:
 
     @property
     def obstacles(self) -> list[str]:
-        """What prevents backends from running that should run here."""
+        """The problems that keep backends from running that should run here."""
         broken = [f"{backend.name} {backend.note}" for backend in self.backends if backend.broken]
         tiles = [f"tiles of the kernels: {self.tiles}"] if self.tiles.startswith("WRONG") else []
         return [*broken, *self.probe_failures, *tiles]

@@ -1,4 +1,4 @@
-"""What the code asks of a torch dtype: is it half precision, what sums are kept in, what it is called."""
+"""Facts about torch dtypes: which are half precision, the dtype of sums, and names."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 class Parameters(NamedTuple):
-    """What belongs to each parameter of a layer. Of an MLP: inner weight and bias, outer weight and bias. A phi that
+    """One value per parameter of a layer. For an MLP: inner weight and bias, outer weight and bias. A phi that
     averages has none, else its position embedding comes first."""
 
     q: Any
@@ -117,7 +117,7 @@ class Parameters(NamedTuple):
 
     @classmethod
     def split(cls, flat: Sequence[Any]) -> Parameters:
-        """From one list in the order of `NSAAttention.parameters()`."""
+        """Split one list in the order of `NSAAttention.parameters()`."""
         q, k, v, *phis = flat[:-5]
         half = len(phis) // 2
         return cls(q, k, v, phis[:half], phis[half:], flat[-5:-1], flat[-1])
@@ -193,7 +193,7 @@ N_KEPT = 6
 
 
 def made_of(layer: NSAAttention) -> tuple[NSAConfig, Rope, NSAConfig]:
-    """What the passes read of a layer besides its parameters; each may be replaced."""
+    """The attributes of a layer that the passes read besides its parameters; each may be replaced."""
     return layer.config, layer.rope, layer.gate.config
 
 
@@ -273,7 +273,7 @@ def arguments(
     x: Tensor,
     parameters: Sequence[Tensor],
 ) -> tuple[Any, ...]:
-    """What `LayerNode` takes, in autocast's dtype where that is on."""
+    """The arguments of `LayerNode`, in autocast's dtype where that is on."""
     dtype, angles = matmul_dtype(x), angles_of(layer, x, cu_seqlens, position_offset)
     return layer, cu_seqlens, angles, x.to(dtype), *(p.to(dtype) for p in parameters)
 
@@ -349,7 +349,7 @@ def layer_backward(
 
 
 class Kept:
-    """In place of autograd's context: what a forward pass saves."""
+    """A stand-in for autograd's context, which holds what a forward pass saves."""
 
     tensors: tuple[Tensor, ...] = ()
 

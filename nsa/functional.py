@@ -85,7 +85,7 @@ def attend_normed(
 
 
 def attention_kwargs(config: NSAConfig, names: Sequence[str] = ATTENTION_NAMES) -> dict[str, Any]:
-    """What `config` holds of the arguments of `nsa.ops.attention`, or of the op of one stage with hyperparameters
+    """The values in `config` of the arguments of `nsa.ops.attention`, or of the op of one stage with hyperparameters
     `names`."""
     return {**hyperparameter_kwargs(config, names), "backend": config.backend, "strict": config.strict}
 

@@ -187,7 +187,7 @@ def read_source(source: str, flag: str) -> str:
 
 
 def write_out(text: str) -> None:
-    """To stdout at once; what its encoding does not have is escaped."""
+    """Write to stdout at once; characters that its encoding lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -92,7 +92,7 @@ def compressed_starts(cu_seqlens: Tensor, length: int, block: int, stride: int) 
 
 
 def compressed_of_tokens(cu_seqlens: Tensor, length: int, block: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token of a varlen batch, `[length]` each: its position, and the first slot and the number of its
+    """`[length]` tensors for the tokens of a varlen batch: position, and the first slot and the number of its
     document's compressed blocks."""
     docs = documents(cu_seqlens, length)
     base = compressed_offsets(cu_seqlens, block, stride)[docs.index]

@@ -80,7 +80,7 @@ def find_versions() -> Versions:
 
 
 def triton_version() -> str | None:
-    """Without importing Triton; None where there is none."""
+    """The version of Triton, without importing it; None where there is none."""
     if not triton.installed():
         return None
     found = map(package_version, ("triton", "pytorch-triton", "triton-windows"))

@@ -141,15 +141,15 @@ def is_terminal(stream: Any) -> bool:
 
 
 def warn_on_first_rank() -> AbstractContextManager[None]:
-    """In this block only the first process on a machine warns: the others would warn of the same."""
+    """A block in which only the first process on a machine warns: the others would warn of the same."""
     if settings.first_on_machine():
         return nullcontext()
     return without_warnings(lambda record: record.levelno >= logging.ERROR)
 
 
 def log_with_rank(rank: int) -> AbstractContextManager[None]:
-    """In this block the log messages of every rank but the first carry its number, because they may concern its GPU or
-    its data alone. Python warnings concern the code: those of the first rank are enough."""
+    """A block in which the log messages of every rank but the first carry its number, because they may concern its GPU
+    or its data alone. Python warnings concern the code: those of the first rank are enough."""
 
     def add_rank(record: logging.LogRecord) -> bool:
         record.msg = f"rank {rank}: {record.msg}"

@@ -58,7 +58,7 @@ class Pack:
 
 
 class SharedMemory(NamedTuple):
-    """What the captures for one stream share: functions on one stream never overlap."""
+    """The memory that the captures for one stream share: functions on one stream never overlap."""
 
     pool: torch.cuda.MemPool
     stream: torch.cuda.Stream  # to capture on
@@ -77,7 +77,7 @@ class SharedMemory(NamedTuple):
 
 @lru_cache(maxsize=32)
 def memory(device: torch.device, stream: int) -> SharedMemory:
-    """For functions that run on `stream`."""
+    """The shared memory of functions that run on `stream`."""
     del stream
     with torch.cuda.device(device):
         return SharedMemory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
@@ -173,7 +173,8 @@ def has_pools() -> bool:
 
 
 def situation(x: Tensor) -> tuple[Any, ...]:
-    """What a graph depends on besides shapes: stream, dtype and precision, and whether for a backward pass."""
+    """A key of all that a graph depends on besides shapes: stream, dtype, precision, and whether gradients are
+    computed."""
     matmul = torch._C._get_fp32_precision_getter("cuda", "matmul")
     sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     half_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
@@ -183,7 +184,7 @@ def situation(x: Tensor) -> tuple[Any, ...]:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> tuple[tuple[int, torch.Size], ...]:
-    """And shapes: what is cut off a tensor may start where all of it did."""
+    """The addresses and shapes of tensors: a slice may start where the whole tensor did."""
     return tuple([(x.data_ptr(), x.shape) for x in tensors if x is not None])
 
 

@@ -148,8 +148,8 @@ def angle_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def can_cache(device: torch.device) -> bool:
-    """Not while tracing, whose tensors hold no values, nor while capturing: a CUDA graph would go on reading a table
-    that has since been replaced by a longer one."""
+    """Whether tables may be cached: not while tracing, whose tensors hold no values, nor while capturing, whose CUDA
+    graph would go on reading a table that has since been replaced by a longer one."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

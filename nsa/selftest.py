@@ -110,7 +110,7 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """What the names of a backend's functions start with."""
+        """The prefix of the names of a backend's functions."""
         return self.reference.__name__.removesuffix("_attention")
 
     def backward_passes(self, inputs: CaseInputs) -> Iterator[BackwardPass]:
@@ -151,7 +151,8 @@ class CaseInputs:
 
     @property
     def specs(self) -> tuple[OpSpec, ...]:
-        """With a cache, only ops that read its keys: the gated sum has none, compression needs the whole sequence."""
+        """The ops of a case. With a cache, only those that read its keys: the gated sum has none, compression needs the
+        whole sequence."""
         return tuple(spec for spec in OP_SPECS if self.sequences.q_start is None or spec.gate is not None)
 
     def cast(self, names: Iterable[str], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -395,7 +396,7 @@ def run_backend(backend: Any, spec: OpSpec, inputs: CaseInputs) -> tuple[Tensor,
 def upstream_of(
     backend: Any, inputs: CaseInputs, backward: BackwardPass, grads: list[Tensor | None], outputs: tuple[Tensor, ...]
 ) -> Upstream:
-    """What a branch's backward pass starts from."""
+    """The upstream gradients of a branch's backward pass."""
     do, dlse = grads
     assert do is not None
     if backward.gate is None:
@@ -430,7 +431,7 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def cancellation_error(spec: OpSpec, inputs: CaseInputs) -> float:
-    """What is left of `dp - delta` where they cancel: the rounding of two fp32 sums of the size `|do| |v|`, which is
+    """The error of `dp - delta` where they cancel: the rounding of two fp32 sums of the size `|do| |v|`, which is
     then multiplied by a key in `dq` and a query in `dk`. With few heads and keys nothing else is left."""
     if spec.gate is None:
         return 0.0

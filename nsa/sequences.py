@@ -1,4 +1,4 @@
-"""What travels below the op boundary: the sequences of a call, each branch's view of them, saved tensors, gradients.
+"""The data passed below the op boundary: the sequences of a call, each branch's view of them, saved tensors, gradients.
 
 A branch is one object that holds its hyperparameters and the sequences they apply to, and answers what its queries see.
 Its fields say what hyperparameters there are: the ops' schemas and checks, and what a layer passes, follow from them.
@@ -226,7 +226,7 @@ class Selected:
 
 @dataclass(eq=False)
 class Selection(OverBlocks):
-    """Which blocks every query selects, by the probabilities of the compressed branch."""
+    """Selection of blocks for every query, by the probabilities of the compressed branch."""
 
     select_block: int
     n_select: int
@@ -237,7 +237,7 @@ class Selection(OverBlocks):
 
 @dataclass(eq=False)
 class Pooling:
-    """Which tokens each compressed block is made of."""
+    """Pooling of tokens into compressed blocks."""
 
     sequences: Sequences
     block: int
@@ -252,13 +252,14 @@ class Pooling:
 
     @cached_property
     def starts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each slot of a varlen row: first token, its position in its document, whether the slot holds a block."""
+        """Each slot's first token, that token's position in its document, and whether the slot holds a block, in a
+        varlen row."""
         assert self.sequences.cu_seqlens is not None
         return compressed_starts(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token of a varlen row: position, first slot of its document, how many slots that has."""
+        """Each token's position, first slot of its document, and number of slots of that, in a varlen row."""
         assert self.sequences.cu_seqlens is not None
         return compressed_of_tokens(self.sequences.cu_seqlens, self.sequences.length, self.block, self.stride)
 
@@ -302,7 +303,7 @@ OWN = [itemgetter(*map(ATTENTION_NAMES.index, hyperparameters(kind)), -1) for ki
 def attention_branches(
     q: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None, window_start: Tensor | None, *values: float
 ) -> AttentionBranches:
-    """Of the queries `q [B,S,Hq,Dk]`; `values` of the `ATTENTION_NAMES` and of the scale."""
+    """The branches for queries `q [B,S,Hq,Dk]`; `values` of the `ATTENTION_NAMES` and of the scale."""
     sequences = in_window = Sequences(q.shape[0], q.shape[1], q.device, cu_seqlens, q_start)
     if window_start is not q_start:
         # A cache hands out fewer sliding keys than it has selected ones: the queries start elsewhere in them.
@@ -312,7 +313,7 @@ def attention_branches(
 
 
 class Saved(NamedTuple):
-    """What a branch's forward pass leaves for its backward pass."""
+    """Tensors that a branch's forward pass saves for its backward pass."""
 
     q: Tensor
     k: Tensor

@@ -119,7 +119,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `read_tensors`, and the file's metadata."""
+    """Read what `read_tensors` does, and the file's metadata."""
     try:
         with path.open("rb") as file:
             entries, metadata = read_header(file)

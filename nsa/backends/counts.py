@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counts:
-    """What ran, and what failed: calls by op and backend, failures by op, backend and reason.
+    """The counts of what ran and what failed: calls by op and backend, failures by op, backend and reason.
 
     Autograd runs backward passes on its own threads, so additions take a lock.
     """
@@ -51,7 +51,8 @@ class Counts:
             return self.failures[op, backend, reason]
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """For logs: `{"calls": {"sliding/sdpa": 12}, "failures": {"sliding/triton: out of shared memory": 1}}`."""
+        """The counts as a dict for logs: `{"calls": {"sliding/sdpa": 12}, "failures": {"sliding/triton: out of shared
+        memory": 1}}`."""
         with self.lock:
             return {
                 "calls": {f"{op}/{name}": n for (op, name), n in sorted(self.calls.items())},
@@ -59,7 +60,7 @@ class Counts:
             }
 
     def __str__(self) -> str:
-        """For people: what ran on one line, then a line per failure."""
+        """The counts as text: what ran on one line, then a line per failure."""
         counts = self.as_dict()
         ran = ", ".join(f"{name} {n}" for name, n in counts["calls"].items()) or "none"
         return "\n".join([f"calls: {ran}", *(f"failed {n}x: {name}" for name, n in counts["failures"].items())])

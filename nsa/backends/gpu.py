@@ -13,7 +13,7 @@ SMALL_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 
 
 class GpuPeaks(NamedTuple):
-    """What a kind of GPU has, as its vendor states it."""
+    """The peaks of a kind of GPU, as its vendor states them."""
 
     memory_gib: int
     flops: float  # dense bf16 and fp16, per second

@@ -23,7 +23,7 @@ OLD_KEYS = {"head_widths": "head_dims", "packed": "varlen"}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRoute:
-    """On this GPU family, op and range of lengths, try these backends in this order."""
+    """A measured order of backends for one GPU family, op and range of lengths."""
 
     gpu: str  # a family, as `gpu_family` names it, or "cpu"
     op: str

@@ -1,4 +1,4 @@
-"""What a backend is asked to compute: sizes, dtype and device, enough to decide before any tensor is read."""
+"""A problem, which a backend may support: sizes, dtype and device, enough to decide before any tensor is read."""
 
 from __future__ import annotations
 

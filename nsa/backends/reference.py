@@ -23,7 +23,7 @@ combine_forward = reference.combine
 
 
 def supports(problem: Problem) -> str | None:
-    """None: every problem is supported."""
+    """Return None: every problem is supported."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs an op: the first that supports the problem, with the reason for each that does not.
+"""Routing of ops to backends: the first that supports the problem, with the reason for each that does not.
 
 A named backend runs or raises. Under `auto`, a backend that fails at run time is logged once and counted, and the next
 one runs; `strict` turns that into an error. `explain` reports the routes beforehand, the counters what ran. Only
@@ -65,7 +65,7 @@ class Backend(Protocol):
     name: str
 
     def supports(self, problem: Problem) -> str | None:
-        """None if it can run the problem, else why not; a `FailureReason` if it should have been able to."""
+        """Return None if it can run the problem, else why not; a `FailureReason` if it should have been able to."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Router:
         return names, dict.fromkeys(names, why) | forced
 
     def route(self, problem: Problem, backend: str = "auto") -> Route:
-        """Which backend runs the problem, without running anything."""
+        """Decide which backend runs the problem, without running anything."""
         found = self.routes.get((problem, backend))
         if found is None:
             if len(self.routes) >= MAX_ROUTES:
@@ -499,7 +499,7 @@ def router() -> Router:
 
 
 def counts_so_far() -> Counts:
-    """What the router of this process has run; empty before the first op."""
+    """The counts of this process's router; empty before the first op."""
     return router().counts if router.cache_info().currsize else Counts()
 
 

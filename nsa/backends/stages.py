@@ -1,4 +1,4 @@
-"""From an op to the functions of the backends that run it: resolved once per problem, then a lookup and a call."""
+"""The functions of backends that run an op: resolved once per problem, then a lookup and a call."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def compress_shape(x: Tensor, length: int, head_dim: int) -> tuple[int, ...]:
 
 
 def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[Tensor, ...] | None:
-    """What `function` gives for all `stages` at once, if one backend runs them all and offers that; else None.
+    """Run all `stages` at once by `function`, if one backend runs them all and has it; else return None.
 
     Raises:
         BackendFailure: It fails, or has failed before, and `strict` forbids running them one by one.
@@ -130,8 +130,8 @@ def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[
 
 
 class Plan:
-    """What runs each stage of one attention, forward or backward; for fixed-length sequences also what each branch
-    sees, which then follows from shapes alone."""
+    """The plan of one attention: what runs each of its stages, forward or backward; for fixed-length sequences also
+    what each branch sees, which then follows from shapes alone."""
 
     def __init__(
         self, inputs: tuple[Tensor, ...], places: tuple[Any, ...], rest: tuple[Any, ...], *, backward: bool

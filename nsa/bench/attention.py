@@ -199,7 +199,7 @@ def parse_heads(text: str) -> tuple[int, int, int]:
 
 
 def clock(args: argparse.Namespace, device: str) -> PassClock:
-    """Of eager calls, or of CUDA graphs with `--cuda-graphs`."""
+    """The clock of eager calls, or of CUDA graphs with `--cuda-graphs`."""
     if device == "cpu":
         require(not args.cuda_graphs, "--cuda-graphs", "given without a GPU", "a machine with a CUDA GPU")
         return cpu_clock

@@ -81,7 +81,7 @@ class Change:
 
 
 def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[Change]:
-    """What both have rows of, the largest ratio first."""
+    """The changes between rows that both have, the largest ratio first."""
     old, new = latest_rows(before), latest_rows(after)
     found = [Change(old[subject], new[subject], bound) for subject in old.keys() & new.keys()]
     return sorted(found, key=lambda change: change.ratio, reverse=True)

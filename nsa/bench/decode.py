@@ -90,7 +90,7 @@ class CachedStep:
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     def bytes_read(self, indices: Tensor) -> int:
-        """Of keys and values, each once: a block that several tokens of a step select counts once."""
+        """The bytes of keys and values that a step reads; a block that several of its tokens select counts once."""
         c, s = self.config, self.shape
         blocks = indices.transpose(1, 2).flatten(2).sort(dim=-1).values
         distinct = (blocks.diff(dim=-1) > 0).sum() + (blocks[..., 0] >= 0).sum()

@@ -1,4 +1,4 @@
-"""Where FlashAttention wins: both branches on every backend, and `configs/routes.json` from that.
+"""Compares FlashAttention with the other backends for both branches, and writes `configs/routes.json` from that.
 
     nsa bench flash --out benchmarks/results/h200/flash.csv --plot docs/flash.png --write configs/routes.json
     nsa bench flash --rows benchmarks/results/h200/flash.csv --write configs/routes.json   # from existing rows, no GPU
@@ -75,7 +75,8 @@ class FlashPoint(AttentionShape):
         return torch.tensor(ends, dtype=torch.int32, device=device) if self.varlen else None
 
     def branch(self, offsets: Tensor | None, device: torch.device) -> Compressed | Sliding:
-        """As a backend takes it. Built anew for each call: what follows from the offsets is part of its cost."""
+        """The branch that a backend is given. Built anew for each call: what follows from the offsets is part of its
+        cost."""
         sequences, scale = Sequences(1, self.length, device, offsets), self.head_dim**-0.5
         if self.op == "sliding":
             return Sliding(sequences, self.window, scale)

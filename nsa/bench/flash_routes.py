@@ -1,4 +1,4 @@
-"""From the rows of `nsa bench flash` to the routes of `configs/routes.json`.
+"""Computes the routes of `configs/routes.json` from the rows of `nsa bench flash`.
 
 Only orders that differ from the default one (our kernels, FlashAttention, SDPA) are written. FlashAttention goes before
 our kernels where it is at least 1.2 times as fast at every group size and window measured: a layer's gate and the sum
@@ -115,6 +115,6 @@ def write_routes(path: Path, rows: Sequence[Row]) -> None:
 
 
 def as_json(route: MeasuredRoute) -> dict[str, Any]:
-    """Without what is left at its default."""
+    """The route as JSON, without what is left at its default."""
     defaults = {field.name: field.default for field in fields(MeasuredRoute)}
     return {name: value for name, value in asdict(route).items() if value != defaults[name]}

@@ -71,7 +71,7 @@ class Measurements:
         return sorted({key[4] for key in self.rows if key[:2] == ("attention", "attention")}, reverse=True)
 
     def lengths(self, impl: str, heads: Heads, modes: Iterable[str]) -> list[int]:
-        """Where all modes of the whole attention were measured."""
+        """The lengths at which all modes of the whole attention were measured."""
         subjects = [("attention", "attention", impl, mode, heads) for mode in modes]
         return sorted(set.intersection(*({key[5] for key in self.rows if key[:5] == s} for s in subjects)))
 

@@ -70,7 +70,8 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
 
         @cache
         def output() -> tuple[Tensor, Tensor]:
-            """With its gradient. Computed after the peak of both passes was measured, which must not include it."""
+            """The output with its gradient. Computed after the peak of both passes was measured, which must not include
+            it."""
             out = forward()
             return out, torch.randn_like(out)
 
@@ -86,7 +87,7 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ..
 
 
 def measure_if_right(error: Callable[[], float], measure: Callable[[], Found]) -> tuple[Found | None, str]:
-    """What `measure` returns, if the gate is passed; else None and the reason."""
+    """Measure if the gate is passed; else return None and the reason."""
     try:
         off = error()
         if not off <= 1:
@@ -156,7 +157,8 @@ class Runner:
 
 @dataclass(frozen=True)
 class Suite:
-    """What `nsa bench NAME` runs; by default on the GPU in bf16, else on the CPU in fp32, which it computes faster."""
+    """A suite, which `nsa bench NAME` runs; by default on the GPU in bf16, else on the CPU in fp32, which it computes
+    faster."""
 
     tasks: Callable[[argparse.Namespace, Runner], Iterable[Task]]
     clock: Callable[[argparse.Namespace, str], PassClock]

@@ -34,7 +34,7 @@ def middle_layer(model: LM) -> NSAAttention:
 def inputs_of_layer(
     model: LM, layer: NSAAttention, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, ...], float]:
-    """What `layer` gives `nsa_attention` when `model` reads `tokens [B, S]`, and the `shared_selection`."""
+    """The tensors that `layer` gives `nsa_attention` when `model` reads `tokens [B, S]`, and the `shared_selection`."""
     inputs: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.autocast(tokens.device.type, dtype):

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where rows are written, and the commit that they record where there is no git."""
+    """Add the flags for the file of rows and for the commit that they record where there is no git."""
     parser.add_argument("--out", type=path, help="append the rows to this CSV file")
     parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
 

@@ -95,7 +95,7 @@ def eval_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="eval_command", required=True, metavar="COMMAND")
 
     def new_command(name: str, summary: str) -> argparse.ArgumentParser:
-        """With the flags that all share."""
+        """A parser with the flags that all commands share."""
         command: argparse.ArgumentParser = commands.add_parser(name, help=summary)
         set_help(command, f"{summary[0].upper()}{summary[1:]}.", *examples)
         runs = "the folder of a run or of one of its checkpoints; for lm-eval a Transformers folder"

@@ -59,7 +59,7 @@ def assignment(text: str) -> str:
 
 
 def set_help(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:
-    """What `--help` shows before and after the flags."""
+    """Set the text that `--help` shows before and after the flags."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     # As wide as argparse wraps the rest.
     parser.description = fill(text, max(get_terminal_size().columns - 2, 11))

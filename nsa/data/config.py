@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from and how they are batched.
+    """The config of the data: where tokens come from and how they are batched.
 
     Raises:
         ValueError: A field has a wrong type or value, or two do not fit each other.

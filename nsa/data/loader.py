@@ -45,7 +45,7 @@ class Position(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which of the windows a rank takes, and whether it packs them."""
+    """A rank's share of the windows, and whether it packs them."""
 
     batch_size: int
     rank: int
@@ -58,11 +58,11 @@ class Stalled(TimeoutError):
 
 
 class Late(Exception):
-    """Nothing came in time."""
+    """Raised when no batch came in time."""
 
 
 class Stopped(Exception):
-    """Nothing more will come."""
+    """Raised when no batch will come any more."""
 
 
 class Prefetcher(Generic[T]):
@@ -170,7 +170,7 @@ class Loader:
         return batch
 
     def __str__(self) -> str:
-        """For the watchdog, from another thread."""
+        """Describe the state for the watchdog, from another thread."""
         since = self.asked
         now = 0.0 if since is None else time.perf_counter() - since
         waited = f"{self.waited + now:.0f} s waited for, {now:.0f} of them for the next batch"

@@ -42,7 +42,7 @@ class Skipped:
         return sum(documents for _, documents in self.found.values())
 
     def __str__(self) -> str:
-        """For the end of an error message."""
+        """The text for the end of an error message."""
         if not self.found:
             return ""
         where, (problem, _) = next(iter(self.found.items()))
@@ -139,7 +139,7 @@ def publish(out: Path, documents: Documents, tokenizer: Tokenizer, writers: dict
 def write_shards(
     documents: Documents, tokenizer: Tokenizer, writers: dict[Split, ShardWriter], doc_batch: int, limit: int | None
 ) -> None:
-    """Up to the limit; beyond it only until each split has a document, without which no run starts."""
+    """Write documents up to the limit, and beyond it until each split has a document, without which no run starts."""
     total = documents.n_chunks if isinstance(documents, IndexedDocuments) else None
     with closing(progress(total, unit="chunk", every_s=LINE_EVERY_S)) as shown:
         # The order does not matter: training shuffles the windows.

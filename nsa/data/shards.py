@@ -68,7 +68,7 @@ COARSE_EVERY = 256
 
 
 def unfinished(path: Path) -> Path:
-    """Where a file is written until it is complete."""
+    """The name under which a file is written until it is complete."""
     return path.with_name(path.name + ".part")
 
 

@@ -33,7 +33,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 
 
 class Tokenizer(Protocol):
-    """What data, training and generation need of a tokenizer."""
+    """The interface of a tokenizer that data, training and generation use."""
 
     name: str  # tokenizers with the same name give the same tokens
     vocab_size: int

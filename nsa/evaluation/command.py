@@ -87,7 +87,8 @@ def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
 
 
 def data_of(run: Path, args: argparse.Namespace) -> DataConfig:
-    """As given, else the run's own; the standard library for an export without a config. Always the run's tokenizer."""
+    """The data that the flags name, else the run's own; the standard library for an export without a config. Always the
+    run's tokenizer."""
     if args.dataset is not None or not (run / CONFIG).is_file():
         data = DataConfig(source=args.dataset or "stdlib", path=args.data_path)
     else:
@@ -117,7 +118,8 @@ def cell_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
 
 
 def possible_cells(subjects: Sequence[EvalModel], args: argparse.Namespace) -> list[Cell]:
-    """Of `--lengths`, or of the longest model's length and the halves, quarters and eighths of it that are possible."""
+    """The cells of `--lengths`, or of the longest model's length and the possible halves, quarters and eighths of
+    it."""
 
     def checked(lengths: Sequence[int]) -> list[Cell]:
         cells = cells_of(args, lengths)

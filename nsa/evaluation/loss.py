@@ -85,7 +85,7 @@ def evaluate_loss(
 
 
 def bin_edges(length: int) -> list[int]:
-    """From 0 to `length`, each bin a fixed factor further out than the last."""
+    """The edges of bins from 0 to `length`, each bin a fixed factor further out than the last."""
     edges, k = {0, length}, 0
     while (edge := round(2 ** (k / BINS_PER_DOUBLING))) < length:
         edges.add(edge)

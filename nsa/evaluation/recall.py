@@ -27,7 +27,7 @@ DISTRACTORS = 4
 
 
 class Cell(NamedTuple):
-    """What is asked, in prompts of which length."""
+    """A cell of a map: one question in prompts of one length."""
 
     # "needle", "keys" (multi-key) or "hops" (multi-hop).
     task: str
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Of all prompts of a cell."""
+    """The score over all prompts of a cell."""
 
     cell: Cell
     # Fraction of the answers that are right from the first token to the last.

@@ -27,7 +27,7 @@ MAX_ROLLBACK, MAX_DRAFT = 32, 1024
 
 
 class NSALayer:
-    """What both kinds of cache layer share: the methods that transformers calls on a layer."""
+    """The methods that transformers calls on a layer, shared by both kinds of cache layer."""
 
     inner: NSACache | None = None
     is_sliding = False
@@ -54,7 +54,7 @@ class NSALayer:
         raise NotImplementedError
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `state` does it."""
+        """Does nothing: `state` initializes."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("this cache layer holds the state of an NSA layer, which asks for it by `state`")

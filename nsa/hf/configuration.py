@@ -77,8 +77,8 @@ class NSALlamaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `layer_types`, which follow from the rest: `Trainer` reads the config of a checkpoint by the base
-        class, which knows no layer types but its own.
+        """The config as a dict without `layer_types`, which follow from the rest: `Trainer` reads the config of a
+        checkpoint by the base class, which knows no layer types but its own.
 
         Returns:
             What `config.json` holds.

@@ -159,7 +159,7 @@ def new_fields(fields: Mapping[str, Any], dense: Any, recipe: str, changes: Mapp
 
 
 def new_tensors(c: NSAConfig, weights: Mapping[str, Tensor], n_layers: int, own_kv: bool) -> dict[str, Tensor]:
-    """What a dense model does not have: phi, gates, and with `own_kv` the K/V of the other two branches."""
+    """The tensors that a dense model lacks: phi, gates, and with `own_kv` the K/V of the other two branches."""
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
     for index in range(n_layers):

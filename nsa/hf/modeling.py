@@ -112,7 +112,7 @@ class NSALlamaDecoderLayer(GradientCheckpointingLayer):
 
 
 class NSALlamaPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of the models below."""
+    """The base class with what transformers needs to know of the models below."""
 
     config: NSALlamaConfig
     config_class = NSALlamaConfig
@@ -131,8 +131,8 @@ class NSALlamaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """As `LM.reset_parameters`, with Llama's initializer_range. Transformers skips modules that have no parameters
-        of their own, so that gates and phi are known by the marks on their Linears."""
+        """Initialize as `LM.reset_parameters` does, with Llama's initializer_range. Transformers skips modules that
+        have no parameters of their own, so that gates and phi are known by the marks on their Linears."""
         super()._init_weights(module)
         kind = getattr(module, "nsa_init", None)
         if kind == "xavier":
@@ -146,7 +146,7 @@ class NSALlamaPreTrainedModel(PreTrainedModel):
 
 
 def mark_initialization(attention: NSAAttention) -> None:
-    """Which Linears keep the initialisation that NSA has for them."""
+    """Mark the Linears that keep NSA's own initialization."""
     for mlp in (attention.gate, attention.phi_k, attention.phi_v):
         for name, linear in mlp.named_children():
             outer_of_gate = mlp is attention.gate and name == "outer"

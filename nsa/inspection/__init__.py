@@ -1,4 +1,4 @@
-"""What an NSA model attends to: selected blocks, window, compressed attention and gates of every token.
+"""Shows what an NSA model attends to: selected blocks, window, compressed attention and gates of every token.
 
     inspection = inspect_model(model, tokenizer, text)
     inspection.selected_words(token=100, layer=0, group=0)

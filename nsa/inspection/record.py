@@ -26,7 +26,7 @@ SCORES_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What one layer did; S tokens, Hq heads, G groups. All tensors are on the CPU.
+    """A record of one layer's forward pass; S tokens, Hq heads, G groups. All tensors are on the CPU.
 
     Args:
         layer: Its number in the model.
@@ -183,7 +183,7 @@ class Inspection:
 
 
 def rounded(x: Tensor) -> list[Any]:
-    """To four decimals, which are shorter in JSON than fp32's."""
+    """The values rounded to four decimals, which are shorter in JSON than fp32's."""
     values: list[Any] = x.double().round(decimals=4).tolist()
     return values
 

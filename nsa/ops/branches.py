@@ -22,7 +22,7 @@ PLACES = "cu_seqlens q_start"
 def prepare_call(
     op: str, function: str, kind: type, q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], *, backward: bool
 ) -> tuple[Stage, Any]:
-    """What runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
+    """The stage that runs, and the branch that it is given, for the `args` of an op from `cu_seqlens` on."""
     cu_seqlens, q_start, *values, backend, strict = args
     flags = {"backward": backward, "varlen": cu_seqlens is not None, "cached": q_start is not None}
     branch = branch_of(kind, q, q.shape[1], cu_seqlens, q_start, *values)

@@ -46,7 +46,7 @@ class Op(Generic[R]):
         self.function: type[torch.autograd.Function] | None = None
 
     def entry(self, x: Any) -> Callable[..., R]:
-        """What to call, for a first argument `x`."""
+        """The function to call for a first argument `x`."""
         if torch.compiler.is_compiling() or not is_plain(x):
             return self.overload
         if self.function is not None and (torch.is_grad_enabled() or forward_ad._current_level >= 0):

@@ -1,4 +1,4 @@
-"""What a request can fail with, as HTTP and OpenAI's clients name it."""
+"""The errors of requests, as HTTP and OpenAI's clients name them."""
 
 from __future__ import annotations
 

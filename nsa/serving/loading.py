@@ -53,7 +53,7 @@ class PromptEncoder:
         self.hidden = set(self.inner.all_special_ids)
 
     def end_tokens(self, folder: Path) -> set[int]:
-        """What ends an answer: those of the generation config, else the tokenizer's."""
+        """The tokens that end an answer: those of the generation config, else the tokenizer's."""
         path = folder / GENERATION_FILE
         found = None
         if path.is_file():

@@ -42,7 +42,8 @@ class StreamOptions(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What both endpoints take; `top_k` and `min_p` are not OpenAI's. Fields without effect here are ignored."""
+    """The fields that both endpoints take; `top_k` and `min_p` are not OpenAI's. Fields without effect here are
+    ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -90,7 +91,7 @@ class Message(BaseModel):
     tool_calls: list[Any] | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as a dict, which chat templates take."""
         if self.tool_calls:
             raise bad_request("tool_calls of a message are not supported; accepted: none", "unsupported_value")
         if not isinstance(self.content, list):

@@ -284,7 +284,7 @@ def plain_error(what: str, error: CheckpointException) -> OSError | RuntimeError
 
 
 def rng_state(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Of the generators of Python, of torch, and of `device` where it has its own, as text that JSON holds."""
+    """The states of the generators of Python, torch, and `device` where it has its own, as text that JSON holds."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": to_text(torch.get_rng_state())}
     if torch.device(device).type == "cuda":

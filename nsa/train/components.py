@@ -1,4 +1,4 @@
-"""What a run does besides its steps: its log, validation, samples, statistics, the check of its speed, and checkpoints.
+"""The parts of a run besides its steps: log, validation, samples, statistics, the check of its speed, and checkpoints.
 
 After each step the trainer calls `run` of the components that are `due`, in order. Every rank runs the same ones.
 """
@@ -151,7 +151,7 @@ class Logger(Component):
             self.log0(f"[log] {path} was deleted or replaced: lines from step {t.done} on are in a new file")
 
     def due(self, step: int) -> bool:
-        """At every log interval, at the end, and after the warm-up, which is not timed."""
+        """Due at every log interval, at the end, and after the warm-up, which is not timed."""
         t = self.trainer
         return every(step, t.config.log_every) or step in (t.config.steps, t.began + t.warmup_steps)
 
@@ -208,7 +208,7 @@ class SpeedCheck(Component):
         self.min_tokens_per_s = min_tokens_per_s(trainer.config, ranks=trainer.ranks.size)
 
     def due(self, step: int) -> bool:
-        """After `SMOKE_STEPS` timed steps, or at the end of a run with fewer."""
+        """Due after `SMOKE_STEPS` timed steps, or at the end of a run with fewer."""
         timed = step - self.trainer.began - self.trainer.warmup_steps
         last = step == self.trainer.config.steps and 0 < timed < SMOKE_STEPS
         return self.min_tokens_per_s > 0 and (timed == SMOKE_STEPS or last)
@@ -242,7 +242,8 @@ class Validator(Component):
         self.last: tuple[int, float] | None = None  # the step and the loss of the last validation
 
     def due(self, step: int) -> bool:
-        """Also before a checkpoint: without a loss it could not be the best one. The end of a run validates anyway."""
+        """Due also before a checkpoint: without a loss it could not be the best one. The end of a run validates
+        anyway."""
         c = self.trainer.config
         return step < c.steps and (every(step, c.eval_every) or every(step, c.save_every))
 

@@ -220,7 +220,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def built(values: dict[str, Any]) -> dict[str, Any]:
-    """With the config objects of the model and of the data, whose errors name whole keys."""
+    """The values with the config objects of the model and the data, whose errors name whole keys."""
     model = values["model"]
     if isinstance(model.get("attention"), list):
         model = {**model, "attention": tuple(model["attention"])}
@@ -395,7 +395,8 @@ def to_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted key; a value and the keys of a group in its place replace each other, an empty group replaces none."""
+    """Merge values by dotted key. A value and the keys of a group in its place replace each other; an empty group
+    replaces none."""
     for key, value in changes.items():
         if value == {} and any(k.startswith(f"{key}.") for k in values):
             continue

@@ -105,7 +105,7 @@ def keys_of(cls: Any, prefix: str = "") -> dict[str, tuple[Any, ...]]:
 
 
 def replacement(name: str, keys: Iterable[str]) -> str:
-    """What to use in place of `name`, which is not one of `keys`, as the second half of a sentence.
+    """A hint at what replaces `name`, which is not one of `keys`, as the second half of a sentence.
 
     In this order: the key for another trainer's name, keys with the same last part, a hint for a model's name, the
     nearest key by spelling, all keys of the same group.

@@ -292,12 +292,12 @@ class Trainer:
 
     @property
     def remaining(self) -> str:
-        """What follows the last step, and may take longer than the steps did."""
+        """Names the work after the last step, which may take longer than the steps did."""
         batches = len(self.validator.batches)
         return f"validation ({batches} batches), export, sample ({self.config.sample_tokens} tokens)"
 
     def describe(self) -> str:
-        """For the watchdog: the newest batches, and which backends run them."""
+        """Describe the newest batches and which backends run them, for the watchdog."""
         named = [batch._asdict() for batch in self.fetched]
         shapes = [{name: tuple(x.shape) for name, x in batch.items() if x is not None} for batch in named]
         lines = [f"steps done: {self.done}, not logged yet: {len(self.pending)}", f"data: {self.loader}"]

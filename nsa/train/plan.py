@@ -169,7 +169,8 @@ def layers_by_kind(c: LMConfig) -> dict[AttentionKind, int]:
 
 
 def parameter_count(c: LMConfig) -> int:
-    """From models of one layer, because there may be a billion; a ValueError where 64 bits cannot count a tensor."""
+    """The number of parameters, from models of one layer, because there may be a billion; a ValueError where 64 bits
+    cannot count a tensor."""
     of_layer: dict[str, int] = {}
     for kind in layers_by_kind(c):
         try:
@@ -223,8 +224,8 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, kind: str) -> Measured | None:
-        """None for a row of anything but training with attention of this `kind`. Rows name no model, but those of
-        `nsa bench train` are of the presets, which their heads identify."""
+        """The measurement in a row; None unless it is of training with attention of this `kind`. Rows name no model,
+        but those of `nsa bench train` are of the presets, which their heads identify."""
         gpu = gpu_kind(row.gpu)
         if row.op != "train" or row.tokens_per_s is None or gpu is None or row.dtype == "float32":
             return None
@@ -243,7 +244,7 @@ class Measured(NamedTuple):
         return flops_of(self.model, self.row.S) * self.tokens_per_s
 
     def distance(self, config: TrainConfig, mode: int) -> tuple[bool, float, int, float]:
-        """From a run: in recomputation, in length and in tokens of a batch, in mode; then the fastest."""
+        """The distance from a run: in recomputation, in length and in tokens of a batch, in mode; then the fastest."""
         length, tokens = self.row.S / config.model.seq_len, self.row.B * self.row.S / config.tokens_per_batch
         apart = abs(math.log(length)) + abs(math.log(tokens))
         return self.gc != config.gc, apart, mode - self.mode, -self.tokens_per_s
@@ -261,7 +262,8 @@ class Measured(NamedTuple):
 
 
 def rate_of(gpu: str, config: TrainConfig, rows: Iterable[Row], mode: int) -> Rate:
-    """From the rows of this GPU, else the fraction of the peak reached on another one, else an assumed fraction."""
+    """The speed by the rows of this GPU, else by the fraction of the peak reached on another one, else by an assumed
+    fraction."""
     model = config.model
     kinds = sorted(set(model.kinds))
     # Dense attention is torch's own, whatever the backend.

@@ -136,7 +136,7 @@ def long_time(seconds: float) -> str:
 def problems(
     config: TrainConfig, router: Router, *, notes: list[str] | None = None, device_given: bool = True
 ) -> list[str]:
-    """What is wrong with this machine for that run, each as a sentence; leaves nothing behind.
+    """The problems of this machine for that run, each as a sentence; leaves nothing behind.
 
     `notes` gets the speed of a step, which is no problem; `device_given`: the device was asked for by name.
     """

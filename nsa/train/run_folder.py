@@ -108,7 +108,7 @@ def discard(path: Path) -> None:
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """What runs are called side by side: the names of their folders, or whole paths where two have the same name.
+    """Names that distinguish runs: those of their folders, or whole paths where two have the same name.
 
     A ValueError if a folder is there twice: both would have one name.
     """

@@ -1,4 +1,4 @@
-"""What a run records about itself: the boot line, `config.yaml` and `run.json`, and the summary at its end."""
+"""The records of a run about itself: the boot line, `config.yaml` and `run.json`, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def backends(config: TrainConfig) -> dict[str, str]:
 
 
 def routes_of(config: TrainConfig, router: Router) -> list[Mapping[str, Route]]:
-    """By op, of the forward and of the backward."""
+    """The routes by op, of the forward and of the backward pass."""
     attn = config.model.attn
     problems = [problem_of(config, backward=backward) for backward in (False, True)]
     sizes: dict[str, Any] = {"block": attn.l, "stride": attn.d, "window": attn.w}

@@ -1,4 +1,4 @@
-"""The model of a run, also of one that still goes or was stopped: as exported at its end, or from a checkpoint."""
+"""Loads the model of a run, finished or not: from the export at its end, or else from a checkpoint."""
 
 from __future__ import annotations
 

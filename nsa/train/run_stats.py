@@ -51,7 +51,7 @@ class Clock:
         self.timed = (self.timed[0] + tokens, self.timed[1] + seconds)
 
     def numbers(self, s_per_token_at_peak: float | None, price_per_hour: float) -> dict[str, float]:
-        """For the log's "speed"; the first argument is None where the GPU's peak is not known."""
+        """The numbers of the log's "speed"; the first argument is None where the GPU's peak is not known."""
         found = dict(self.speed)
         if found and s_per_token_at_peak is not None:
             found["mfu"] = round(self.tokens_per_s * s_per_token_at_peak, 4)
@@ -72,7 +72,7 @@ class Clock:
 
 
 def log_line(loss: float, lr: float, speed: Mapping[str, float], steps_left: int, skipped: int) -> str:
-    """What is printed at a log step; `speed` as it is logged, which may lack any of its numbers."""
+    """The line printed at a log step; `speed` is as logged, and may lack any of its numbers."""
     parts = [f"loss {loss:.3f}", f"lr {lr:.2e}"]
     if "tokens_per_s" in speed:
         parts += [f"{speed['tokens_per_s']:,.0f} tokens/s", f"{speed['step_s'] * 1e3:,.0f} ms/step"]
@@ -119,7 +119,7 @@ def watching(
 
 @torch.no_grad()
 def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """What the gates and the selection do on one batch, for the log's "gates" and "distances"; empty without NSA."""
+    """Statistics of gates and selection on one batch, for the log's "gates" and "distances"; empty without NSA."""
     with watching(model) as found, autocast(batch.tokens.device, dtype):
         model(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
     if not found:
@@ -134,7 +134,7 @@ def attention_stats(model: LM, batch: Batch, dtype: torch.dtype) -> dict[str, di
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """None where it is not known."""
+    """The peak FLOP/s of the device; None where it is not known."""
     gpu = gpu_kind(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if gpu is None else GPUS[gpu].flops
 

@@ -147,7 +147,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Nothing for fp32, which parameters already are."""
+    """Autocast to `dtype`; a null context for fp32, which parameters already are."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 

@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a checkpoint holds.
+    """The index of a checkpoint's contents.
 
     `validation_id`, in the file "judge", identifies the data that `loss` is of. `good`: loss, gradients and parameters
     were finite. `extra` has one entry for each rank that saved, plain JSON.
@@ -99,7 +99,7 @@ class Index(NamedTuple):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Index:
-        """From JSON of any shape; a `ValueError` names the first entry that is wrong."""
+        """Parse JSON of any shape; a `ValueError` names the first entry that is wrong."""
         # Earlier versions saved good states alone, and did not write either key.
         body = {"judge": "", "good": True, **body}
         check_json(body, INDEX_FORMAT)
@@ -201,7 +201,7 @@ def boxes_overlap(one: Box, other: Box, *, dims: int) -> bool:
 
 
 class OneCheckpoint:
-    """What torch asks of a storage that may hold several checkpoints; a writer and a reader here are for one."""
+    """The methods that torch requires of a storage of several checkpoints; a writer and a reader here are for one."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -257,7 +257,7 @@ class Writer(OneCheckpoint, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written: the index, then the folder under its name."""
+        """Write the index, then name the folder; on rank 0, when all have written."""
         files: dict[str, Written] = {}
         chunks: dict[str, list[TensorChunk]] = {}
         for result in (result for rank in results for result in rank):

@@ -77,7 +77,7 @@ class FlashBackend:
         return flag.why if flag is not None and flag.state == "on" else None
 
     def supports(self, problem: Problem) -> str | None:
-        """None if a library runs the problem. The first question of its kind starts a probe."""
+        """Return None if a library runs the problem, else why not. The first question of its kind starts a probe."""
         found = self.choose(problem)
         return found if isinstance(found, str) else None
 
@@ -104,7 +104,7 @@ class FlashBackend:
         return FailureReason(text) if failed else text
 
     def outside_contract(self, library: Library, problem: Problem) -> str | None:
-        """Which limits of the library forbid the problem; None if none do."""
+        """Return the limits of the library that forbid the problem; None if none do."""
         if problem.device != library.contract.device:
             return f"it runs on {library.contract.device}, the tensors are on {problem.device}"
         if (obstacle := library.obstacle()) is not None:
@@ -126,7 +126,7 @@ class FlashBackend:
         return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
 
     def verdict(self, library: Library, problem: FlashProblem) -> str | None:
-        """None if every case of the probe was right."""
+        """Return None if every case of the probe was right, else what was wrong."""
         found = [outcome for outcome in self.outcomes(library, problem) if outcome.problem]
         # A full GPU is no failure of the library: reported only if there is none.
         worst = min(found, key=lambda outcome: outcome.transient, default=None)
@@ -140,7 +140,7 @@ class FlashBackend:
         return Verdicts(self.folder, Subject.here(contract.library, library.version, contract.device, CODE))
 
     def outcomes(self, library: Library, problem: FlashProblem) -> list[Outcome]:
-        """From memory, from the user's cache folder, or from a child process, in this order."""
+        """The probe's outcomes, from memory, from the user's cache folder or from a child process, in this order."""
         verdicts, kind = self.verdicts(library), self.kind_of(problem)
         key = (verdicts.subject, kind)
         if key not in self.tried:

@@ -139,7 +139,8 @@ def check_cache(q: Tensor, k: Tensor, v: Tensor, head_dim: int, dtype: torch.dty
 
 
 def ready(x: Tensor, head_dim: int, given: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """As the library takes it; the same tensor if it already is. Only what has q's dtype, `given`, is cast with it."""
+    """`x` in the form that the library takes; the same tensor if it already is. Only what has q's dtype, `given`, is
+    cast with it."""
     if x.dtype == given:
         x = x.to(dtype)
     if x.shape[-1] < head_dim:
@@ -202,7 +203,7 @@ def times(x: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def lse_gradients(library: Library, call: Call, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the gradient of the LSE adds to dq and dk, which the libraries do not compute.
+    """The terms that the gradient of the LSE adds to dq and dk, which the libraries do not compute.
 
     The LSE's derivative in a score is the probability: dq gains `scale * dlse * P k` and dk gains
     `scale * P^T (dlse * q)`. The first is attention with the keys for values, the second its gradient in the values.

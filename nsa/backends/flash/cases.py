@@ -1,4 +1,4 @@
-"""What a probe tries: calls of kinds that have broken libraries before, and the problem's own shape.
+"""The calls that a probe tries: those of kinds that have broken libraries before, and the problem's own shape.
 
 A verdict holds for a class of shapes: one branch and layout, one row or several, lengths up to a power of two. The
 class is tried at the problem's own shape and at its longest, so a longer or a batched problem is tried before it runs.

@@ -1,4 +1,4 @@
-"""What the FlashAttention libraries accept. A call outside of it is never made.
+"""The contracts of the FlashAttention libraries. A call outside of them is never made.
 
 These kernels trust their callers: a misaligned row or a gradient past 2^31 elements ends in an illegal access, a
 floating-point exception or a hang, which takes the process down. `limits` answers from sizes alone, so the router can

@@ -84,7 +84,7 @@ class VarlenFold:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each document's chunks, and blocks, start: `[n + 1]`, inside the keys there are."""
+        """`[n + 1]` offsets of the chunks, and blocks, of each document, inside the keys there are."""
         return compressed_offsets(self.cu_seqlens, self.block, self.stride).clamp_max(self.n_chunks).int()
 
     @cached_property

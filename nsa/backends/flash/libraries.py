@@ -138,7 +138,7 @@ def find_flash_attn() -> FlashAttn2Library | str:
 
 
 def import_flash_attn() -> FlashAttn2Library:
-    """For the probe's child: importing is part of its start, not of its first call."""
+    """Import flash_attn at once. For the probe's child: importing is part of its start, not of its first call."""
     library = find_flash_attn()
     assert isinstance(library, FlashAttn2Library), library
     # The first call raises it again, under its own name.

@@ -1,4 +1,4 @@
-"""When FlashAttention may be used: what the `NSA_*FA2*` settings mean for each branch.
+"""The policy for FlashAttention: what the `NSA_*FA2*` settings mean for each branch.
 
 A branch is `off` where a setting disables it, also for `backend="flash"`; `explicit_only` where `auto` must never pick
 it; `on` where the user enabled it or gave a minimum length: it then goes first; and otherwise `default`: it has its

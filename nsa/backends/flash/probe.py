@@ -55,7 +55,8 @@ CACHE_FOLDER = "~/.cache/nsa/probe"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What was tried, and where: a verdict holds for exactly this. `cases`: the version of the cases' code."""
+    """The subject of a probe, what was tried and where: a verdict holds for exactly this. `cases`: the version of the
+    cases' code."""
 
     library: str
     version: str
@@ -130,7 +131,7 @@ class Verdicts:
 
 
 def read_outcomes(path: Path) -> list[Outcome] | None:
-    """None if the file is missing or not ours."""
+    """The outcomes in a file; None if the file is missing or not ours."""
     try:
         return [Outcome(**outcome) for outcome in json.loads(path.read_text())["outcomes"]]
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
@@ -198,7 +199,7 @@ def run_cases(
 
 
 def python_path() -> str:
-    """Where the child looks for modules: this package first, then where this process would find the library."""
+    """The child's search path for modules: this package first, then where this process would find the library."""
     package = Path(__file__).parents[3]
     # An empty entry is the working directory.
     entries = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
@@ -269,7 +270,7 @@ def shown_list(values: Sequence[int]) -> str:
 
 
 def report(subject: Subject, outcomes: Sequence[Outcome]) -> str:
-    """What went wrong and where, complete enough for a bug report."""
+    """A report of what went wrong and where, complete enough for a bug report."""
     wrong = [outcome for outcome in outcomes if outcome.problem]
     where = ", ".join(f"{name} {value}" for name, value in list(asdict(subject).items())[2:])
     lines = [f"{subject.library} {subject.version} on {where}: {len(wrong)} of {len(outcomes)} cases failed"]

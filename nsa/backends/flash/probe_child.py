@@ -84,7 +84,8 @@ def attend_tile(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def expected_results(call: Call, do: Tensor | None) -> dict[str, Tensor]:
-    """What the library should return, `[rows, heads, ...]`: `o`, `lse`, and the gradients for a given `do`."""
+    """The results that the library should return, `[rows, heads, ...]`: `o`, `lse`, and the gradients for a given
+    `do`."""
     wide = torch.float64 if call.q.dtype == torch.float32 else torch.float32
     q, k, v = (flat_rows(call, x).to(wide) for x in (call.q, call.k, call.v))
     found = {"o": torch.zeros_like(q), "lse": q.new_full(q.shape[:2], float("-inf"))}
@@ -130,7 +131,7 @@ def synchronize(call: Call) -> None:
 
 
 def difference(call: Call, found: Mapping[str, Tensor], do: Tensor | None) -> str | None:
-    """What is wrong with the results; None if they are right."""
+    """Describe what is wrong with the results; None if they are right."""
     for name, expected in expected_results(call, do).items():
         if found[name].shape != expected.shape:
             return f"{name} has shape {tuple(found[name].shape)}, not {tuple(expected.shape)}"
@@ -176,10 +177,10 @@ class Answers:
 
 
 def run_case(library: Library, case: Mapping[str, Any], device: str, answers: Answers) -> str | None:
-    """What is wrong with the library's results; None if they are right."""
+    """Run a case and describe what is wrong with the library's results; None if they are right."""
 
     def described(given: Call) -> str:
-        """With the values of offsets, for the report."""
+        """The call as text, with the values of its offsets, for the report."""
         offsets = {"cu_seqlens_q": given.cu_seqlens_q, "cu_seqlens_k": given.cu_seqlens_k, "used_k": given.used_k}
         values = [f"{name}={shown_list(x.tolist())}" for name, x in offsets.items() if x is not None]
         return " ".join([str(given), *values, "on", device])

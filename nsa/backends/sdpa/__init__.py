@@ -21,5 +21,5 @@ name = "sdpa"
 
 
 def supports(problem: Problem) -> str | None:
-    """None: every problem is supported."""
+    """Return None: every problem is supported."""
     return None

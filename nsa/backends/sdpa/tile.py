@@ -94,7 +94,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float)
 def plain_backward(
     upstream: Upstream, saved: Saved, hidden: Tensor, scale: float, row_sum: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As exact as autograd through a softmax, however large the scores are.
+    """A backward pass as exact as autograd through a softmax, however large the scores are.
 
     The rounding of `lse` would be a relative error of every probability, so they are divided by their sum, which would
     otherwise be 1. The mean of `dp` is summed from the products that it is subtracted from, not taken from `do . o`:

@@ -40,7 +40,7 @@ MAX_WIDE_HEADS_ON_SMALL = 32
 
 
 def installed() -> bool:
-    """Without importing Triton, which takes its time."""
+    """Whether Triton is installed. Does not import it, which is slow."""
     try:
         return find_spec("triton") is not None
     except (ImportError, ValueError):
@@ -49,7 +49,7 @@ def installed() -> bool:
 
 
 def available() -> str | None:
-    """None where the kernels can run at all, else what is missing."""
+    """Return None where the kernels can run at all, else what is missing."""
     if not installed():
         return "the triton package is not installed"
     if torch.cuda.is_available() or settings.triton_interpreted():
@@ -96,8 +96,8 @@ def kernel_set(
     problem: Problem, ops: Collection[str] = OPS, select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel,
     block: int = NSAConfig.l, stride: int = NSAConfig.d,
 ) -> str:  # fmt: skip
-    """Which passes of an attention, whose forward passes of `ops` run here, the launch plans take from the kernels for
-    Hopper; if none, why."""
+    """Name the passes of an attention, whose forward passes of `ops` run here, that the launch plans take from the
+    kernels for Hopper; if none, why."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return "Triton; those in Gluon are for CUDA GPUs of sm_90"
     # Imports Triton.

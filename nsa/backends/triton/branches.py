@@ -101,7 +101,7 @@ def plan_forward(
     q: Layout, k: Layout, v: Layout, indices: Layout, k_win: Layout, v_win: Layout, select_block: int, window: int,
     scale: float,
 ) -> SelectedSlidingForward | None:  # fmt: skip
-    """None where each branch runs by itself."""
+    """Plan the branches' shared launch; None where each branch runs by itself."""
     shapes = Shapes(q, k, v, indices, select_block, None, False)
     tiles = pick_together(shapes, k_win, v_win)
     if tiles is None:

@@ -57,7 +57,7 @@ def slot_tokens(first, o_n, n_slots, STRIDE: tl.constexpr, VARLEN: tl.constexpr)
 
 @triton.jit
 def token_place(position, base, count, o_t, length, n_slots, VARLEN: tl.constexpr):
-    """Of each token: its position, its document's first slot and number of slots, and whether it is there."""
+    """Each token's position, its document's first slot and number of slots, and whether the token is there."""
     m_t = o_t < length
     if VARLEN:
         o_pos = tl.load(position + o_t, mask=m_t, other=0)
@@ -209,7 +209,7 @@ def plan_forward(
 
 
 def compress_forward(x: Tensor, *position_pooling: Any, tile: CompressTile = DEFAULT_TILE) -> Tensor:
-    """Of `x [B,S,G,D]` and a `Pooling`: `[B,N,G,D]`, the mean of each block. With a `position [l,D]` before the
+    """Compress `x [B,S,G,D]` by a `Pooling` to `[B,N,G,D]`, the mean of each block. With a `position [l,D]` before the
     `Pooling`: `[B,N,G,l*D]`, contiguous: the tokens of each block, position added."""
     pooling: Pooling = position_pooling[-1]
     position: Tensor | None = position_pooling[0] if len(position_pooling) > 1 else None

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to run our kernels on CPU tensors; only for processes with TRITON_INTERPRET=1."""
+"""A fix for Triton's interpreter, which runs our kernels on CPU tensors; only for processes with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MAX_PLANS = 256
 
 
 class Layout(NamedTuple):
-    """What a plan may depend on: all of a tensor but its values and its exact address."""
+    """The layout of a tensor, which a plan may depend on: all but its values and its exact address."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -45,7 +45,7 @@ def layout(x: Tensor) -> Layout:
 
 
 def new_layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Layout:
-    """Of a tensor that `torch.empty` makes."""
+    """The layout of a tensor that `torch.empty` makes."""
     steps = [1]
     for size in reversed(shape[1:]):
         steps.append(steps[-1] * size)

@@ -1,4 +1,4 @@
-"""What the backward passes of all branches start from, in one launch: the gates' gradients and the row statistics.
+"""The inputs that all branches' backward passes share, in one launch: the gates' gradients and the row statistics.
 
     d_g[c] = do . o[c]          lse2[c] = lse[c] / ln(2) - log2(g[c])          delta[c] = d_g[c]
 

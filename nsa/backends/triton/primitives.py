@@ -1,4 +1,5 @@
-"""What the kernels share: where rows lie, how tiles are loaded, the online softmax, and which keys a query sees.
+"""Helpers that the kernels share: where rows lie, how tiles are loaded, the online softmax, and which keys a query
+sees.
 
 Rows. The `h` query heads of a group read the same keys, so a group's queries and heads are flattened into rows
 `r = t * h + head` and a tile is any run of consecutive rows: no tile is padded to the group size, whatever `h` is.
@@ -125,7 +126,7 @@ def online_softmax(b_s, b_m, b_l, b_o, scale_log2, m_row=None):
 
 @triton.jit
 def first_position(p_start, i_b):
-    """Where batch entry `i_b`'s first query lies among its keys: `q_start`, or 0 where there is none.
+    """The position of batch entry `i_b`'s first query among its keys: `q_start`, or 0 where there is none.
 
     Without it `p_start` is None and a kernel is compiled as if there were no such thing.
     """

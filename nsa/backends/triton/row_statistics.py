@@ -1,4 +1,4 @@
-"""What every backward pass needs of a row: its LSE in base 2 and `delta = sum(do * o) - dlse`.
+"""The statistics of a row that every backward pass needs: its LSE in base 2 and `delta = sum(do * o) - dlse`.
 
 Both are laid out by rows `[B * G, rows]` (see `primitives`), padded to a multiple of `ROW_PAD`. Grid: one CTA per
 ROW_PAD rows and (batch, group), which writes each of its rows once.

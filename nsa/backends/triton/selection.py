@@ -160,7 +160,7 @@ def score_document(
 
 @triton.jit
 def weighed(b_p, o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
-    """What the `R` compressed blocks that start in each selection block give the one `C` further on."""
+    """The importance that the `R` compressed blocks that start in each selection block give the one `C` further on."""
     shared = tl.minimum(o_unit + OVERLAP, (C + 1) * R) - tl.maximum(o_unit, C * R)
     return tl.sum(b_p * tl.maximum(shared, 0).to(tl.float32)[None, :, None], 1)
 
@@ -447,7 +447,7 @@ class SelectionPlan:
         }
 
         def score(lo: int, hi: int) -> Launch | None:
-            """None where no query sees a compressed block."""
+            """The launch that scores queries `lo .. hi - 1`; None where no query sees a compressed block."""
             if min(n_keys, n_compressed(n_positions(hi), block, stride)) == 0:
                 return None
             return Launch(

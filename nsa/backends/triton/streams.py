@@ -18,7 +18,8 @@ Stream = torch.cuda.Stream
 
 @lru_cache(maxsize=32)
 def second_stream(device: torch.device, first: int) -> Stream:
-    """For calls on the stream `first`: one that another thread captures must not be joined by this one's work."""
+    """A second stream for calls on the stream `first`: one that another thread captures must not be joined by the work
+    of this one."""
     del first
     return Stream(device)
 

@@ -61,8 +61,8 @@ class BackwardTile:
 
 
 class Visibility(NamedTuple):
-    """What of `Ranges` a kernel is compiled for: all but tensors. These are the bounds of varlen documents, which
-    `q_start` is part of, or `q_start` itself (`offset`)."""
+    """The part of `Ranges` that a kernel is compiled for: all but tensors. Tensors are the bounds of varlen documents,
+    which `q_start` is part of, or `q_start` itself (`offset`)."""
 
     sliding: bool
     span: int
@@ -124,7 +124,7 @@ def describe(x: Layout, box: tuple[int, ...]) -> BoxDescriptor | None:
 
 
 def describe_rows(x: Layout, heads: int, tile: Tile) -> BoxDescriptor | None:
-    """Of `x [B, S, Hq, D]`, whose rows a descriptor fetches in boxes of whole queries, if `heads` allows."""
+    """A descriptor of `x [B, S, Hq, D]` that fetches rows in boxes of whole queries, if `heads` allows."""
     whole = heads & (heads - 1) == 0 and tile.block_m % heads == 0
     if not tile.desc_rows or not whole:
         return None
@@ -132,7 +132,7 @@ def describe_rows(x: Layout, heads: int, tile: Tile) -> BoxDescriptor | None:
 
 
 def describe_keys(x: Layout, tile: Tile) -> BoxDescriptor | None:
-    """Of `x [B, N, G, D]`, by tiles of keys of one group."""
+    """A descriptor of `x [B, N, G, D]` that fetches tiles of keys of one group."""
     return describe(x, (1, tile.block_n, 1, block_width(x.shape[-1]))) if tile.desc_keys else None
 
 

@@ -1,4 +1,4 @@
-"""Which tile a kernel gets on which GPU: what was measured, from a file, and the user's own file over it.
+"""The tiles of kernels by GPU: those measured, from a file, and the user's own file over it.
 
     {"sm_90": {"thresholds": {"query_from_heads": 32},
                "tiles": {"scores": {"half": {"128": {"tile": {"block_m": 256, ...}, "measured": {"ms": 6.3, ...}}}}}}}
@@ -67,7 +67,7 @@ class TunedTile:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one or several files hold."""
+    """The contents of one or several files of tiles."""
 
     tiles: Mapping[Key, TunedTile]
     thresholds: Mapping[tuple[GpuFamily, str], int]
@@ -128,7 +128,7 @@ def family_name(gpu: GpuFamily) -> str:
 
 @cache
 def tuned() -> Tuned:
-    """What holds in this process: the user's file over the packaged one."""
+    """The tiles of this process: the user's file over the packaged one."""
     user = user_file()
     packaged = read_tuned(PACKAGED)
     return read_tuned(user).over(packaged) if user is not None and is_file(user) else packaged
@@ -140,7 +140,8 @@ def pick_tile(kernel: str, kind: type[T], gpu: GpuFamily, d_k: int, d_v: int, dt
 
 
 def user_file(config: settings.Settings | None = None) -> Path | None:
-    """Where the user's own tiles are, or would be; None for a user without a home. By default those of this process."""
+    """The path of the user's own tiles, existing or not; None for a user without a home. By default those of this
+    process."""
     config = config or settings.current()
     return settings.expand_home(config.tuned_tiles)
 
@@ -151,7 +152,7 @@ def is_file(path: Path) -> bool:
 
 
 def origin(user: Path | None) -> str:
-    """Where tiles come from, in words, `user` being the user's file."""
+    """Describe where tiles come from; `user` is the user's file."""
     if user is None or not is_file(user):
         return f"{PACKAGED} ({user or 'a home folder'} is no file)"
     return f"{user} ({len(read_tuned(user).tiles)} tiles) over {PACKAGED}"

@@ -41,7 +41,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 class RunLines:
-    """What the files of a run's folder say; a ValueError if it has neither metrics nor heartbeats."""
+    """The lines in the files of a run's folder; a ValueError if it has neither metrics nor heartbeats."""
 
     def __init__(self, run: Path) -> None:
         require(run.is_dir(), "run", str(run), "the folder of a run")
@@ -78,7 +78,7 @@ def dotted(read: Callable[[], Record]) -> Record:
 
 
 def points_of(records: list[Record], beats: list[Record]) -> dict[tuple[str, str], list[Point]]:
-    """By kind and field every number that has a step. Of a step that was repeated after a resume, the last counts."""
+    """All numbers that have a step, by kind and field. If a step was repeated after a resume, the last one counts."""
     values: dict[tuple[str, str], dict[int, float]] = {}
 
     def add(kind: str, record: Record) -> None:
@@ -264,7 +264,7 @@ class ComparedRun(RunLines):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """By the config, else by the speed that was logged; None where neither is known."""
+        """The tokens per step by the config, else by the speed that was logged; None where neither is known."""
         sizes: list[Any] = [self.settings.get(name) for name in ("batch_size", "accum", "model.seq_len")]
         if all(isinstance(size, int) for size in sizes):
             return float(math.prod(sizes) * (self.settings.get("ranks") or 1))
@@ -273,7 +273,7 @@ class ComparedRun(RunLines):
         return median(found) if found else None
 
     def loss(self, kind: str) -> list[Point]:
-        """By step; the running median of noisy training losses."""
+        """The losses by step; the running median of noisy training losses."""
         points = self.points.get((kind, "loss"), [])
         return charts.middle(points) if kind == "step" and len(points) > 20 else points
 

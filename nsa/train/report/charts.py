@@ -1,4 +1,4 @@
-"""What pages are made of: charts as inline SVG, cards, tables, and the file that holds them.
+"""Building blocks of pages: charts as inline SVG, cards, tables, and the file that holds them.
 
 A page is self-contained: charts, styles and script are inside, and its content security policy forbids any request.
 JavaScript only adds the numbers under the pointer. The color scheme follows the browser's.
@@ -88,7 +88,7 @@ class Axis(NamedTuple):
 
     @classmethod
     def of(cls, low: float, high: float, wanted: int, begin: float, end: float, *, log: bool) -> Axis:
-        """From `begin` to `end` in pixels; with `log` the marks are powers of 2."""
+        """An axis from `begin` to `end` in pixels; with `log` the marks are powers of 2."""
         if not log:
             marks = ticks(low, high, wanted)
             return cls([(mark, number(mark)) for mark in marks], scale(marks, begin, end))
@@ -112,7 +112,7 @@ def drawn(points: list[Point], x_of: Callable[[float], float], y_of: Callable[[f
 
 
 def thin(points: list[Point]) -> list[Point]:
-    """At most `POINTS` points: the lowest and the highest of each bucket, so that no spike is lost."""
+    """Keep at most `POINTS` points: the lowest and the highest of each bucket, so that no spike is lost."""
     if len(points) <= POINTS:
         return points
     size = math.ceil(2 * len(points) / POINTS)

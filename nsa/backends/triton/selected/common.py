@@ -265,8 +265,8 @@ def common_launch(
     shapes: Shapes, plan: SplitPlan, scale: float, chunk: Chunk | None, *, num_warps: int, num_stages: int,
     max_registers: int | None,
 ) -> Launch:  # fmt: skip
-    """With a `chunk` fills its queries' `o` and natural `lse` from partials too; without, `o` and `lse` in base 2 of
-    the common blocks alone, for all queries."""
+    """The launch for the common blocks. With a `chunk` it also fills its queries' `o` and natural `lse` from partials;
+    without, it writes `o` and `lse` in base 2 of the common blocks alone, for all queries."""
     n_queries, rows = (shapes.n_tokens, shapes.rows) if chunk is None else (chunk.n_queries, chunk.n_rows)
     block_m = max(16, triton.next_power_of_2(plan.run * shapes.heads))
     return Launch(

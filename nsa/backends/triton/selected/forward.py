@@ -334,13 +334,13 @@ class BlockForward:
         self.launches = [[(attend(x), self.merge(x)) for x in index.chunks] for index in self.indexes]
 
     def merge(self, chunk: Chunk) -> Launch:
-        """What adds up the partials of a chunk."""
+        """The launch that adds up the partials of a chunk."""
         return attend_common(self.shapes, self.split, self.scale, self.tile, chunk)
 
     def merged(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, o: Tensor, lse: Tensor, partial: Tensor, *others: Tensor
     ) -> dict[str, Any]:
-        """What `merge` takes besides the split and the partials' LSEs."""
+        """The arguments of `merge` besides the split and the partials' LSEs."""
         return {"p_q": q, "p_k": k, "p_v": v, "p_o": o, "p_lse": lse, "p_part": partial, **tables.start}
 
     def __call__(

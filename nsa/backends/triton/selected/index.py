@@ -76,7 +76,7 @@ def selected_block(
 
 @triton.jit
 def query_start(p_start, max_start, i_b):
-    """Where batch entry `i_b`'s first query lies in its row of keys; kept inside it, whatever `q_start` says."""
+    """The position of batch entry `i_b`'s first query in its row of keys, kept inside it whatever `q_start` is."""
     start = first_position(p_start, i_b)
     if p_start is not None:
         start = tl.minimum(tl.maximum(start, 0), max_start)
@@ -315,7 +315,7 @@ class Shapes:
 
     @property
     def n_blocks(self) -> int:
-        """As `sequences.Blocks` counts them."""
+        """The number of selection blocks, counted as `sequences.Blocks` does."""
         if self.n_documents is None:
             return triton.cdiv(self.n_keys, self.select_block)
         return self.n_keys // self.select_block + self.n_documents
@@ -326,7 +326,7 @@ class Shapes:
 
     @property
     def last_start(self) -> dict[str, int]:
-        """For kernels that are given `q_start`: the greatest there can be."""
+        """The greatest possible `q_start`, for kernels that are given one."""
         return {"max_start": self.n_keys - self.n_tokens} if self.offset else {}
 
     @property
@@ -340,7 +340,7 @@ class Shapes:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """What kernels that multiply queries with keys and values have in common."""
+        """The arguments that kernels with attention matmuls have in common."""
         return {
             "n_groups": self.n_groups,
             **strides(q_bth=self.q, k_bng=self.k, v_bng=self.v),
@@ -353,7 +353,7 @@ class Shapes:
         }
 
     def with_indices(self, n_select: int, select_block: int) -> Shapes:
-        """With a contiguous selection of `n_select` blocks of `select_block` tokens."""
+        """The same shapes with a contiguous selection of `n_select` blocks of `select_block` tokens."""
         indices = new_layout((*self.indices.shape[:3], n_select), self.indices.dtype, self.indices.device)
         return replace(self, indices=indices, select_block=select_block)
 
@@ -407,7 +407,7 @@ class Chunk(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What kernels read of a chunk. Tensors may be longer than what is in use."""
+    """The tables of a chunk that kernels read. Tensors may be longer than what is in use."""
 
     pair: Tensor  # `t * n + slot` of the queries of all chunks, sorted by row, block and query
     low: Tensor  # [items] range of `pair`
@@ -476,8 +476,8 @@ class IndexPlan:
         )  # fmt: skip
 
     def steps(self, indices: Tensor, tables: Tables) -> tuple[list[partial[Any]], list[Segments]]:
-        """What builds the index, for the caller to run in this order: from here it would be a frame deeper. And what
-        it then holds of each chunk."""
+        """The steps that build the index, for the caller to run in order (from here they would be a frame deeper), and
+        what the index then holds of each chunk."""
         views = torch.empty(self.size, dtype=torch.int32, device=self.device).split(self.sizes)
         word, total, pair, low, high, last, item = views[:7]
         doc_start, offset, *_, start = tables
