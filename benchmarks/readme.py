@@ -27,7 +27,7 @@ from nsa.train.plan import GIB, plan_run
 RESULTS = Path(__file__).parent / "results"
 NSA, CUDNN, FA2 = "nsa-triton", "dense-cudnn", "dense-fa2"
 SHAPES = {f"{h}/{g}/{d}": Heads(h, g, d, 1) for h, g, d in ((64, 4, 128), (32, 8, 128), (12, 2, 64))}
-COLOURS = ("#064e38", "#4fae8c", "#b0722f")
+COLORS = ("#064e38", "#4fae8c", "#b0722f")
 MODES = {"fwd": "forward", "bwd": "backward"}
 BOTH = tuple(MODES)
 COMPARED = {"ours": NSA, "dense": CUDNN}
@@ -454,10 +454,10 @@ def draw(out: Path) -> None:
     figure, axes = pyplot.subplots(1, len(MODES), figsize=(10, 3.6), sharey=True)
     for axis, (mode, name) in zip(axes, MODES.items(), strict=True):
         axis.axhline(1, color="#999999", linestyle="--", linewidth=1)
-        for heads, colour in zip(SHAPES.values(), COLOURS, strict=True):
+        for heads, color in zip(SHAPES.values(), COLORS, strict=True):
             lengths, gains = zip(*found.speedups(heads, [mode], **COMPARED), strict=True)
             label = f"{heads.n_heads} heads, {heads.n_groups} groups, head_dim {heads.head_dim}"
-            axis.plot(lengths, gains, "o-", color=colour, label=label)
+            axis.plot(lengths, gains, "o-", color=color, label=label)
         axis.set(title=name, xlabel="sequence length", xscale="log", yscale="log")
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25x", "0.5x", "1x", "2x", "4x", "8x"])

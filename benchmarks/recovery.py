@@ -368,11 +368,11 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
         # Runs that were stopped ended at different tokens; losses are compared where all have one.
         end = min(points[-1]["tokens"] for points in own.values())
         for arm, points in own.items():
-            name, colour, line = styles[arm]
+            name, color, line = styles[arm]
             losses = [point["valid_loss"] for point in points if point["tokens"] <= end]
             xs, ys = [point["tokens"] / 1e6 for point in points], [point["valid_loss"] for point in points]
             label = f"{name}: {losses[0]:.3f} to {losses[-1]:.3f}"
-            axis.plot(xs, ys, line, color=colour, label=label, marker="o", ms=3)
+            axis.plot(xs, ys, line, color=color, label=label, marker="o", ms=3)
         since = "million tokens after the conversion" if after else "million tokens"
         axis.set(xlabel=since, ylabel="validation loss", title=f"{length:,} tokens of context")
         axis.grid(alpha=0.25)

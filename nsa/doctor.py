@@ -91,7 +91,7 @@ class Report:
     forward: Explanation
     backward: Explanation
     checks: tuple[Check, ...]
-    probe_failures: tuple[str, ...] = ()  # libraries that failed in the probe, if one was asked for
+    probe_failures: tuple[str, ...] = ()  # libraries that failed in the probe, if one was requested
 
     @property
     def failures(self) -> list[Check]:

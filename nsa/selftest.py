@@ -185,7 +185,7 @@ def self_test(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Check]:
     """Compare every op of every backend with the reference, at the heads, head_dim, device and dtype of `shape` (see
-    `reduced_shape`); returns one check per backend, op, dtype, case and quantity. `reason_against` is asked before a
+    `reduced_shape`); returns one check per backend, op, dtype, case and quantity. `reason_against` is called before a
     backend runs, so that a disabled one stays off, by default its `supports`; `progress(kernel, done, total)` is called
     while kernels are compiled."""
     by_name = {backend.name: backend for backend in backends}

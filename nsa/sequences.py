@@ -2,7 +2,7 @@
 
 A branch is one object that holds its hyperparameters and the sequences they apply to, and answers what its queries see.
 Its fields say what hyperparameters there are: the ops' schemas and checks, and what a layer passes, follow from them.
-What follows from `cu_seqlens` is computed when first asked for and kept, so the branches of a call share it.
+What follows from `cu_seqlens` is computed on first use and kept, so the branches of a call share it.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def new_cache(attn: Any, batch_size: int, max_len: int, **options: Any) -> Any:
 
 
 def scatter_pages(cache: PagedNSACache) -> None:
-    """Give every row all its pages, neighbours in a row far from each other in memory."""
+    """Give every row all its pages, neighbors in a row far from each other in memory."""
     columns = -(-cache.max_len // cache.page_size)
     pages = torch.arange(cache.batch_size * columns, dtype=torch.int32).flip(0)
     cache.set_page_table(pages.view(columns, cache.batch_size).t().contiguous())

@@ -15,7 +15,7 @@ from nsa.data.pools import TextPools
 
 
 class Numbers:
-    """The text "3 4" is the tokens 3 and 4. A document's end is negative, so that it can be told apart."""
+    """The text "3 4" is the tokens 3 and 4. A document's end is negative, so that it can be distinguished."""
 
     name, vocab_size, end = "numbers", 10**6, -1
 

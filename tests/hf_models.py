@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
 }
-# Up to which `select` equals a dense model, and its neighbours.
+# Up to which `select` equals a dense model, and its neighbors.
 LENGTHS = (1, 63, 64, 65, 511, 512, 513, 1023, 1024)
 
 

@@ -296,7 +296,7 @@ def test_the_name_of_a_model_as_a_key_gets_the_answer_of_config(name: str, capsy
 
 
 @pytest.mark.parametrize("name", ["zzz", "model.zzz", "model.attn.zzz", "dropout", "optimizer", "train", "runtime"])
-def test_a_name_like_no_other_gets_no_misleading_neighbour(name: str) -> None:
+def test_a_name_like_no_other_gets_no_misleading_neighbor(name: str) -> None:
     assert "nearest" not in replacement(name, KEYS)
 
 

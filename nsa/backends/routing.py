@@ -50,8 +50,8 @@ class Backend(Protocol):
 
     Optional members:
         available() -> str | None: Why it can run nothing on this machine; None if it can.
-        declined(problem, *, named) -> str | None: Why the user's settings keep it from a problem, asked before
-            `supports`; `named` if it was asked for by name.
+        declined(problem, *, named) -> str | None: Why the user's settings keep it from a problem, called before
+            `supports`; `named` if it was requested by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
         kernel_set(problem, ops, select_block, n_select, block, stride) -> str: Which of its kernels run an attention,
@@ -96,7 +96,7 @@ class Route:
 
     problem: Problem
     backend: str | None  # None: no backend runs it
-    why: str  # why this one, or which backend was asked for
+    why: str  # why this one, or which backend was requested
     reasons: Mapping[str, str]  # why each of the others was not
     may_fall_back: bool = False
     # Backends that should have run and failed, earlier on this problem, in a probe or on import, and why.
@@ -230,14 +230,14 @@ class Router:
         if self.config.force_parity:
             why = self.config.describe("force_parity")
             if backend not in ("auto", PARITY_BACKEND):
-                message = f"nsa: {why}: {PARITY_BACKEND} runs although backend={backend!r} was asked for"
+                message = f"nsa: {why}: {PARITY_BACKEND} runs although backend={backend!r} was requested"
                 if message not in self.logged:
                     self.logged.add(message)
                     log.warning("%s", message)
             return Route(problem, PARITY_BACKEND, why, {name: why for name in self.backends if name != PARITY_BACKEND})
         if backend != "auto":
             reason = self.reason_against(backend, problem, named=True)
-            why = f"backend={backend!r} was asked for"
+            why = f"backend={backend!r} was requested"
             if reason is None:
                 return Route(problem, backend, why, {})
             failed = {backend: reason} if backend in self.broken or isinstance(reason, FailureReason) else {}
@@ -264,7 +264,7 @@ class Router:
         return Route(problem, found, why, reasons, may_fall_back=True, failed=failed)
 
     def reason_against(self, name: str, problem: Problem, *, named: bool = False) -> str | None:
-        """Why the backend does not run the problem; None if it does. `named`: it was asked for by name."""
+        """Why the backend does not run the problem; None if it does. `named`: it was requested by name."""
         if name in self.absent:
             return self.absent[name]
         reason = self.ask(name, "declined", problem, named=named) or self.backends[name].supports(problem)
@@ -297,7 +297,7 @@ class Router:
         strict: bool,
         args: tuple[Any, ...],
     ) -> Any:
-        """Run a call in which `name` failed on the backends after it; raise if it was asked for by name."""
+        """Run a call in which `name` failed on the backends after it; raise if it was requested by name."""
         route = self.route(problem, backend)
         if not route.may_fall_back:
             self.counts.add_failure(problem.op, name, str(failure))

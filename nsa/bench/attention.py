@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, shape: AttentionShape, dtype: torch.dtype, device: str, smooth: float) -> Inputs:
-        """Random tensors. `smooth` in [0, 1): correlation of neighbouring queries, which a trained model has too."""
+        """Random tensors. `smooth` in [0, 1): correlation of neighboring queries, which a trained model has too."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(heads: int, head_dim: int) -> Tensor:

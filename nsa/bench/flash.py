@@ -32,7 +32,7 @@ from nsa.backends.problem import SIZES, Problem
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import VARLEN, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
-from nsa.bench.plot import COLOURS, MODE_LABELS, NO_PLOTS, OTHER_COLOUR, mark_lengths, save_figure
+from nsa.bench.plot import IMPL_COLORS, MODE_LABELS, NO_PLOTS, OTHER_COLOR, mark_lengths, save_figure
 from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
 from nsa.geometry import n_compressed
@@ -44,7 +44,7 @@ BLOCK, STRIDE, WINDOW = 32, 16, 512
 GATE_LENGTH = 1024
 PROBES_AT_ONCE = 8
 LINE_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-WORTH_IT_COLOUR = "#cc4444"
+WORTH_IT_COLOR = "#cc4444"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def probe_ahead(backends: Sequence[FlashBackend], points: Sequence[FlashPoint], 
     kinds = {}
     for point in points:
         problem = point.problem(dtype, backward=False)
-        # `supports` is asked before the window is known, the call itself after.
+        # `supports` is called before the window is known, the call itself after.
         for each in (flash_problem(problem), flash_problem(problem, point.window if point.op == "sliding" else STRIDE)):
             kinds[kind_of(each, point.head_dim, dtype)] = each
     print(f"probing {len(kinds)} kinds of calls, except those with a verdict", flush=True)
@@ -187,18 +187,18 @@ def draw_speedups(rows: Sequence[Row], out: Path) -> None:
     for axis, ((op, mode), head_dim) in zip(axes.flat, product(passes, head_dims), strict=True):
         lines = panels[op, mode, head_dim]
         for (impl, group_size), line in sorted(lines.items()):
-            colour = COLOURS.get(impl, OTHER_COLOUR)
-            axis.plot(*zip(*sorted(line.items()), strict=True), styles[group_size], marker=".", color=colour)
-        axis.axhline(1, color=COLOURS["nsa-sdpa"])
-        axis.axhline(WORTH_IT, color=WORTH_IT_COLOUR, linewidth=0.8)
+            color = IMPL_COLORS.get(impl, OTHER_COLOR)
+            axis.plot(*zip(*sorted(line.items()), strict=True), styles[group_size], marker=".", color=color)
+        axis.axhline(1, color=IMPL_COLORS["nsa-sdpa"])
+        axis.axhline(WORTH_IT, color=WORTH_IT_COLOR, linewidth=0.8)
         axis.set(title=f"{op} {MODE_LABELS[mode]}, head_dim {head_dim}", xscale="log", yscale="log")
         axis.set_yticks([0.25, 0.5, 1, 2, 5, 10], ["1/4", "1/2", "1", "2", "5", "10"])
         mark_lengths(axis, {length for line in lines.values() for length in line})
         axis.grid(alpha=0.25)
         if head_dim == head_dims[0]:
             axis.set_ylabel("speedup over nsa-sdpa")
-    legend = [Line2D([], [], color=COLOURS.get(impl, OTHER_COLOUR), label=impl) for impl in [*impls, "nsa-sdpa"]]
-    legend += [Line2D([], [], color=WORTH_IT_COLOUR, linewidth=0.8, label=f"worth it: {WORTH_IT}")]
+    legend = [Line2D([], [], color=IMPL_COLORS.get(impl, OTHER_COLOR), label=impl) for impl in [*impls, "nsa-sdpa"]]
+    legend += [Line2D([], [], color=WORTH_IT_COLOR, linewidth=0.8, label=f"worth it: {WORTH_IT}")]
     legend += [Line2D([], [], color="#333333", linestyle=s, label=f"{n} heads per group") for n, s in styles.items()]
     figure.legend(handles=legend, loc="lower center", ncols=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
@@ -250,8 +250,8 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
         qkv = point.inputs(dtype, "cuda")
         backends: dict[str, Any] = {"nsa-sdpa": sdpa, "nsa-triton": triton, **flash}
         for impl, backend in backends.items():
-            asked = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
-            reason = next(filter(None, asked), None)
+            reasons = (backend.supports(point.problem(dtype, backward=backward)) for backward in (False, True))
+            reason = next(filter(None, reasons), None)
             if reason is not None:
                 runner.leave_out(f"{impl}, {point.suite} {point.op} at {point}", reason)
                 continue

@@ -89,10 +89,10 @@ def worth_it(times: Times, than: str) -> bool:
 
 
 def ranges(orders: dict[int, Order]) -> Iterator[tuple[int, int | None, Order]]:
-    """Neighbouring lengths with one order become one range, open-ended if at least two lengths up to the longest share
+    """Neighboring lengths with one order become one range, open-ended if at least two lengths up to the longest share
     it. Nothing is claimed between two lengths that differ, nor below the shortest."""
-    for order, neighbours in groupby(sorted(orders), orders.__getitem__):
-        lengths = list(neighbours)
+    for order, neighbors in groupby(sorted(orders), orders.__getitem__):
+        lengths = list(neighbors)
         open_ended = len(lengths) > 1 and lengths[-1] == max(orders)
         yield lengths[0], None if open_ended else lengths[-1], order
 

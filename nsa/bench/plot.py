@@ -19,8 +19,8 @@ from nsa.config import require
 from nsa.files import make_folder
 from nsa.results import Row, read_rows
 
-# NSA in green, darkest for the kernels; dense attention in grey.
-COLOURS = {
+# NSA in green, darkest for the kernels; dense attention in gray.
+IMPL_COLORS = {
     "nsa-triton": "#0b6e4f",
     "nsa-triton-compiled": "#064e38",
     "nsa-triton-graphs": "#064e38",
@@ -41,7 +41,7 @@ COLOURS = {
 }
 # Why nothing can be plotted; None if it can.
 NO_PLOTS = None if find_spec("matplotlib") else "matplotlib is not installed: pip install 'nsa[plots]'"
-OTHER_COLOUR = "#b0722f"
+OTHER_COLOR = "#b0722f"
 # In the order of their panels.
 MODE_LABELS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "train": "training"}
 MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" for n in range(1, 9)}
@@ -89,8 +89,8 @@ def draw_panel(axis: Any, mode: str, shape: str, lines: Mapping[str, list[Row]])
     for impl, points in sorted(lines.items()):
         points = sorted(points, key=lambda row: row.S)
         values = [(row.tokens_per_s or 0.0) / 1e3 if rate else row.p50_ms for row in points]
-        colour = COLOURS.get(impl, COLOURS.get(impl.removesuffix("-graphs"), OTHER_COLOUR))
-        axis.plot([row.S for row in points], values, marker="o", label=impl, color=colour)
+        color = IMPL_COLORS.get(impl, IMPL_COLORS.get(impl.removesuffix("-graphs"), OTHER_COLOR))
+        axis.plot([row.S for row in points], values, marker="o", label=impl, color=color)
     axis.set(
         title=f"{shape}: {MODE_LABELS.get(mode, mode)}",
         xlabel="sequence length",

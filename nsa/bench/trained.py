@@ -1,4 +1,4 @@
-"""Attention on the tensors of a trained model, whose neighbouring queries select mostly the same blocks, and on noise.
+"""Attention on the tensors of a trained model, whose neighboring queries select mostly the same blocks, and on noise.
 
 nsa bench trained --run runs/125m --lengths 2048 32768
 """
@@ -68,7 +68,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
         with open_data(config, "train", batch_size=batch, seq_len=length) as loader:
             tokens = next(loader).tokens.view(batch, length).to("cuda")
         trained, shared = inputs_of_layer(model, layer, tokens, runner.dtype)
-        print(f"S={length}: neighbouring queries share {shared:.0%} of their selected blocks", flush=True)
+        print(f"S={length}: neighboring queries share {shared:.0%} of their selected blocks", flush=True)
         noise = (*(torch.randn_like(x) for x in trained[:-1]), torch.rand_like(trained[-1]))
         for op, tensors in (("trained", trained), ("random", noise)):
             leaves = tuple(x.contiguous().requires_grad_() for x in tensors)

@@ -73,7 +73,7 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--branches", action="store_true", help="time the stages of NSA too")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay CUDA graphs: the GPU's time alone")
-    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
+    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighboring queries, in [0, 1)")
     add_output(parser)
 
 
@@ -145,7 +145,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", metavar="H/G/D", help=heads)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighbouring queries, in [0, 1)")
+    parser.add_argument("--smooth", type=float, default=0.0, help="correlation of neighboring queries, in [0, 1)")
     parser.add_argument("--out", type=path, help="the file to write (default: the user's own, NSA_TUNED_TILES)")
     parser.add_argument("--commit", help="the commit to record (default: this checkout's)")
 

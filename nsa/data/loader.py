@@ -137,7 +137,7 @@ class Loader:
         self.source, self.tokenizer, self.vocab_size = pools.name, pools.tokenizer, pools.tokenizer.vocab_size
         # Seconds that the caller has waited in total, and since when it is waiting now.
         self.waited = 0.0
-        self.asked: float | None = None
+        self.waiting_since: float | None = None
         self.stand_ins = 0  # batches of random tokens in place of real ones, in total
         self.late = 0  # batches that were replaced and are dropped when they come
         self.retries = 0
@@ -161,17 +161,17 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        self.asked = time.perf_counter()
+        self.waiting_since = time.perf_counter()
         try:
             batch, self.position = self.take()
         finally:
-            self.waited += time.perf_counter() - self.asked
-            self.asked = None
+            self.waited += time.perf_counter() - self.waiting_since
+            self.waiting_since = None
         return batch
 
     def __str__(self) -> str:
         """Describe the state for the watchdog, from another thread."""
-        since = self.asked
+        since = self.waiting_since
         now = 0.0 if since is None else time.perf_counter() - since
         waited = f"{self.waited + now:.0f} s waited for, {now:.0f} of them for the next batch"
         return f"{self.source}, last seen {self.pools.doing}; {waited}"

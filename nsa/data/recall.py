@@ -46,7 +46,7 @@ MAX_FILE_BYTES = 400_000
 
 
 class Chain(NamedTuple):
-    """A value that a key has by way of other keys; the key that is asked for comes first."""
+    """A value that a key has by way of other keys; the key in question comes first."""
 
     keys: tuple[str, ...]
     value: str

@@ -13,7 +13,7 @@ from nsa.progress import say
 
 PACKAGES = ("transformers", "fastapi", "uvicorn")
 DEFAULT_MAX_LEN = 8192
-# What running requests have left to end once the server is asked to stop, in seconds.
+# Seconds that running requests have left once the server is to stop.
 GRACE_S = 30
 
 

@@ -81,62 +81,62 @@ def make_app(
 
     @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
     async def chat_completions(request: Request) -> Response:
-        asked = parse_body(ChatRequest, await read_body(request, limits.timeout_s))
-        messages = [message.plain() for message in asked.messages]
-        return await answer(request, asked, lambda: encoder.encode_chat(messages), chat=True)
+        body = parse_body(ChatRequest, await read_body(request, limits.timeout_s))
+        messages = [message.plain() for message in body.messages]
+        return await answer(request, body, lambda: encoder.encode_chat(messages), chat=True)
 
     @app.post("/v1/completions", dependencies=[Depends(authorize)])
     async def completions(request: Request) -> Response:
-        asked = parse_body(CompletionRequest, await read_body(request, limits.timeout_s))
-        prompt = asked.single()
-        return await answer(request, asked, lambda: encoder.encode_text(prompt), chat=False)
+        body = parse_body(CompletionRequest, await read_body(request, limits.timeout_s))
+        prompt = body.single()
+        return await answer(request, body, lambda: encoder.encode_text(prompt), chat=False)
 
-    def check_model(asked: str | None) -> None:
-        if asked not in (None, name):
-            raise ServingError(404, "model_not_found", f"the model {asked!r} is not served; accepted: {name!r}")
+    def check_model(requested: str | None) -> None:
+        if requested not in (None, name):
+            raise ServingError(404, "model_not_found", f"the model {requested!r} is not served; accepted: {name!r}")
 
     async def answer(
-        request: Request, asked: SamplingRequest, encode: Callable[[], list[int]], *, chat: bool
+        request: Request, body: SamplingRequest, encode: Callable[[], list[int]], *, chat: bool
     ) -> Response:
         deadline = time.monotonic() + limits.timeout_s
-        check_model(asked.model)
+        check_model(body.model)
         # In a thread: a long prompt must not hold up the streams of others.
         prompt = await asyncio.to_thread(encode)
-        options = options_of(asked, len(prompt), scheduler.max_len, limits)
+        options = options_of(body, len(prompt), scheduler.max_len, limits)
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def deliver(update: Update) -> None:
             loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        job = Job(prompt, options, TextStream(encoder.decoder, prompt, asked.stop_strings()), deadline, deliver)
+        job = Job(prompt, options, TextStream(encoder.decoder, prompt, body.stop_strings()), deadline, deliver)
         scheduler.submit(job)
         found = follow_job(request, job, updates)
         form = Answer(secrets.token_hex(12), name, chat=chat, n_prompt=len(prompt))
-        if not asked.stream:
+        if not body.stream:
             return await whole_answer(found, job, form)
         # Its failure still has a status of its own.
         first = await anext(found, None)
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(events(first, found, job, form, usage=usage), media_type="text/event-stream")
 
     return app
 
 
-def options_of(asked: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
+def options_of(body: SamplingRequest, n_prompt: int, max_len: int, limits: Limits) -> Options:
     """How a request is sampled; a ServingError 400 for an impossible value, or a prompt or answer that is too long."""
     space = max_len - n_prompt
     if space < 1:
         message = f"the prompt has {n_prompt} tokens; accepted: less than {max_len}, the context length"
         raise bad_request(message, "context_length_exceeded")
-    wanted = asked.max_completion_tokens or asked.max_tokens
+    wanted = body.max_completion_tokens or body.max_tokens
     if wanted is not None and wanted > limits.max_tokens:
         raise bad_request(f"max_tokens is {wanted}; accepted: at most {limits.max_tokens} per request")
     if wanted is not None and wanted > space:
         message = f"{n_prompt} prompt tokens and max_tokens = {wanted} exceed {max_len}, the context length"
         raise bad_request(message, "context_length_exceeded")
     try:
-        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        return Options(max_new_tokens=wanted or min(limits.max_tokens, space), seed=seed, **asked.sampling())
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        return Options(max_new_tokens=wanted or min(limits.max_tokens, space), seed=seed, **body.sampling())
     except ValueError as error:
         raise bad_request(str(error)) from None
 

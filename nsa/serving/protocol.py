@@ -164,7 +164,7 @@ class Answer:
         return {**self.head, "object": self.chunk_kind, "choices": [choice]}
 
     def usage_chunk(self, n_tokens: int) -> dict[str, Any]:
-        """The last event of a stream, where it was asked for."""
+        """The last event of a stream, where it was requested."""
         return {**self.head, "object": self.chunk_kind, "choices": [], "usage": self.usage(n_tokens)}
 
     @property

@@ -272,7 +272,7 @@ class Validator(Component):
 
 @torch.no_grad()
 def mean_loss(model: LM, batches: list[Batch], dtype: torch.dtype, stop: Callable[[], bool] = lambda: False) -> float:
-    """Over the tokens of all ranks' `batches`; every rank calls it. `stop` is asked before each batch."""
+    """The mean loss of all ranks' `batches` by token; every rank calls it. `stop` is called before each batch."""
     device, moved, losses = model.head_weight.device, [], []
     for batch in batches:
         if stop():

@@ -138,7 +138,7 @@ def problems(
 ) -> list[str]:
     """The problems of this machine for that run, each as a sentence; leaves nothing behind.
 
-    `notes` gets the speed of a step, which is no problem; `device_given`: the device was asked for by name.
+    `notes` gets the speed of a step, which is no problem; `device_given`: the device was named by the user.
     """
     notes = [] if notes is None else notes
     unknown = settings.unknown_names().items()
@@ -191,7 +191,7 @@ def device_problems(config: TrainConfig, notes: list[str], device_given: bool, *
 
 
 def cpu_problems(config: TrainConfig, notes: list[str], device_given: bool, *, runs: bool) -> Iterator[str]:
-    """A run that is meant for a GPU is not ready on a CPU, unless the CPU was asked for."""
+    """A run that is meant for a GPU is not ready on a CPU, unless the CPU was requested."""
     seconds, how = cpu_step_s(config), "estimated from the speed of one matmul"
     if runs and seconds <= CPU_TRIED_S:
         seconds, how = try_step(config, torch.device("cpu")), "from one step that was timed"

@@ -55,7 +55,7 @@ def run_of(folder: Path) -> Path:
 
 
 def load_newest(run: Path, steps: list[int]) -> LM:
-    """The model of the last of the steps whose checkpoint is intact and good, or is the only one asked for."""
+    """The model of the last of the steps whose checkpoint is intact and good, or is the only one requested."""
     problems = []
     for step in reversed(steps):
         folder = run / CHECKPOINTS / f"step_{step}"

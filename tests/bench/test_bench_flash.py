@@ -75,7 +75,7 @@ def test_the_order_is_by_speed_and_flash_must_be_worth_it(
     assert order_of(times) == expected
 
 
-def test_neighbouring_lengths_with_one_order_are_one_range() -> None:
+def test_neighboring_lengths_with_one_order_are_one_range() -> None:
     a, b = ("sdpa",), ("flash", "sdpa")
     assert list(ranges({1024: a, 2048: a, 4096: b, 8192: b})) == [(1024, 2048, a), (4096, None, b)]
     # One length alone says nothing about longer ones.

@@ -54,7 +54,7 @@ def test_permutation_depends_on_its_key_but_not_on_the_machine() -> None:
 
 
 def test_a_permutation_leaves_no_pattern() -> None:
-    """Neighbours go far apart: the mean distance of a random order is a third of its length."""
+    """Neighbors go far apart: the mean distance of a random order is a third of its length."""
     n = 3000
     places = torch.tensor(list(Permutation(n, 7))).double()
     assert (places.diff().abs().mean() / n - 1 / 3).abs() < 0.02

@@ -97,7 +97,7 @@ def fp32_model(kind: str) -> LM:
     st.sampled_from(list(SAMPLING)),
     st.integers(1, 48),
 )
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_chunks(
+def test_a_row_does_not_depend_on_its_neighbors_nor_on_chunks(
     kind: str, prompts: list[list[int]], sampling: str, chunk: int
 ) -> None:
     model, how = fp32_model(kind), {"seed": 0, **SAMPLING[sampling]}

@@ -92,7 +92,7 @@ def test_a_row_that_is_not_finite_is_no_token(value: float, temperature: float) 
 
 
 @given(LOGITS, st.floats(0.5, 4.0))
-def test_the_penalty_moves_seen_tokens_alone_and_towards_less(logits: list[float], penalty: float) -> None:
+def test_the_penalty_moves_seen_tokens_alone_and_toward_less(logits: list[float], penalty: float) -> None:
     x = torch.tensor([logits])
     seen = torch.arange(x.shape[1])[None] % 2 == 0
     y = penalize(x, seen, penalty)

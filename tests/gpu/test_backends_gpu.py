@@ -123,7 +123,7 @@ def test_each_selected_branch_method_matches_the_fp64_reference(
 
 
 def selected_like_in_use(inputs: Inputs, case: Case) -> Tensor:
-    """The last half of the queries select as in use: neighbours have their first and their own blocks in common. The
+    """The last half of the queries select as in use: neighbors have their first and their own blocks in common. The
     others' selection stays random: few blocks or none, some of them not yet seen."""
     q, k_cmp, v_cmp = (x.float() for x in inputs.of("compressed"))
     _, lse = reference.compressed_attention(q, k_cmp, v_cmp, **case.compression)

@@ -1,4 +1,4 @@
-"""NSALlamaForCausalLM: initialisation, generation in every mode, padding, packing."""
+"""NSALlamaForCausalLM: initialization, generation in every mode, padding, packing."""
 
 from __future__ import annotations
 

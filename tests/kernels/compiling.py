@@ -97,7 +97,7 @@ SHAPES = {
 class Compiled:
     """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does;
     `overwritten` names products that read what is no longer there, `products` and `waits` tell whether they are
-    serialised, see `sass.py`; `mistaken` names sums over the wrong warps, see `layouts.py`."""
+    serialized, see `sass.py`; `mistaken` names sums over the wrong warps, see `layouts.py`."""
 
     shape: str
     branch: str

@@ -7,7 +7,7 @@ matrix, with no word and the same result each time. Our kernels carry no left op
 the sign is plain: a register that a product reads, that nothing in the loop writes before it, and that something in the
 loop writes after it.
 
-It serialises products (warning C7513, which Triton throws away). A dot is several products that run one behind the
+It serializes products (warning C7513, which Triton throws away). A dot is several products that run one behind the
 other and are waited for once; where ptxas finds another instruction between them that defines one of their registers,
 every product gets a wait of its own, and nothing overlaps with it.
 """

@@ -1,5 +1,5 @@
 """Every kernel, with the tiles its launcher picks, compiles for every supported GPU, fits its shared memory, and has
-come out neither of ptxas with serialised products or with one that reads registers since given away, nor of Triton with
+come out neither of ptxas with serialized products or with one that reads registers since given away, nor of Triton with
 a sum that mistakes its warps.
 
 No GPU is needed: `compiling.py` stands in for one, in a process of its own for each target. `pytest -s` prints what
@@ -37,8 +37,8 @@ PICKED = {
 SPILLS = 128
 # Correct and slow: wide heads in fp32, whose products are not the tensor cores'. (As on Hopper, not compiled here.)
 SPILLING = {"32/1/256 fp32"}
-# Kernels of these shapes that are serialised on purpose. The forwards of head_dim 128 are held to 128 registers of the
-# 149 they need: two CTAs per SM of serialised products beat one CTA of products that overlap.
+# Kernels of these shapes that are serialized on purpose. The forwards of head_dim 128 are held to 128 registers of the
+# 149 they need: two CTAs per SM of serialized products beat one CTA of products that overlap.
 SERIALIZED = {("64/4/128", "ranged_forward_kernel"), ("32/8/128 varlen", "ranged_forward_kernel")}
 
 

@@ -275,7 +275,7 @@ def test_default_overlap_weights_are_one_two_two_two_one() -> None:
         expected = torch.zeros(19, dtype=torch.long)
         expected[4 * j - 1 : 4 * j + 4] = torch.tensor([1, 2, 2, 2, 1])
         assert torch.equal(weights[:, j], expected)
-    assert weights[:5, 0].tolist() == [2, 2, 2, 1, 0], "the first block has no neighbour before it"
+    assert weights[:5, 0].tolist() == [2, 2, 2, 1, 0], "the first block has no neighbor before it"
 
 
 @given(stride=st.integers(1, 8), strides=st.integers(1, 6), select_strides=st.integers(1, 6), n=st.integers(0, 20))

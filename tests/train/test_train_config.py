@@ -229,7 +229,7 @@ def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
         load_config(path, env=PLAIN)
 
 
-def test_a_name_that_is_not_there_has_a_neighbour() -> None:
+def test_a_name_that_is_not_there_has_a_neighbor() -> None:
     with pytest.raises(ValueError, match=r"config is 'timy'; accepted: .* is tiny$"):
         load_config("timy", env=PLAIN)
     with pytest.raises(ValueError, match=r"config is 'nowhere\.yaml'; accepted: .*file"):

@@ -174,10 +174,8 @@ def test_an_empty_group_changes_nothing(tmp_path: Path) -> None:
 def test_an_error_names_where_the_value_comes_from(tmp_path: Path) -> None:
     text = (Path(cli.__file__).parent / "configs" / "tiny.yaml").read_text()
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        text.replace("batch_size: 4", "batch_size: -4").replace("preset: tiny", "preset: tiny, colour: red")
-    )
-    with pytest.raises(ValueError, match=r"'model\.colour'.*mine\.yaml"):
+    path.write_text(text.replace("batch_size: 4", "batch_size: -4").replace("preset: tiny", "preset: tiny, color: red"))
+    with pytest.raises(ValueError, match=r"'model\.color'.*mine\.yaml"):
         load_config(path, env=PLAIN)
     path.write_text(text.replace("batch_size: 4", "batch_size: -4"))
     with pytest.raises(ValueError, match=r"batch_size is -4.*mine\.yaml"):

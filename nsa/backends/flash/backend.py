@@ -122,7 +122,7 @@ class FlashBackend:
         return "; ".join(limits(library.contract, capability, dtype=dtype, **sizes, gradient_rows=rows)) or None
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """fp32 is cast only if the user asked for it."""
+        """fp32 is cast only if the user requested it."""
         return torch.float16 if dtype == torch.float32 and self.config.fa2_prefer_fp16 else dtype
 
     def verdict(self, library: Library, problem: FlashProblem) -> str | None:

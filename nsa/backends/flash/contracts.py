@@ -209,7 +209,7 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 def aligned(x: Tensor) -> bool:
     """Whether every row is contiguous and starts where a 16-byte load may."""
-    # Asked for every tensor of every call: builds no list.
+    # Called for every tensor of every call: builds no list.
     step = LOAD_BYTES // x.element_size()
     shape, (*outer, last) = x.shape, x.stride()
     if x.data_ptr() % LOAD_BYTES or (last != 1 and shape[-1] != 1):

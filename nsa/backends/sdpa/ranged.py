@@ -102,7 +102,7 @@ class TileGroup:
 
     @property
     def step(self) -> int:
-        """Distance in keys between the slices of neighbouring tiles."""
+        """Distance in keys between the slices of neighboring tiles."""
         return self.size if self.tiling.along else 0
 
     def tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:

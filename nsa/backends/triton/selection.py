@@ -113,9 +113,9 @@ def score_document(
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     REPEATS: tl.constexpr = BLOCK_N // (16 * ROW_WARPS)
     TENSOR_CORES: tl.constexpr = q0.dtype != tl.float32
-    # Neighbours are summed, so a thread shall hold neighbours in memory. Tensor cores leave it rows 8 apart, and those
+    # Neighbors are summed, so a thread shall hold neighbors in memory. Tensor cores leave it rows 8 apart, and those
     # a round of warps apart: there the row at (repeat, warp, half, lane) is number (warp, lane, repeat, half). Other
-    # products leave it neighbours; in another order sums go over warps, which Triton before 3.8 may get wrong.
+    # products leave it neighbors; in another order sums go over warps, which Triton before 3.8 may get wrong.
     o_n = tl.arange(0, BLOCK_N)
     if TENSOR_CORES:
         o_m = o_n
@@ -371,7 +371,7 @@ def split_width(dim: int) -> tuple[int, int]:
 
 
 def select_shape(n_columns: int) -> tuple[int, int, int, int]:
-    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbours per lane. Left alone, the
+    """`(BLOCK_J, SEGMENTS, warps, registers)`: a warp holds up to 1024 keys, four neighbors per lane. Left alone, the
     compiler takes all registers there are, and too few CTAs would share an SM to hide each other's waiting."""
     block_j = max(16, triton.next_power_of_2(n_columns))
     warps = min(16, max(1, block_j // 1024))

@@ -1,7 +1,7 @@
 """A second stream for work that does not depend on what runs at the same time.
 
 Tensors of a call are allocated while its own stream is the current one, before the fork, and freed after the streams
-have joined: then the allocator, which orders memory by the stream that asked for it, needs to know of no other, and a
+have joined: then the allocator, which orders memory by the stream that requested it, needs to know of no other, and a
 CUDA graph that captures the call owns all of it.
 """
 

@@ -94,7 +94,7 @@ class Tuned:
 
 
 def is_large(gpu: GpuFamily) -> bool:
-    """Hopper and data-centre Blackwell: matmuls read shared memory, of which a CTA may have 227 KiB. The others hold
+    """Hopper and data-center Blackwell: matmuls read shared memory, of which a CTA may have 227 KiB. The others hold
     both factors in registers, and most of them give a CTA 99 KiB."""
     return (9, 0) <= gpu < (12, 0)
 

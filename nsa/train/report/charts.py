@@ -175,12 +175,12 @@ def bar_chart(name: str, bins: dict[str, float], unit: str) -> str:
     width, floor = (WIDTH - LEFT - RIGHT) / len(bins), HEIGHT - BOTTOM
     for i, (label, count) in enumerate(bins.items()):
         tall, x = (floor - TOP - 16) * count / most, LEFT + i * width
-        centre = f'x="{x + width / 2:.1f}" text-anchor="middle"'
+        center = f'x="{x + width / 2:.1f}" text-anchor="middle"'
         bars.append(
             f'<rect class="bar" x="{x + 2:.1f}" y="{floor - tall:.1f}" width="{width - 4:.1f}" height="{tall:.1f}">'
             f"<title>{count:,.0f} {unit}</title></rect>"
-            f'<text {centre} y="{floor - tall - 4:.1f}">{100 * count / total:.0f}%</text>'
-            f'<text {centre} y="{HEIGHT - 8}">{label}</text>'
+            f'<text {center} y="{floor - tall - 4:.1f}">{100 * count / total:.0f}%</text>'
+            f'<text {center} y="{HEIGHT - 8}">{label}</text>'
         )
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(bars)}</svg>'
 

@@ -241,7 +241,7 @@ def test_low_precision_selection_is_as_accurate_as_plain_torch(dtype: torch.dtyp
     )
     error = tolerance(importance_of(inputs, case), exact)
     least, greatest = importance_at_the_cut(exact, selected, case)
-    # Two blocks may change places when both are off by the error, towards each other.
+    # Two blocks may change places when both are off by the error, toward each other.
     assert (least >= greatest - 2 * error).all()
 
 

@@ -109,16 +109,16 @@ def plan_forward(
     scale: float, tile: SelectedForwardTile | None, method: str | None,
 ) -> SelectedForwardPlan:  # fmt: skip
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
-    asked = tile is not None or method is not None
+    requested = tile is not None or method is not None
     other = None if method == "dense" else method
     tile = tile or pick_forward(shapes.heads, shapes.d_k, shapes.d_v, q.dtype, other, capability(q.device))
     shapes, halvings = fit_blocks(shapes, tile.max_block_keys)
     shape = (*q.shape[:3], shapes.d_v)
     run: DenseForward | BlockForward | QueryForward | None = None
     if 0 not in shape:
-        if not asked and is_short(shapes):
+        if not requested and is_short(shapes):
             method = "dense"
-        elif not asked and is_step(shapes):
+        elif not requested and is_step(shapes):
             tile = replace(tile, method="query", common_m=0)
         dense = dense_tile(shapes) if method == "dense" else None
         if dense is not None:

@@ -1,7 +1,7 @@
-"""The blocks that all queries of a run of neighbours selected, attended to as dense tiles.
+"""The blocks that all queries of a run of neighbors selected, attended to as dense tiles.
 
 The forced blocks (the first ones, and those ending at the query's own) are the same for all queries of a block, and
-neighbouring queries of a trained model select much the same others too. So the selection is split: what all queries of
+neighboring queries of a trained model select much the same others too. So the selection is split: what all queries of
 a run have in common is read once for the run, with `queries * h` rows in one tile; what is left goes the general way
 (`forward.py`). Nothing here knows which blocks were forced.
 
@@ -234,7 +234,7 @@ class CommonSplit(NamedTuple):
 
 
 class SplitPlan:
-    """How a selection is split into runs of neighbouring queries."""
+    """How a selection is split into runs of neighboring queries."""
 
     def __init__(self, shapes: Shapes, block_m: int) -> None:
         self.run = run = run_length(shapes.heads, block_m, shapes.select_block, shapes.n_select)

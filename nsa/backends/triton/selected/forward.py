@@ -10,7 +10,7 @@ and streams the queries' rows past them. Each (query, slot) gets a partial outpu
 `common.py` merges a query's. Per pair that moves `3 * h * D_v` elements, where `query` moves `2 * l_sel * D`: it wins
 when groups are small.
 
-Both leave what runs of neighbouring queries have in common to `common.py`: `query` starts from its result, `block`
+Both leave what runs of neighboring queries have in common to `common.py`: `query` starts from its result, `block`
 hands its own to it.
 
 Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to the group size.
