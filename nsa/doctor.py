@@ -141,9 +141,11 @@ def diagnose(
     flash = flash_states(router)
     of_run = {} if attn is None else {name: getattr(attn, field) for name, field in nsa.config.PAPER_NAMES.items()}
     backend = "auto" if attn is None else attn.backend
-    forward, backward = (router.explain(replace(problem, backward=x), backend, **of_run) for x in (False, True))
     # A backend that a setting disables is not called.
     ask = partial(router.reason_against, named=True)
+    checks = tuple(self_test(list(router.backends.values()), problem, ask, show_compilation))
+    # After the checks, in which kernels may turn out to fail.
+    forward, backward = (router.explain(replace(problem, backward=x), backend, **of_run) for x in (False, True))
     return Report(
         versions=find_versions(),
         gpus=find_gpus(),
@@ -159,7 +161,7 @@ def diagnose(
         counts=counts_so_far().as_dict(),
         forward=forward,
         backward=backward,
-        checks=tuple(self_test(list(router.backends.values()), problem, ask, show_compilation)),
+        checks=checks,
         probe_failures=tuple(probe_failures),
     )
 

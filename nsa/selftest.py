@@ -347,6 +347,8 @@ def attempt(
     try:
         return run()
     except REPORTED_ERRORS as error:
+        if hasattr(backend, "recover_from") and backend.recover_from(error) is not None:
+            return attempt(run, inputs, backend, problems, reason_against)
         first_line = (str(error).splitlines() or [""])[0]
         return inputs.check(backend.name, op, error=math.inf, note=f"{type(error).__name__}: {first_line}")
 

@@ -119,6 +119,23 @@ def test_kernels_are_reported_only_of_a_backend_that_runs(
     assert "those for Hopper" not in capsys.readouterr().out
 
 
+def test_kernels_are_reported_as_the_self_test_left_them(capsys: pytest.CaptureFixture[str]) -> None:
+    failures: list[Exception] = []
+
+    def forward(*args: Any) -> Any:
+        if not failures:
+            raise BackendFailure("out of shared memory")
+        return sdpa.sliding_forward(*args)
+
+    def recover(failure: Exception) -> str:
+        failures.append(failure)
+        return "other kernels"
+
+    found = patient(sliding_forward=forward, recover_from=recover, kernel_set=lambda *_: f"others after {failures}")
+    assert run_doctor(backends=(found, sdpa)) == 0
+    assert "others after [BackendFailure('out of shared memory')]" in capsys.readouterr().out
+
+
 def test_settings_show_value_source_and_effect(
     capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
 ) -> None:

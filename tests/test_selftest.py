@@ -16,6 +16,7 @@ from doctoring import SHAPE, off_by, patient
 from nsa import selftest
 from nsa.backends import sdpa
 from nsa.backends.problem import OPS
+from nsa.backends.routing import BackendFailure
 from nsa.selftest import Check
 from nsa.sequences import Saved, Upstream
 
@@ -222,6 +223,22 @@ def test_backends_are_asked_while_kernels_compile() -> None:
     assert checks
     assert not failing(checks)
     assert not any(check.note for check in checks)
+
+
+def test_a_backend_that_recovers_is_tested_further() -> None:
+    recovered: list[Exception] = []
+
+    def forward(*args: Any) -> Any:
+        if not recovered:
+            raise BackendFailure("out of shared memory")
+        return sdpa.sliding_forward(*args)
+
+    def recover(failure: Exception) -> str | None:
+        recovered.append(failure)
+        return "other kernels"
+
+    assert not failing(examine(patient(sliding_forward=forward, recover_from=recover)))
+    assert len(recovered) == 1
 
 
 def test_an_error_in_the_requested_dtype_only_is_caught() -> None:

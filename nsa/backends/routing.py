@@ -56,6 +56,8 @@ class Backend(Protocol):
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
         kernel_set(problem, ops, select_block, n_select, block, stride) -> str: Which of its kernels run an attention,
             for `explain`; `ops`: those whose forward pass is called straight away, as passes at once have to be.
+        recover_from(failure) -> str | None: What it runs from now on in place of kernels of its own that failed; None
+            if it has no others.
         configure(settings): Of a module: returns the backend to use in its place.
 
     A function may have `resolve()`, which returns the function to call in its place and the exceptions, besides
@@ -297,8 +299,14 @@ class Router:
         strict: bool,
         args: tuple[Any, ...],
     ) -> Any:
-        """Run a call in which `name` failed on the backends after it; raise if it was requested by name."""
+        """Run a call in which `name` failed again if it has recovered, else on the backends after it; raise if it was
+        requested by name."""
         route = self.route(problem, backend)
+        if self.has_recovered(failure, name, problem, function, strict):
+            try:
+                return self.call(name, problem, function, route.why, args)
+            except BackendFailure as another:
+                failure = another
         if not route.may_fall_back:
             self.counts.add_failure(problem.op, name, str(failure))
             raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {route.why}") from failure
@@ -316,6 +324,13 @@ class Router:
                 return self.call(name, problem, function, why, args)
             except BackendFailure as another:
                 failure = another
+
+    def has_recovered(self, failure: Exception, name: str, problem: Problem, function: str, strict: bool) -> bool:
+        """Whether the backend has other kernels in place of those that failed; `strict` forbids them."""
+        others = None if strict else self.ask(name, "recover_from", failure)
+        if others is not None:
+            self.note_failure(name, problem, function, str(failure), others)
+        return others is not None
 
     def next_after(self, name: str, problem: Problem) -> str | None:
         order, _ = self.order(problem)

@@ -117,6 +117,8 @@ def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[
             failures += more
         found: tuple[Tensor, ...] | None = compute and without_autocast(compute, problem.device)(*args)
     except failures as failure:
+        if router.has_recovered(failure, name, problem, function, strict):
+            return None
         router.failed[problem, function] = str(failure)
         router.note_failure(name, problem, function, str(failure), None if strict else f"{name}, branch by branch")
         if strict:

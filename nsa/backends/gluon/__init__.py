@@ -13,6 +13,11 @@ from functools import cache
 from importlib import import_module
 
 from nsa import settings
+from nsa.backends.routing import BackendFailure
+
+
+class KernelFailure(BackendFailure):
+    """A kernel in Gluon cannot be compiled or launched here."""
 
 
 @cache
@@ -25,8 +30,14 @@ def import_failure() -> str | None:
     return None
 
 
+@cache
+def failures() -> list[str]:
+    """How kernels failed in this process. After the first failure none is picked any more."""
+    return []
+
+
 def unavailable() -> str | None:
     """Why the kernels cannot run in this process; None where they can."""
     if settings.triton_interpreted():
         return "Triton's interpreter does not run Gluon (TRITON_INTERPRET is set)"
-    return import_failure()
+    return failures()[0] if failures() else import_failure()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nsa import settings
+from nsa.backends import gluon
 from nsa.backends.gated import without_gate
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import OPS, Problem
@@ -37,6 +38,13 @@ OLDEST_CAPABILITY = (8, 0)
 # Of a group with fp32 keys and values of head_dim above 128, on GPUs with little shared memory: the rows of one query
 # are then 64 KB, and are held beside a block's keys.
 MAX_WIDE_HEADS_ON_SMALL = 32
+# Functions that cache plans, of which some are of kernels in Gluon.
+GLUON_PLANS = {
+    "ranged_forward": ("plan",),
+    "ranged_backward": ("plan",),
+    "branches": ("runs_together", "plan_forward"),
+    "decode.plan": ("plan_decode",),
+}
 
 
 def installed() -> bool:
@@ -124,12 +132,26 @@ def kernel_set(
 def load(module: str) -> tuple[ModuleType, tuple[type[Exception], ...]]:
     """The module of that name, and what Triton raises where a GPU cannot take a kernel."""
     try:
-        from triton.compiler.errors import CompilationError
-        from triton.runtime.errors import OutOfResources, PTXASError
+        from nsa.backends.triton.launch import LAUNCH_FAILURES
 
-        return import_module(f"nsa.backends.triton.{module}"), (OutOfResources, CompilationError, PTXASError)
+        return import_module(f"nsa.backends.triton.{module}"), LAUNCH_FAILURES
     except ImportError as error:
         raise BackendFailure(f"triton cannot be imported: {error}") from error
+
+
+def recover_from(failure: Exception) -> str | None:
+    """After a failure of a kernel in Gluon: from now on plans are made without these."""
+    if not isinstance(failure, gluon.KernelFailure):
+        return None
+    gluon.failures().append(str(failure))
+    forget_gluon_plans()
+    return "Triton's kernels"
+
+
+def forget_gluon_plans() -> None:
+    for module, names in GLUON_PLANS.items():
+        for name in names:
+            getattr(import_module(f"nsa.backends.triton.{module}"), name).cache_clear()
 
 
 class Launcher:

@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa import settings
+from nsa.backends.gluon import KernelFailure
 
 if settings.triton_interpreted():
     from nsa.backends.triton import interpreter
 
     interpreter.mend()
 
+# What Triton raises where a GPU cannot take a kernel.
+LAUNCH_FAILURES = (OutOfResources, CompilationError, PTXASError)
 # What takes every launch to have its kernel compiled, and runs none: see `ahead`.
 COLLECTING: ContextVar[Any] = ContextVar("collecting", default=None)
 
@@ -108,7 +114,12 @@ class Launch:
         device = next(x.device for x in tensors if isinstance(x, Tensor))
         # Triton loads and launches on the current device, which need not be the one of the tensors.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            compiled = self.kernel[self.grid](**free, **self.bound)
+            try:
+                compiled = self.kernel[self.grid](**free, **self.bound)
+            except LAUNCH_FAILURES as error:
+                if self.kernel.is_gluon():
+                    raise KernelFailure(f"{self.kernel.__name__} failed: {shorten(str(error), 300)}") from error
+                raise
         # The interpreter compiles nothing.
         if compiled is not None:
             self.runners[tuple(key)] = runner_of(compiled, self.grid, device.index)
