@@ -26,16 +26,16 @@ ROOT = Path(__file__).parents[1]
 
 
 class Launches:
-    """Takes every launch in the place of the GPU: the arguments of each kernel that are known beforehand."""
+    """Takes every launch in the place of the GPU: the arguments of each kernel."""
 
     def __init__(self) -> None:
-        self.bound: dict[str, list[dict[str, Any]]] = {}
+        self.arguments: dict[str, list[dict[str, Any]]] = {}
 
     def submit(self, launch: Launch, free: dict[str, Any]) -> None:
-        self.bound.setdefault(launch.kernel.__name__, []).append(launch.bound)
+        self.arguments.setdefault(launch.kernel.__name__, []).append({**launch.bound, **free})
 
     def values(self, kernel: str, argument: str) -> set[Any]:
-        return {bound[argument] for bound in self.bound[kernel]}
+        return {given.get(argument) for given in self.arguments[kernel]}
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def launches(monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]) 
 def test_every_kernel_is_sanitized(launches: Launches) -> None:
     script = runpy.run_path(str(ROOT / "tests" / "gpu" / "every_kernel.py"))
     script["run"].__globals__["DEVICE"] = "cpu"
-    for case in script["CASES"].values():
-        script["run"](case, torch.bfloat16)
+    for name, case in script["CASES"].items():
+        script["run"](case, torch.bfloat16, script["STARTS"].get(name))
     for step in script["STEPS"].values():
         script["decode"](*step)
     sources = (path.read_text() for path in (ROOT / "nsa").rglob("*.py"))
     kernels = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
-    assert launches.bound.keys() == kernels
+    assert launches.arguments.keys() == kernels
     # The forms of the Gluon kernels: rows by descriptor and by pointer, dS kept, its runs added up.
     assert launches.values("hopper_forward_kernel", "D") == {64, 128}
     for argument in ("SLIDING", "VARLEN", "DESC_Q"):
@@ -69,3 +69,6 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
     assert max(launches.values("hopper_dkv_kernel", "n_written")) > 0
     for argument in ("SLIDING", "VARLEN", "ACCUMULATE"):
         assert launches.values("hopper_dq_kernel", argument) == {False, True}
+    # Queries that start at a position of their own.
+    for kernel in ("hopper_forward_kernel", "hopper_dkv_kernel"):
+        assert {start is None for start in launches.values(kernel, "p_start")} == {False, True}

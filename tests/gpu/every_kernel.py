@@ -44,8 +44,11 @@ CASES = {
     # Rows by pointer, and the other head_dim.
     "fixed, head_dim 128, 6 heads per group": Case(length=333, groups=1, heads=6, d_k=128, d_v=128, **DEFAULTS),
     "fixed, head_dim 64, 4 heads per group": Case(length=333, groups=1, heads=4, d_k=64, d_v=64, **DEFAULTS),
+    "cached, 64 heads": Case(length=333, groups=4, heads=16, d_k=128, d_v=128, **DEFAULTS),
     "one token": Case(length=1, groups=2, heads=2, d_k=80, d_v=80, **DEFAULTS),
 }
+# Position of the first query, where keys come before it.
+STARTS = {"cached, 64 heads": 101}
 METHODS = ("query", "block", "dense")
 # Tokens per step, heads, groups, head_dim, how blocks are compressed, and the cache's form.
 STEPS: dict[str, tuple[int, tuple[int, int, int], str, dict[str, Any]]] = {
@@ -63,9 +66,13 @@ def pick_short_runs(k: Layout, visibility: Visibility, pick: Any = tiles.pick_dq
     return None if found is None else replace(found, scratch=1 << 17)
 
 
-def run(case: Case, dtype: torch.dtype) -> None:
+def run(case: Case, dtype: torch.dtype, start: int | None = None) -> None:
     inputs = random_inputs(case, dtype).map(lambda x: x.to(DEVICE))
-    over = branches(case, DEVICE)
+    over, pooling = branches(case, DEVICE), branches(case, DEVICE).pooling
+    if start is not None:
+        q_start = torch.full((case.batch,), start, dtype=torch.int32, device=DEVICE)
+        over = branches(case, DEVICE, q_start=q_start, length=case.length - start)
+        inputs = inputs.but(q=inputs.q[:, start:].contiguous())
     q, k_cmp, v_cmp = inputs.of("compressed")
     _, k, v = inputs.of("selected")
 
@@ -108,9 +115,9 @@ def run(case: Case, dtype: torch.dtype) -> None:
     ranged.sliding_backward(gated[2]._replace(dq=dq), saved_win, over.sliding)
     ranged.compressed_backward(gated[0]._replace(dq=dq), saved, over.compressed)
 
-    compress.compress_mean_backward(compress.compress_mean_forward(k, over.pooling), over.pooling)
+    compress.compress_mean_backward(compress.compress_mean_forward(k, pooling), pooling)
     position = torch.randn(case.block, case.d_k, device=DEVICE, dtype=dtype)
-    compress.gather_blocks_backward(compress.gather_blocks_forward(k, position, over.pooling), over.pooling)
+    compress.gather_blocks_backward(compress.gather_blocks_forward(k, position, pooling), pooling)
     torch.cuda.synchronize()
 
 
@@ -149,7 +156,7 @@ def main() -> None:
         print(f"every kernel of a decode step ran: {name}", flush=True)
     for name, case in CASES.items():
         for dtype in (torch.bfloat16, torch.float16):
-            run(case, dtype)
+            run(case, dtype, STARTS.get(name))
             print(f"every kernel ran: {name}, {dtype}", flush=True)
 
 
