@@ -271,13 +271,18 @@ def test_dq_comes_from_kept_ds_where_runs_are_long() -> None:
 
 
 @pytest.mark.parametrize("length", [8192, 65536, 131072])
-@pytest.mark.parametrize("sliding", [False, True], ids=["compressed", "sliding"])
-def test_kept_ds_stays_within_its_scratch(sliding: bool, length: int) -> None:
-    visibility = Visibility(sliding, 512, 1, False, False) if sliding else COMPRESSED
-    q, k = key_layout(length, 64), key_layout(length if sliding else length // 16 - 1)
-    tile = QueryTile()
-    plan = KeptPlan(q, q, k, k, visibility, 0.1, KeyTile(), tile, 1, length * 16 // 24 // 256 * 256, True)
+@pytest.mark.parametrize("heads", [16, 64], ids=lambda heads: f"{heads} heads per group")
+@pytest.mark.parametrize("window", [None, 512, 8192, 1 << 20], ids=["compressed", "w512", "w8192", "all keys"])
+def test_kept_ds_stays_within_its_scratch(window: int | None, heads: int, length: int) -> None:
+    visibility = COMPRESSED if window is None else Visibility(True, min(window, length), 1, False, False)
+    q, k = key_layout(length, 4 * heads), key_layout(length // 16 - 1 if window is None else length)
+    tile = pick_dq(k, visibility)
+    assert (tile is None) == (window == 1 << 20 and length > 8192)
+    if tile is None:
+        return
+    plan = KeptPlan(q, q, k, k, visibility, 0.1, KeyTile(), tile, 1, length * heads // 24 // 256 * 256, True)
     assert plan.size * 2 * tile.streams <= tile.scratch
+    assert len(plan.runs) <= 4 * length // 512
     assert plan.n_slots <= 26
 
 

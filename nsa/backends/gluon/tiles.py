@@ -20,7 +20,7 @@ MANY_KEYS = 1024
 # partials are written and summed: so many elements of them cost as much as a step over a tile of rows.
 PARTIALS = 75_000
 
-# Beyond them the runs of rows whose `dS^T` is kept become short, in the compressed branch.
+# Where a query sees more keys, the runs of rows or keys whose `dS^T` is kept become short.
 MOST_KEPT_KEYS = 8192
 
 
@@ -144,8 +144,9 @@ def pick_dq(k: Layout, visibility: Visibility) -> QueryTile | None:
 
     In the compressed branch a run of rows has room for the keys of all documents, most of which it does not see.
     """
-    short_runs = not visibility.sliding and (visibility.varlen or k.shape[1] > MOST_KEPT_KEYS)
-    return None if visibility.offset or short_runs else QueryTile()
+    sparse = visibility.varlen and not visibility.sliding
+    seen = min(visibility.span, k.shape[1]) if visibility.sliding else k.shape[1]
+    return None if visibility.offset or sparse or seen > MOST_KEPT_KEYS else QueryTile()
 
 
 def pick_step(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
