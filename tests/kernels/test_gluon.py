@@ -428,3 +428,15 @@ def test_another_api_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_that_was_never_compiled_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     assert "3.99.0" in str(gluon.import_failure())
+
+
+@pytest.mark.usefixtures("imported_anew")
+@pytest.mark.parametrize("version", ["3.7", "3.7.1", "3.6.0.post1", "3.7.0+cu130", "3.7.0.dev20260101"])
+def test_a_release_of_a_version_that_was_compiled_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert gluon.import_failure() is None
+
+
+def test_rocm_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "NVIDIA" in str(unsupported((9, 0), torch.bfloat16, 128, 128))

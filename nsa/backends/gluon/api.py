@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # The versions with which the kernels were compiled and their machine code read: what another one makes of them would
 # show at run time only.
 VERSIONS = ("3.6", "3.7")
-if triton.__version__.rsplit(".", 1)[0] not in VERSIONS:
+# As in 3.7, 3.7.1, 3.6.0.post1 and 3.7.0+cu130.
+found = re.match(r"\d+\.\d+", triton.__version__)
+if found is None or found[0] not in VERSIONS:
     raise ImportError(f"Gluon changes with Triton; the kernels are for {', '.join(VERSIONS)}, not {triton.__version__}")
 
 # Among the warps of one partition. Renamed in Triton 3.7.

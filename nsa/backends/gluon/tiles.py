@@ -95,6 +95,9 @@ KEYS = (KeyTile(num_stages=3), KeyTile(num_stages=4))
 
 def unsupported(gpu: tuple[int, int], dtype: torch.dtype, d_k: int, d_v: int) -> str | None:
     """Why Triton's kernels run instead, whatever the lengths are; None where these may."""
+    # ROCm reports (9, 0) for an MI200.
+    if torch.version.hip is not None:
+        return "the Gluon kernels are for NVIDIA GPUs"
     if gpu != HOPPER:
         return f"the Gluon kernels are for sm_90, the GPU is sm_{gpu[0]}{gpu[1]}"
     if dtype not in HALF_DTYPES:
