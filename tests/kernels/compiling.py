@@ -97,7 +97,8 @@ SHAPES = {
 class Compiled:
     """One kernel as compiled; `error` if it could not be. `spills` counts registers kept in memory, as Triton does;
     `overwritten` names products that read what is no longer there, `products` and `waits` tell whether they are
-    serialized, see `sass.py`; `mistaken` names sums over the wrong warps, see `layouts.py`."""
+    serialized, see `sass.py`; `mistaken` names sums over the wrong warps, see `layouts.py`. `code`: the machine code of
+    a kernel in Gluon, for `gluon_compiling.py` to read."""
 
     shape: str
     branch: str
@@ -113,6 +114,7 @@ class Compiled:
     overwritten: list[str] = field(default_factory=list)
     mistaken: list[str] = field(default_factory=list)
     error: str = ""
+    code: str = ""
 
 
 @dataclass
@@ -153,6 +155,7 @@ class Recorder:
                 *sass.products_and_waits(code),
                 sass.overwritten(code),
                 layouts.mistaken(kernel.asm["ttgir"]),
+                code=code if name.startswith("hopper") else "",
             )
         )
 

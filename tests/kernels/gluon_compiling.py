@@ -4,8 +4,9 @@
 
 What makes these kernels fast is an order that ptxas is free to change: arithmetic between the waits for two products
 in flight. `order` tells what a loop does in which order. `hazards` finds instructions that touch the registers of a
-product in flight, also over the back edge of the loop. `n_loads` is compared with what Triton's passes leave of them:
-those of 3.6 and 3.7 take values that are carried by a loop and only bound an inner one for dead, and their loads too.
+product in flight: in each loop, also over its back edge, and in the whole code as it lies there. `n_loads` is compared
+with what Triton's passes leave of them: those of 3.6 and 3.7 take values that are carried by a loop and only bound an
+inner one for dead, and their loads too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Compiled:
     waits: int
     overwritten: list[str]
     lost_loads: int
+    hazards: list[str]
     loops: list[Loop] = field(default_factory=list)
 
 
@@ -81,12 +83,12 @@ def registers(instruction: sass.Instruction) -> set[int]:
     return {int(number) for operand in instruction.operands for number in re.findall(r"\bR(\d+)\b", operand)}
 
 
-def hazards(body: list[sass.Instruction]) -> list[str]:
-    """Of the loop laid out twice: instructions that write a product's left operand or touch its sum before the wait."""
+def hazards(code: list[sass.Instruction]) -> list[str]:
+    """Instructions that write a product's left operand or touch its sum before the wait."""
     in_flight: list[list[sass.Instruction]] = []
     group: list[sass.Instruction] = []
     found = []
-    for instruction in body + body:
+    for instruction in code:
         step = kind(instruction)
         if step == "product":
             group.append(instruction)
@@ -107,7 +109,7 @@ def hazards(body: list[sass.Instruction]) -> list[str]:
 
 def read(text: str) -> list[Loop]:
     return [
-        Loop(order(body), sum(x.name.startswith(SPILL) for x in body), hazards(body))
+        Loop(order(body), sum(x.name.startswith(SPILL) for x in body), hazards(body + body))
         for body in product_loops(sass.instructions(text))
     ]
 
@@ -143,6 +145,7 @@ class Recorder(compiling.Recorder):
             *sass.products_and_waits(text),
             sass.overwritten(text),
             n_loads(kernel.asm["source"]) - kernel.asm["ttgir"].count("tt.load "),
+            hazards(sass.instructions(text)),
             read(text),
         )
         self.found.append(found)

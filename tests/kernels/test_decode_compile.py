@@ -13,7 +13,9 @@ from waiting import PATIENCE_S
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+import sass
 from compiling import TARGETS, Compiled
+from gluon_compiling import Loop, hazards, read
 
 from nsa.backends import gluon
 
@@ -69,3 +71,12 @@ def test_ctas_that_stay_fit_twice_on_an_sm(tmp_path: Path) -> None:
     assert 2 * (x.shared + 1024) <= TARGETS["sm_90"].shared + 1024
     assert 2 * 32 * x.warps * x.registers <= 65536
     assert (x.spills, x.overwritten, x.mistaken) == (0, [], [])
+    # One tile after the other: what is pooled is summed while the values are multiplied.
+    assert read(x.code) == [Loop(["product", "wait 0", "exp", "product", "wait 0"], 0, [])]
+    assert hazards(sass.instructions(x.code)) == []
+    # Without its waits the same code would be wrong.
+    waiting = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    assert waiting in x.code
+    unguarded = x.code.replace(waiting, waiting.replace("0x0", "0x2"))
+    assert hazards(sass.instructions(unguarded))
+    assert read(unguarded)[0].hazards

@@ -79,7 +79,7 @@ def test_kernels_compile_into_the_order_that_is_fast(shape: str, tmp_path: Path)
             wrong.append(f"{where}: {x.shared} bytes of shared memory")
         if sass.serialized(x.products, x.waits):
             wrong.append(f"{where}: {x.products} products with {x.waits} waits")
-        wrong += [f"{where}: {what}" for what in x.overwritten]
+        wrong += [f"{where}: {what}" for what in [*x.overwritten, *x.hazards]]
         # The others leave results of functions unused, and so their loads.
         if x.kernel == FUSED and x.lost_loads:
             wrong.append(f"{where}: {x.lost_loads} loads were taken for dead")
@@ -128,6 +128,21 @@ def test_registers_of_a_product_in_flight_are_found(present: str, instead: str) 
     assert present in LOOP
     (loop,) = read(LOOP.replace(present, instead))
     assert loop.hazards
+
+
+# As after the loop of the forward pass: the last product, and the division of its sum.
+END = """
+    /*0080*/                   HGMMA.64x64x16.F32.BF16 R56, R8, gdesc[UR16], R56, gsb0 ;
+    /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+    /*00a0*/                   FMUL R56, R56, R4 ;
+"""
+
+
+def test_a_product_after_the_loops_is_read() -> None:
+    assert hazards(sass.instructions(LOOP + END)) == []
+    early = LOOP + END.replace("gsb0, 0x0", "gsb0, 0x1")
+    assert read(early)[0].hazards == []
+    assert hazards(sass.instructions(early)) == ["FMUL at 0xa0 under 0x80"]
 
 
 def test_a_spill_in_a_loop_is_found() -> None:
