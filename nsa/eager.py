@@ -83,15 +83,17 @@ def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
         return False
     if state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    own = [p for p in state["_parameters"].values() if p is not None]
-    if not all(type(p) in PLAIN for p in own):
+    own = {key: p for key, p in state["_parameters"].items() if p is not None}
+    if not all(type(p) in PLAIN for p in own.values()):
         return False
-    found += own
+    found += own.values()
     if name in BIASED:
-        return type(module) is nn.Linear and len(own) == 1 + BIASED[name]
+        return type(module) is nn.Linear and tuple(own) == ("weight", "bias")[: 1 + BIASED[name]]
     children: dict[str, nn.Module] = state["_modules"]
     ours = type(module).__module__ in ("nsa.attention", "nsa.compression")
     if not ours or tuple(children) not in ((), ("inner", "outer")):
+        return False
+    if tuple(own) != (("position",) if state.get("kind") == "mlp" else ()):
         return False
     return all(collect(child, below, found) for child, below in children.items())
 

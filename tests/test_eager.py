@@ -204,6 +204,10 @@ class Subclass(nn.Linear):
     [
         "biased",
         "unbiased",
+        "reordered",
+        "buffer",
+        "more-in-phi",
+        "more-in-gate",
         "removed",
         "method",
         "replaced",
@@ -226,6 +230,19 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
         layer.q_proj = nn.Linear(24, 32).double()
     elif change == "unbiased":
         layer.gate.outer = nn.Linear(layer.gate.outer.in_features, 12, bias=False).double()
+    elif change == "reordered":
+        # As removing a parametrization leaves it: the bias comes first.
+        weight = child.weight
+        del child.weight
+        child.weight = weight
+    elif change == "buffer":
+        position = layer.phi_k.position
+        del layer.phi_k.position
+        layer.phi_k.register_buffer("position", position.detach())
+    elif change == "more-in-phi":
+        layer.phi_k.more = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    elif change == "more-in-gate":
+        layer.gate.more = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     elif change == "removed":
         layer.o_proj = nn.Identity()
     elif change == "method":
