@@ -37,9 +37,9 @@ LAYER_ONCE = "NSAAttention is differentiable once. For second derivatives, use n
 CHILDREN = ("q_proj", "k_proj", "v_proj", "phi_k", "phi_v", "gate", "o_proj")
 # Which of the Linears have a bias.
 BIASED = {"q_proj": False, "k_proj": False, "v_proj": False, "o_proj": False, "inner": True, "outer": True}
-# What the node computes itself; a layer or a gate that has one of its own is not to be ignored.
-METHODS = {"project", "heads", "projections", "attend", "compress_all", "run_modules", "activate", "activate_backward"}
-METHODS |= {"mlp"}
+# What the node computes itself, or a replay has captured; a module with one of its own is not to be ignored.
+METHODS = {"project", "heads", "projections", "attend", "compress_all", "run_modules", "angles", "block_angles"}
+METHODS |= {"split_keys", "split_values", "activate", "activate_backward", "mlp"}
 # Up to this many tokens, matmuls with the same input are one matmul of concatenated weights, which copies the weights
 # on the GPU and saves the host nine launches. Beyond, the GPU is what takes the time.
 FEW_TOKENS = 4096

@@ -281,6 +281,16 @@ def test_modules_that_are_replaced_or_watched_are_called(change: str) -> None:
         assert calls
 
 
+@pytest.mark.parametrize("name", ["angles", "block_angles", "split_keys", "split_values"])
+def test_a_layer_with_a_method_of_its_own_is_not_ignored(name: str) -> None:
+    """The node would call it, but a replay only did when it was captured."""
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    before, method = results(layer, x), getattr(layer, name)
+    setattr(layer, name, lambda *given: tuple(2 * part for part in method(*given)))
+    assert eager.parameters_of(layer, x.detach().requires_grad_()) is None
+    assert not torch.equal(results(layer, x)["y"], before["y"])
+
+
 @pytest.mark.parametrize("other", ["phi_k", "gate", "o_proj"])
 def test_parameters_of_another_dtype_are_not_cast(other: str) -> None:
     layer, x = new_layer(torch.bfloat16), torch.randn(1, 20, 24, dtype=torch.bfloat16)
