@@ -5,16 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
-
-@cache
-def one_capture() -> threading.Lock:
-    """Capturing waits for the device, which would break a capture that another thread has begun."""
-    return threading.Lock()
+# One thread at a time: capturing waits for the device, which would break a capture that another thread has begun.
+CAPTURING = threading.Lock()
 
 
 def capture_graph(
@@ -34,7 +30,7 @@ def capture_graph(
     """
     graph = torch.cuda.CUDAGraph()
     where: dict[str, Any] = {"pool": None if pool is None else pool.id, "stream": stream}
-    with one_capture():
+    with CAPTURING:
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,3 +69,22 @@ def test_a_failed_capture_leaves_the_collector_as_it_was(captures: list[dict[str
     finally:
         gc.enable()
     assert len(captures) == 2
+
+
+def test_one_thread_captures_at_a_time(captures: list[dict[str, Any]]) -> None:
+    """A second capture would wait for a device that captures."""
+    inside: list[int] = []
+    found: list[list[int]] = []
+
+    def function() -> None:
+        inside.append(threading.get_ident())
+        threading.Event().wait(0.05)
+        found.append(inside.copy())
+        inside.pop()
+
+    threads = [threading.Thread(target=capture_graph, args=(function,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(each) for each in found] == [1, 1, 1]

@@ -27,7 +27,7 @@ from nsa.attention_replay import AttentionReplay
 from nsa.backends.routing import router
 from nsa.captures import CALLS_BEFORE, MAX_CAPTURED, MAX_SHAPES, Captures
 from nsa.eager import LayerReplay
-from nsa.replay import ReplayedFunction, SharedMemory
+from nsa.replay import SharedMemory
 from nsa.rope import Rope
 
 
@@ -521,28 +521,6 @@ def test_captures_are_looked_up_by_many_threads() -> None:
         sys.setswitchinterval(kept)
     assert sorted(done) == [0, 1, 2, 3]
     assert len(shared.shapes) == MAX_SHAPES
-
-
-def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams have locks of their own, and a second capture would wait for a device that captures."""
-    monkeypatch.setattr(replay, "memory", lambda device, stream: new_memory())
-    captures, overlaps = threading.Semaphore(), []
-
-    def capture(function: Callable[[], None], shared: SharedMemory) -> None:
-        if not captures.acquire(blocking=False):
-            overlaps.append(shared)
-            return
-        threading.Event().wait(0.05)
-        captures.release()
-
-    monkeypatch.setattr(replay, "capture_graph", lambda function, pool, stream: RunAgain(function))
-    one = [torch.ones(3)]
-    threads = [threading.Thread(target=ReplayedFunction, args=(lambda x: [x + 1], one)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not overlaps
 
 
 def test_a_graph_counts_no_calls_of_other_threads() -> None:
