@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import torch
-
 # Calls of a shape before it is captured: a shape that comes once is not worth it.
 CALLS_BEFORE = 2
 # Shapes that are kept, and those captured at most: shapes may never repeat, and memory must not grow with them.
@@ -26,13 +24,14 @@ class NotCapturableError(RuntimeError):
 
 
 def try_to_capture(make: Callable[[], T]) -> T | None:
-    """Call `make`; None where that cannot be captured, or not in the memory that is left."""
+    """Call `make`; None where that cannot be captured."""
     try:
         return make()
     except NotCapturableError:
         return None
-    except torch.OutOfMemoryError as error:
-        log.warning("nsa: no memory for a CUDA graph, kernels are launched one by one: %s", error)
+    except RuntimeError as error:
+        # What is wrong with the call itself is raised again where it is launched.
+        log.warning("nsa: no CUDA graph, kernels are launched one by one (NSA_REPLAY=0 turns capturing off): %s", error)
         return None
 
 

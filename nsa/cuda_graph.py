@@ -30,7 +30,9 @@ def capture_graph(
     """
     graph = torch.cuda.CUDAGraph()
     where: dict[str, Any] = {"pool": None if pool is None else pool.id, "stream": stream}
-    with CAPTURING:
+    # A capture that fails would leave its stream behind as the current one.
+    here = torch.cuda.current_stream(None if stream is None else stream.device)
+    with CAPTURING, torch.cuda.stream(here):
         collects = gc.isenabled()
         gc.disable()
         try:

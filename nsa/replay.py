@@ -64,6 +64,7 @@ class SharedMemory(NamedTuple):
     stream: torch.cuda.Stream  # to capture on
     lock: threading.RLock  # a call is several: copy, launch, copy
     buffers: WeakValueDictionary[tuple[Any, ...], Tensor]  # inputs and outputs, for as long as a graph uses them
+    broken: threading.Event  # set by a capture that failed: pool and stream may not have left it
 
     def buffer(self, role: object, like: Tensor) -> Tensor:
         key = (role, like.shape, like.dtype)
@@ -80,7 +81,8 @@ def memory(device: torch.device, stream: int) -> SharedMemory:
     """The shared memory of functions that run on `stream`."""
     del stream
     with torch.cuda.device(device):
-        return SharedMemory(torch.cuda.MemPool(), torch.cuda.Stream(device), threading.RLock(), WeakValueDictionary())
+        pool, side = torch.cuda.MemPool(), torch.cuda.Stream(device)
+    return SharedMemory(pool, side, threading.RLock(), WeakValueDictionary(), threading.Event())
 
 
 Results = Sequence[Tensor | Sequence[Tensor]]
@@ -89,11 +91,13 @@ Results = Sequence[Tensor | Sequence[Tensor]]
 class ReplayedFunction:
     """`function(*inputs)` as a graph, captured for tensors laid out as `inputs` are. Of its results, those in a
     sequence come as one block; `packs` has their layout. Raises NotCapturableError for a backend that may not be
-    replayed."""
+    replayed, and after a capture that failed."""
 
     def __init__(self, function: Callable[..., Results], inputs: Sequence[Tensor]) -> None:
         device = inputs[0].device
         self.memory = memory(device, current_stream(device))
+        if self.memory.broken.is_set():
+            raise NotCapturableError
         self.inputs = [self.memory.buffer(("in", i), x) for i, x in enumerate(inputs)]
         self.packs: list[Pack | None] = []
         self.outputs: list[Tensor] = []
@@ -116,7 +120,12 @@ class ReplayedFunction:
                 raise NotCapturableError
             self.calls[("graph", "replay")] = 1
             run = partial(self.run, function)
-            self.graph = capture_graph(run, pool=self.memory.pool, stream=self.memory.stream)
+            try:
+                self.graph = capture_graph(run, pool=self.memory.pool, stream=self.memory.stream)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self.memory.broken.set()
+                raise
 
     def run(self, function: Callable[..., Results]) -> None:
         for pack, output, result in zip(self.packs, self.outputs, function(*self.inputs), strict=True):

@@ -14,15 +14,41 @@ import torch
 from nsa.cuda_graph import capture_graph
 
 
+class Streams:
+    """Stand-ins for torch's: the current one is a name."""
+
+    def __init__(self) -> None:
+        self.current: object = "callers"
+
+    @contextmanager
+    def use(self, stream: object) -> Iterator[None]:
+        kept, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = kept
+
+
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(torch.cuda, "stream", found.use)
+    return found
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> list[dict[str, Any]]:
     """What was captured, by the arguments."""
     made: list[dict[str, Any]] = []
 
     @contextmanager
     def graph(graph: object, **options: Any) -> Iterator[None]:
         made.append(options)
+        kept, streams.current = streams.current, "side"
         yield
+        # As torch's: not after an error.
+        streams.current = kept
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -69,6 +95,17 @@ def test_a_failed_capture_leaves_the_collector_as_it_was(captures: list[dict[str
     finally:
         gc.enable()
     assert len(captures) == 2
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(captures: list[dict[str, Any]], streams: Streams) -> None:
+    def function() -> None:
+        assert streams.current == "side"
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="luck"):
+        capture_graph(function)
+    assert len(captures) == 1
+    assert streams.current == "callers"
 
 
 def test_one_thread_captures_at_a_time(captures: list[dict[str, Any]]) -> None:
