@@ -36,7 +36,7 @@ class AttentionReplay(BothPasses):
     def run_backward(self, do: Tensor, *kept: Tensor) -> tuple[Sequence[Tensor]]:
         pack = self.forward.packs[2]
         assert pack is not None
-        return (self.differentiate(do, *kept[:-1], *pack.views(kept[-1]), *self.rest),)
+        return (self.differentiate(do, *kept[:-1], *pack.tensors(kept[-1]), *self.rest),)
 
     def replay_backward(self, do: Tensor, *kept: Tensor) -> Sequence[Tensor]:
         """`kept`: the inputs, the selected blocks, and the block of the other outputs."""
@@ -47,7 +47,7 @@ class AttentionReplay(BothPasses):
         (block,) = backward(do, *kept)
         pack = backward.packs[0]
         assert pack is not None
-        return pack.views(block)
+        return pack.tensors(block)
 
 
 class ReplayAttention(torch.autograd.Function):

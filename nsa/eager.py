@@ -148,7 +148,8 @@ def matmuls_backward(
     if not any(needed):
         return dx, [None] * len(weights)
     found = torch.mm(joined.t(), x).split([w.shape[0] for w in weights])
-    return dx, [dw if need else None for dw, need in zip(found, needed, strict=True)]
+    # No views: changing one in place is no change of the others.
+    return dx, [dw.data if need else None for dw, need in zip(found, needed, strict=True)]
 
 
 def without_biases(p: Parameters) -> list[Tensor | None]:
@@ -393,7 +394,7 @@ class LayerReplay(BothPasses):
         assert pack is not None
         p = Parameters.split([w if w is None else w.detach().to(self.dtype) for w in weights])
         needed = [True] * (1 + self.n_parameters)
-        dx, *grads = layer_backward(layer, dy, x, p, self.angles, None, pack.views(saved), needed)
+        dx, *grads = layer_backward(layer, dy, x, p, self.angles, None, pack.tensors(saved), needed)
         assert dx is not None
         return dx, [g.to(self.parameter_dtype) for g in grads if g is not None]
 
@@ -410,7 +411,7 @@ class LayerReplay(BothPasses):
         dx, block = backward(dy, x, saved)
         pack = backward.packs[1]
         assert pack is not None
-        return dx, *pack.views(block)
+        return dx, *pack.tensors(block)
 
 
 class ReplayNode(torch.autograd.Function):

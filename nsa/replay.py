@@ -45,15 +45,15 @@ class Pack:
             self.offsets.append(self.size // self.dtype.itemsize)
             self.size += -(-x.numel() * x.element_size() // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
-    def views(self, block: Tensor) -> list[Tensor]:
-        """The tensors in `block`, contiguous."""
+    def tensors(self, block: Tensor) -> list[Tensor]:
+        """The tensors in `block`, contiguous. No views: changing one in place is no change of the others."""
         found = []
         for offset, (shape, stride, dtype) in zip(self.offsets, self.layouts, strict=True):
             if dtype != self.dtype:
                 part = block[offset : offset + prod(shape) * dtype.itemsize].view(dtype)
-                found.append(part.view(shape))
+                found.append(part.view(shape).data)
             else:
-                found.append(block.as_strided(shape, stride, offset))
+                found.append(block.as_strided(shape, stride, offset).data)
         return found
 
 
@@ -132,7 +132,7 @@ class ReplayedFunction:
             if pack is None:
                 output.copy_(cast(Tensor, result))
             else:
-                torch._foreach_copy_(pack.views(output), list(result))
+                torch._foreach_copy_(pack.tensors(output), list(result))
 
     def copy_in(self, inputs: Sequence[Tensor]) -> None:
         for places in self.copied:

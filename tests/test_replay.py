@@ -293,6 +293,17 @@ def attend(inputs: list[Tensor]) -> list[Tensor]:
     return [o.detach(), indices, *torch.autograd.grad(o, inputs, o.detach().cos())]
 
 
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_gradient_may_change_while_another_is_saved(attention: bool) -> None:
+    layer, x, inputs = new_layer(torch.float32), torch.randn(1, 37, 24), attention_inputs()
+    for _ in range(CALLS_BEFORE + 2):
+        y = ops.attention(*inputs, **ATTENTION_SIZES)[0] if attention else differentiated(layer, x)
+        first, second, *_ = torch.autograd.grad(y.sum(), inputs if attention else list(layer.parameters()))
+        penalty = (first * torch.ones_like(first, requires_grad=True)).sum()
+        second.mul_(2)
+        penalty.backward()
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_attention_is_replayed_to_the_bit(grad: bool) -> None:
     inputs = attention_inputs()
