@@ -75,6 +75,11 @@ class NSAAttention(nn.Module):
         for unused in (self.phi_k, self.phi_v) if c.force_branch in ("sel", "win") else ():
             unused.requires_grad_(False)
 
+    def _apply(self, *args: Any, **options: Any) -> NSAAttention:
+        # Of parameters that are about to move, or to change their dtype.
+        self.captures = Captures()
+        return super()._apply(*args, **options)
+
     def new_cache(
         self,
         batch_size: int,

@@ -131,6 +131,13 @@ def test_moved_parameters_are_captured_again() -> None:
     assert len(captures(layer)) == 2
 
 
+def test_captures_are_freed_where_the_layer_moves() -> None:
+    layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
+    replayed(layer, x)
+    assert layer.double() is layer
+    assert not captures(layer)
+
+
 def test_parameters_that_move_before_backward_are_read_there() -> None:
     layer, x = new_layer(torch.float32), torch.randn(1, 37, 24)
     expected = replayed(layer, x)
