@@ -207,7 +207,7 @@ class NSAAttention(nn.Module):
                     past.window,
                     past.tokens.rotate_queries(gates),
                     every_branch,
-                    q_start=past.tokens.q_start,
+                    q_start=past.q_start,
                     window_start=past.window_start,
                 )
             except Exception:

@@ -98,6 +98,8 @@ def run_step(
     try:
         result = launch()
     except BackendFailure as failure:
+        if router().has_recovered(failure, "triton", problem, name, config.strict):
+            return run_step(name, launch, config, x, cache, counts)
         router().note_failure("triton", problem, name, str(failure), "the ops" if falls_back else None)
         if not falls_back:
             raise

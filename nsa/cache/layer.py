@@ -31,12 +31,14 @@ KEYS_STEP = 1024
 
 
 class Step(NamedTuple):
-    """The keys and values that a staged step attends to, its own tokens included, and what `commit` stores."""
+    """The keys and values that a staged step attends to, its own tokens included, and what `commit` stores. Of whole
+    sequences both starts are None."""
 
     compressed: Pair
     selected: Pair
     window: Pair
-    window_start: Tensor  # [B] place of the first query in the sliding keys, which do not start at position 0
+    q_start: Tensor | None  # [B] place of the first query in the selected keys
+    window_start: Tensor | None  # [B] and in the sliding ones, which do not start at position 0
     tokens: NewTokens
     new_raw: Pair
     new_window: Pair
@@ -200,16 +202,30 @@ class NSACache(RowCache):
         # Both are past the current lengths, where nothing is read until the lengths change.
         self.selected.extend(start, end, selected)
         self.emit_blocks(start, end, raw, compress)
+        block, stride = self.config.l, self.config.d
+        if not (self.static or crowded or self.longest):
+            # The rows are empty: the new tokens are whole sequences, as those without a cache.
+            return Step(
+                compressed=self.compressed.first(n_compressed(n_new, block, stride), end, block=block, stride=stride),
+                selected=self.selected.as_stored(selected),
+                window=self.window.as_stored(window),
+                q_start=None,
+                window_start=None,
+                tokens=tokens,
+                new_raw=raw,
+                new_window=window,
+                longest=longest,
+            )
         # Keys up to the last query, be it one of padding.
         n_keys = self.longest + n_new
         if not self.selected.copied:
             n_keys = -(-n_keys // KEYS_STEP) * KEYS_STEP
         n_keys = self.max_len if crowded else min(n_keys, self.max_len)
-        block, stride = self.config.l, self.config.d
         return Step(
             compressed=self.compressed.first(n_compressed(n_keys, block, stride), end, block=block, stride=stride),
             selected=self.selected.first(n_keys, end),
             window=self.window.recent(start, window, q_start=tokens.q_start),
+            q_start=tokens.q_start,
             window_start=tokens.q_start.clamp_max(self.window.reach),
             tokens=tokens,
             new_raw=raw,

@@ -19,7 +19,7 @@ from op_arguments import attention_arguments
 from test_decode import CASES, StepInputs
 from test_gluon_fused import SERVED
 
-from nsa import ops
+from nsa import NSAAttention, NSAConfig, ops
 from nsa.backends import gluon
 from nsa.backends import triton as backend
 from nsa.backends.gluon import tiles
@@ -132,6 +132,26 @@ def test_a_step_of_decoding_runs_after_recovery(failing: Callable[..., None], mo
         inputs.run()
     assert backend.recover_from(raised.value) is not None
     assert all(map(torch.equal, inputs.run(), expected))
+
+
+def test_a_layer_s_step_runs_again_after_recovery(off: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = NSAAttention(NSAConfig(dim=8, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, backend="triton"))
+    x, run, failed = torch.randn(1, 1, 8), backend.decode_step, []
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return layer(x, cache=layer.new_cache(1, 8))
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise gluon.KernelFailure("no room")
+        return run(*args, **kwargs)
+
+    expected = step()
+    monkeypatch.setattr(backend, "decode_step", fail_once)
+    assert torch.equal(step(), expected)
+    assert gluon.failures() == ["no room"]
 
 
 @pytest.mark.parametrize("name", ["triton", "auto"])
