@@ -120,9 +120,16 @@ class Decoder:
 
     def run(self, width: int) -> None:
         counts = self.counts if self.masked else None
+        start = self.caches[0].lengths.clone() if width > 1 else None
         x = self.model.hidden(self.tokens[:, :width], counts=counts, caches=self.caches)
         mask = None if counts is None else torch.arange(width, device=self.device) < counts[:, None]
         self.pick(self.model.logits(x), mask)
+        if start is not None:
+            # Rejected draft tokens are past the end from here on, and stay there until others take their places. Unlike
+            # `truncate` this zeroes nothing: drafts are copied from the text, so what is not finite was fed before.
+            end = start + self.kept
+            for cache in self.caches:
+                cache.lengths.copy_(end)
 
     def pick(self, logits: Tensor, mask: Tensor | None) -> None:
         """Pick a token at every position of `logits [B, T, V]`, and make the kept ones the rows' newest."""
@@ -150,18 +157,21 @@ class Decoder:
         """Set what the next step feeds after each row's last token, None for a finished row; returns its width."""
         n_draft = self.width - 1
         counts = [0 if draft is None else 1 + len(draft) for draft in drafts]
-        self.counts.copy_(torch.tensor(counts))
+        self.counts.copy_(self.upload(counts))
         if max(counts) <= 1:
             return 1
         padded = [[*(draft or []), *([0] * (n_draft - len(draft or [])))] for draft in drafts]
-        self.tokens[:, 1:] = torch.tensor(padded, device=self.device)
+        self.tokens[:, 1:] = self.upload(padded)
         return self.width
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Remove from the caches what lies past `lengths`, one per row."""
-        kept = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+    def upload(self, values: list[Any]) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(values, pin_memory=on_gpu).to(self.device, non_blocking=on_gpu)
+
+    def note_longest(self, longest: int) -> None:
+        """Tell the caches what the host knows after a step with drafts: no row is longer than `longest`."""
         for cache in self.caches:
-            cache.truncate(kept, removed=self.width - 1, longest=max(lengths))
+            cache.longest = min(cache.longest, longest)
 
 
 def prompt_caches(

@@ -145,20 +145,20 @@ class Generation:
             yield copies.popleft()
 
     def steps_with_lookup(self, first: HostCopy) -> Iterator[HostCopy]:
-        """Draft tokens are verified in the same step; what is rejected leaves the caches again."""
+        """Draft tokens are verified in the same step, which removes those that it rejects from the caches."""
         yield first
         while not self.finished:
             drafts = [self.draft(row) for row in self.rows]
             # The caches hold all but each row's last token.
             lengths = [row.n_prompt + len(row.tokens) - 1 for row in self.rows]
-            self.step(self.decoder.feed(drafts))
-            copy = HostCopy(self.decoder, self.decoder.width)
+            width = self.decoder.feed(drafts)
+            self.step(width)
+            copy = HostCopy(self.decoder, width)
             n_kept = [len(tokens) for tokens in copy.read()]
             n_fed = [0 if draft is None else 1 + len(draft) for draft in drafts]
-            if n_kept != n_fed:
-                # Rows that have ended stay as they are.
-                ends = zip(lengths, n_kept, n_fed, strict=True)
-                self.decoder.rollback([length + n if fed else self.decoder.max_len for length, n, fed in ends])
+            # A row that has ended may be longer than its tokens.
+            ends = zip(lengths, n_kept, n_fed, strict=True)
+            self.decoder.note_longest(max(length + n if fed else self.decoder.max_len for length, n, fed in ends))
             self.stats.drafted += sum(n - 1 for n in n_fed if n)
             self.stats.accepted += sum(n - 1 for n in n_kept if n)
             yield copy

@@ -169,6 +169,23 @@ def test_static_caches_change_no_token(n_draft: int, sampling: str, monkeypatch:
     assert torch.equal(generate(model, prompts, 25, **how), expected)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_removes_the_drafts_that_it_rejects(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host need not ask for it, and a row that is fed nothing stays as it is."""
+    monkeypatch.setattr(decoder, "can_capture", lambda model, options: static)
+    monkeypatch.setattr(decoder, "Replay", lambda run, capture: run)
+    model, prompts = small_model(kind), [[1, 2, 3] * 4, [5, 6], [7]]
+    whole = generate(model, prompts, 4, temperature=0).tolist()
+    with torch.inference_mode():
+        decoding = decoder.Decoder(model, prompts, [9] * 3, Options(max_new_tokens=9, temperature=0, prompt_lookup=3))
+        decoding.prefill()
+        right, wrong = [whole[0][1], whole[0][2], (whole[0][3] + 1) % 64], [(whole[1][1] + 1) % 64] * 3
+        decoding.step(decoding.feed([right, wrong, None]))
+    assert decoding.kept.tolist() == [3, 1, 0]
+    assert [cache.lengths.tolist() for cache in decoding.caches] == [[15, 3, 1]] * 2
+
+
 def test_every_call_of_a_replay_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for CUDA graphs, which runs nothing while it captures."""
     done: list[str] = []
