@@ -48,6 +48,10 @@ def host(heads: str, lengths: str) -> Command:
     return Command(40, f"-m nsa bench host --heads {heads} --lengths {lengths} --out {{out}}/host.csv {COMMIT}")
 
 
+def generate(seconds: int, shapes: str) -> Command:
+    return Command(seconds, f"-m nsa bench generate {shapes} --out {{out}}/generate.csv {COMMIT}")
+
+
 def train(seconds: int, more: str) -> Command:
     words = f"-m nsa bench train --preset 125m --attention nsa dense --out {{out}}/train.csv {COMMIT} {more}"
     return Command(seconds, words)
@@ -82,7 +86,7 @@ STEPS: dict[str, tuple[Command, ...]] = {
         train(120, "--tokens 65536 --seq-len 65536"),
     ),
     "decode": (Command(150, f"-m nsa bench decode --out {{out}}/decode.csv {COMMIT}"),),
-    "generate": (Command(90, f"-m nsa bench generate --prefill 65536 --out {{out}}/generate.csv {COMMIT}"),),
+    "generate": (generate(150, "--batch-size 1 32 --lengths 2048 8192 32768 131072 --prefill 65536"),),
     "profile": (
         profile(60, "64/4/128", "8192 65536"),
         profile(60, "32/8/128 12/2/64", "65536"),
