@@ -70,8 +70,8 @@ class Decoder:
         batch_size = len(prompts)
         lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
         self.max_len = max(lengths)
-        captured = can_capture(model, options)
-        self.caches, self.n_cached = prompt_caches(model, prompts, lengths, options, static=captured)
+        self.captured = can_capture(model, options)
+        self.caches, self.n_cached = prompt_caches(model, prompts, lengths, options)
         self.whole_prompts = prompts
         self.prompts, self.mask = pad_left([p[n:] for p, n in zip(prompts, self.n_cached, strict=True)], device)
         # What the next step feeds: the last token of each row and its draft; how many of these are real. Without drafts
@@ -93,7 +93,7 @@ class Decoder:
             self.seen = torch.zeros(batch_size, model.config.vocab_size, dtype=torch.bool, device=device)
             for row, prompt in zip(self.seen, prompts, strict=True):
                 row[torch.tensor(prompt, device=device)] = True
-        self.steps = {w: Replay(partial(self.run, w), capture=captured) for w in {1, self.width}}
+        self.steps = {w: Replay(partial(self.run, w), capture=self.captured) for w in {1, self.width}}
 
     def prefill(self, progress: PrefillProgress | None = None) -> None:
         """Process the prompts in chunks and pick every row's first token; `progress(columns done, in all)` is called
@@ -109,6 +109,9 @@ class Decoder:
                 if x.is_cuda:
                     torch.cuda.synchronize(x.device)
                 progress(min(columns.stop, n_columns), n_columns)
+        # Only now: a static chunk reads caches to their full capacity, but here the host knows how far prompts reach.
+        for cache in self.caches:
+            cache.static = self.captured
         if self.options.save_cache is not None:
             fingerprint = model_fingerprint(self.model)
             save_caches(Path(self.options.save_cache), self.caches, tokens=self.whole_prompts, model=fingerprint)
@@ -175,12 +178,12 @@ class Decoder:
 
 
 def prompt_caches(
-    model: LM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], options: Options, *, static: bool
+    model: LM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], options: Options
 ) -> tuple[list[Cache], list[int]]:
     """One cache per layer for rows of up to `lengths` tokens, and how many tokens of each prompt they hold already."""
     # A prompt that continues a saved one may differ from it in a few tokens at its end.
     n_differing = 0 if options.save_cache is None else 32
-    form: dict[str, Any] = {"static": static, "max_rollback": max(1, n_differing, options.prompt_lookup)}
+    form: dict[str, Any] = {"max_rollback": max(1, n_differing, options.prompt_lookup)}
     if options.quantize is not None:
         form["quantize"] = options.quantize
     if options.page_size is not None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nsa import NSACache
 from nsa.generate import generate
 from nsa.generation import decoder
 from nsa.generation.engine import Generation
@@ -165,8 +166,27 @@ def test_static_caches_change_no_token(n_draft: int, sampling: str, monkeypatch:
     real = decoder.Replay
     monkeypatch.setattr(decoder, "can_capture", lambda model, options: True)
     monkeypatch.setattr(decoder, "Replay", lambda run, capture: real(run, capture=False))
-    assert decoder.Decoder(model, prompts, [25] * 3, Options(max_new_tokens=25)).caches[0].static
     assert torch.equal(generate(model, prompts, 25, **how), expected)
+
+
+def test_a_prompt_reads_no_further_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches of a captured step are static, which read everything, but not before the prompt is in them."""
+    monkeypatch.setattr(decoder, "can_capture", lambda model, options: True)
+    read: list[tuple[bool, int]] = []
+    stage = NSACache.stage
+
+    def staged(cache: NSACache, **new: Any) -> Any:
+        step = stage(cache, **new)
+        read.append((cache.static, step.compressed[0].shape[1]))
+        return step
+
+    monkeypatch.setattr(NSACache, "stage", staged)
+    generation = Generation(small_model("nsa"), [[1] * 24, [2] * 7], Options(max_new_tokens=40, prefill_chunk=16))
+    steps = iter(generation)
+    next(steps)
+    next(steps)
+    # One per layer of two chunks and of a step: blocks of 8 tokens every 4, of 16, 24 and 64 tokens.
+    assert read == [(False, 3)] * 2 + [(False, 5)] * 2 + [(True, 15)] * 2
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
