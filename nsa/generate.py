@@ -211,6 +211,8 @@ def summary(generation: Generation) -> str:
     lines = [f"prefill: {took(s.prompt_tokens - s.cached_tokens, s.prefill_s)}"]
     if s.cached_tokens:
         lines[0] += f", {s.cached_tokens:,} more from the saved cache"
+    if s.warmup_s:
+        lines.append(f"warm-up: {took(s.warmup_tokens, s.warmup_s)}, kernels compiled and steps captured")
     if s.decode_s:
         lines.append(f"decode: {took(s.decoded_tokens, s.decode_s)}, {s.steps:,} steps")
         if s.drafted:

@@ -39,6 +39,11 @@ class Replay:
         self.warmup = WARMUP if capture else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
+    @property
+    def warm(self) -> bool:
+        """Whether the next call neither compiles nor captures."""
+        return self.warmup is None or self.graph is not None
+
     def __call__(self) -> None:
         if self.graph is not None:
             self.graph.replay()

@@ -68,12 +68,22 @@ class Stats:
     prompt_tokens: int
     cached_tokens: int = 0  # of the prompts, from a saved cache
     new_tokens: int = 0
-    decoded_tokens: int = 0  # without each row's first token, which is the prefill's
+    warmup_tokens: int = 0  # of the first decode steps, in which kernels are compiled and CUDA graphs captured
+    decoded_tokens: int = 0  # of the other ones; each row's first token is the prefill's
     steps: int = 0  # decode steps
     drafted: int = 0
     accepted: int = 0  # of the drafted tokens
     prefill_s: float = 0.0
+    warmup_s: float = 0.0
     decode_s: float = 0.0
+
+    def count_step(self, n_new: int, seconds: float, *, warm: bool) -> None:
+        if warm:
+            self.decoded_tokens += n_new
+            self.decode_s += seconds
+        else:
+            self.warmup_tokens += n_new
+            self.warmup_s += seconds
 
 
 class Generation:
@@ -123,14 +133,15 @@ class Generation:
         self.decoder.prefill(self.progress)
         first = HostCopy(self.decoder, 1)
         first.read()
-        decoding = time.perf_counter()
-        self.stats.prefill_s = decoding - began
+        done = time.perf_counter()
+        self.stats.prefill_s = done - began
         for copy in self.steps_with_lookup(first) if self.options.prompt_lookup else self.steps(first):
             new = [self.take(row, tokens) for row, tokens in zip(self.rows, copy.read(), strict=True)]
-            self.stats.new_tokens += sum(map(len, new))
+            n_new = sum(map(len, new))
+            self.stats.new_tokens += n_new
             if copy is not first:
-                self.stats.decoded_tokens += sum(map(len, new))
-                self.stats.decode_s = time.perf_counter() - decoding
+                before, done = done, time.perf_counter()
+                self.stats.count_step(n_new, done - before, warm=copy.warm)
             yield new
 
     def steps(self, first: HostCopy) -> Iterator[HostCopy]:
@@ -140,8 +151,7 @@ class Generation:
         limit = max(row.limit for row in self.rows)
         while not self.finished:
             while len(copies) < 1 + ahead and 1 + self.stats.steps < limit:
-                self.step(1)
-                copies.append(HostCopy(self.decoder, 1))
+                copies.append(self.step(1))
             yield copies.popleft()
 
     def steps_with_lookup(self, first: HostCopy) -> Iterator[HostCopy]:
@@ -151,9 +161,7 @@ class Generation:
             drafts = [self.draft(row) for row in self.rows]
             # The caches hold all but each row's last token.
             lengths = [row.n_prompt + len(row.tokens) - 1 for row in self.rows]
-            width = self.decoder.feed(drafts)
-            self.step(width)
-            copy = HostCopy(self.decoder, width)
+            copy = self.step(self.decoder.feed(drafts))
             n_kept = [len(tokens) for tokens in copy.read()]
             n_fed = [0 if draft is None else 1 + len(draft) for draft in drafts]
             # A row that has ended may be longer than its tokens.
@@ -163,9 +171,11 @@ class Generation:
             self.stats.accepted += sum(n - 1 for n in n_kept if n)
             yield copy
 
-    def step(self, width: int) -> None:
+    def step(self, width: int) -> HostCopy:
+        warm = self.decoder.steps[width].warm
         self.decoder.step(width)
         self.stats.steps += 1
+        return HostCopy(self.decoder, width, warm=warm)
 
     def draft(self, row: GeneratedRow) -> list[int] | None:
         """The tokens proposed for a row, at most as many as it may still get besides the next one; None: it ended."""
@@ -205,7 +215,8 @@ class Generation:
 class HostCopy:
     """The kept picks of a step, on their way to the host; reading them waits for that step, not for later ones."""
 
-    def __init__(self, decoder: Decoder, width: int) -> None:
+    def __init__(self, decoder: Decoder, width: int, *, warm: bool = True) -> None:
+        self.warm = warm
         on_gpu = decoder.device.type == "cuda"
         # The next step writes to the same tensors. On a GPU, `to` copies to pinned memory here.
         copies = torch.cat([decoder.picks[:, :width], decoder.kept[:, None]], dim=1).to("cpu", non_blocking=on_gpu)

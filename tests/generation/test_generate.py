@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSACache
-from nsa.generate import generate
-from nsa.generation import decoder
+from nsa.generate import generate, summary
+from nsa.generation import decoder, engine
 from nsa.generation.engine import Generation
 from nsa.generation.options import Options
 from nsa.generation.sampling import penalize
@@ -229,6 +231,35 @@ def test_every_call_of_a_replay_is_one_step(monkeypatch: pytest.MonkeyPatch) -> 
         step()
         assert len(done) == n
     assert done == ["eager"] * decoder.WARMUP + ["replayed"] * (6 - decoder.WARMUP)
+
+
+@pytest.mark.parametrize("n_draft", [0, 4])
+def test_warm_up_is_no_part_of_the_decode_speed(n_draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a capture advances by 100 s, and a replay and a chunk of the prompt by 1 s."""
+    clock = [0.0]
+
+    def advance(*_: int) -> None:
+        clock[0] += 1
+
+    def capture(run: Callable[[], None]) -> SimpleNamespace:
+        clock[0] += 100
+        return SimpleNamespace(replay=lambda: (run(), advance()))
+
+    monkeypatch.setattr(decoder, "can_capture", lambda model, options: True)
+    monkeypatch.setattr(decoder, "capture_graph", capture)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    options = Options(max_new_tokens=30, temperature=0, prompt_lookup=n_draft, lookup_ngram=1)
+    generation = Generation(small_model("nsa"), [[1, 2, 3] * 4], options, progress=advance)
+    list(generation)
+    stats = generation.stats
+    n_captured = sum(replay.graph is not None for replay in generation.decoder.steps.values())
+    assert n_captured >= 1
+    assert stats.warmup_s == 101 * n_captured
+    assert stats.decode_s == clock[0] - 1 - stats.warmup_s > 0
+    assert stats.warmup_tokens + stats.decoded_tokens == 29
+    assert stats.warmup_tokens == decoder.WARMUP + 1 or n_draft
+    assert f"warm-up: {stats.warmup_tokens} tokens in " in summary(generation)
+    assert f"decode: {stats.decoded_tokens} tokens in " in summary(generation)
 
 
 @pytest.mark.parametrize("n_draft", [0, 4])
