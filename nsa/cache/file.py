@@ -1,6 +1,6 @@
 """Saved caches: the rows of one or several layers, and their tokens, in one file of the safetensors format.
 
-    layers.0.lengths, layers.0.high_water      int32 [B]
+    layers.0.lengths, .high_water, .crop_floor int32 [B]
     layers.0.selected.0, ...                   [B, slots, ...]: keys, values and with fp8 their scales, by slot
     tokens                                     int64 [B, longest], -1 past a row's end
 
@@ -73,7 +73,7 @@ def cache_tensors(cache: RowCache) -> dict[str, Tensor]:
     """The tensors of a cache by slot, whether it is paged or not, as far as they are in use."""
     longest = int(cache.lengths.max())
     used = cache.slots_for(max(1, longest))
-    tensors = {"lengths": cache.lengths, "high_water": cache.high_water}
+    tensors = {"lengths": cache.lengths, "high_water": cache.high_water, "crop_floor": cache.crop_floor}
     for name, store in cache.stores().items():
         n = store.slots if isinstance(store, Ring) else min(used[name], store.slots)
         index = torch.arange(n, device=cache.device).expand(cache.batch_size, -1)
@@ -145,13 +145,15 @@ class SavedCaches:
             ValueError: The rows do not fit, or `lengths` removes more tokens than can be rolled back.
         """
         source = torch.arange(len(self.tensor("lengths", layer))) if rows is None else torch.tensor(rows)
-        saved, high_water = (self.tensor(name, layer)[source] for name in ("lengths", "high_water"))
+        saved, high_water, floor = (
+            self.tensor(name, layer)[source] for name in ("lengths", "high_water", "crop_floor")
+        )
         kept = saved if lengths is None else torch.tensor(lengths, dtype=torch.int32)
         fits = kept.shape == cache.lengths.shape and bool(((kept >= 0) & (kept <= saved)).all())
         require(fits, f"lengths of rows in {self.path}", kept.tolist(), f"{cache.batch_size}, at most {saved.tolist()}")
         stores = {name: self.store_tensors(cache, name, layer) for name in cache.stores()}
         cache.make_room(kept.tolist())
-        overwritten = kept
+        new_floor = torch.zeros_like(kept)
         for name, store in cache.stores().items():
             values = tuple(bits(x)[source].view(x.dtype) for x in stores[name])
             n_saved = values[0].shape[1]
@@ -159,21 +161,22 @@ class SavedCaches:
                 # By position, as the number of slots may differ.
                 n = min(n_saved, store.slots)
                 position = kept[:, None] - n + torch.arange(n)
-                held_from = torch.maximum((high_water - n_saved).clamp_min(0), (kept - n).clamp_min(0))
+                held_from = torch.stack([high_water - n_saved, floor - store.full_reach, kept - n]).amax(0).clamp_min(0)
                 lost = (held_from > (kept - store.reach).clamp_min(0)) & (kept > 0)
                 accepted = f"{saved.tolist()}, less at most max_rollback = {self.forms[layer]['max_rollback']}"
                 require(not bool(lost.any()), f"lengths of rows in {self.path}", kept.tolist(), accepted)
                 row = torch.arange(len(kept))[:, None]
                 values = tuple(bits(x)[row, position.clamp_min(0) % n_saved].view(x.dtype) for x in values)
                 index, keep = position.clamp_min(0) % store.slots, position >= 0
-                overwritten = torch.maximum(overwritten, torch.where(held_from > 0, held_from + store.slots, 0))
+                new_floor = torch.maximum(new_floor, torch.where(held_from > 0, held_from + store.reach, 0))
             else:
                 index = torch.arange(n_saved).expand(len(kept), -1)
                 keep = index < cache.slots_of(name, kept)[:, None]
             index, keep = index.to(cache.device), keep.to(cache.device)
             store.store(index, tuple(x.to(cache.device) for x in values), keep)
         cache.lengths.copy_(kept)
-        cache.high_water.copy_(overwritten)
+        cache.high_water.copy_(kept)
+        cache.crop_floor.copy_(new_floor)
         cache.longest = int(kept.max())
 
     def store_tensors(self, cache: RowCache, name: str, layer: int) -> list[Tensor]:

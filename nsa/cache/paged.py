@@ -177,7 +177,7 @@ class PagedNSACache(NSACache):
         self.row_capacity.copy_(torch.tensor(self.capacities(pages), dtype=torch.int32))
 
     def row_tensors(self) -> tuple[Tensor, ...]:
-        return (*self.tail.tensors(), *self.window.tensors(), self.lengths, self.high_water)
+        return (*self.tail.tensors(), *self.window.tensors(), *self.counters)
 
     def buffers(self) -> tuple[Tensor, ...]:
         paged = (*self.compressed.tensors(), *self.selected.tensors())
@@ -186,7 +186,7 @@ class PagedNSACache(NSACache):
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         for ring in (self.tail, self.window):
             ring.apply(function)
-        self.lengths, self.high_water = function(self.lengths), function(self.high_water)
+        self.lengths, self.high_water, self.crop_floor = map(function, self.counters)
 
     @torch.no_grad()
     def select(self, rows: Tensor) -> None:

@@ -53,6 +53,8 @@ class RowCache(ABC):
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             # The longest that each row has been since its reset: what the rings have overwritten.
             self.high_water = torch.zeros_like(self.lengths)
+            # The shortest, but for 0, that a loaded row can be cropped to: its file may hold less than the rings do.
+            self.crop_floor = torch.zeros_like(self.lengths)
             self.rope = Rope(config.d_k, config.rope_theta, config.rope_scaling)
             # For kernels that compute angles.
             self.frequencies = self.rope.frequencies(self.device)
@@ -87,7 +89,7 @@ class RowCache(ABC):
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         """Tensors with one entry per row."""
-        return (*(x for store in self.stores().values() for x in store.tensors()), self.lengths, self.high_water)
+        return (*(x for store in self.stores().values() for x in store.tensors()), *self.counters)
 
     def buffers(self) -> tuple[Tensor, ...]:
         """All tensors that a step reads or writes."""
@@ -97,7 +99,12 @@ class RowCache(ABC):
         """Replace every tensor that has one entry per row by what `function` makes of it."""
         for store in self.stores().values():
             store.apply(function)
-        self.lengths, self.high_water = function(self.lengths), function(self.high_water)
+        self.lengths, self.high_water, self.crop_floor = map(function, self.counters)
+
+    @property
+    def counters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is known of each row's length, `[B]` each."""
+        return self.lengths, self.high_water, self.crop_floor
 
     def longest_after(self, n_new: int, counts: Tensor | None) -> int:
         """An upper bound on the row lengths after `n_new` more tokens, of which `counts [B]` are real; a ValueError
@@ -228,7 +235,7 @@ class RowCache(ABC):
         present = self.lengths.long()
         wanted = torch.where(wanted < 0, present + wanted, wanted.expand_as(present).long())
         kept = torch.minimum(present, wanted)
-        lost = torch.zeros_like(kept, dtype=torch.bool)
+        lost = kept < self.crop_floor
         for ring in (store for store in self.stores().values() if isinstance(store, Ring)):
             lost |= (kept - ring.reach).clamp_min(0) < ring.held_from(self.high_water)
         lost &= (kept > 0) & (kept < present)
@@ -252,7 +259,8 @@ class RowCache(ABC):
         if removed:
             self.clear(kept, removed, self.lengths)
         self.lengths.copy_(kept)
-        self.high_water.copy_(torch.where(kept == 0, 0, self.high_water))
+        for x in (self.high_water, self.crop_floor):
+            x *= kept > 0
         self.longest = min(self.longest, longest)
 
     @torch.no_grad()

@@ -81,6 +81,22 @@ def test_a_loaded_cache_can_be_cropped_as_far_as_the_saved(data: st.DataObject, 
     assert_equal(attn(new, cache=loaded), attn(torch.cat([x[:, :kept], new], dim=1))[:, kept:])
 
 
+def test_a_longer_rollback_takes_nothing_from_a_row(tmp_path: Path) -> None:
+    """It lengthens the tail's ring, but the window's only to max_len: what one holds says nothing of the other."""
+    attn = layer(w=24)
+    x, new = tokens(26), tokens(4, seed=1)
+    cache = attn.new_cache(1, 30, max_rollback=1)
+    attn(x, cache=cache)
+    for turn in range(3):
+        cache.save(tmp_path / str(turn))
+        cache = NSACache.load(tmp_path / str(turn), attn.config, max_rollback=20)
+        with pytest.raises(ValueError, match="lengths"):
+            copy.deepcopy(cache).crop(23)
+        cropped = copy.deepcopy(cache)
+        cropped.crop(25)
+        assert_equal(attn(new, cache=cropped), attn(torch.cat([x[:, :25], new], dim=1))[:, 25:])
+
+
 def test_rows_and_parts_of_rows_can_be_taken(path: Path) -> None:
     attn = layer()
     cache = attn.new_cache(3, 60)
