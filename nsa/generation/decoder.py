@@ -91,7 +91,7 @@ class Decoder:
         # Index of each row's next token, and its random numbers.
         self.index = torch.zeros_like(self.counts)
         self.limits = torch.tensor(limits, device=device)
-        self.draws = draws(options, batch_size, device)
+        self.draws = draws(options, batch_size, max(limits), device)
         # `[B, V]` bool: the tokens of each row.
         self.seen = None
         if options.repetition_penalty != 1:

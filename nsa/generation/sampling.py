@@ -11,13 +11,13 @@ from nsa.generation.options import Options
 MAX_DRAW = 1 - 2**-50
 
 
-def draws(options: Options, batch_size: int, device: torch.device) -> Tensor:
-    """Uniform random numbers in `[0, 1)`, fp64 `[B, max_new_tokens]`, or `[B, 1]` zeros for greedy decoding. Those of a
-    row depend on its seed alone: not on the device, the batch or `max_new_tokens`."""
+def draws(options: Options, batch_size: int, n_tokens: int, device: torch.device) -> Tensor:
+    """Uniform random numbers in `[0, 1)`, fp64 `[B, n_tokens]`, or `[B, 1]` zeros for greedy decoding. Those of a row
+    depend on its seed alone: not on the device, the batch or `n_tokens`."""
     if options.temperature == 0:
         return torch.zeros(batch_size, 1, dtype=torch.float64, device=device)
     streams = [torch.Generator().manual_seed(options.seed + row) for row in range(batch_size)]
-    rows = [torch.rand(options.max_new_tokens, dtype=torch.float64, generator=stream) for stream in streams]
+    rows = [torch.rand(n_tokens, dtype=torch.float64, generator=stream) for stream in streams]
     return torch.stack(rows).clamp_max(MAX_DRAW).to(device)
 
 

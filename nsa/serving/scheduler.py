@@ -71,7 +71,7 @@ class Job:
 
     def __post_init__(self) -> None:
         # As `nsa generate` draws them: the text depends on the seed, not on what else is being served.
-        self.draws = draws(self.options, 1, torch.device("cpu"))[0]
+        self.draws = draws(self.options, 1, self.options.max_new_tokens, torch.device("cpu"))[0]
 
     def cancel(self) -> None:
         """The client has disconnected: the slot is free after the current step."""

@@ -284,6 +284,12 @@ def test_a_row_ends_at_max_len(n_draft: int) -> None:
     assert cut[0].tolist() == [*whole[0, :4].tolist(), *[-1] * 10]
 
 
+def test_no_number_is_drawn_for_a_token_that_does_not_fit() -> None:
+    """10^15 of them would need more memory than there is."""
+    model = small_model("nsa")
+    assert torch.equal(generate(model, [[1, 2]], 10**15, max_len=10), generate(model, [[1, 2]], 8))
+
+
 def test_progress_counts_the_prompt_in_chunks() -> None:
     seen: list[tuple[int, int]] = []
     options = Options(max_new_tokens=1, prefill_chunk=8)

@@ -103,7 +103,7 @@ def test_the_penalty_moves_seen_tokens_alone_and_toward_less(logits: list[float]
 
 def test_draws_depend_on_the_seed_and_the_row_alone() -> None:
     def table(seed: int, n: int, batch_size: int) -> Tensor:
-        return draws(options(max_new_tokens=n, seed=seed), batch_size, torch.device("cpu"))
+        return draws(options(max_new_tokens=n, seed=seed), batch_size, n, torch.device("cpu"))
 
     whole = table(5, 40, 3)
     assert torch.equal(table(5, 17, 3), whole[:, :17])
