@@ -139,6 +139,8 @@ class LM(nn.Module):
         Raises:
             ValueError: An argument has a wrong shape or value, or does not go with another.
         """
+        if caches is not None:
+            self.check_caches(caches, tokens, **given)
         x = self.embedding(tokens)
         run, _ = self.parts(cached=caches is not None)
         recompute = self.recompute and self.training and caches is None
@@ -146,6 +148,30 @@ class LM(nn.Module):
             cache = None if caches is None else caches[index]
             x = run(layer, x, cache, recompute, **given)
         return self.norm(x)
+
+    def check_caches(
+        self,
+        caches: list[Cache],
+        tokens: Tensor,
+        *,
+        counts: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **given: Tensor | None,
+    ) -> None:
+        """A ValueError where a layer would refuse its cache once others have appended to theirs."""
+        accepted = f"a list of one for each of the {len(self.layers)} layers"
+        require(len(caches) == len(self.layers), "caches", f"a list of {len(caches)}", accepted)
+        if attention_mask is not None and attention_mask.shape == tokens.shape:
+            counts = attention_mask.sum(dim=1)
+        for index, (layer, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            kind = NSACache if isinstance(layer.attention, NSAAttention) else DenseCache
+            require(
+                isinstance(cache, kind),
+                f"caches[{index}]",
+                type(cache).__name__,
+                f"what new_cache makes, {kind.__name__}",
+            )
+            cache.longest_after(tokens.shape[-1], counts)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head.

@@ -254,6 +254,31 @@ def test_a_full_cache_is_an_error(kind: str) -> None:
         model(torch.zeros(1, 9, dtype=torch.long), caches=caches)
 
 
+def test_a_refused_call_leaves_the_caches_of_all_layers() -> None:
+    """Of which the later ones are the reason."""
+    models = {kind: small_model(kind) for kind in ("nsa", "dense")}
+    token = torch.zeros(1, 2, dtype=torch.long)
+    made = {kind: models[kind].new_cache(1, 32) for kind in models}
+    short, pages = models["nsa"].new_cache(1, 3), models["nsa"].new_cache(1, 32, page_size=8)
+    for cache, n in zip(pages, (16, *[8] * 9), strict=False):
+        cache.allocate(n)
+    refused = [
+        ("nsa", made["nsa"][:-1], "caches is 'a list of 1'; accepted: .* 2 layers"),
+        ("nsa", [*made["nsa"][:-1], short[-1]], "max_len = 3"),
+        ("nsa", [*made["nsa"][:-1], made["dense"][-1]], "caches.1. is 'DenseCache'"),
+        ("dense", [*made["dense"][:-1], made["nsa"][-1]], "caches.1. is 'NSACache'"),
+        ("nsa", pages, "row 0 is 9"),
+    ]
+    with torch.no_grad():
+        models["nsa"](token, caches=[made["nsa"][0], short[1]])
+        models["nsa"](torch.zeros(1, 7, dtype=torch.long), caches=pages)
+        before = [cache.lengths.tolist() for cache in (*made["nsa"], *made["dense"], *short, *pages)]
+        for kind, caches, message in refused:
+            with pytest.raises(ValueError, match=message):
+                models[kind](token, caches=caches)
+    assert [cache.lengths.tolist() for cache in (*made["nsa"], *made["dense"], *short, *pages)] == before
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["static", "max_rollback"])
 def test_options_of_a_cache_are_checked(kind: str, name: str) -> None:
