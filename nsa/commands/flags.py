@@ -66,7 +66,7 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     end.add_argument("--ignore-end", action="store_true", help="continue after the token that ends a document")
 
     speed = parser.add_argument_group("speed")
-    lookup = "speculate up to N tokens from the text so far; 0: off"
+    lookup = "speculate up to N tokens from the text so far; 0: off; the decode kernels take up to 7"
     speed.add_argument("--prompt-lookup", type=int, default=0, metavar="N", help=lookup)
     speed.add_argument("--lookup-ngram", type=int, default=3, metavar="N", help="tokens that must repeat (default: 3)")
     speed.add_argument("--prefill-chunk", type=int, default=8192, metavar="N", help="prompt tokens per prefill step")

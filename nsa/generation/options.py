@@ -30,7 +30,7 @@ class Options:
         seed: Row `b` draws from its own stream, seeded with `seed + b`, so that it does not depend on other rows.
         end: Token that ends a row; it is not part of the output. None: no token does.
         prompt_lookup: Speculative decoding: most tokens that are copied from after an earlier occurrence of the last
-            n-gram and verified in one step. 0: off.
+            n-gram and verified in one step. 0: off. Up to 7 run in the decode kernels, more in those of prefill.
         lookup_ngram: Length of that n-gram, in tokens.
         max_len: Most tokens per row, prompt included; a row that reaches it ends. None: what the longest prompt needs.
         prefill_chunk: Most prompt tokens per row and prefill step.
