@@ -33,6 +33,7 @@ COLORS = ("#064e38", "#4fae8c", "#b0722f")
 MODES = {"fwd": "forward", "bwd": "backward"}
 BOTH = tuple(MODES)
 COMPARED = {"ours": NSA, "dense": CUDNN}
+MEMORY_LENGTHS = (2048, 8192, 32768, 131072)
 
 
 @cache
@@ -95,6 +96,21 @@ def training_table() -> str:
         for batch, length, ours, dense in training_rates()
     ]
     return table(["tokens x sequences", "NSA", "dense", "speedup"], lines)
+
+
+def memory_table() -> str:
+    """Peaks of attention and of training steps, of every size that both NSA and dense attention have them of."""
+    found, lines = measured("attention", "attention-batch-8", "train"), []
+    cases = [("attention", BOTH, heads, n, CUDNN) for heads in found.heads() for n in MEMORY_LENGTHS]
+    cases += [("train", ("train",), Heads(12, 2, 64, batch), n, "dense-sdpa") for batch, n, *_ in training_rates()]
+    for suite, modes, heads, length, dense in cases:
+        subjects = [[(suite, suite, impl, mode, heads, length) for mode in modes] for impl in (NSA, dense)]
+        peaks = [[row.peak_gib for key in each if (row := found.rows.get(key))] for each in subjects]
+        if length in MEMORY_LENGTHS and all(len(each) == len(modes) and all(each) for each in peaks):
+            name = "training step, 125M" if suite == "train" else f"attention, {replace(heads, batch=1)}"
+            cells = [" / ".join(f"{peak:.2f}" for peak in each) for each in peaks]
+            lines.append([name, f"{length:,} x {heads.batch}", *cells])
+    return table(["peak memory, GiB", "tokens x sequences", "NSA", "dense"], lines)
 
 
 def decode_table() -> str:
@@ -510,7 +526,7 @@ def log_sentences() -> Iterator[str]:
 
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
 TABLES: dict[str, Sequence[Callable[[], str]]] = {
-    "README.md": (crossover_table, attention_table, training_table, decode_table),
+    "README.md": (crossover_table, attention_table, training_table, memory_table, decode_table),
     "docs/evaluation.md": evaluation_tables(),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),

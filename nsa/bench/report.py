@@ -22,7 +22,7 @@ from nsa.config import NSAConfig, require
 from nsa.files import make_folder, replace_text
 from nsa.geometry import n_compressed
 from nsa.results import Row, read_rows
-from nsa.train.report.charts import Chart, Point, grid, render_page, section, stacked_bars, table, tiles_html
+from nsa.train.report.charts import Chart, Point, grid, note, render_page, section, stacked_bars, table, tiles_html
 
 RESULTS_FOLDER = Path("benchmarks/results")
 GRAPHS = "-graphs"
@@ -58,9 +58,13 @@ class Measurements:
         # Graphs last: they replace eager calls of the same kind.
         ordered = sorted(rows, key=lambda row: row.impl.endswith(GRAPHS))
         self.all = [replace(row, impl=row.impl.removesuffix(GRAPHS)) for row in ordered]
+        # Rows of graphs may lack the peak, which those of eager calls have.
+        peaks = {subject: row.peak_gib for subject, row in latest_rows(r for r in self.all if r.peak_gib).items()}
         self.rows = {
-            (row.suite, row.op, row.impl, row.mode, Heads(row.Hq, row.G, row.Dk, row.B), row.S): row
-            for row in latest_rows(self.all).values()
+            (row.suite, row.op, row.impl, row.mode, Heads(row.Hq, row.G, row.Dk, row.B), row.S): replace(
+                row, peak_gib=peaks.get(subject)
+            )
+            for subject, row in latest_rows(self.all).items()
         }
 
     def of(self, suite: str) -> list[Row]:
@@ -145,7 +149,7 @@ def row_bytes(row: Row) -> float:
 def speedup_charts(found: Measurements) -> Iterator[str]:
     for name, modes in MODE_SUMS.items():
         speedups = {str(heads): found.speedups(heads, modes) for heads in found.heads()}
-        lines = [(label, points) for label, points in speedups.items() if len(points) > 1]
+        lines = [(label, points) for label, points in speedups.items() if points]
         if lines:
             yield Chart(f"{name}: times as fast as dense attention", lines, log_x=True, log_y=True).html()
 
@@ -172,15 +176,26 @@ def break_even_table(found: Measurements) -> Iterator[str]:
 def charts_by_heads(
     found: Measurements, title: str, modes: dict[str, str], value: Callable[[Row], float | None], *, log_y: bool = True
 ) -> Iterator[str]:
-    """A chart per shape and mode, `modes` with their names, with a line per implementation of several lengths."""
+    """A chart per shape and mode, `modes` with their names, with a line per implementation."""
     for heads, (mode, name) in product(found.heads(), modes.items()):
         lines: dict[str, list[Point]] = {}
         for key, row in sorted(found.rows.items(), key=lambda item: item[1].S):
             if (*key[:2], *key[3:5]) == ("attention", "attention", mode, heads) and (number := value(row)):
                 lines.setdefault(row.impl, []).append((row.S, number))
-        drawn = sorted((impl, points) for impl, points in lines.items() if len(points) > 1)
-        if drawn:
-            yield Chart(f"{heads}{name}: {title}", drawn, log_x=True, log_y=log_y).html()
+        if lines:
+            yield Chart(f"{heads}{name}: {title}", sorted(lines.items()), log_x=True, log_y=log_y).html()
+
+
+def memory_charts(found: Measurements) -> Iterator[str]:
+    """Of the backward pass, whose peak includes what the forward pass saves."""
+    yield from charts_by_heads(found, "peak of both passes, GiB", {"bwd": ""}, lambda row: row.peak_gib)
+    timed: dict[str, list[Row]] = {}
+    for key, row in found.rows.items():
+        if (*key[:2], key[3]) == ("attention", "attention", "bwd"):
+            timed.setdefault(f"{key[2]} {key[4]}", []).append(row)
+    missing = [name for name, rows in timed.items() if not any(row.peak_gib for row in rows)]
+    if missing:
+        yield note(f"no peak recorded for: {'; '.join(sorted(missing))}")
 
 
 def branch_bars(found: Measurements) -> Iterator[str]:
@@ -281,7 +296,7 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
         drawn = {
             "speedup over dense attention": [*speedup_charts(found), *break_even_table(found)],
             "time": charts_by_heads(found, "milliseconds", PASSES, lambda row: row.p50_ms),
-            "memory": charts_by_heads(found, "peak of both passes, GiB", {"bwd": ""}, lambda row: row.peak_gib),
+            "memory": memory_charts(found),
             "time by branch": branch_bars(found),
             "training": train_parts(found),
             "decoding": decode_parts(found),

@@ -37,6 +37,25 @@ def test_speedups_are_over_dense_attention() -> None:
     assert break_even(found.speedups(HEADS, ("fwd",))) == pytest.approx(2048)
 
 
+def test_a_graphs_row_keeps_the_peak_of_the_eager_one() -> None:
+    eager, graphs = attention("nsa-triton", 1024, 9.0, peak_gib=2.5), attention("nsa-triton-graphs", 1024, 1.0)
+    (row,) = Measurements([eager, replace(graphs, peak_gib=None)]).rows.values()
+    assert (row.p50_ms, row.peak_gib) == (1.0, 2.5)
+    (row,) = Measurements([eager, replace(graphs, peak_gib=3.0)]).rows.values()
+    assert row.peak_gib == 3.0
+
+
+def test_a_single_peak_is_drawn_and_a_missing_one_named(tmp_path: Path) -> None:
+    append(tmp_path / "rows.csv", attention("nsa-triton", 8192, 1.0, "bwd", peak_gib=2.5))
+    append(tmp_path / "rows.csv", attention("dense-fa2-graphs", 8192, 1.0, "bwd", peak_gib=None))
+    memory = draw(tmp_path / "bench.html", tmp_path / "rows.csv").split(": memory</h2>")[1].split("</section>")[0]
+    (lines,) = (json.loads(unescape(data)) for data in re.findall(r'data-lines="([^"]+)"', memory))
+    assert [(impl, points[0][1]) for impl, points in lines] == [("nsa-triton", "8192: 2.5")]
+    (missing,) = re.findall(r'class="note">([^<]+)<', memory)
+    assert "dense-fa2 64/4/128" in missing
+    assert "nsa-triton" not in missing
+
+
 def test_break_even_is_only_claimed_between_lengths() -> None:
     assert break_even([(1024, 0.5), (2048, 0.9)]) is None
     assert break_even([(1024, 1.5), (2048, 1.9)]) == 0

@@ -169,6 +169,11 @@ def card(caption: str, content: str) -> str:
     return f'<figure class="card"><figcaption>{caption}</figcaption>{content}</figure>'
 
 
+def note(text: str) -> str:
+    """A line of text where a chart or a table would be."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
 def bar_chart(name: str, bins: dict[str, float], unit: str) -> str:
     """A bar per bin with its share of all, as SVG."""
     total, most, bars = sum(bins.values()), max(bins.values()), []
