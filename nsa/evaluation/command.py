@@ -48,11 +48,15 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or default_out(args.runs[0])
     there = next(path for path in (out, *out.parents) if path.exists())
     require(there.is_dir() and os.access(there, os.W_OK), "--out", str(out), "a folder that can be written")
-    rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device)
-    written = write_results(out, args.eval_command, rows, device, args)
+    differing: list[str] = []
+    rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device, differing)
+    written = write_results(out, args.eval_command, rows, device, args, differing)
+    for difference in differing:
+        say(f"not comparable: {difference}")
     tables = {"loss": loss_table, "lm-eval": harness_table}
     say(tables.get(args.eval_command, accuracy_tables)(rows))
-    say(json.dumps(plain({"out": [str(path) for path in written], "mean": means(rows)})))
+    shown = {"out": [str(path) for path in written], "mean": means(rows), "not_comparable": differing}
+    say(json.dumps(plain(shown)))
     return 0
 
 
@@ -62,11 +66,25 @@ def default_out(folder: Path) -> Path:
     return run / "eval" if run == folder else run / "eval" / folder.resolve().name
 
 
-def own_rows(args: argparse.Namespace, device: torch.device) -> Rows:
+def own_rows(args: argparse.Namespace, device: torch.device, differing: list[str]) -> Rows:
+    """Rows of the runs; what keeps them from being compared is appended to `differing`."""
     chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
     require_positive_int("--chunk", chunk)
     subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
+    differing += differences(subjects, args)
     return loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
+
+
+def differences(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Iterator[str]:
+    """What the runs do not have in common and a comparison needs."""
+    if len({subject.tokenizer.name for subject in subjects}) > 1:
+        yield "the runs have different tokenizers, so that a token is not the same amount of text"
+    if args.eval_command == "loss":
+        texts = [data_of(run_of(subject.run), args) for subject in subjects]
+        if len({(data.source, data.path, data.name, data.text_key) for data in texts}) > 1:
+            yield "the runs have different validation data; --dataset gives them the same"
+        if args.seq_len is None and len({subject.model.config.seq_len for subject in subjects}) > 1:
+            yield "the runs have windows of different lengths; --seq-len gives them the same"
 
 
 def loss_rows(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Rows:
@@ -156,7 +174,9 @@ def means(rows: Rows) -> dict[str, float]:
     return {name: round(sum(values) / len(values), 4) for name, values in found.items()}
 
 
-def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: argparse.Namespace) -> list[Path]:
+def write_results(
+    out: Path, name: str, rows: Rows, device: torch.device, args: argparse.Namespace, differing: list[str]
+) -> list[Path]:
     """Write `NAME.json`, `NAME.csv` and, where matplotlib is installed, `NAME.png`; returns the paths."""
     make_folder(out)
     paths = [out / f"{name}.json", out / f"{name}.csv"]
@@ -165,7 +185,7 @@ def write_results(out: Path, name: str, rows: Rows, device: torch.device, args: 
     del flags["out"]
     origin = origin_columns(device)
     values = {"nsa": nsa.__version__, "device": origin.pop("gpu"), **origin}
-    values |= {"flags": flags, "mean": means(rows), "rows": rows}
+    values |= {"flags": flags, "mean": means(rows), "not_comparable": differing, "rows": rows}
     replace_text(paths[0], json.dumps(plain(values), indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
     if find_spec("matplotlib") is None:

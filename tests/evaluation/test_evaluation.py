@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
 from random import Random
@@ -257,6 +259,33 @@ def test_a_loss_that_is_not_finite_is_still_json(runs: list[str], capsys: pytest
         # NaN and Infinity are no JSON: other parsers refuse them.
         values = json.loads(given, parse_constant=lambda name: pytest.fail(name))
         assert values["mean"] == {"nsa": "nan"}
+
+
+def test_runs_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, vocab_size in (("bytes", 256), ("bpe", 300)):
+        save_model(small_model("nsa", vocab_size).float(), tmp_path / name)
+    train_bpe(["some text to merge\n" * 9], 300).save(tmp_path / "bpe")
+    pair, flags = [str(tmp_path / "bytes"), str(tmp_path / "bpe")], ["--windows", "1", "--seq-len", "32"]
+    for runs, expected in ((pair, 1), (pair[:1], 0)):
+        assert main(["eval", "loss", *runs, *flags]) == 0
+        *shown, last = capsys.readouterr().out.splitlines()
+        found = json.loads(last)["not_comparable"]
+        assert len(found) == expected
+        assert json.loads((tmp_path / "bytes" / "eval" / "loss.json").read_text())["not_comparable"] == found
+        table = next(at for at, line in enumerate(shown) if line.startswith("position"))
+        assert all(any(difference in line for line in shown[:table]) for difference in found)
+
+
+def test_runs_with_other_text_or_windows_are_reported(tmp_path: Path) -> None:
+    for name, source, seq_len in (("a", "stdlib", 64), ("b", "synthetic", 64), ("c", "stdlib", 32)):
+        save_model(LM(replace(LMConfig.preset("tiny"), seq_len=seq_len)), tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(f"data:\n  source: {source}\n")
+    for other in ("b", "c"):
+        args = argparse.Namespace(eval_command="loss", dataset=None, data_path=None, seq_len=None)
+        subjects = command.open_models([tmp_path / "a", tmp_path / other], device=torch.device("cpu"))
+        assert len(list(command.differences(subjects, args))) == 1
+        args.dataset, args.seq_len = "stdlib", 32
+        assert not list(command.differences(subjects, args))
 
 
 def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None:
