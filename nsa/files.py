@@ -15,6 +15,7 @@ import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 from uuid import uuid4
 
@@ -83,6 +84,16 @@ def make_folder(folder: Path) -> None:
     for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+def can_write_in(folder: Path) -> bool:
+    """Whether a file can be created in `folder`, or in the nearest of its parents that exists."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryFile(dir=there).close()
+    except OSError:
+        return False
+    return True
 
 
 def sync(descriptor: int) -> None:

@@ -32,7 +32,7 @@ from nsa.backends.problem import SIZES, Problem
 from nsa.bench import gate
 from nsa.bench.attention import AttentionShape
 from nsa.bench.flash_routes import VARLEN, WORTH_IT, as_json, measured_orders, measured_routes, write_routes
-from nsa.bench.plot import IMPL_COLORS, MODE_LABELS, NO_PLOTS, OTHER_COLOR, mark_lengths, save_figure
+from nsa.bench.plot import IMPL_COLORS, MODE_LABELS, OTHER_COLOR, mark_lengths, save_figure, why_no_plots
 from nsa.bench.runner import CudaClock, Pass, Runner, Suite, Task
 from nsa.config import require
 from nsa.geometry import n_compressed
@@ -223,8 +223,8 @@ def finish(args: argparse.Namespace, runner: Runner) -> None:
     rows = runner.rows if args.rows is None else read_rows(args.rows)
     require(bool(rows), "--rows", str(args.rows), "a file with at least one row")
     print(speedup_table(rows))
-    if args.plot is not None and NO_PLOTS:
-        runner.leave_out(str(args.plot), NO_PLOTS)
+    if args.plot is not None and (reason := why_no_plots()):
+        runner.leave_out(str(args.plot), reason)
     elif args.plot is not None:
         draw_speedups(rows, args.plot)
     if args.write is not None:

@@ -9,7 +9,6 @@ import argparse
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,19 @@ IMPL_COLORS = {
     "sdpa-efficient": "#b0722f",
     "sdpa-math": "#dcb98f",
 }
-# Why nothing can be plotted; None if it can.
-NO_PLOTS = None if find_spec("matplotlib") else "matplotlib is not installed: pip install 'nsa[plots]'"
 OTHER_COLOR = "#b0722f"
 # In the order of their panels.
 MODE_LABELS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "train": "training"}
 MODE_LABELS |= {f"decode-{n}": f"decode step, {n} token{'s'[: n > 1]} per row" for n in range(1, 9)}
+
+
+def why_no_plots() -> str | None:
+    """Why nothing can be plotted; None if it can."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        return f"matplotlib cannot be imported: {error} (pip install 'nsa[plots]')"
+    return None
 
 
 def draw_figure(rows: list[Row], out: Path) -> None:
@@ -113,8 +119,8 @@ def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
 def run(args: argparse.Namespace) -> int:
     rows = [row for path in args.rows for row in read_rows(path)]
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
-    if NO_PLOTS:
-        raise ValueError(f"{NO_PLOTS}; nsa bench report draws rows without it")
+    if reason := why_no_plots():
+        raise ValueError(f"{reason}; nsa bench report draws rows without it")
     draw_figure(rows, args.out)
     print(f"wrote {args.out}")
     return 0

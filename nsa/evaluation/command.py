@@ -11,12 +11,10 @@ import argparse
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from nsa.evaluation.harness import harness_rows
 from nsa.evaluation.loss import evaluate_loss
 from nsa.evaluation.plots import draw_evaluation
 from nsa.evaluation.recall import Cell, Score, check_cells, evaluate_cells, library_texts
-from nsa.files import make_folder, replace_text
+from nsa.files import can_write_in, make_folder, replace_text
 from nsa.generate import read_source
 from nsa.machine import usable_device
 from nsa.progress import LINE_EVERY_S, aligned_columns, progress, say
@@ -46,8 +44,7 @@ Rows = list[dict[str, Any]]
 def run(args: argparse.Namespace) -> int:
     device = usable_device(args.device)
     out = args.out or default_out(args.runs[0])
-    there = next(path for path in (out, *out.parents) if path.exists())
-    require(there.is_dir() and os.access(there, os.W_OK), "--out", str(out), "a folder that can be written")
+    require(can_write_in(out), "--out", str(out), "a folder that can be written")
     differing: list[str] = []
     rows = harness_rows(args, device) if args.eval_command == "lm-eval" else own_rows(args, device, differing)
     written = write_results(out, args.eval_command, rows, device, args, differing)
@@ -55,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"not comparable: {difference}")
     tables = {"loss": loss_table, "lm-eval": harness_table}
     say(tables.get(args.eval_command, accuracy_tables)(rows))
+    written += draw_picture(args.eval_command, rows, out)
     shown = {"out": [str(path) for path in written], "mean": means(rows), "not_comparable": differing}
     say(json.dumps(plain(shown)))
     return 0
@@ -177,7 +175,7 @@ def means(rows: Rows) -> dict[str, float]:
 def write_results(
     out: Path, name: str, rows: Rows, device: torch.device, args: argparse.Namespace, differing: list[str]
 ) -> list[Path]:
-    """Write `NAME.json`, `NAME.csv` and, where matplotlib is installed, `NAME.png`; returns the paths."""
+    """Write `NAME.json` and `NAME.csv`; returns the paths."""
     make_folder(out)
     paths = [out / f"{name}.json", out / f"{name}.csv"]
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
@@ -188,12 +186,18 @@ def write_results(
     values |= {"flags": flags, "mean": means(rows), "not_comparable": differing, "rows": rows}
     replace_text(paths[0], json.dumps(plain(values), indent=1) + "\n")
     replace_text(paths[1], csv_text(rows))
-    if find_spec("matplotlib") is None:
-        say("no picture: matplotlib is not installed (pip install 'nsa[plots]')")
-    else:
-        paths.append(out / f"{name}.png")
-        draw_evaluation(name, rows, paths[-1])
     return paths
+
+
+def draw_picture(name: str, rows: Rows, out: Path) -> list[Path]:
+    """Write `NAME.png` where matplotlib can be imported; returns the paths of what was written."""
+    path = out / f"{name}.png"
+    try:
+        draw_evaluation(name, rows, path)
+    except ImportError as error:
+        say(f"no picture: matplotlib cannot be imported: {error} (pip install 'nsa[plots]')")
+        return []
+    return [path]
 
 
 def csv_text(rows: Rows) -> str:

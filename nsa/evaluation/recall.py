@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.config import require, require_positive_int
 from nsa.data.documents import standard_library
-from nsa.data.recall import Chain, make_chains
+from nsa.data.recall import NOTE_KEYS, NOTE_VALUES, Chain, make_chains
 from nsa.data.tokenizer import Tokenizer
 from nsa.evaluation.forward import EvalModel, hidden_chunks
 
@@ -205,3 +205,5 @@ def check_cell(cell: Cell) -> None:
         require(0 <= cell.value <= 1, "depth", cell.value, "a fraction from 0 to 1")
     else:
         require_positive_int(cell.task, int(cell.value))
+        most = len(NOTE_VALUES) if cell.task == "keys" else len(NOTE_KEYS) - DISTRACTORS
+        require(cell.value <= most, cell.task, int(cell.value), f"at most {most}")

@@ -10,7 +10,7 @@ import json
 
 from nsa.config import require
 from nsa.dtypes import DTYPES
-from nsa.files import make_folder, replace_text
+from nsa.files import can_write_in, make_folder, replace_text
 from nsa.generate import read_source, write_out
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
@@ -23,8 +23,11 @@ def run(args: argparse.Namespace) -> int:
     require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
     for flag, out in (("--out", args.out), ("--json", args.json)):
         require(out is None or not out.is_dir(), flag, str(out), "the name of a file")
+        written = out is not None and str(out) != "-"
+        require(not written or can_write_in(out.parent), flag, str(out), "a file in a folder that can be written")
     device = usable_device(args.device)
     text = args.prompt if args.text is None else read_source(args.text, "--text")
+    require(text != "", "--prompt" if args.text is None else "--text", text, "at least one character")
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     model, tokenizer = load_run(args.run, device)
     total = model.config.kinds.count("nsa")

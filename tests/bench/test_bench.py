@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -164,6 +165,14 @@ def test_the_rows_of_every_suite_can_be_plotted(file: Path, tmp_path: Path) -> N
     pytest.importorskip("matplotlib")
     assert cli.main(["bench", "plot", "--rows", str(file), "--out", str(tmp_path / "rows.svg")]) == 0
     assert "<svg" in (tmp_path / "rows.svg").read_text()
+
+
+def test_a_broken_matplotlib_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["bench", "plot", "--rows", str(FILES_OF_ROWS[0]), "--out", str(tmp_path / "rows.svg")]) == 2
+    assert "matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("error")

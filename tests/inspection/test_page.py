@@ -88,6 +88,24 @@ def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.Cap
         assert f"{flag} is {str(tmp_path)!r}; accepted: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--prompt some --out /proc/page.html", "--out is '/proc/page.html'"),
+        ("--prompt some --json /proc/new/found.json", "--json is '/proc/new/found.json'"),
+        ("--prompt EMPTY --json -", "--prompt is ''"),
+        ("--text FILE --json -", "--text is ''"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_read(
+    flags: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    words = [{"EMPTY": "", "FILE": str(tmp_path / "empty.txt")}.get(word, word) for word in flags.split()]
+    assert main(["inspect", str(tmp_path), *words]) == 2
+    assert named in capsys.readouterr().err
+
+
 # In a browser.
 
 READY = "#text[data-ready]"
