@@ -8,51 +8,40 @@ python benchmarks/readme.py --plot docs/speedup.svg      # draw the picture of R
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from statistics import mean
-from typing import NamedTuple
 
-import torch
+from figures_of_kernels import bounds_table, kernel_sentences, targets_table
+from figures_of_study import evaluation_sentences, evaluation_tables, longer_study_sentences
+from recorded import (
+    BOTH,
+    COMPARED,
+    CUDNN,
+    FA2,
+    MEMORY_LENGTHS,
+    MODES,
+    NSA,
+    RESULTS,
+    SHAPES,
+    digits,
+    measured,
+    records,
+    rows_of,
+    table,
+    training_rows,
+)
 
 from nsa.bench.flash_routes import VARLEN, WORTH_IT
-from nsa.bench.report import Heads, Measurements, break_even
-from nsa.data.recall import NOTE_VALUES
+from nsa.bench.report import Heads, break_even
 from nsa.evaluation.plots import short
-from nsa.model import LM
-from nsa.results import Row, read_rows
+from nsa.results import Row
 from nsa.train.config import load_config
 from nsa.train.plan import GIB, plan_run
 
-RESULTS = Path(__file__).resolve().parent / "results"
-NSA, CUDNN, FA2 = "nsa-triton", "dense-cudnn", "dense-fa2"
-SHAPES = {f"{h}/{g}/{d}": Heads(h, g, d, 1) for h, g, d in ((64, 4, 128), (32, 8, 128), (12, 2, 64))}
 COLORS = ("#064e38", "#4fae8c", "#b0722f")
-MODES = {"fwd": "forward", "bwd": "backward"}
-BOTH = tuple(MODES)
-COMPARED = {"ours": NSA, "dense": CUDNN}
-MEMORY_LENGTHS = (2048, 8192, 32768, 131072)
-
-
-@cache
-def rows_of(*names: str, machine: str = "h200") -> list[Row]:
-    return [row for name in names for row in read_rows(RESULTS / machine / f"{name}.csv")]
-
-
-def records(name: str | Path) -> list[dict[str, str]]:
-    """The rows of a file with columns of its own."""
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def measured(*names: str) -> Measurements:
-    return Measurements(rows_of(*names))
-
 
 # README.md
 
@@ -78,11 +67,6 @@ def attention_table() -> str:
     cases = [(shape, n) for shape, each in lengths.items() for n in each]
     lines = [[shape, f"{n:,}", *(cell(impl, shape, n) for impl in (NSA, CUDNN, FA2))] for shape, n in cases]
     return table(["heads/groups/head_dim", "tokens", "NSA, `triton`", "dense, cuDNN", "dense, FA-2"], lines)
-
-
-def training_rows() -> dict[tuple[str, int, int], Row]:
-    """By implementation, batch and length; the last row of each kind."""
-    return {(row.impl, row.B, row.S): row for row in rows_of("train")}
 
 
 def training_rates() -> Iterator[tuple[int, int, float, float]]:
@@ -187,151 +171,6 @@ def recovery_sentences() -> Iterator[str]:
     yield f"({dense:.3f}), and {max(behind):.3f} behind the dense model trained on with the same tokens."
     ends = {arm: b - long_trained for arm, (_, b) in long_losses.items()}
     yield f"end {ends['gated']:.3f} (`gated`) and {ends['select']:.3f} (`select`) behind."
-
-
-# docs/evaluation.md
-
-# The folders of the studies, and what their tables are told apart by.
-STUDIES = {"study": "", "study-long": ", long study"}
-
-
-def arms_table(title: str, file: Path) -> str:
-    """A study's runs, by context and loss."""
-    lines, other = [], file.parent / "arms-plain" / "loss.csv"
-    plain = losses_of(other) if other.is_file() else {}
-    for row in sorted(records(file), key=lambda row: (int(row["seq_len"]), float(row["loss"]))):
-        cells = [short(int(row["seq_len"])), f"`{row['arm']}`", f"{int(row['parameters']) / 1e6:.1f}M"]
-        cells += [f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['loss']):.3f}"]
-        if plain:
-            cells.append(f"{plain[row['arm']]:.3f}" if row["arm"] in plain else "")
-        lines.append([*cells, f"{float(row['tokens_per_s']):,.0f}" if row["tokens_per_s"] else ""])
-    losses = ["validation loss", "on plain text"] if plain else ["validation loss"]
-    return table([title, "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
-
-
-def accuracy_table(title: str, file: Path) -> str:
-    """By run, task and length: right answers; of needles over all depths."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in records(file):
-        task = "needle" if row["task"] == "needle" else f"{row['task']} {row['value']}"
-        found.setdefault((row["run"], task), {}).setdefault(int(row["length"]), []).append(float(row["accuracy"]))
-    lengths = sorted({length for scores in found.values() for length in scores})
-    lines = [
-        [f"`{run}`", task, *(f"{sum(scores[n]) / len(scores[n]):.0%}" for n in lengths)]
-        for (run, task), scores in found.items()
-    ]
-    return table([title, "task", *map(short, lengths)], lines)
-
-
-def long_table(file: Path) -> str:
-    """The long run at each validation."""
-    lines = [
-        [f"{int(row['step']):,}", f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['seconds']):.0f}"]
-        + [f"{float(row[key]):.3f}" if row[key] else "" for key in ("train_loss", "valid_loss")]
-        for row in records(file)
-    ]
-    return table(["step", "tokens", "seconds", "training loss", "validation loss"], lines)
-
-
-def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str]]:
-    """Of those results that are there."""
-    tables: dict[str, Callable[[Path], str]] = {}
-    for study, words in STUDIES.items():
-        tables |= {
-            f"{study}/arms.csv": partial(arms_table, f"context{words}"),
-            f"{study}/needle.csv": partial(accuracy_table, f"after the extension{words}"),
-            f"{study}/recall.csv": partial(accuracy_table, f"recall after the extension{words}"),
-            f"{study}/arms-needle/needle.csv": partial(accuracy_table, f"before the extension{words}"),
-        }
-    tables["long.csv"] = long_table
-    return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
-
-
-def losses_of(file: Path) -> dict[str, float]:
-    """By arm or run; the first row of a run is the whole."""
-    return {row.get("arm") or row["run"]: float(row["loss"]) for row in reversed(records(file))}
-
-
-def loss_between(file: Path, run: str, begin: int, end: int) -> float:
-    """The mean loss of the tokens at these positions."""
-    rows = [row for row in records(file) if row["run"] == run][1:]
-    inside = [row for row in rows if begin <= int(row["begin"]) and int(row["end"]) <= end]
-    return sum(float(row["loss"]) * int(row["tokens"]) for row in inside) / sum(int(row["tokens"]) for row in inside)
-
-
-def needles_found(file: Path, run: str) -> dict[int, float]:
-    """Right answers over all depths, by length."""
-    found: dict[int, list[float]] = {}
-    for row in records(file):
-        if (row["run"], row["task"]) == (run, "needle"):
-            found.setdefault(int(row["length"]), []).append(float(row["accuracy"]))
-    return {length: mean(scores) for length, scores in found.items()}
-
-
-def evaluation_sentences() -> Iterator[str]:
-    study = RESULTS / "h200" / "study"
-    (tokens,) = {int(row["tokens"]) for row in records(study / "arms.csv") if row["arm"] in ("nsa", "dense")}
-    yield f"{tokens / 1e6:.1f}M tokens per arm"
-    needle, recall, arms_needle = (study / name for name in ("needle.csv", "recall.csv", "arms-needle/needle.csv"))
-    (samples,) = {row["samples"] for file in (needle, recall, arms_needle) for row in records(file)}
-    yield f"have {samples} prompts per length and depth, or per number of keys or hops"
-    yield f"one of the {len(NOTE_VALUES)} values is right in {1 / len(NOTE_VALUES):.0%} of them"
-    arms, window = losses_of(study / "arms.csv"), load_config("125m", {"device": "cpu"}).model.attn.w
-    yield f"NSA's validation loss is {arms['nsa']:.3f}, that of dense attention {arms['dense']:.3f}"
-    places = study / "loss.csv"
-    total, near, far = (
-        loss_between(places, "dense", *span) - loss_between(places, "nsa", *span)
-        for span in ((0, 2048), (0, window), (window, 2048))
-    )
-    (count,) = {int(row["tokens"]) // 2048 for row in records(places) if row["end"] == "2048" and row["begin"] == "0"}
-    yield f"Of the {count} windows in `loss.csv` NSA leads by {total:.3f}: by {near:.3f} at positions 0 to {window - 1}"
-    yield f"and by {far:.3f} after them"
-    found = {arm: needles_found(arms_needle, arm) for arm in ("nsa", "nsa-no-sel", "nsa-no-cmp")}
-    lead = {arm: arms["dense"] - arms[arm] for arm in ("nsa-no-sel", "sliding")}
-    yield f"finds at most {max(found['nsa-no-sel'].values()):.0%} of the notes at any length"
-    yield f"is still {lead['nsa-no-sel']:.3f} below dense attention"
-    yield f"and the sliding window, which has no gates, {lead['sliding']:.3f}."
-    curve = {row["step"]: row["valid_loss"] for row in records(study / "curves.csv") if row["arm"] == "nsa-no-cmp"}
-    best, drop = min(arms, key=lambda arm: (arm.endswith("k"), arms[arm])), float(curve["2000"]) - float(curve["2250"])
-    yield f"`{best}` ends at {arms[best]:.3f}, after a drop of {drop:.3f} from step 2,000 to 2,250"
-    yield f"finds {found['nsa-no-cmp'][512]:.0%} of the notes in 512 tokens, where `nsa` finds {found['nsa'][512]:.0%}."
-    behind = [arms[arm] - arms["nsa"] for arm in ("nsa-no-sel", "nsa-no-win", "nsa-lr")]
-    yield f"selection the loss is {behind[0]:.3f} higher than that of `nsa`, without the window {behind[1]:.3f}."
-    yield f"2e-3 (`nsa-lr`) costs NSA {behind[2]:.3f}"
-    yield f"{needles_found(needle, 'nsa-64k')[4096]:.0%} of all notes in 4k tokens"
-    first = [row for row in records("h200/study/gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
-    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
-    yield f"each branch's mean gate ends at {largest:.3f} or less"
-    sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
-    config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
-    with torch.device("meta"):
-        parameters = sum(x.numel() for x in LM(config.model).parameters())
-    yield f"{parameters / 1e6:.1f}M parameters (`--config 125m` with `model.n_layers=6`, `model.hidden=1408`"
-
-
-def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Iterator[str]:
-    """Of the study with two seeds; nothing while its folder is absent."""
-    if not study.is_dir():
-        return
-    kinds = {"nsa": "NSA", "dense": "dense attention"}
-    rows = {row["arm"]: row for row in records(study / "arms.csv")}
-    steps, tokens, window = (int(rows["nsa"][name]) for name in ("steps", "tokens", "seq_len"))
-    yield f"{steps:,} steps, {tokens / 1e6:.1f}M tokens per arm"
-    losses = {"the validation loss": "arms.csv", "the loss on plain text": "arms-plain/loss.csv"}
-    for text, arms in ((text, losses_of(study / name)) for text, name in losses.items() if (study / name).is_file()):
-        ends = [f"{arms[arm]:.3f} of {kind} ({arms[f'{arm}-seed']:.3f} with" for arm, kind in kinds.items()]
-        yield f"{text} is {' the other seed) and '.join(ends)} the other seed)"
-        apart = [f"{abs(arms[arm] - arms[f'{arm}-seed']):.3f} ({kind})" for arm, kind in kinds.items()]
-        yield f"the seeds differ by {' and '.join(apart)}"
-    places = study / "loss.csv"
-    for begin, end in ((0, window // 4), (window // 2, window)) if places.is_file() else ():
-        shown = [f"{loss_between(places, arm, begin, end):.3f} of {kind}" for arm, kind in kinds.items()]
-        yield f"at positions {begin:,} to {end - 1:,} the loss is {' and '.join(shown)}"
-    for arm in kinds:
-        for name, run in (("arms-needle/needle.csv", arm), ("needle.csv", f"{arm}-64k")):
-            found = needles_found(study / name, run) if (study / name).is_file() else {}
-            if found:
-                yield f"`{run}` finds {', '.join(f'{found[n]:.0%} at {short(n)}' for n in sorted(found))}"
 
 
 # docs/training.md
@@ -470,122 +309,6 @@ def inference_sentences() -> Iterator[str]:
     )
 
 
-# docs/kernels.md
-
-LONG_KERNEL_MS = 0.3
-# Of a pass, the least share of a kernel that is listed.
-LISTED_SHARE = 0.08
-# A kernel whose busiest unit is busy for less, in percent, is bound by something else.
-BUSY = 80
-UNITS = {"tensor": "tensor cores", "exp": "exponentials", "alu": "integer ALU", "l1": "L1/shared", "l2": "L2"}
-UNITS |= {"dram": "DRAM"}
-
-
-class Target(NamedTuple):
-    """Milliseconds wanted of a forward and a backward pass: first, and then."""
-
-    shape: str
-    batch: int
-    length: int
-    first: tuple[float, float]
-    then: tuple[float, float]
-
-
-TARGETS = (
-    Target("64/4/128", 1, 65536, (24.5, 55), (20, 48)),
-    Target("64/4/128", 1, 131072, (72, 160), (62, 140)),
-    Target("64/4/128", 1, 8192, (1.85, 4.2), (1.6, 3.8)),
-    Target("32/8/128", 1, 65536, (15, 29), (13, 26)),
-    Target("12/2/64", 1, 65536, (3.6, 5.9), (3.2, 5.2)),
-    Target("12/2/64", 8, 2048, (0.36, 0.80), (0.30, 0.65)),
-)
-MOST_PEAK_GIB, MOST_EVEN_TOKENS = 9.5, 6000
-TRAINING_TARGETS = {(8, 2048): 320_000, (1, 32768): 285_000}
-
-
-def profile_of(shape: str, batch: int, length: int, mode: str) -> list[dict[str, str]]:
-    """The profiled kernels of one pass, the longest first; none where it was not profiled."""
-    wanted = [*shape.split("/"), str(batch), str(length), mode]
-    names = ("Hq", "G", "Dk", "B", "S", "mode")
-    rows = [row for row in records("h200/ncu.csv") if [row[name] for name in names] == wanted]
-    return sorted(rows, key=lambda row: -float(row["ms"]))
-
-
-def busiest(row: dict[str, str]) -> tuple[float, str]:
-    """How busy the busiest unit was, in percent, and which one that is, or are."""
-    busy = {name: float(row[f"{unit}_pct"]) for unit, name in UNITS.items()}
-    top = max(busy.values())
-    return top, " and ".join(name for name, x in busy.items() if x == top)
-
-
-def bounds_table() -> str:
-    """How busy each unit was in the kernels that take long at 64/4/128, 64k; what was busiest is bold."""
-    lines = []
-    for mode in MODES:
-        for row in profile_of("64/4/128", 1, 65536, mode):
-            if float(row["ms"]) < LONG_KERNEL_MS:
-                continue
-            top = f"{busiest(row)[0]:.0f}"
-            busy = [f"{float(row[f'{unit}_pct']):.0f}" for unit in UNITS]
-            cells = [row["launches"], digits(float(row["ms"])), *(f"**{x}**" if x == top else x for x in busy)]
-            lines.append([row["stage"], f"`{row['kernel']}`", *cells])
-    return table(["stage", "kernel", "launches", "ms", *UNITS.values()], lines)
-
-
-def missed_targets() -> Iterator[tuple[Target, str, float, float, float]]:
-    """Each target with the pass that misses the second time wanted, what was measured, and both times."""
-    found = measured("attention", "attention-batch-8")
-    for target in TARGETS:
-        heads = replace(SHAPES[target.shape], batch=target.batch)
-        for mode, first, then in zip(MODES, target.first, target.then, strict=True):
-            ms = found.ms(NSA, heads, target.length, [mode])
-            if ms > then:
-                yield target, mode, ms, first, then
-
-
-def targets_table() -> str:
-    """The passes that miss a time wanted, and the busiest unit of the kernels that take most of their time."""
-    lines = []
-    for target, mode, ms, first, then in missed_targets():
-        rows = profile_of(target.shape, target.batch, target.length, mode)
-        total = sum(float(row["ms"]) for row in rows)
-        kernels = [
-            f"{row['kernel'].removesuffix('_kernel')} ({row['stage'].split()[0]}) "
-            f"{float(row['ms']) / total:.0%}: {busiest(row)[1]} {busiest(row)[0]:.0f}"
-            for row in rows
-            if float(row["ms"]) >= LISTED_SHARE * total
-        ]
-        where = f"{target.shape}, {short(target.length)}" + (f" x {target.batch}" if target.batch > 1 else "")
-        wanted = f"{first:g}, met" if ms <= first else f"{first:g}, missed"
-        cells = [f"{ms:.3f}" if ms < 1 else digits(ms), wanted, f"{then:g}", "; ".join(kernels) or "not profiled"]
-        lines.append([where, MODES[mode], *cells])
-    return table(["shape", "pass", "ms", "first target", "second target", "kernels, share, busiest unit in %"], lines)
-
-
-def kernel_sentences() -> Iterator[str]:
-    shares = []
-    for mode in MODES:
-        rows = profile_of("64/4/128", 1, 65536, mode)
-        times = [(float(row["ms"]), busiest(row)[0] >= BUSY) for row in rows]
-        shares.append(sum(ms for ms, busy in times if busy) / sum(ms for ms, _ in times))
-    yield (
-        f"{shares[0]:.0%} of the forward and {shares[1]:.0%} of the backward time is spent in kernels that keep a unit "
-        f"busy for {BUSY} % or more"
-    )
-    found = measured("attention")
-    start = break_even(found.speedups(SHAPES["64/4/128"], BOTH, **COMPARED)) or 0
-    yield (
-        f"faster than cuDNN's dense attention, forward and backward, from {start:,.0f} tokens on "
-        f"({MOST_EVEN_TOKENS:,} were wanted at most)"
-    )
-    key = ("attention", "attention", NSA, "bwd", SHAPES["64/4/128"], 65536)
-    yield f"peaks at {found.rows[key].peak_gib:.1f} GiB ({MOST_PEAK_GIB} were wanted at most)"
-    rows = training_rows()
-    for (batch, length), wanted in TRAINING_TARGETS.items():
-        rate = rows[f"{NSA}-graphs", batch, length].tokens_per_s or 0.0
-        yield f"{rate:,.0f} tokens per second at {length:,} x {batch} ({wanted:,} wanted)"
-
-
 # docs/perf-log.md, where it cites a file
 
 
@@ -617,17 +340,6 @@ SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/training.md": plan_sentences,
     "docs/transformers.md": recovery_sentences,
 }
-
-
-def digits(x: float) -> str:
-    """Three of them."""
-    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "---", *, spaced: bool = True) -> str:
-    cells = [rule] * len(head)
-    divider = f"| {' | '.join(cells)} |" if spaced else f"|{'|'.join(cells)}|"
-    return "\n".join([f"| {' | '.join(head)} |", divider, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def draw(out: Path) -> None:

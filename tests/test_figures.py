@@ -13,7 +13,9 @@ from nsa.bench.plot import rows_digest
 from nsa.results import read_rows
 
 ROOT = Path(__file__).parent.parent
-FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 # A notebook: what was tried, measured once, and is not in the tree. Where it cites a results file it is compared.
 NOTEBOOK = "docs/perf-log.md"

@@ -20,7 +20,7 @@ from bench_rows import ROW
 from nsa.results import append, read_rows
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("adopt", "readme", "study", "arms", "jobs")
+MODULES = ("adopt", "readme", "recorded", "figures_of_kernels", "figures_of_study", "study", "arms", "jobs")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,158 @@
+"""Figures of docs/evaluation.md: the studies and the long run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+import torch
+from recorded import RESULTS, records, table
+
+from nsa.data.recall import NOTE_VALUES
+from nsa.evaluation.plots import short
+from nsa.model import LM
+from nsa.train.config import load_config
+
+# The folders of the studies, and what their tables are told apart by.
+STUDIES = {"study": "", "study-long": ", long study"}
+
+
+def arms_table(title: str, file: Path) -> str:
+    """A study's runs, by context and loss."""
+    lines, other = [], file.parent / "arms-plain" / "loss.csv"
+    plain = losses_of(other) if other.is_file() else {}
+    for row in sorted(records(file), key=lambda row: (int(row["seq_len"]), float(row["loss"]))):
+        cells = [short(int(row["seq_len"])), f"`{row['arm']}`", f"{int(row['parameters']) / 1e6:.1f}M"]
+        cells += [f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['loss']):.3f}"]
+        if plain:
+            cells.append(f"{plain[row['arm']]:.3f}" if row["arm"] in plain else "")
+        lines.append([*cells, f"{float(row['tokens_per_s']):,.0f}" if row["tokens_per_s"] else ""])
+    losses = ["validation loss", "on plain text"] if plain else ["validation loss"]
+    return table([title, "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
+
+
+def accuracy_table(title: str, file: Path) -> str:
+    """By run, task and length: right answers; of needles over all depths."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in records(file):
+        task = "needle" if row["task"] == "needle" else f"{row['task']} {row['value']}"
+        found.setdefault((row["run"], task), {}).setdefault(int(row["length"]), []).append(float(row["accuracy"]))
+    lengths = sorted({length for scores in found.values() for length in scores})
+    lines = [
+        [f"`{run}`", task, *(f"{sum(scores[n]) / len(scores[n]):.0%}" for n in lengths)]
+        for (run, task), scores in found.items()
+    ]
+    return table([title, "task", *map(short, lengths)], lines)
+
+
+def long_table(file: Path) -> str:
+    """The long run at each validation."""
+    lines = [
+        [f"{int(row['step']):,}", f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['seconds']):.0f}"]
+        + [f"{float(row[key]):.3f}" if row[key] else "" for key in ("train_loss", "valid_loss")]
+        for row in records(file)
+    ]
+    return table(["step", "tokens", "seconds", "training loss", "validation loss"], lines)
+
+
+def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str]]:
+    """Of those results that are there."""
+    tables: dict[str, Callable[[Path], str]] = {}
+    for study, words in STUDIES.items():
+        tables |= {
+            f"{study}/arms.csv": partial(arms_table, f"context{words}"),
+            f"{study}/needle.csv": partial(accuracy_table, f"after the extension{words}"),
+            f"{study}/recall.csv": partial(accuracy_table, f"recall after the extension{words}"),
+            f"{study}/arms-needle/needle.csv": partial(accuracy_table, f"before the extension{words}"),
+        }
+    tables["long.csv"] = long_table
+    return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
+
+
+def losses_of(file: Path) -> dict[str, float]:
+    """By arm or run; the first row of a run is the whole."""
+    return {row.get("arm") or row["run"]: float(row["loss"]) for row in reversed(records(file))}
+
+
+def loss_between(file: Path, run: str, begin: int, end: int) -> float:
+    """The mean loss of the tokens at these positions."""
+    rows = [row for row in records(file) if row["run"] == run][1:]
+    inside = [row for row in rows if begin <= int(row["begin"]) and int(row["end"]) <= end]
+    return sum(float(row["loss"]) * int(row["tokens"]) for row in inside) / sum(int(row["tokens"]) for row in inside)
+
+
+def needles_found(file: Path, run: str) -> dict[int, float]:
+    """Right answers over all depths, by length."""
+    found: dict[int, list[float]] = {}
+    for row in records(file):
+        if (row["run"], row["task"]) == (run, "needle"):
+            found.setdefault(int(row["length"]), []).append(float(row["accuracy"]))
+    return {length: mean(scores) for length, scores in found.items()}
+
+
+def evaluation_sentences() -> Iterator[str]:
+    study = RESULTS / "h200" / "study"
+    (tokens,) = {int(row["tokens"]) for row in records(study / "arms.csv") if row["arm"] in ("nsa", "dense")}
+    yield f"{tokens / 1e6:.1f}M tokens per arm"
+    needle, recall, arms_needle = (study / name for name in ("needle.csv", "recall.csv", "arms-needle/needle.csv"))
+    (samples,) = {row["samples"] for file in (needle, recall, arms_needle) for row in records(file)}
+    yield f"have {samples} prompts per length and depth, or per number of keys or hops"
+    yield f"one of the {len(NOTE_VALUES)} values is right in {1 / len(NOTE_VALUES):.0%} of them"
+    arms, window = losses_of(study / "arms.csv"), load_config("125m", {"device": "cpu"}).model.attn.w
+    yield f"NSA's validation loss is {arms['nsa']:.3f}, that of dense attention {arms['dense']:.3f}"
+    places = study / "loss.csv"
+    total, near, far = (
+        loss_between(places, "dense", *span) - loss_between(places, "nsa", *span)
+        for span in ((0, 2048), (0, window), (window, 2048))
+    )
+    (count,) = {int(row["tokens"]) // 2048 for row in records(places) if row["end"] == "2048" and row["begin"] == "0"}
+    yield f"Of the {count} windows in `loss.csv` NSA leads by {total:.3f}: by {near:.3f} at positions 0 to {window - 1}"
+    yield f"and by {far:.3f} after them"
+    found = {arm: needles_found(arms_needle, arm) for arm in ("nsa", "nsa-no-sel", "nsa-no-cmp")}
+    lead = {arm: arms["dense"] - arms[arm] for arm in ("nsa-no-sel", "sliding")}
+    yield f"finds at most {max(found['nsa-no-sel'].values()):.0%} of the notes at any length"
+    yield f"is still {lead['nsa-no-sel']:.3f} below dense attention"
+    yield f"and the sliding window, which has no gates, {lead['sliding']:.3f}."
+    curve = {row["step"]: row["valid_loss"] for row in records(study / "curves.csv") if row["arm"] == "nsa-no-cmp"}
+    best, drop = min(arms, key=lambda arm: (arm.endswith("k"), arms[arm])), float(curve["2000"]) - float(curve["2250"])
+    yield f"`{best}` ends at {arms[best]:.3f}, after a drop of {drop:.3f} from step 2,000 to 2,250"
+    yield f"finds {found['nsa-no-cmp'][512]:.0%} of the notes in 512 tokens, where `nsa` finds {found['nsa'][512]:.0%}."
+    behind = [arms[arm] - arms["nsa"] for arm in ("nsa-no-sel", "nsa-no-win", "nsa-lr")]
+    yield f"selection the loss is {behind[0]:.3f} higher than that of `nsa`, without the window {behind[1]:.3f}."
+    yield f"2e-3 (`nsa-lr`) costs NSA {behind[2]:.3f}"
+    yield f"{needles_found(needle, 'nsa-64k')[4096]:.0%} of all notes in 4k tokens"
+    first = [row for row in records("h200/study/gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
+    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
+    yield f"each branch's mean gate ends at {largest:.3f} or less"
+    sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
+    config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
+    with torch.device("meta"):
+        parameters = sum(x.numel() for x in LM(config.model).parameters())
+    yield f"{parameters / 1e6:.1f}M parameters (`--config 125m` with `model.n_layers=6`, `model.hidden=1408`"
+
+
+def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Iterator[str]:
+    """Of the study with two seeds; nothing while its folder is absent."""
+    if not study.is_dir():
+        return
+    kinds = {"nsa": "NSA", "dense": "dense attention"}
+    rows = {row["arm"]: row for row in records(study / "arms.csv")}
+    steps, tokens, window = (int(rows["nsa"][name]) for name in ("steps", "tokens", "seq_len"))
+    yield f"{steps:,} steps, {tokens / 1e6:.1f}M tokens per arm"
+    losses = {"the validation loss": "arms.csv", "the loss on plain text": "arms-plain/loss.csv"}
+    for text, arms in ((text, losses_of(study / name)) for text, name in losses.items() if (study / name).is_file()):
+        ends = [f"{arms[arm]:.3f} of {kind} ({arms[f'{arm}-seed']:.3f} with" for arm, kind in kinds.items()]
+        yield f"{text} is {' the other seed) and '.join(ends)} the other seed)"
+        apart = [f"{abs(arms[arm] - arms[f'{arm}-seed']):.3f} ({kind})" for arm, kind in kinds.items()]
+        yield f"the seeds differ by {' and '.join(apart)}"
+    places = study / "loss.csv"
+    for begin, end in ((0, window // 4), (window // 2, window)) if places.is_file() else ():
+        shown = [f"{loss_between(places, arm, begin, end):.3f} of {kind}" for arm, kind in kinds.items()]
+        yield f"at positions {begin:,} to {end - 1:,} the loss is {' and '.join(shown)}"
+    for arm in kinds:
+        for name, run in (("arms-needle/needle.csv", arm), ("needle.csv", f"{arm}-64k")):
+            found = needles_found(study / name, run) if (study / name).is_file() else {}
+            if found:
+                yield f"`{run}` finds {', '.join(f'{found[n]:.0%} at {short(n)}' for n in sorted(found))}"
