@@ -27,6 +27,7 @@ from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
 from nsa.replay import BothPasses, Results, addresses, can_replay, situation
+from nsa.sequences import Pooling, branch_of
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
@@ -184,10 +185,20 @@ class LayerAngles(NamedTuple):
     block_sin: Tensor | None
 
 
-def angles_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> LayerAngles:
+def pooling_of(layer: NSAAttention, x: Tensor, cu_seqlens: Tensor | None) -> Pooling:
+    """One for keys, values and angles, so that they share what follows from `cu_seqlens`."""
+    found: Pooling = branch_of(Pooling, x, x.shape[1], cu_seqlens, None, layer.config.l, layer.config.d)
+    return found
+
+
+def angles_of(layer: NSAAttention, x: Tensor, pooling: Pooling, position_offset: int | Tensor) -> LayerAngles:
+    cu_seqlens = pooling.sequences.cu_seqlens
     blocks: tuple[Tensor | None, Tensor | None] = (None, None)
     if layer.config.compress_rope == "after":
-        blocks = layer.block_angles(x, cu_seqlens, position_offset)
+        if cu_seqlens is None:
+            blocks = layer.block_angles(x, None, position_offset)
+        else:
+            blocks = layer.rope.angles(pooling.starts[1][None] + position_offset, x.dtype)
     return LayerAngles(*layer.angles(x, cu_seqlens, None, position_offset), *blocks)
 
 
@@ -222,7 +233,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: NSAAttention, cu_seqlens: Tensor | None, angles: LayerAngles, x: Tensor, *parameters: Tensor
+        ctx: Any, layer: NSAAttention, pooling: Pooling, angles: LayerAngles, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`ctx` is None where no gradient is wanted."""
         c, lead, p = layer.config, x.shape[:2], Parameters.split(parameters)
@@ -235,7 +246,7 @@ class LayerNode(torch.autograd.Function):
         # A softmax under CUDA's autocast is fp32.
         gates = layer.gate.activate(logits.view(*lead, -1, 3)).to(q.dtype)
 
-        where = (cu_seqlens, c.l, c.d, c.backend, c.strict)
+        cu_seqlens, where = pooling.sequences.cu_seqlens, (pooling, c.backend, c.strict)
         k_cmp, k_saved = compress(k_raw, p.phi_k, where)
         v_cmp, v_saved = compress(v_raw, p.phi_v, where)
         if angles.block_cos is not None and angles.block_sin is not None:
@@ -277,32 +288,42 @@ def arguments(
     parameters: Sequence[Tensor],
 ) -> tuple[Any, ...]:
     """The arguments of `LayerNode`, in autocast's dtype where that is on."""
-    dtype, angles = matmul_dtype(x), angles_of(layer, x, cu_seqlens, position_offset)
-    return layer, cu_seqlens, angles, x.to(dtype), *(p.to(dtype) for p in parameters)
+    dtype, pooling = matmul_dtype(x), pooling_of(layer, x, cu_seqlens)
+    return (
+        layer,
+        pooling,
+        angles_of(layer, x, pooling, position_offset),
+        x.to(dtype),
+        *(p.to(dtype) for p in parameters),
+    )
 
 
-def compress(x: Tensor, phi: Sequence[Tensor], where: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+# The blocks, `backend` and `strict`.
+Where = tuple[Pooling, str, bool]
+
+
+def compress(x: Tensor, phi: Sequence[Tensor], where: Where) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`phi` of the blocks of `x [B, S, G, D]`: `[B, N, G, D]`, and what its backward pass needs."""
     if not phi:
-        return COMPRESS_MEAN.run_forward(x, *where), ()
+        return COMPRESS_MEAN.compute(x, *where), ()
     position, weight, bias, *outer = phi
-    gathered = GATHER_BLOCKS.run_forward(x, position, *where)
+    gathered = GATHER_BLOCKS.compute(x, position, *where)
     rows = gathered.view(-1, gathered.shape[3])
     blocks, saved = run_mlp(torch.addmm(bias, rows, weight.t()), *outer)
     return blocks.view(*gathered.shape[:3], blocks.shape[1]), (rows, *saved)
 
 
 def compress_backward(
-    d_blocks: Tensor, phi: Sequence[Tensor], saved: Sequence[Tensor], where: tuple[Any, ...], needed: Sequence[bool]
+    d_blocks: Tensor, phi: Sequence[Tensor], saved: Sequence[Tensor], where: Where, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The gradients of `x` and of `phi`."""
     if not phi:
-        return COMPRESS_MEAN.run_backward(d_blocks, *where), []
+        return COMPRESS_MEAN.differentiate(d_blocks, *where), []
     rows, *saved = saved
     dy = d_blocks.view(-1, d_blocks.shape[3])
     d_inner, d_mlp = mlp_backward(dy, saved, phi[3], needed[1:])
     d_rows = torch.mm(d_inner, phi[1]).view(*d_blocks.shape[:3], rows.shape[1])
-    dx, d_position = GATHER_BLOCKS.run_backward(d_rows, *where)
+    dx, d_position = GATHER_BLOCKS.differentiate(d_rows, *where)
     return dx, [d_position, torch.mm(d_inner.t(), rows) if needed[1] else None, *d_mlp]
 
 
@@ -337,7 +358,7 @@ def layer_backward(
 
     if angles.block_cos is not None and angles.block_sin is not None:
         dk_cmp = rope.rotate_back(dk_cmp, (angles.block_cos, angles.block_sin))
-    where = (cu_seqlens, length, c.l, c.d, c.backend, c.strict)
+    where = (pooling_of(layer, do, cu_seqlens), c.backend, c.strict)
     dk_raw, d_phi_k = compress_backward(dk_cmp, p.phi_k, phis[:3], where, needed.phi_k)
     dv_raw, d_phi_v = compress_backward(dv_cmp, p.phi_v, phis[3:], where, needed.phi_v)
     dq = rope.rotate_back(dq, position)
@@ -373,7 +394,8 @@ class LayerReplay(BothPasses):
     """
 
     def __init__(self, layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor], differentiable: bool) -> None:
-        angles, self.dtype = angles_of(layer, x, None, 0), x.dtype
+        pooling = pooling_of(layer, x, None)
+        angles, self.dtype = angles_of(layer, x, pooling, 0), x.dtype
         # What `replay_layer` knows it by, and has to stay.
         self.made = made_of(layer)
         self.angles = angles
@@ -382,7 +404,7 @@ class LayerReplay(BothPasses):
 
         def run(x: Tensor) -> Results:
             kept, cast = Kept(), [p.detach().to(x.dtype) for p in parameters]
-            y, *_ = LayerNode.forward(kept, layer, None, angles, x, *cast)
+            y, *_ = LayerNode.forward(kept, layer, pooling, angles, x, *cast)
             return (y, kept.tensors[len(cast) + N_KEPT :]) if differentiable else (y,)
 
         super().__init__(run, [x])

@@ -6,9 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 from op_arguments import op_of
 
-from nsa import NSAConfig, ops, reference
+from nsa import NSAAttention, NSAConfig, attention, geometry, ops, reference, sequences
 from nsa.functional import attention_kwargs, hyperparameters_of
 from nsa.sequences import ATTENTION_NAMES, Compressed, Pooling, Selected, Selection, Sliding, hyperparameters
 
@@ -59,3 +60,26 @@ def test_a_config_holds_every_hyperparameter() -> None:
     assert attention_kwargs(CONFIG) == expected | routing
     assert dict(zip(ATTENTION_NAMES, hyperparameters_of(CONFIG), strict=True)) == expected
     assert attention_kwargs(CONFIG, hyperparameters(Sliding)) == {"window": 7} | routing
+
+
+def test_a_varlen_layer_locates_its_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, values and their angles share it, in each pass."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(geometry, name)
+
+        def call(*given: Any) -> Any:
+            calls.append(name)
+            return function(*given)
+
+        return call
+
+    for name in ("compressed_starts", "compressed_of_tokens"):
+        monkeypatch.setattr(sequences, name, counted(name))
+    monkeypatch.setattr(attention, "compressed_starts", counted("compressed_starts"))
+    x, cu_seqlens = torch.randn(1, 37, 32, requires_grad=True), torch.tensor([0, 5, 37], dtype=torch.int32)
+    y = NSAAttention(CONFIG)(x, cu_seqlens=cu_seqlens)
+    assert calls == ["compressed_starts"]
+    y.sum().backward()
+    assert sorted(calls[1:]) == ["compressed_of_tokens", "compressed_starts"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.backends.problem import SIZES, Problem
 from nsa.backends.routing import BackendFailure, Router, router, without_autocast
-from nsa.sequences import AttentionBranches, Saved, Upstream, attention_branches
+from nsa.sequences import AttentionBranches, Pooling, Saved, Upstream, attention_branches
 
 
 def profiling() -> bool:
@@ -93,9 +93,14 @@ def combine_shape(q: Tensor, d_v: int) -> tuple[int, ...]:
     return batch, length, length, heads, heads, d_v, d_v
 
 
-def compress_shape(x: Tensor, length: int, head_dim: int) -> tuple[int, ...]:
+def compress_stage(
+    function: str, like: Tensor, pooling: Pooling, head_dim: int, backend: str, strict: bool, **flags: bool
+) -> Stage:
     """Compression has no queries."""
-    return x.shape[0], length, length, x.shape[2], x.shape[2], head_dim, head_dim
+    (batch, _, groups, _), length = like.shape, pooling.sequences.length
+    shape = (batch, length, length, groups, groups, head_dim, head_dim)
+    varlen = pooling.sequences.cu_seqlens is not None
+    return stage("compress", function, shape, like, backend, strict, **flags, varlen=varlen)
 
 
 def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[Tensor, ...] | None:

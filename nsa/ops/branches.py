@@ -51,8 +51,7 @@ class Branch:
         return run(q, k, v, *indices, branch)
 
     def run_backward(self, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
-        *indices, o, lse = args[: self.indices + 2]
-        args = args[self.indices + 2 :]
+        (*indices, o, lse), args = args[: self.indices + 2], args[self.indices + 2 :]
         run, branch = prepare_call(self.name, f"{self.name}_backward", self.kind, q, k, v, args, backward=True)
         upstream = Upstream(torch.zeros_like(o) if do is None else do, dlse)
         return run(upstream, Saved(q, k, v, o, lse, *indices), branch)

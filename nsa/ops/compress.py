@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa import checks
-from nsa.backends.stages import compress_shape, stage
+from nsa.backends.stages import compress_stage
 from nsa.ops.registry import Op, schema_arguments
 from nsa.sequences import Pooling, Sequences, branch_of, hyperparameters
 
@@ -29,32 +29,34 @@ class CompressionOp:
         self.forward.differentiate(self.backward, lambda inputs, _: (inputs[n], inputs[0].shape[1], *inputs[n + 1 :]))
 
     def run_forward(self, x: Tensor, *args: Any) -> Any:
-        *position, cu_seqlens, block, stride, backend, strict = args
-        checks.check_cu_seqlens_values(cu_seqlens, x.shape[1], strict)
+        *position, cu_seqlens, block, stride = args[:-2]
+        pooling = branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)
+        return self.compute(x, *position, pooling, *args[-2:])
+
+    def compute(self, x: Tensor, *args: Any) -> Any:
+        *position, pooling, backend, strict = args
+        checks.check_cu_seqlens_values(pooling.sequences.cu_seqlens, x.shape[1], strict)
         checks.check_finite(strict, **dict(zip(("x", "position"), (x, *position), strict=False)))
-        shape, varlen = compress_shape(x, x.shape[1], x.shape[3]), cu_seqlens is not None
-        run = stage("compress", f"{self.name}_forward", shape, x, backend, strict, varlen=varlen)
-        return run(x, *position, branch_of(Pooling, x, x.shape[1], cu_seqlens, None, block, stride)).contiguous()
+        run = compress_stage(f"{self.name}_forward", x, pooling, x.shape[3], backend, strict)
+        return run(x, *position, pooling).contiguous()
 
     def run_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, *args: Any) -> Any:
-        block, stride, backend, strict = args
-        head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
-        shape, varlen = compress_shape(dout, length, head_dim), cu_seqlens is not None
-        run = stage("compress", f"{self.name}_backward", shape, dout, backend, strict, backward=True, varlen=varlen)
-        grads = run(dout, branch_of(Pooling, dout, length, cu_seqlens, None, block, stride))
-        return tuple(x.contiguous() for x in grads) if self.gathers else grads.contiguous()
+        return self.differentiate(dout, branch_of(Pooling, dout, length, cu_seqlens, None, *args[:-2]), *args[-2:])
+
+    def differentiate(self, dout: Tensor, pooling: Pooling, backend: str, strict: bool) -> Any:
+        head_dim = dout.shape[3] // (pooling.block if self.gathers else 1)
+        run = compress_stage(f"{self.name}_backward", dout, pooling, head_dim, backend, strict, backward=True)
+        return tuple(x.contiguous() for x in run(dout, pooling)) if self.gathers else run(dout, pooling).contiguous()
 
     def fake_forward(self, x: Tensor, *args: Any) -> Tensor:
         *_, cu_seqlens, block, stride, _, _ = args
-        batch, length, groups, head_dim = x.shape
         # Not `branch_of`, which remembers: a length may be a symbol here.
-        n_blocks = Pooling(Sequences(batch, length, x.device, cu_seqlens), block, stride).count
-        return x.new_empty(batch, n_blocks, groups, head_dim * block if self.gathers else head_dim)
+        n_blocks = Pooling(Sequences(x.shape[0], x.shape[1], x.device, cu_seqlens), block, stride).count
+        return x.new_empty(x.shape[0], n_blocks, x.shape[2], x.shape[3] * (block if self.gathers else 1))
 
     def fake_backward(self, dout: Tensor, cu_seqlens: Tensor | None, length: int, block: int, *_: Any) -> Any:
-        head_dim = dout.shape[3] // block if self.gathers else dout.shape[3]
-        dx = dout.new_empty(dout.shape[0], length, dout.shape[2], head_dim)
-        return (dx, dout.new_empty(block, head_dim)) if self.gathers else dx
+        dx = dout.new_empty(dout.shape[0], length, dout.shape[2], dout.shape[3] // (block if self.gathers else 1))
+        return (dx, dout.new_empty(block, dx.shape[3])) if self.gathers else dx
 
 
 COMPRESS_MEAN = CompressionOp("compress_mean", gathers=False)
