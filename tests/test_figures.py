@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.bench.compare import files_of_rows
 from nsa.bench.plot import rows_digest
 from nsa.results import read_rows
 
@@ -23,7 +24,8 @@ NOTEBOOK = "docs/perf-log.md"
 MEASURED = re.compile(
     r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*\d)?"
     r"(?: ?(?:ms|µs|GiB|TB/s|GB/s|TFLOP/s|tokens/s|%)(?![\w/])| (?:tokens per second|times (?:as fast|the bytes|at))"
-    r"|x(?![\w])|(?<=\.\d)M|(?<=\.\d{3})(?![\d.]))"
+    r"| million tokens|x(?![\w])|(?<=\.\d)M|(?<=\.\d{3})(?![\d.])|(?<=\.\d)k tokens)"
+    r"|(?:costs|loss of) \d\.\d+|takes [\d.]+ s(?!\w)|(?:twice|half) as (?:fast|slow)"
 )
 # Numbers that look measured and are not: defaults, limits and definitions.
 DEFINED = {
@@ -85,7 +87,8 @@ def test_no_page_has_a_number_without_a_results_file(page: str) -> None:
     "text",
     [
         *("takes 0.31 ms", "is 1.4 to 12 times as fast", "302,773 tokens per second", "| 2.78x |", "at 7.9 GiB"),
-        *("reads 1.95 times the bytes", "sees 24.6M tokens", "has a loss of 2.967"),
+        *("reads 1.95 times the bytes", "sees 24.6M tokens", "has a loss of 2.967", "saw 20 million tokens"),
+        *("is twice as fast", "costs 0.58", "has a loss of 2.7", "takes 12 s", "pays from 8.3k tokens"),
     ],
 )
 def test_an_unsupported_number_is_found(text: str) -> None:
@@ -126,6 +129,15 @@ def test_a_plot_of_the_docs_is_that_of_the_recorded_rows(name: str) -> None:
     """Drawn by `nsa bench plot`, or by `nsa bench flash --rows`, which write what identifies the rows into the file."""
     digest = rows_digest(read_rows(ROOT / "benchmarks" / "results" / "h200" / f"{name}.csv"))
     assert digest.encode() in (ROOT / "docs" / f"{name}.png").read_bytes()
+
+
+def test_the_picture_of_the_report_is_that_of_the_recorded_rows() -> None:
+    """`docs/tools/pictures.py` writes what identifies the rows into the file."""
+    picture = (ROOT / "docs" / "bench-report.png").read_bytes()
+    if b"Description\0rows " not in picture:
+        pytest.skip("taken before pictures had a description: run docs/tools/pictures.py")
+    files = files_of_rows([ROOT / "benchmarks" / "results" / "h200"])
+    assert rows_digest([row for file in files for row in read_rows(file)]).encode() in picture
 
 
 def lines_of(svg: str) -> list[str]:

@@ -9,16 +9,24 @@ The run is that of `make demo`; the inspector's text is `nsa/attention.py`, and 
 from __future__ import annotations
 
 import shutil
+import struct
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from playwright.sync_api import Page, sync_playwright
 
+from nsa.bench.compare import files_of_rows
+from nsa.bench.plot import rows_digest
 from nsa.cli import main
+from nsa.results import read_rows
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+# Signature and IHDR.
+PNG_HEADER = 33
 
 
 class Picture(NamedTuple):
@@ -43,7 +51,7 @@ def write_pages(run: str, folder: Path) -> None:
     for words in (
         ["inspect", run, "--text", str(ROOT / "nsa" / "attention.py"), "--max-tokens", "4096", "-o", "inspect.html"],
         ["report", run, "-o", "report.html"],
-        ["bench", "report", str(ROOT / "benchmarks" / "results" / "h200"), "-o", "bench.html"],
+        ["bench", "report", str(RESULTS), "-o", "bench.html"],
     ):
         assert main([*words[:-1], str(folder / words[-1])]) == 0
 
@@ -57,7 +65,15 @@ def keep_a_token(page: Page) -> None:
     page.evaluate("scrollTo(0, document.querySelector('main').offsetTop - 40)")
 
 
+def stamp(picture: Path, text: str) -> None:
+    """Write a description into a PNG file, after its header, as `nsa bench plot` does."""
+    data, chunk = picture.read_bytes(), b"tEXtDescription\0" + text.encode()
+    added = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    picture.write_bytes(data[:PNG_HEADER] + added + data[PNG_HEADER:])
+
+
 def take_pictures(run: str) -> None:
+    rows = [row for file in files_of_rows([RESULTS]) for row in read_rows(file)]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         write_pages(run, Path(folder))
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -69,6 +85,7 @@ def take_pictures(run: str) -> None:
                 keep_a_token(page)
             page.screenshot(path=ROOT / "docs" / picture.name)
             page.close()
+        stamp(ROOT / "docs" / "bench-report.png", rows_digest(rows))
 
 
 if __name__ == "__main__":

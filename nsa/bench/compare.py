@@ -30,8 +30,10 @@ def files_of_rows(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         candidates = sorted(path.rglob("*.csv")) if path.is_dir() else [path] if path.exists() else []
         own = [file for file in candidates if csv_header(file) == list(COLUMNS)]
-        for file in sorted(set(candidates) - set(own)):
-            print(f"left out: {file}: it has other columns than rows of nsa bench")
+        others = [str(file) for file in candidates if file not in own]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            print(f"left out: {others[0]}{more}: other columns than rows of nsa bench")
         require(bool(own), "rows", str(path), "a CSV file that nsa bench wrote, or a folder with one")
         found += own
     return found

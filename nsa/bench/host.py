@@ -81,9 +81,12 @@ def eager_passes(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> I
 
 
 def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
-    require(min(args.lengths) > 0, "--lengths", args.lengths, "numbers of at least 1")
-    for sizes in map(parse_heads, args.heads):
-        for length in args.lengths:
+    # On a CPU a call is its computation.
+    default_heads, default_length = ("4/2/32", 512) if runner.device == "cpu" else ("12/2/64", 2048)
+    lengths = args.lengths or [default_length]
+    require(min(lengths) > 0, "--lengths", lengths, "numbers of at least 1")
+    for sizes in map(parse_heads, args.heads or [default_heads]):
+        for length in lengths:
             shape = AttentionShape(args.batch_size, length, *sizes)
             yield from host_tasks(shape, runner.dtype, runner.device, args.backend)
 

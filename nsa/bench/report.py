@@ -33,6 +33,9 @@ DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa")
 MODE_SUMS = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
 PASSES = {"fwd": ", forward", "bwd": ", backward"}
 BRANCH_OPS = ("compress", "compressed", "scores", "selected", "sliding", "combine")
+# What measures each section of the page.
+SUITE_OF = {"training": "train", "decoding": "decode", "host": "host", "time by branch": "branches"}
+SUITE_OF |= dict.fromkeys(("speedup over dense attention", "time", "memory", "ceilings"), "attention")
 # Two matmuls forward, five backward.
 BACKWARD_FLOPS = 2.5
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -303,11 +306,17 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
             "host": host_table(found),
             "ceilings": ceiling_parts(found, gpu),
         }
-        parts += [section(f"{gpu}: {title}", content) for title, content in drawn.items()]
+        shown = {title: "".join(content) for title, content in drawn.items()}
+        parts += [section(f"{gpu}: {title}", [content]) for title, content in shown.items()]
+        missing = [f"{title} (nsa bench {SUITE_OF[title]})" for title, content in shown.items() if not content]
+        if missing:
+            parts.append(section(f"{gpu}: not measured", [note("; ".join(missing))]))
     return render_page("Benchmarks", [*parts, section("Origin", [origin_table(rows, files)])])
 
 
 def run(args: argparse.Namespace) -> int:
+    given = bool(args.rows) or RESULTS_FOLDER.is_dir()
+    require(given, "rows", str(RESULTS_FOLDER), "files of rows; this default is there in a checkout only")
     files = files_of_rows(args.rows or [RESULTS_FOLDER])
     rows = [row for file in files for row in read_rows(file)]
     require(bool(rows), "rows", [str(file) for file in files], "files with at least one row")

@@ -103,8 +103,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_host(parser: argparse.ArgumentParser) -> None:
     parser.description = "Time how long the CPU takes to issue an eager call, next to dense attention; count launches."
     parser.epilog = "example: nsa bench host --heads 12/2/64 --lengths 2048 8192"
-    parser.add_argument("--heads", nargs="+", default=["12/2/64"], metavar="H/G/D", help="heads/groups/head_dim")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048])
+    heads = "heads/groups/head_dim (default: 12/2/64; 4/2/32 without a GPU)"
+    parser.add_argument("--heads", nargs="+", metavar="H/G/D", help=heads)
+    parser.add_argument("--lengths", nargs="+", type=int, help="(default: 2048; 512 without a GPU)")
     parser.add_argument("--batch-size", type=int, default=1)
     add_device(parser)
     parser.add_argument("--backend", default="auto", help="of NSA; a named one never falls back")

@@ -69,11 +69,11 @@ def own_rows(args: argparse.Namespace, device: torch.device, differing: list[str
     chunk = (65536 if device.type == "cuda" else 8192) if args.chunk is None else args.chunk
     require_positive_int("--chunk", chunk)
     subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
-    differing += differences(subjects, args)
+    differing += mismatches(subjects, args)
     return loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
 
 
-def differences(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Iterator[str]:
+def mismatches(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Iterator[str]:
     """What the runs do not have in common and a comparison needs."""
     if len({subject.tokenizer.name for subject in subjects}) > 1:
         yield "the runs have different tokenizers, so that a token is not the same amount of text"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nsa import cli
 from nsa.bench import host, runner
@@ -33,3 +36,10 @@ def test_rows_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_length_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "host", "--lengths", "0"]) == 2
     assert "--lengths" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_default_shape_is_small() -> None:
+    args = argparse.Namespace(heads=None, lengths=None, batch_size=1, backend="auto")
+    given = SimpleNamespace(device="cpu", dtype=torch.float32)
+    task = next(host.tasks(args, given))  # type: ignore[arg-type]
+    assert (task.shape.length, task.shape.n_heads) == (512, 4)

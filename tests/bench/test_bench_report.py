@@ -56,6 +56,29 @@ def test_a_single_peak_is_drawn_and_a_missing_one_named(tmp_path: Path) -> None:
     assert "nsa-triton" not in missing
 
 
+def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
+    append(tmp_path / "rows.csv", ROW)
+    text = draw(tmp_path / "bench.html", tmp_path / "rows.csv")
+    assert "(nsa bench branches)" in text
+    assert "(nsa bench train)" not in text
+
+
+def test_the_default_rows_are_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "report"]) == 2
+    assert "checkout" in capsys.readouterr().err
+
+
+def test_files_that_are_left_out_take_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(tmp_path / "rows.csv", ROW)
+    for name in "abc":
+        (tmp_path / f"{name}.csv").write_text("x\n1\n")
+    draw(tmp_path / "bench.html", tmp_path)
+    assert len([line for line in capsys.readouterr().out.splitlines() if "left out" in line]) == 1
+
+
 def test_break_even_is_only_claimed_between_lengths() -> None:
     assert break_even([(1024, 0.5), (2048, 0.9)]) is None
     assert break_even([(1024, 1.5), (2048, 1.9)]) == 0

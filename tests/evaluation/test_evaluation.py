@@ -289,9 +289,9 @@ def test_runs_with_other_text_or_windows_are_reported(tmp_path: Path) -> None:
     for other in ("b", "c"):
         args = argparse.Namespace(eval_command="loss", dataset=None, data_path=None, seq_len=None)
         subjects = command.open_models([tmp_path / "a", tmp_path / other], device=torch.device("cpu"))
-        assert len(list(command.differences(subjects, args))) == 1
+        assert len(list(command.mismatches(subjects, args))) == 1
         args.dataset, args.seq_len = "stdlib", 32
-        assert not list(command.differences(subjects, args))
+        assert not list(command.mismatches(subjects, args))
 
 
 def test_a_haystack_of_ones_own_is_used(runs: list[str], tmp_path: Path) -> None:
