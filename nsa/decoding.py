@@ -8,7 +8,7 @@ Everything else (longer steps, other backends, `torch.compile`, autocast) goes t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from nsa.functional import hyperparameters_of
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
-    from nsa.model.transformer import RMSNorm
 
 # A longer step is a chunk of prefill: compute counts there, not bytes.
 MAX_TOKENS = 8
@@ -36,6 +35,17 @@ MAX_LINEAR_BYTES = 1 << 24
 T = TypeVar("T")
 
 
+class RowNorm(Protocol):
+    """An RMSNorm, which the linear kernel can compute itself."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 def fused_step(
     layer: NSAAttention,
     x: Tensor,
@@ -44,7 +54,7 @@ def fused_step(
     position_offset: int | Tensor,
     every_branch: bool = False,
     *,
-    norm: RMSNorm | None = None,
+    norm: RowNorm | None = None,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Append the tokens `norm(x [B,T,dim])`, the first `counts [B]` of which are real, to `cache` and attend from them,
@@ -127,7 +137,7 @@ def readable(phi: Compression, device: torch.device) -> bool:
     return contiguous and all(map(eager.is_plain_linear, phi.children()))
 
 
-def project(layer: NSAAttention, x: Tensor, norm: RMSNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values as by `layer.heads`, and the gates, of `norm(x)`; in two launches where the layer is a
     `plain` one, whose parameters say all that it does."""
     c, gate = layer.config, layer.gate
@@ -139,9 +149,9 @@ def project(layer: NSAAttention, x: Tensor, norm: RMSNorm | None, plain: bool) -
     decode, _ = triton.load("decode")
     inner, inner_bias, outer, outer_bias = p.gate
     weights = [*map(decode.Weights, (p.q, p.k, p.v)), decode.Weights(inner, inner_bias, "silu")]
-    *projected, hidden = triton.linear(x, *weights, norm=norm_of(decode, norm))
+    *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm))
     sigmoid = c.gate == "sigmoid" and c.drop_branch is None
-    (gates,) = triton.linear(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
+    (gates,) = triton.linear_step(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
     gates = gates.unflatten(-1, (c.n_heads, -1))
     q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))
     return q, k, v, gates if sigmoid else gate.activate(gates)
@@ -155,7 +165,7 @@ def few_rows(x: Tensor, *weights: Tensor) -> bool:
     return all(fitting) and all((w.dtype, w.device) == (x.dtype, x.device) for w in weights)
 
 
-def norm_of(decode: Any, norm: RMSNorm | None) -> Any:
+def norm_of(decode: Any, norm: RowNorm | None) -> Any:
     return None if norm is None else decode.Norm(norm.weight, norm.eps)
 
 

@@ -409,7 +409,16 @@ def attributes_of(path: Path) -> set[str]:
 # one that computes; the launchers of `backends/triton` and `backends/gluon`; a module's logger and type variable.
 COMMANDS = {"add_arguments", "main", "run"}
 SUITE = {"clock", "tasks"}
-BACKEND = {"compile_ahead", "decode_step", "dense_step", "name", "prepare_backward", "select_blocks", "supports"}
+BACKEND = {
+    "compile_ahead",
+    "decode_step",
+    "dense_step",
+    "linear_step",
+    "name",
+    "prepare_backward",
+    "select_blocks",
+    "supports",
+}
 LAUNCHER = {"candidates", "default_tile", "describe_keys", "describe_rows"}
 LAUNCHER |= {"pick_forward", "pick_backward", "plan", "plan_forward", "plan_backward"}
 CONVENTION = {"T", "log"}

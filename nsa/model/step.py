@@ -36,17 +36,17 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
     if torch.compiler.is_compiling() or (cache.batch_size, cache.device) != (x.shape[0], x.device):
         return None
     outputs = (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer)
-    if not is_plain(layer) or not takes(x, *outputs):
+    if is_watched(layer) or not takes(x, *outputs):
         return None
     o = attention_step(layer, x, cache, counts)
     if o is None:
         return None
     decode, _ = triton.load("decode")
     o_proj, inner, outer = (linear.weight for linear in outputs)
-    (x,) = triton.linear(o.flatten(2), decode.Weights(o_proj), residual=x)
+    (x,) = triton.linear_step(o.flatten(2), decode.Weights(o_proj), residual=x)
     norm = norm_of(decode, layer.mlp_norm)
-    (hidden,) = triton.linear(x, decode.Weights(inner, None, "silu"), norm=norm, paired=True)
-    (x,) = triton.linear(hidden, decode.Weights(outer), residual=x)
+    (hidden,) = triton.linear_step(x, decode.Weights(inner, None, "silu"), norm=norm, paired=True)
+    (x,) = triton.linear_step(hidden, decode.Weights(outer), residual=x)
     return x
 
 
@@ -65,7 +65,7 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             decode, _ = triton.load("decode")
             weights = [decode.Weights(linear.weight) for linear in linears]
-            q, k, v = triton.linear(x, *weights, norm=norm_of(decode, norm))
+            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm))
             return q.unflatten(-1, (-1, c.d_k)), k.unflatten(-1, (-1, c.d_k)), v.unflatten(-1, (-1, c.d_v))
 
         return attention.fused_step(x, cache, counts, project)
@@ -77,8 +77,8 @@ def takes(x: Tensor, *linears: torch.nn.Linear) -> bool:
     return all(map(is_plain_linear, linears)) and few_rows(x, *(linear.weight for linear in linears))
 
 
-def is_plain(layer: Layer) -> bool:
-    """Whether nothing watches or replaces the calls of the layer's modules."""
+def is_watched(layer: Layer) -> bool:
+    """Whether hooks see, or something replaces, the calls of the layer's modules."""
     modules = (layer.attention, layer.attention_norm, layer.mlp_norm, layer.mlp)
     hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
-    return not hooked and not _has_any_global_hook()
+    return hooked or _has_any_global_hook()

@@ -195,8 +195,9 @@ def test_a_prompt_reads_no_further_than_itself(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_removes_the_drafts_that_it_rejects(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host need not ask for it, and a row that is fed nothing stays as it is."""
+    real = decoder.Replay
     monkeypatch.setattr(decoder, "can_capture", lambda model, options: static)
-    monkeypatch.setattr(decoder, "Replay", lambda run, capture: run)
+    monkeypatch.setattr(decoder, "Replay", lambda run, capture: real(run, capture=False))
     model, prompts = small_model(kind), [[1, 2, 3] * 4, [5, 6], [7]]
     whole = generate(model, prompts, 4, temperature=0).tolist()
     with torch.inference_mode():

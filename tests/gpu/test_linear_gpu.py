@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.backends.triton.decode import Norm, Weights, linear
+from nsa.backends.triton.decode import Norm, Weights, linear_step
 
 SIZES = [(768, (768, 384, 384, 192)), (192, (36,)), (2048, (768,)), (4096, (4096, 1024)), (100, (7, 1, 33))]
 
@@ -33,12 +33,12 @@ def test_linears(n_in: int, n_out: tuple[int, ...], rows: int, dtype: torch.dtyp
         assert w.bias is not None
         return F.silu(F.linear(normed, w.weight.double(), w.bias.double()))
 
-    found = linear(x, *weights, norm=norm)
+    found = linear_step(x, *weights, norm=norm)
     for w, y in zip(weights, found, strict=True):
         assert_near(y, exact(w))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = linear(x, *weights, norm=norm)
+        replayed = linear_step(x, *weights, norm=norm)
     for y in replayed:
         y.fill_(torch.nan)
     graph.replay()
@@ -53,8 +53,8 @@ def test_swiglu_and_residual(rows: int) -> None:
         normal(4096, 768, dtype=torch.bfloat16, scale=0.03),
         normal(768, 2048, dtype=torch.bfloat16, scale=0.03),
     )
-    (hidden,) = linear(x, Weights(inner, None, "silu"), paired=True)
+    (hidden,) = linear_step(x, Weights(inner, None, "silu"), paired=True)
     gate, value = F.linear(x.double(), inner.double()).chunk(2, dim=-1)
     assert_near(hidden, F.silu(gate) * value)
-    (y,) = linear(hidden, Weights(outer), residual=residual)
+    (y,) = linear_step(hidden, Weights(outer), residual=residual)
     assert_near(y, residual.double() + F.linear(hidden.double(), outer.double()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nsa import NSAConfig
 from nsa.backends import triton as triton_backend
-from nsa.backends.triton.decode import Norm, Weights, linear
+from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.launch import Launch
 from nsa.model import transformer
 from nsa.model.config import LMConfig
@@ -64,7 +64,7 @@ def test_linears_are_those_of_torch(data: st.DataObject) -> None:
         bias = normal(n_out, dtype=dtype) if data.draw(st.booleans()) else None
         weight = normal(n_out, n_in, dtype=dtype, scale=n_in**-0.5)
         weights.append(Weights(weight, bias, data.draw(st.sampled_from(list(ACTIVATIONS)))))
-    for w, found in zip(weights, linear(x, *weights, norm=norm), strict=True):
+    for w, found in zip(weights, linear_step(x, *weights, norm=norm), strict=True):
         assert_near(found, ACTIVATIONS[w.activation](F.linear(normed, w.weight, w.bias)))
 
 
@@ -73,9 +73,9 @@ def test_a_residual_is_added_and_a_swiglu_is_one_launch(dtype: torch.dtype) -> N
     torch.manual_seed(0)
     x, norm = normal(3, 2, 72, dtype=dtype), Norm(1 + normal(72, dtype=dtype, scale=0.1), 1e-5)
     weight, residual = normal(40, 72, dtype=dtype, scale=0.1), normal(3, 2, 40, dtype=dtype)
-    (found,) = linear(x, Weights(weight), residual=residual)
+    (found,) = linear_step(x, Weights(weight), residual=residual)
     assert_near(found, residual + F.linear(x, weight))
-    (found,) = linear(x, Weights(weight, None, "silu"), norm=norm, paired=True)
+    (found,) = linear_step(x, Weights(weight, None, "silu"), norm=norm, paired=True)
     gate, value = F.linear(F.rms_norm(x, (72,), norm.weight, norm.eps), weight).chunk(2, dim=-1)
     assert_near(found, F.silu(gate) * value)
 
@@ -84,8 +84,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     torch.manual_seed(0)
     x, norm = normal(9, 1, 300, dtype=torch.float16), Norm(normal(300, dtype=torch.float16), 1e-5)
     weight = Weights(normal(33, 300, dtype=torch.float16))
-    (together,) = linear(x, weight, norm=norm)
-    alone = [linear(row[None].contiguous(), weight, norm=norm)[0] for row in x]
+    (together,) = linear_step(x, weight, norm=norm)
+    alone = [linear_step(row[None].contiguous(), weight, norm=norm)[0] for row in x]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -173,6 +173,6 @@ def test_a_failure_of_the_linear_kernel_is_that_of_the_step(monkeypatch: pytest.
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise triton_backend.BackendFailure("no room")
 
-    monkeypatch.setattr(triton_backend, "linear", fail)
+    monkeypatch.setattr(triton_backend, "linear_step", fail)
     with pytest.raises(triton_backend.BackendFailure):
         steps(layer, torch.randn(1, 5, 24, device=DEVICE))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nsa.backends.triton.decode.dense import DenseStore, dense_step
-from nsa.backends.triton.decode.linear import Norm, Weights, linear
+from nsa.backends.triton.decode.linear import Norm, Weights, linear_step
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
@@ -39,7 +39,7 @@ __all__ = [
     "decode_attention",
     "decode_step",
     "dense_step",
-    "linear",
+    "linear_step",
 ]
 
 

@@ -24,8 +24,8 @@ from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
 
 MAX_WEIGHTS = 4
 BLOCK_N = 16
-NONE, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
-ACTIVATIONS = {None: NONE.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
+LINEAR, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
+ACTIVATIONS = {None: LINEAR.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
 
 
 class Weights(NamedTuple):
@@ -52,7 +52,7 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def load_rows(p, o_row, o_k, n_rows, K: tl.constexpr):
+def load_matrix(p, o_row, o_k, n_rows, K: tl.constexpr):
     """`[rows, columns]` of a contiguous matrix with `K` columns; zeros outside."""
     m_x = (o_row < n_rows)[:, None] & (o_k < K)[None, :]
     return tl.load(p + (o_row * K)[:, None] + o_k[None, :], mask=m_x, other=0.0)
@@ -60,7 +60,7 @@ def load_rows(p, o_row, o_k, n_rows, K: tl.constexpr):
 
 @triton.jit
 def load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K: tl.constexpr):
-    b_x = load_rows(x, o_m, o_k, n_rows, K)
+    b_x = load_matrix(x, o_m, o_k, n_rows, K)
     if norm is not None:
         b_norm = tl.load(norm + o_k, mask=o_k < K, other=0.0).to(tl.float32)
         b_x = (b_x.to(tl.float32) * b_scale[:, None] * b_norm[None, :]).to(b_x.dtype)
@@ -103,16 +103,16 @@ def linear_kernel(
     o_n = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
-    b_w = load_rows(weight, o_n, o_k, n_out, K)
+    b_w = load_matrix(weight, o_n, o_k, n_out, K)
     if PAIRED:
-        b_w_value = load_rows(weight + N_0 * K, o_n, o_k, n_out, K)
+        b_w_value = load_matrix(weight + N_0 * K, o_n, o_k, n_out, K)
     if PDL:
         gdc_wait()
     b_scale = tl.zeros([BLOCK_M], tl.float32)
     if norm is not None:
         b_squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
         for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            b_x = load_rows(x, o_m, first + o_k, n_rows, K).to(tl.float32)
+            b_x = load_matrix(x, o_m, first + o_k, n_rows, K).to(tl.float32)
             b_squares += b_x * b_x
         b_scale = tl.rsqrt(tl.sum(b_squares, 1) / K + eps)
     b_x = tl.trans(load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K))
@@ -122,9 +122,9 @@ def linear_kernel(
     for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         o_k = first + tl.arange(0, BLOCK_K)
         b_x = tl.trans(load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K))
-        b_y = tl.dot(load_rows(weight, o_n, o_k, n_out, K), b_x, b_y, input_precision="ieee")
+        b_y = tl.dot(load_matrix(weight, o_n, o_k, n_out, K), b_x, b_y, input_precision="ieee")
         if PAIRED:
-            b_w_value = load_rows(weight + N_0 * K, o_n, o_k, n_out, K)
+            b_w_value = load_matrix(weight + N_0 * K, o_n, o_k, n_out, K)
             b_value = tl.dot(b_w_value, b_x, b_value, input_precision="ieee")
     if BIASED > 0:
         m_bias = (o_n < n_out) & ((BIASED >> i_weight) % 2 > 0)
@@ -186,7 +186,7 @@ class LinearPlan:
 plan_linear = lru_cache(maxsize=MAX_PLANS)(LinearPlan)
 
 
-def linear(
+def linear_step(
     x: Tensor,
     *weights: Weights,
     norm: Norm | None = None,
