@@ -170,7 +170,7 @@ def tasks(args: argparse.Namespace, runner: Runner) -> Iterator[Task]:
     # Imports Triton.
     from nsa.backends.triton.ahead import compile_ahead
 
-    models = {"nsa-triton": new_model(args.preset, "nsa"), "dense-sdpa": new_model(args.preset, "dense")}
+    models = {"nsa-triton": new_model(args.preset, "nsa"), "dense-triton": new_model(args.preset, "dense")}
     nsa, rate = models["nsa-triton"], copy_rate()
     shapes = [model_shape(nsa.config, batch, length) for batch in args.batch_size for length in args.lengths]
 

@@ -28,7 +28,7 @@ RESULTS_FOLDER = Path("benchmarks/results")
 GRAPHS = "-graphs"
 # The first that was measured is compared.
 NSA_FIRST = ("nsa-triton", "nsa-sdpa")
-DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa")
+DENSE_FIRST = ("dense-cudnn", "dense-fa2", "dense-sdpa", "dense-triton")
 # Passes of attention that a row, or a sum of rows, has the time of.
 MODE_SUMS = {"forward": ("fwd",), "backward": ("bwd",), "forward + backward": ("fwd", "bwd")}
 PASSES = {"fwd": ", forward", "bwd": ", backward"}
