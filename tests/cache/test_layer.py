@@ -163,7 +163,7 @@ def test_nothing_ever_moves(static: bool) -> None:
     before = where()
     # Every tensor the cache holds is among its buffers.
     held = {x.data_ptr() for x in (*cache.selected.pair, *cache.compressed.pair, *cache.window.pair, *cache.tail.pair)}
-    held |= {cache.lengths.data_ptr(), cache.high_water.data_ptr()}
+    held |= {x.data_ptr() for x in (cache.lengths, cache.high_water, cache.crop_floor)}
     assert held == {address for address, _ in before}
     feed(attn, cache, tokens(30, batch=2), [20, 1, 9])
     cache.reorder(torch.tensor([1, 1]))
@@ -190,10 +190,10 @@ def test_bytes_used_is_what_the_four_stores_need(
     cache = NSACache(c, batch, max_len, dtype=dtype, max_rollback=max_rollback)
     blocks = sum(start + c.l <= max_len for start in range(0, max_len, c.d))
     window, tail = (min(reach + max_rollback, max_len) for reach in (c.w, c.l))
-    # One spare place a store; two int32 a row.
+    # One spare place per store; three int32 per row.
     places = (max_len + 1) + (blocks + 1) + (window + 1) + (tail + 1)
     a_place = c.n_kv_groups * (c.d_k + c.d_v) * dtype.itemsize
-    assert cache.bytes_used() == batch * (places * a_place + 8)
+    assert cache.bytes_used() == batch * (places * a_place + 12)
 
 
 @pytest.mark.parametrize("length", [24, 25, 40, 100])

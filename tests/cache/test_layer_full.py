@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSACache
+from nsa.cache import Step
 
 
 @pytest.mark.parametrize("sizes", [[21], [20, 1], [15, 6], [*[1] * 20, 1]], ids=str)
@@ -100,14 +101,18 @@ def test_every_token_that_fits_gets_its_output_in_any_step(
 def test_a_step_lays_out_no_more_keys_than_the_cache_can_hold(n_new: int) -> None:
     config = layer(w=4096, l=4096, phi="mean").config
     cache = NSACache(config, 1, 8, dtype=FP64)
-    pair = (torch.ones(1, n_new, 2, config.d_k, dtype=FP64), torch.ones(1, n_new, 2, config.d_v, dtype=FP64))
 
     def compress(k: Tensor, v: Tensor) -> Any:
         raise AssertionError("a cache shorter than a block never completes one")
 
-    step = cache.stage(raw=pair, selected=pair, window=pair, compress=compress)
+    def stage(n: int) -> Step:
+        pair = (torch.ones(1, n, 2, config.d_k, dtype=FP64), torch.ones(1, n, 2, config.d_v, dtype=FP64))
+        return cache.stage(raw=pair, selected=pair, window=pair, compress=compress)
+
+    cache.commit(stage(1))
+    step = stage(n_new)
     assert step.window[0].shape[1] == 7 + n_new
-    assert cache.tail.recent(cache.lengths, pair)[0].shape[1] == 7 + n_new
+    assert cache.tail.recent(cache.lengths, step.new_raw)[0].shape[1] == 7 + n_new
 
 
 # Lengths at which the last compressed block ends at max_len, just before it, and as far before it as can be.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSACache
+from nsa.cache import layer as cache_layer
 from nsa.generate import generate, summary
 from nsa.generation import decoder, engine
 from nsa.generation.engine import Generation
@@ -174,6 +175,7 @@ def test_static_caches_change_no_token(n_draft: int, sampling: str, monkeypatch:
 def test_a_prompt_reads_no_further_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches of a captured step are static, which read everything, but not before the prompt is in them."""
     monkeypatch.setattr(decoder, "can_capture", lambda model, options: True)
+    monkeypatch.setattr(cache_layer, "KEYS_STEP", 8)
     read: list[tuple[bool, int]] = []
     stage = NSACache.stage
 
@@ -214,20 +216,11 @@ def test_every_call_of_a_replay_is_one_step(monkeypatch: pytest.MonkeyPatch) -> 
     done: list[str] = []
 
     class Graph:
-        capturing = False
-
         def replay(self) -> None:
             done.append("replayed")
 
-        def __enter__(self) -> None:
-            Graph.capturing = True
-
-        def __exit__(self, *error: object) -> None:
-            Graph.capturing = False
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: graph)
-    step = decoder.Replay(lambda: None if Graph.capturing else done.append("eager"), capture=True)
+    monkeypatch.setattr(decoder, "capture_graph", lambda run: Graph())
+    step = decoder.Replay(lambda: done.append("eager"), capture=True)
     for n in range(1, 7):
         step()
         assert len(done) == n

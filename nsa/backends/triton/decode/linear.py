@@ -24,6 +24,7 @@ from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
 
 MAX_WEIGHTS = 4
 BLOCK_N = 16
+TILE_ROW_BYTES = 512
 LINEAR, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS = {None: LINEAR.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
 
@@ -34,14 +35,6 @@ class Weights(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     activation: str | None = None
-
-
-class LinearTile(NamedTuple):
-    """`row_bytes`: of a tile's rows."""
-
-    row_bytes: int = 512
-    warps: int = 4
-    stages: int = 4
 
 
 class Norm(NamedTuple):
@@ -153,7 +146,6 @@ class LinearPlan:
         eps: float | None,
         residual: bool,
         paired: bool,
-        tile: LinearTile,
     ) -> None:
         *rows, n_inputs = x.shape
         n_rows = rows[0] * rows[1]
@@ -175,11 +167,12 @@ class LinearPlan:
             K=n_inputs,
             BLOCK_M=max(16, triton.next_power_of_2(n_rows)),
             BLOCK_N=BLOCK_N,
-            BLOCK_K=max(16, min(tile.row_bytes // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
-            STAGES=tile.stages,
+            BLOCK_K=max(16, min(TILE_ROW_BYTES // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
+            STAGES=4,
             BIASED=sum(has << i for i, has in enumerate(biased)),
             PAIRED=paired,
-            num_warps=tile.warps,
+            # Fewer rows are multiplied by fewer warps: each reads the whole tile of weights.
+            num_warps=2 if n_rows <= 16 else 4,
         )
 
 
@@ -187,12 +180,7 @@ plan_linear = lru_cache(maxsize=MAX_PLANS)(LinearPlan)
 
 
 def linear_step(
-    x: Tensor,
-    *weights: Weights,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    paired: bool = False,
-    tile: LinearTile | None = None,
+    x: Tensor, *weights: Weights, norm: Norm | None = None, residual: Tensor | None = None, paired: bool = False
 ) -> tuple[Tensor, ...]:
     """Apply linear layers to the same few rows.
 
@@ -209,7 +197,7 @@ def linear_step(
     laid = tuple(layout(w.weight) for w in weights)
     biased, activations = tuple(w.bias is not None for w in weights), tuple(w.activation for w in weights)
     eps = None if norm is None else norm.eps
-    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired, tile or LinearTile())
+    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired)
     outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in plan.outputs)
     given: dict[str, Tensor] = {}
     for i in range(MAX_WEIGHTS):
