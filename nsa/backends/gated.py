@@ -26,12 +26,12 @@ def without_gate(backward: Backward) -> Backward:
     """A backward pass `(..., upstream, saved, branch)` without a gate as one that takes a gate and a `dq` to add to."""
 
     @wraps(backward)
-    def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         *owner, upstream, saved, branch = args
         plain = upstream
         if upstream.gate is not None:
             plain = Upstream(upstream.do * upstream.gate[..., None], upstream.dlse)
-        dq, dk, dv = backward(*owner, plain, saved, branch)
+        dq, dk, dv = backward(*owner, plain, saved, branch, **options)
         return (dq if upstream.dq is None else upstream.dq.add_(dq)), dk, dv
 
     return run

@@ -22,8 +22,8 @@ PROGRAM = Path(__file__).resolve().with_name("every_kernel.py")
 REPOSITORY = PROGRAM.parent.parent.parent
 # Triton names a kernel after its function; every one of ours ends so.
 OURS = "regex=.*_kernel"
-# An allocation of its own for each tensor, so that one step past its end is outside.
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# An allocation of its own for each tensor, so that one step past its end is outside. No CUDA graph is captured so.
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NSA_REPLAY": "0"}
 
 
 # A report's line that says where: a function of ours by its plain name, one of torch's with its namespace.

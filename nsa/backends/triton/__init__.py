@@ -190,9 +190,9 @@ def backward_launcher(module: str, function: str) -> Callable[..., Any]:
     fused = Launcher(module, function)
     unfused = without_gate(fused)
 
-    def launch(upstream: Upstream, *args: Any) -> Any:
+    def launch(upstream: Upstream, *args: Any, **options: Any) -> Any:
         unfuse = upstream.gate is not None and upstream.do.dtype == torch.float16
-        return (unfused if unfuse else fused)(upstream, *args)
+        return (unfused if unfuse else fused)(upstream, *args, **options)
 
     launch.__name__ = launch.__qualname__ = function
     return launch
