@@ -134,25 +134,23 @@ def evaluation_sentences() -> Iterator[str]:
 
 
 def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Iterator[str]:
-    """Of the study with two seeds; nothing while its folder is absent."""
+    """The sentences on two arms that were trained for longer; none while their folder is absent."""
     if not study.is_dir():
         return
-    kinds = {"nsa": "NSA", "dense": "dense attention"}
-    rows = {row["arm"]: row for row in records(study / "arms.csv")}
-    steps, tokens, window = (int(rows["nsa"][name]) for name in ("steps", "tokens", "seq_len"))
+    nsa = next(row for row in records(study / "arms.csv") if row["arm"] == "nsa")
+    steps, tokens = int(nsa["steps"]), int(nsa["tokens"])
     yield f"{steps:,} steps, {tokens / 1e6:.1f}M tokens per arm"
-    losses = {"the validation loss": "arms.csv", "the loss on plain text": "arms-plain/loss.csv"}
-    for text, arms in ((text, losses_of(study / name)) for text, name in losses.items() if (study / name).is_file()):
-        ends = [f"{arms[arm]:.3f} of {kind} ({arms[f'{arm}-seed']:.3f} with" for arm, kind in kinds.items()]
-        yield f"{text} is {' the other seed) and '.join(ends)} the other seed)"
-        apart = [f"{abs(arms[arm] - arms[f'{arm}-seed']):.3f} ({kind})" for arm, kind in kinds.items()]
-        yield f"the seeds differ by {' and '.join(apart)}"
-    places = study / "loss.csv"
-    for begin, end in ((0, window // 4), (window // 2, window)) if places.is_file() else ():
-        shown = [f"{loss_between(places, arm, begin, end):.3f} of {kind}" for arm, kind in kinds.items()]
-        yield f"at positions {begin:,} to {end - 1:,} the loss is {' and '.join(shown)}"
-    for arm in kinds:
-        for name, run in (("arms-needle/needle.csv", arm), ("needle.csv", f"{arm}-64k")):
-            found = needles_found(study / name, run) if (study / name).is_file() else {}
-            if found:
-                yield f"`{run}` finds {', '.join(f'{found[n]:.0%} at {short(n)}' for n in sorted(found))}"
+    arms, plain = losses_of(study / "arms.csv"), losses_of(study / "arms-plain" / "loss.csv")
+    yield f"the validation loss of dense attention is {arms['dense']:.3f}, that of NSA {arms['nsa']:.3f}"
+    points = [row for row in records(study / "curves.csv") if row["valid_loss"] and int(row["tokens"]) < tokens]
+    last = {row["arm"]: row for row in points if row["arm"] in ("nsa", "dense")}
+    ahead = float(last["dense"]["valid_loss"]) - float(last["nsa"]["valid_loss"])
+    before = int(last["nsa"]["tokens"]) / 1e6
+    yield f"At the validation before, after {before:.1f}M tokens, NSA was ahead by {ahead:.3f}"
+    yield f"On plain text NSA's loss is {plain['nsa']:.3f} and that of dense attention {plain['dense']:.3f}"
+    for run in ("dense-64k", "nsa-64k"):
+        found = needles_found(study / "needle.csv", run)
+        yield f"`{run}` finds {', '.join(f'{found[n]:.0%} at {short(n)}' for n in sorted(found))}"
+    first = [row for row in records(study / "gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
+    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
+    yield f"where each mean gate ends at {largest:.3f} or less"

@@ -15,7 +15,13 @@ from itertools import chain
 from pathlib import Path
 
 from figures_of_kernels import bounds_table, kernel_sentences, targets_table
-from figures_of_study import evaluation_sentences, evaluation_tables, longer_study_sentences
+from figures_of_study import (
+    evaluation_sentences,
+    evaluation_tables,
+    longer_study_sentences,
+    losses_of,
+    needles_found,
+)
 from recorded import (
     BOTH,
     COMPARED,
@@ -116,6 +122,22 @@ def decode_table() -> str:
     return table(head, lines)
 
 
+def generation_rows() -> dict[tuple[str, str, int, int], Row]:
+    """The rows of `nsa bench generate`, by implementation, mode, batch and length."""
+    return {(row.impl, row.mode, row.B, row.S): row for row in rows_of("generate")}
+
+
+def generation_table() -> str:
+    rows, lines = generation_rows(), []
+    for (impl, mode, batch, length), row in rows.items():
+        if (impl, mode) == (f"{NSA}-graphs", "decode-1"):
+            dense, limit = (rows[other, mode, batch, length].p50_ms for other in ("dense-triton-graphs", "bytes-limit"))
+            times = [f"{x:.3f}" for x in (row.p50_ms, dense, limit)]
+            lines.append([f"{length:,} x {batch}", *times, f"{row.tokens_per_s:,.0f}", f"{dense / row.p50_ms:.2f}x"])
+    head = ["whole model, tokens x rows", "NSA", "dense", "reading NSA's bytes", "tokens per second", "speedup"]
+    return table(head, lines)
+
+
 def readme_sentences() -> Iterator[str]:
     """What the text says, in any number of lines."""
     compiled = training_rows()["nsa-triton-compiled", 8, 2048].tokens_per_s or 0
@@ -131,10 +153,13 @@ def readme_sentences() -> Iterator[str]:
     before = max(length for _, length, ours, dense in rates if ours < dense)
     after = min(length for _, length, *_ in rates if length > before)
     yield f"A 125M model (12/2/64) overtakes its dense twin between {short(before)} and {short(after)} tokens"
-    arms = {row["arm"]: row for row in records("h200/study/arms.csv")}
-    size, tokens = (int(arms["nsa"][name]) / 1e6 for name in ("parameters", "tokens"))
-    yield f"at {size:.0f}M parameters and on {tokens:.1f}M tokens"
-    yield f"is below that of dense attention, by {float(arms['dense']['loss']) - float(arms['nsa']['loss']):.3f};"
+    size = int(records("h200/study-long/arms.csv")[0]["parameters"]) / 1e6
+    yield f"at {size:.0f}M parameters"
+    plain = losses_of(RESULTS / "h200" / "study-long" / "arms-plain" / "loss.csv")
+    yield f"below that of dense attention ({plain['nsa']:.3f}, {plain['dense']:.3f})"
+    needles = RESULTS / "h200" / "study-long" / "needle.csv"
+    dense, nsa = (needles_found(needles, f"{arm}-64k")[65536] for arm in ("dense", "nsa"))
+    yield f"found {dense:.0%} of the notes in 64k tokens, NSA {nsa:.0%}"
 
 
 # docs/transformers.md
@@ -296,6 +321,9 @@ def fp8_table() -> str:
 
 
 def inference_sentences() -> Iterator[str]:
+    took = {mode: row.p50_ms for (_, mode, _, length), row in generation_rows().items() if length == 65536}
+    yield f"64k tokens take {took['fwd']:.0f} ms without a cache, {took['prefill']:.0f} ms through one"
+    yield f"and {took['prefill-8192']:.0f} ms in chunks of 8k"
     losses = {(row["model"], row["dtype"], row["cache"]): float(row["loss"]) for row in records("cpu/fp8_cache.csv")}
     moved = [
         abs(losses[model, dtype, "fp8"] - loss) for (model, dtype, cache), loss in losses.items() if cache == dtype
@@ -323,7 +351,7 @@ def log_sentences() -> Iterator[str]:
 
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
 TABLES: dict[str, Sequence[Callable[[], str]]] = {
-    "README.md": (crossover_table, attention_table, training_table, memory_table, decode_table),
+    "README.md": (crossover_table, attention_table, training_table, memory_table, decode_table, generation_table),
     "docs/evaluation.md": evaluation_tables(),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
