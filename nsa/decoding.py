@@ -149,7 +149,7 @@ def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -
     decode, _ = triton.load("decode")
     inner, inner_bias, outer, outer_bias = p.gate
     weights = [*map(decode.Weights, (p.q, p.k, p.v)), decode.Weights(inner, inner_bias, "silu")]
-    *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm))
+    *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=True)
     sigmoid = c.gate == "sigmoid" and c.drop_branch is None
     (gates,) = triton.linear_step(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
     gates = gates.unflatten(-1, (c.n_heads, -1))

@@ -65,7 +65,7 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             decode, _ = triton.load("decode")
             weights = [decode.Weights(linear.weight) for linear in linears]
-            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm))
+            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=True)
             return q.unflatten(-1, (-1, c.d_k)), k.unflatten(-1, (-1, c.d_k)), v.unflatten(-1, (-1, c.d_v))
 
         return attention.fused_step(x, cache, counts, project)

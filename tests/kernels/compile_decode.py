@@ -98,7 +98,7 @@ def compile_step(step: str) -> None:
         decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)
     x, norm = tensor(2, tokens, 768), Norm(tensor(768), 1e-5)
     projections = [Weights(tensor(n, 768)) for n in (768, 384, 384)]
-    linear_step(x, *projections, Weights(tensor(192, 768), tensor(192), "silu"), norm=norm)
+    linear_step(x, *projections, Weights(tensor(192, 768), tensor(192), "silu"), norm=norm, first=True)
     linear_step(tensor(2, tokens, 192), Weights(tensor(36, 192), tensor(36), "sigmoid"))
     linear_step(x, Weights(tensor(4096, 768), None, "silu"), norm=norm, paired=True)
     linear_step(tensor(2, tokens, 2048), Weights(tensor(768, 2048)), residual=x)

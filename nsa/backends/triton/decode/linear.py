@@ -4,8 +4,9 @@
     y = silu(gate) * value, where `weight` holds the rows of `gate`, then those of `value` (`paired`)
 
 One launch serves up to four weights of the same input. Each CTA reads its `BLOCK_N` rows of one weight once, which is
-what bounds it; the rows of `x` are few and come from the L2 cache. Weights do not depend on the launch before, so a CTA
-loads its first tile of them before it waits. Each step is rounded as by torch's separate kernels.
+what bounds it; the rows of `x` are few and come from the L2 cache. The launches of a step write no weights, so a CTA
+loads its first tile of them before it waits for the launch before; only the `first` launch of a step waits first, for
+whatever wrote weights before the step. Each step is rounded as by torch's separate kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa.backends.triton.decode.common import follow
 from nsa.backends.triton.decode.plan import dependent_launch
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
 
@@ -67,14 +69,16 @@ def linear_kernel(
     N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, N_3: tl.constexpr,
     ACTIVATION_0: tl.constexpr, ACTIVATION_1: tl.constexpr, ACTIVATION_2: tl.constexpr, ACTIVATION_3: tl.constexpr,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    BIASED: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    BIASED: tl.constexpr, PAIRED: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of output features of one weight, for all rows.
 
     What is not there is another tensor of which nothing is read: a weight with `N` 0, and the bias of a weight whose
     bit in `BIASED` is 0.
     """
-    if PDL:
+    if FIRST:
+        follow(PDL)
+    elif PDL:
         # The next launch may load its own weights meanwhile; it waits for all of this one.
         gdc_launch_dependents()
     dtype = x.dtype.element_ty
@@ -99,7 +103,7 @@ def linear_kernel(
     b_w = load_matrix(weight, o_n, o_k, n_out, K)
     if PAIRED:
         b_w_value = load_matrix(weight + N_0 * K, o_n, o_k, n_out, K)
-    if PDL:
+    if PDL and not FIRST:
         gdc_wait()
     b_scale = tl.zeros([BLOCK_M], tl.float32)
     if norm is not None:
@@ -146,6 +150,7 @@ class LinearPlan:
         eps: float | None,
         residual: bool,
         paired: bool,
+        first: bool,
     ) -> None:
         *rows, n_inputs = x.shape
         n_rows = rows[0] * rows[1]
@@ -171,6 +176,7 @@ class LinearPlan:
             STAGES=4,
             BIASED=sum(has << i for i, has in enumerate(biased)),
             PAIRED=paired,
+            FIRST=first,
             # Fewer rows are multiplied by fewer warps: each reads the whole tile of weights.
             num_warps=2 if n_rows <= 16 else 4,
         )
@@ -180,7 +186,12 @@ plan_linear = lru_cache(maxsize=MAX_PLANS)(LinearPlan)
 
 
 def linear_step(
-    x: Tensor, *weights: Weights, norm: Norm | None = None, residual: Tensor | None = None, paired: bool = False
+    x: Tensor,
+    *weights: Weights,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    paired: bool = False,
+    first: bool = False,
 ) -> tuple[Tensor, ...]:
     """Apply linear layers to the same few rows.
 
@@ -190,6 +201,7 @@ def linear_step(
         norm: Of the rows of `x`, before.
         residual: `[B, T, N]`, added to the output of the only weight.
         paired: The only weight is that of a SwiGLU, `[2 * N, K]`: gates, then values. Its activation is `silu`.
+        first: The launch before it may be no part of a step, and may have written the weights.
 
     Returns:
         The output of each, `[B, T, N]`.
@@ -197,7 +209,7 @@ def linear_step(
     laid = tuple(layout(w.weight) for w in weights)
     biased, activations = tuple(w.bias is not None for w in weights), tuple(w.activation for w in weights)
     eps = None if norm is None else norm.eps
-    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired)
+    plan = plan_linear(layout(x), laid, biased, activations, eps, residual is not None, paired, first)
     outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in plan.outputs)
     given: dict[str, Tensor] = {}
     for i in range(MAX_WEIGHTS):
