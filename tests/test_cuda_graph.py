@@ -108,6 +108,31 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(captures: list[dict[str, A
     assert streams.current == "callers"
 
 
+def test_a_failed_capture_leaves_no_generator_recording(
+    captures: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Generator:
+        state = "recording"
+
+        def clone_state(self) -> str:
+            return "as before"
+
+        def graphsafe_set_state(self, state: str) -> None:
+            self.state = state
+
+    generator = Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    capture_graph(lambda: None)
+    assert generator.state == "recording"
+
+    def function() -> None:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="luck"):
+        capture_graph(function)
+    assert generator.state == "as before"
+
+
 def test_one_thread_captures_at_a_time(captures: list[dict[str, Any]]) -> None:
     """A second capture would wait for a device that captures."""
     inside: list[int] = []
