@@ -31,9 +31,9 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.descriptors import Descriptor, describe_keys, describe_rows, describe_statistics
+from nsa.backends.gluon.descriptors import describe_keys, describe_rows, describe_statistics, descriptor
 from nsa.backends.gluon.tiles import KeyTile
-from nsa.backends.triton.launch import Launch, Layout, new_layout
+from nsa.backends.triton.launch import BoxDescriptor, Launch, Layout, new_layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E, first_position, seeing_queries
 from nsa.backends.triton.row_statistics import ROW_PAD
 from nsa.backends.triton.tiles import Visibility
@@ -350,6 +350,6 @@ class KeyLaunch:
         )
 
 
-def describe_ds(shape: tuple[int, int, int], q: Layout, tile: KeyTile) -> Descriptor:
+def describe_ds(shape: tuple[int, int, int], q: Layout, tile: KeyTile) -> BoxDescriptor:
     """Of `dS^T [B * G, keys, rows]`, in boxes of 64 keys and a tile of rows."""
-    return Descriptor(new_layout(shape, q.dtype, q.device), (1, tile.block_n // 2, tile.block_m))
+    return descriptor(new_layout(shape, q.dtype, q.device), (1, tile.block_n // 2, tile.block_m))

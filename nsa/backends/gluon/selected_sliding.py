@@ -31,7 +31,7 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.descriptors import Descriptor, describe_keys, describe_rows
+from nsa.backends.gluon.descriptors import describe_keys, describe_rows, descriptor
 from nsa.backends.gluon.forward import edge_tile, lane_sums, masked
 from nsa.backends.gluon.tiles import FusedTile
 from nsa.backends.triton.launch import Launch, Layout, new_layout
@@ -456,7 +456,7 @@ class SelectedSlidingForward(BlockForward):
         super().__init__(shapes, scale, blocks)
         # Of the largest chunk: what a smaller one leaves of it is read only for rows that are not stored.
         box = (self.split.run // 2, 1, heads, shapes.d_v)
-        self.describe["partial"] = Descriptor(new_layout(self.partials, q.dtype, q.device), box)
+        self.describe["partial"] = descriptor(new_layout(self.partials, q.dtype, q.device), box)
 
     def merge(self, chunk: Chunk) -> Launch:
         shapes, split, tile = self.shapes, self.split, self.fused

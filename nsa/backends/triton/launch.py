@@ -143,15 +143,15 @@ def runner_of(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[...
 class BoxDescriptor:
     """Makes tensor descriptors (TMA) of one layout and box. What they hold besides the pointer is checked once."""
 
-    __slots__ = ("fields",)
+    __slots__ = ("fields", "kind")
+    kind: Any
 
-    def __init__(self, x: Layout, box: tuple[int, ...]) -> None:
-        template = TensorDescriptor(
-            torch.empty(0, dtype=x.dtype, device="meta"), list(x.shape), list(x.strides), list(box)
-        )
-        self.fields = vars(template)
+    def __init__(self, x: Layout, box: tuple[int, ...], *shared: Any, kind: Any = TensorDescriptor) -> None:
+        base = torch.empty(0, dtype=x.dtype, device="meta")
+        self.kind, self.fields = kind, vars(kind(base, list(x.shape), list(x.strides), list(box), *shared))
 
-    def __call__(self, x: Tensor) -> TensorDescriptor:
-        made = TensorDescriptor.__new__(TensorDescriptor)
-        made.__dict__ = {**self.fields, "base": x}
+    def __call__(self, x: Tensor) -> Any:
+        made = self.kind.__new__(self.kind)
+        made.__dict__.update(self.fields)
+        made.base = x
         return made

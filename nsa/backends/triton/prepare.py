@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.backends.triton.combine import bound, default_tile, load_tile, row_offsets
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout, strides
 from nsa.backends.triton.primitives import LN_2, gated
-from nsa.backends.triton.row_statistics import ROW_PAD
+from nsa.backends.triton.row_statistics import ROW_PAD, store_statistics
 from nsa.sequences import Upstream
 
 
@@ -36,9 +36,7 @@ def prepare_branch(
     tl.store(p_dg, b_product.to(p_dg.dtype.element_ty), mask=m_row)
     b_lse = tl.load(lse + i_b.to(tl.int64) * stride_lb + o_lse, mask=m_row, other=float("-inf"))
     b_lse2 = gated(b_lse / LN_2, tl.load(p_gate, mask=m_row, other=1.0))
-    m_empty = b_lse == float("-inf")
-    tl.store(p_lse2, tl.where(m_empty, float("inf"), b_lse2), mask=m_out)
-    tl.store(p_delta, tl.where(m_empty, 0.0, b_product), mask=m_out)
+    store_statistics(p_lse2, p_delta, b_lse, b_lse2, b_product, m_out)
 
 
 @triton.jit

@@ -22,6 +22,14 @@ from nsa.sequences import Saved, Upstream
 ROW_PAD = 128
 
 
+@triton.jit
+def store_statistics(p_lse2, p_delta, b_lse, b_lse2, b_delta, m_out):
+    """Neither probabilities nor gradients of a row that sees nothing."""
+    m_empty = b_lse == float("-inf")
+    tl.store(p_lse2, tl.where(m_empty, float("inf"), b_lse2), mask=m_out)
+    tl.store(p_delta, tl.where(m_empty, 0.0, b_delta), mask=m_out)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def row_statistics_kernel(
     p_o, p_do, p_lse, p_dlse, p_gate, p_product, p_lse2, p_delta, n_queries, n_groups,
@@ -60,14 +68,12 @@ def row_statistics_kernel(
         o_dlse = i_b.to(tl.int64) * stride_eb + o_t.to(tl.int64) * stride_et + o_h * stride_eh
         b_delta -= tl.load(p_dlse + o_dlse, mask=m_t, other=0.0)
 
-    m_empty = b_lse == float("-inf")
     o_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * BLOCK_M + i_row + tl.arange(0, BLOCK_M)
     b_lse2 = b_lse / LN_2
     if p_gate is not None:
         o_gate = i_b.to(tl.int64) * stride_gb + o_t.to(tl.int64) * stride_gt + o_h * stride_gh
         b_lse2 = gated(b_lse2, tl.load(p_gate + o_gate, mask=m_t, other=1.0))
-    tl.store(p_lse2 + o_row, tl.where(m_empty, float("inf"), b_lse2))
-    tl.store(p_delta + o_row, tl.where(m_empty, 0.0, b_delta))
+    store_statistics(p_lse2 + o_row, p_delta + o_row, b_lse, b_lse2, b_delta, None)
 
 
 @lru_cache(maxsize=MAX_PLANS)
