@@ -37,6 +37,7 @@ NOT_RUN = {
     "torchrun": "starts processes: tests/train/test_train_distributed.py",
     "bench attention --cuda-graphs": "needs a GPU",
     "bench decode": "needs a GPU",
+    "bench generate": "needs a GPU",
     "bench flash": "needs a GPU",
     "doctor --probe": "starts a process for each library: tests/backends/flash/test_probe.py",
     "eval lm-eval": "needs lm-eval-harness: tests/evaluation/test_harness.py",
