@@ -66,7 +66,7 @@ def fused_step(
 
     Raises:
         ValueError: the tokens do not fit into the cache.
-        BackendFailure: the kernels cannot be launched, and were asked for by name, or `strict` forbids another way. The
+        BackendFailure: the kernels cannot be launched, and were requested by name, or `strict` forbids another way. The
             cache's lengths are as they were.
     """
     if not isinstance(position_offset, int) or not fits(layer, x, cache):

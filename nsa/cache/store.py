@@ -150,7 +150,7 @@ class Store:
         return index, index < end
 
     def addressing(self) -> dict[str, Any]:
-        """What the kernels are told of how slots are found."""
+        """The arguments by which the kernels find slots."""
         return {}
 
     def write(self, index: Tensor, new: Pair, keep: Tensor) -> None:
