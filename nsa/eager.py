@@ -258,8 +258,10 @@ class LayerNode(torch.autograd.Function):
         if ctx is not None:
             ctx.layer, ctx.made, ctx.n_parameters = layer, made_of(layer), len(parameters)
             saved = (o, *inputs, *outputs, *gate_saved, *k_saved, *v_saved)
-            # Biases, and position embeddings before them, are not needed.
-            ctx.save_for_backward(*without_biases(p), cu_seqlens, *angles, x, *saved)
+            # Biases, and position embeddings before them, are not needed, but second derivatives depend on them.
+            weights = without_biases(p)
+            ctx.biases = [b for b, weight in zip(parameters, weights, strict=True) if weight is None]
+            ctx.save_for_backward(*weights, cu_seqlens, *angles, x, *saved)
             ctx.mark_non_differentiable(outputs[0], gates)
             ctx.set_materialize_grads(False)
         # No view, so that the output can be modified in place.
@@ -276,7 +278,7 @@ class LayerNode(torch.autograd.Function):
             rest, needed = saved[n + N_KEPT :], ctx.needs_input_grad[3:]
             grads = layer_backward(layer, dy, x, p, LayerAngles(*angles), cu_seqlens, rest, needed)
         if torch.is_grad_enabled():
-            grads = differentiable_once(LAYER_ONCE, grads, (*saved, dy))
+            grads = differentiable_once(LAYER_ONCE, grads, (*saved, *ctx.biases, dy))
         return (None, None, None, *grads)
 
 
@@ -442,7 +444,7 @@ class ReplayNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: NSAAttention, replay: LayerReplay, x: Tensor, *parameters: Tensor) -> Tensor:
         y, saved = replay.forward(x)
-        ctx.layer, ctx.replay = layer, replay
+        ctx.layer, ctx.replay, ctx.parameters = layer, replay, parameters
         ctx.save_for_backward(x, saved, *without_biases(Parameters.split(parameters)))
         ctx.set_materialize_grads(False)
         return y
@@ -456,7 +458,7 @@ class ReplayNode(torch.autograd.Function):
         with torch.no_grad():
             grads: tuple[Tensor | None, ...] = ctx.replay.replay_backward(layer, dy, x, saved, weights)
         if torch.is_grad_enabled():
-            grads = differentiable_once(LAYER_ONCE, grads, (x, *weights, dy))
+            grads = differentiable_once(LAYER_ONCE, grads, (x, *ctx.parameters, dy))
         return (None, None, *grads)
 
 

@@ -137,6 +137,16 @@ def test_a_second_derivative_raises(wanted: str) -> None:
         torch.autograd.grad(penalty, x) if wanted == "x" else penalty.backward()
 
 
+@pytest.mark.parametrize("name", [name for name, _ in new_layer().named_parameters()])
+def test_a_second_derivative_by_one_parameter_raises(name: str) -> None:
+    """And is not what the rest of the loss gives, whether or not the node saves the parameter."""
+    layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
+    p = layer.get_parameter(name)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dx.pow(2).sum() + p.sum(), p)
+
+
 def test_the_output_can_be_modified_in_place() -> None:
     layer, x = new_layer(), torch.randn(1, 20, 24, dtype=torch.float64, requires_grad=True)
     y = layer(x)

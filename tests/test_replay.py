@@ -165,8 +165,9 @@ def test_second_derivatives_raise() -> None:
     replayed(layer, x)
     x.requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).sum(), [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(dx.sum(), [x])
+    for leaf in (x, *layer.parameters()):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(dx.sum() + leaf.sum(), [leaf], retain_graph=True)
 
 
 def test_without_gradients_nothing_is_saved() -> None:
