@@ -303,7 +303,7 @@ class NSAAttention(nn.Module):
     ) -> Angles:
         """RoPE's for the positions of `x [B, S, dim]`, which follow those in a cache."""
         if cache is not None:
-            return cache.angles(x.shape[1], offset=position_offset)
+            return cache.angles(self.rope, x.shape[1], offset=position_offset)
         if cu_seqlens is None and isinstance(position_offset, int) and position_offset == 0:
             return self.rope.table(x.shape[1], x.device, x.dtype)
         positions = query_positions(x.shape[1], cu_seqlens, None, x.device)
@@ -390,7 +390,8 @@ class NSAAttention(nn.Module):
         """The blocks `[B, N, l, G, D]` that a cache has just completed, which follow those that it has."""
         k_cmp, v_cmp = self.phi_k(k_blocks), self.phi_v(v_blocks)
         if self.config.compress_rope == "after":
-            k_cmp = self.rope.rotate(k_cmp, cache.angles(k_cmp.shape[1], offset=position_offset, blocks=True))
+            angles = cache.angles(self.rope, k_cmp.shape[1], offset=position_offset, blocks=True)
+            k_cmp = self.rope.rotate(k_cmp, angles)
         return k_cmp.to(k_blocks.dtype), v_cmp.to(v_blocks.dtype)
 
 

@@ -126,15 +126,17 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     # A ring that holds fewer tokens would lose some that the step's first token still sees.
     rollback = x.shape[1] - 1 <= cache.max_rollback or min(cache.window.slots, cache.tail.slots) == cache.max_len
     fitting = is_plain_step(x, layer.q_proj.weight.dtype, cache) and rollback and not layer.config.branch_norm
-    phis = () if layer.config.phi == "mean" else (layer.phi_k, layer.phi_v)
-    return fitting and all(readable(phi, x.device) for phi in phis)
+    # The kernels read the cache's frequencies.
+    fitting = fitting and layer.rope == cache.rope
+    return fitting and all(readable(phi, x.device) for phi in (layer.phi_k, layer.phi_v))
 
 
 def readable(phi: Compression, device: torch.device) -> bool:
-    """Whether the kernels can read the weights of `phi`: there are no adapters, nothing is offloaded or transposed."""
-    weights = (phi.position, *(w for linear in phi.children() for w in linear.parameters()))
-    contiguous = all(w.is_contiguous() and w.device == device for w in weights)
-    return contiguous and all(map(eager.is_plain_linear, phi.children()))
+    """Whether the kernels can take the place of `phi`: there are no hooks and no adapters, nothing is offloaded or
+    transposed."""
+    weights: list[Tensor] = []
+    plain = eager.collect("phi", phi, weights)
+    return plain and all(w.is_contiguous() and w.device == device for w in weights)
 
 
 def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from nsa.cache.rows import RowCache
 from nsa.cache.store import NewTokens, Ring, Store, pair_of
 from nsa.config import NSAConfig, require
 from nsa.geometry import n_compressed, n_compressed_of
-from nsa.rope import Angles
+from nsa.rope import Angles, Rope
 from nsa.sequences import Pair
 
 Quantize = Literal["fp8"]
@@ -272,18 +272,19 @@ class NSACache(RowCache):
             start, end, compress(*self.tail.blocks(start, raw, block, stride)), block=block, stride=stride
         )
 
-    def angles(self, n: int, *, offset: int | Tensor = 0, blocks: bool = False) -> Angles:
-        """RoPE's at the positions of the next `n` tokens of every row, or at the first ones of its next `n` compressed
-        blocks, `[B, n, 1, d_k / 2]` each; `offset`, a number or `[B, 1]`, is added to the positions."""
+    def angles(self, rope: Rope, n: int, *, offset: int | Tensor = 0, blocks: bool = False) -> Angles:
+        """Those of `rope` at the positions of the next `n` tokens of every row, or at the first ones of its next `n`
+        compressed blocks, `[B, n, 1, d_k / 2]` each; `offset`, a number or `[B, 1]`, is added to the positions."""
         block, stride = (self.config.l, self.config.d) if blocks else (1, 1)
         kernels = cache_kernels(self.config.backend, self.dtype, self.lengths)
-        if kernels is not None and isinstance(offset, int):
+        # The kernels read the frequencies of the config, and a layer's `rope` may have been replaced.
+        if kernels is not None and isinstance(offset, int) and rope == self.rope:
             angles: Angles = kernels.cached_angles(
                 self.lengths, self.frequencies, n, offset=offset, block=block, stride=stride
             )
             return angles
         index = n_compressed_of(self.lengths.long(), block, stride)[:, None] + torch.arange(n, device=self.device)
-        return self.rope.angles(index * stride + offset, self.dtype)
+        return rope.angles(index * stride + offset, self.dtype)
 
     def bytes_read_per_step(self, length: int | None = None) -> int:
         """Bytes of keys and values that one decoding step reads, all rows.

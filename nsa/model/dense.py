@@ -143,7 +143,7 @@ class DenseAttention(nn.Module):
         """
         # Other attentions see other keys.
         dense = type(self).attend is DenseAttention.attend and type(cache) is DenseCache
-        if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense:
+        if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense or self.rope != cache.rope:
             return None
 
         def launch() -> Tensor:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSAAttention, NSACache
+from nsa.rope import Rope
 
 # The cached layer is the layer.
 
@@ -121,6 +122,13 @@ def test_a_position_offset_goes_with_a_cache(offset: int | Tensor, compress_rope
     if compress_rope == "before":
         # An MLP over rotated keys is not relative: here an offset lost everywhere would show too.
         assert (attn(x, position_offset=offset) - attn(x)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("compress_rope", ["after", "before"])
+def test_a_rope_that_was_replaced_rotates_cached_tokens_too(compress_rope: str) -> None:
+    attn, x = layer(compress_rope=compress_rope), tokens(37, batch=2)
+    attn.rope = Rope(attn.config.d_k, 123.0)
+    assert_equal(feed(attn, attn.new_cache(2, 40), x, [20, 1, 16]), attn(x))
 
 
 def test_low_precision_caches_decode_close_to_fp64() -> None:

@@ -183,7 +183,7 @@ def test_angles_of_a_cache_have_the_bits_of_rope(offset: int) -> None:
     cache = attn.new_cache(2, MAX_LEN)
     cache.lengths.copy_(torch.tensor([0, 1_000_003]))
     positions = cache.lengths.long()[:, None] + torch.arange(300, device="cuda") + offset
-    got = cache.angles(300, offset=offset)
+    got = cache.angles(attn.rope, 300, offset=offset)
     assert all(map(torch.equal, got, attn.rope.angles(positions, torch.bfloat16)))
 
 

@@ -18,6 +18,7 @@ from nsa.backends.triton.decode import DecodeTile, Hyperparameters, decode_atten
 from nsa.backends.triton.launch import Launch
 from nsa.decoding import fused_step
 from nsa.geometry import n_compressed
+from nsa.rope import Rope
 
 # Small tiles and splits, so that short caches have several of each.
 SMALL = DecodeTile(tile_bytes=1024, split=32, window_split=8, selected_splits=2)
@@ -344,6 +345,14 @@ def test_a_phi_with_an_adapter_is_not_for_the_kernels() -> None:
     cache = layer.new_cache(1, 40)
     assert fused_step(layer, torch.randn(1, 1, layer.config.dim, device=DEVICE), cache, None, 0) is None
     assert cache.lengths.tolist() == [0]
+
+
+def test_another_rope_is_not_for_the_kernels() -> None:
+    """They compute angles from the cache's frequencies."""
+    layer = NSAAttention(NSAConfig(**LAYER, backend="triton")).to(DEVICE)
+    layer.rope = Rope(layer.config.d_k, 123.0)
+    x = torch.randn(1, 1, layer.config.dim, device=DEVICE)
+    assert fused_step(layer, x, layer.new_cache(1, 40), None, 0) is None
 
 
 def test_the_kernels_run_only_by_name() -> None:

@@ -21,6 +21,7 @@ from nsa.backends.triton.decode.plan import DecodePlan, Form, Hyperparameters
 from nsa.backends.triton.launch import Launch, new_layout
 from nsa.config import RopeScaling
 from nsa.model import DenseAttention
+from nsa.rope import Rope
 
 HEADS = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16}
 
@@ -158,6 +159,13 @@ def test_other_attentions_are_not_for_the_kernels(kind: str) -> None:
     layer = attention_of(kind).float()
     layer.config = replace(layer.config, d_k=16, d_v=16, backend="triton")
     x = torch.randn(1, 1, layer.config.dim)
+    assert layer.fused_step(x, layer.new_cache(1, 40), None) is None
+
+
+def test_another_rope_is_not_for_the_kernels() -> None:
+    layer = DenseAttention(NSAConfig(**HEADS, backend="triton")).to(DEVICE)
+    layer.rope = Rope(layer.config.d_k, 123.0)
+    x = torch.randn(1, 1, layer.config.dim, device=DEVICE)
     assert layer.fused_step(x, layer.new_cache(1, 40), None) is None
 
 
