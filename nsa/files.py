@@ -28,6 +28,8 @@ LOCK = ".lock"
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the name `path` when the block ends; if the block raises, what was there stays."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     # A unique name, opened exclusively: no other file is replaced, no link written through.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}{TEMPORARY}")
     try:

@@ -113,6 +113,13 @@ def test_a_file_that_cannot_be_made_is_named_by_its_own_name(tmp_path: Path) -> 
     assert raised.value.filename == str(path)
 
 
+@pytest.mark.parametrize("folder", [".", "..", "/"])
+def test_a_folder_in_place_of_a_file_is_named(folder: str) -> None:
+    with pytest.raises(IsADirectoryError) as raised:
+        files.replace_text(Path(folder), "new")
+    assert raised.value.filename == folder
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000])
 def test_json_that_is_no_object_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):

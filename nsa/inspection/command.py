@@ -16,11 +16,13 @@ from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
 from nsa.progress import LINE_EVERY_S, progress, say
+from nsa.train.run_folder import plain
 from nsa.train.run_model import load_run
 
 
 def run(args: argparse.Namespace) -> int:
     require(args.out is not None or args.json is not None, "--out and --json", None, "at least one of the two")
+    require(args.out != args.json, "--json", str(args.json), "another file than --out")
     for flag, out in (("--out", args.out), ("--json", args.json)):
         require(out is None or not out.is_dir(), flag, str(out), "the name of a file")
         written = out is not None and str(out) != "-"
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         write_page(found, args.out, f"{args.run.resolve().name}: {len(found.tokens):,} tokens")
         say(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", error=True)
     if args.json is not None:
-        values = json.dumps(found.to_dict()) + "\n"
+        values = json.dumps(plain(found.to_dict())) + "\n"
         if str(args.json) == "-":
             write_out(values)
         else:

@@ -161,6 +161,14 @@ def test_a_damaged_file_is_named(content: str, tmp_path: Path, capsys: pytest.Ca
     assert "rows.csv, line " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ms", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_row_that_nothing_can_measure_is_named(ms: float, tmp_path: Path) -> None:
+    for row in (ROW, replace(ROW, p50_ms=ms)):
+        append(tmp_path / "rows.csv", row)
+    with pytest.raises(ValueError, match=rf"rows\.csv, line 3, .*{ms}"):
+        read_rows(tmp_path / "rows.csv")
+
+
 def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "report", str(tmp_path / "none"), "-o", str(tmp_path / "bench.html")]) == 2
     assert f"'{tmp_path / 'none'}'; accepted: " in capsys.readouterr().err

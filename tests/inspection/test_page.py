@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import math
 import re
 import zlib
 from dataclasses import replace
@@ -80,6 +81,17 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path, capsys: pytest.Captu
     assert "".join(json.loads(capsys.readouterr().out)["pieces"]) == "some text"
 
 
+def test_numbers_that_are_not_finite_are_strings_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model("nsa", 256).float()
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    save_model(model, tmp_path / "run")
+    assert main(["inspect", str(tmp_path / "run"), "--prompt", "some text", "--json", "-"]) == 0
+    text = capsys.readouterr().out
+    assert "NaN" not in text
+    assert '"nan"' in text
+
+
 def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path), "--prompt", "x"]) == 2
     assert "--json" in capsys.readouterr().err
@@ -94,6 +106,7 @@ def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.Cap
     [
         ("--prompt some --out /proc/page.html", "--out is '/proc/page.html'"),
         ("--prompt some --json /proc/new/found.json", "--json is '/proc/new/found.json'"),
+        ("--prompt some -o new/page --json new/page", "--json is 'new/page'"),
         ("--prompt EMPTY --json -", "--prompt is ''"),
         ("--text FILE --json -", "--text is ''"),
     ],
