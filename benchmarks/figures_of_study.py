@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from nsa.evaluation.plots import short
 from nsa.model import LM
 from nsa.train.config import load_config
 
-# The folders of the studies, and what their tables are told apart by.
+# The folders of the studies, and what their tables are distinguished by.
 STUDIES = {"study": "", "study-long": ", long study"}
 
 
@@ -92,6 +93,12 @@ def needles_found(file: Path, run: str) -> dict[int, float]:
     return {length: mean(scores) for length, scores in found.items()}
 
 
+def largest_gate(study: Path, arm: str, layers: int) -> float:
+    """The largest mean gate of an arm's first layers, rounded up to three decimals."""
+    rows = [row for row in records(study / "gates.csv") if row["arm"] == arm and int(row["layer"]) < layers]
+    return math.ceil(1000 * max(float(row[branch]) for row in rows for branch in ("cmp", "sel", "win"))) / 1000
+
+
 def evaluation_sentences() -> Iterator[str]:
     study = RESULTS / "h200" / "study"
     (tokens,) = {int(row["tokens"]) for row in records(study / "arms.csv") if row["arm"] in ("nsa", "dense")}
@@ -123,9 +130,13 @@ def evaluation_sentences() -> Iterator[str]:
     yield f"selection the loss is {behind[0]:.3f} higher than that of `nsa`, without the window {behind[1]:.3f}."
     yield f"2e-3 (`nsa-lr`) costs NSA {behind[2]:.3f}"
     yield f"{needles_found(needle, 'nsa-64k')[4096]:.0%} of all notes in 4k tokens"
-    first = [row for row in records("h200/study/gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
-    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
-    yield f"each branch's mean gate ends at {largest:.3f} or less"
+    yield f"each branch's mean gate ends at {largest_gate(study, 'nsa', layers=2):.3f} or less"
+    each: dict[int, set[str]] = {}
+    for row in records(study / "arms.csv"):
+        each.setdefault(int(row["seq_len"]), set()).add(f"{int(row['tokens']) // int(row['steps']):,}")
+    (at_2k,), (at_8k,), (at_32k,), (at_64k,) = (each[length] for length in (2048, 8192, 32768, 65536))
+    assert at_2k == at_8k
+    yield f"number of tokens: {at_2k} at 2k and at 8k, {at_32k} at 32k, {at_64k} at 64k."
     sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
     config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
     with torch.device("meta"):
@@ -151,6 +162,9 @@ def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Ite
     for run in ("dense-64k", "nsa-64k"):
         found = needles_found(study / "needle.csv", run)
         yield f"`{run}` finds {', '.join(f'{found[n]:.0%} at {short(n)}' for n in sorted(found))}"
-    first = [row for row in records(study / "gates.csv") if row["arm"] == "nsa" and int(row["layer"]) < 2]
-    largest = max(float(row[branch]) for row in first for branch in ("cmp", "sel", "win"))
-    yield f"where each mean gate ends at {largest:.3f} or less"
+    yield f"each mean gate ends at {largest_gate(study, 'nsa', layers=2):.3f} or less"
+    first = RESULTS / "h200" / "study"
+    yield f"whose gates end at {largest_gate(first, 'nsa-no-cmp', layers=1):.3f} or less in the first layer"
+    open_arms = ("nsa-gate-bias", "nsa-branch-norm")
+    found = [max(needles_found(first / "arms-needle" / "needle.csv", arm).values()) for arm in open_arms]
+    yield f"whose gates stay open, find at most {max(found):.0%} at any length"
