@@ -68,6 +68,21 @@ def test_every_link_and_path_exists(page: Path) -> None:
     assert not missing
 
 
+# Words of the glossary's last column that are right in other senses, such as the parts of a file.
+OTHER_SENSES = {"chosen", "choice", "look", "mixture", "packed rows", "parts", "path", "plain", "preference"}
+OTHER_SENSES |= {"processor", "product", "program", "record", "server", "width"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_pages_keep_to_the_glossary(page: Path) -> None:
+    glossary = (ROOT / "CONTRIBUTING.md").read_text().partition("## Glossary")[2]
+    avoided = {word for row in re.findall(r"\| ([^|\n]+) \|$", glossary, re.MULTILINE) for word in row.split(", ")}
+    avoided -= OTHER_SENSES | {"not", "---"}
+    assert len(avoided) > 8
+    text = " ".join(re.sub(r"`[^`\n]*`", "", page.read_text()).lower().split())
+    assert [word for word in sorted(avoided) if word in text] == []
+
+
 def test_every_test_of_the_robustness_page_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "robustness.md").read_text())
     assert named
