@@ -28,6 +28,7 @@ STEPS = {
     "12/2/64x1 dense": (12, 2, 64, 1, 131072, "bfloat16"),
     "64/4/128x8 dense": (64, 4, 128, 8, 131072, "bfloat16"),
     "16/2/256x1 fp32": (16, 2, 256, 1, 8192, "float32"),
+    "12/2/64x16 linear": (12, 2, 64, 16, 1, "bfloat16"),
 }
 
 
@@ -67,6 +68,18 @@ def compile_step(step: str) -> None:
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def compile_linears() -> None:
+        x, norm = tensor(2, tokens, 768), Norm(tensor(768), 1e-5)
+        projections = [Weights(tensor(n, 768)) for n in (768, 384, 384)]
+        linear_step(x, *projections, Weights(tensor(192, 768), tensor(192), "silu"), norm=norm, first=True)
+        linear_step(tensor(2, tokens, 192), Weights(tensor(36, 192), tensor(36), "sigmoid"))
+        linear_step(x, Weights(tensor(4096, 768), None, "silu"), norm=norm, paired=True)
+        linear_step(tensor(2, tokens, 2048), Weights(tensor(768, 2048)), residual=x)
+
+    if "linear" in step:
+        compile_linears()
+        return
+
     def pair(length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor(2, length, groups, head_dim), tensor(2, length, groups, head_dim)
 
@@ -96,12 +109,7 @@ def compile_step(step: str) -> None:
     )
     for phi in ((mlp, mlp), None):
         decode_step(new, stores, tensor(2, tokens, heads, 3), how, phi=phi)
-    x, norm = tensor(2, tokens, 768), Norm(tensor(768), 1e-5)
-    projections = [Weights(tensor(n, 768)) for n in (768, 384, 384)]
-    linear_step(x, *projections, Weights(tensor(192, 768), tensor(192), "silu"), norm=norm, first=True)
-    linear_step(tensor(2, tokens, 192), Weights(tensor(36, 192), tensor(36), "sigmoid"))
-    linear_step(x, Weights(tensor(4096, 768), None, "silu"), norm=norm, paired=True)
-    linear_step(tensor(2, tokens, 2048), Weights(tensor(768, 2048)), residual=x)
+    compile_linears()
 
 
 def main() -> None:

@@ -64,6 +64,15 @@ def test_every_launch_of_a_step_compiles_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_86", "sm_90"])
+def test_linear_layers_of_the_most_rows_fit(target: str, tmp_path: Path) -> None:
+    """A step has taken its tokens in when the last of them are launched: it could not be run another way."""
+    found = compiled(tmp_path, "--target", target, "--steps", "12/2/64x16 linear")
+    assert [(x.kernel, x.error) for x in found] == [("linear_kernel", "")] * 4
+    assert [x.shared for x in found if x.shared > TARGETS[target].shared] == []
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(gluon.import_failure() is not None, reason=str(gluon.import_failure()))
 def test_ctas_that_stay_fit_twice_on_an_sm(tmp_path: Path) -> None:
     found = compiled(tmp_path, "--gluon", "--steps", "64/4/128x1", "64/4/128x4", "64/4/128x4 paged")

@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.triton.decode.common import follow
 from nsa.backends.triton.decode.plan import dependent_launch
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
+from nsa.backends.triton.tiles import capability
 
 MAX_WEIGHTS = 4
 BLOCK_N = 16
@@ -157,6 +159,8 @@ class LinearPlan:
         features = [w.shape[0] // (1 + paired) for w in weights]
         assert all(w.shape[1] == n_inputs and w.strides == (n_inputs, 1) for w in weights)
         absent = range(len(weights), MAX_WEIGHTS)
+        # Four stages of two tiles of weights and 32 rows take 114 KiB.
+        crowded = paired and n_rows > 16 and capability(x.device) in SMALL_SHARED_MEMORY
         bound: dict[str, object] = {f"N_{i}": n for i, n in enumerate([*features, *(0 for _ in absent)])}
         codes = [*(ACTIVATIONS[name] for name in activations), *(ACTIVATIONS[None] for _ in absent)]
         bound |= {f"ACTIVATION_{i}": code for i, code in enumerate(codes)}
@@ -173,7 +177,7 @@ class LinearPlan:
             BLOCK_M=max(16, triton.next_power_of_2(n_rows)),
             BLOCK_N=BLOCK_N,
             BLOCK_K=max(16, min(TILE_ROW_BYTES // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
-            STAGES=4,
+            STAGES=3 if crowded else 4,
             BIASED=sum(has << i for i, has in enumerate(biased)),
             PAIRED=paired,
             FIRST=first,
