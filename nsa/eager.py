@@ -103,7 +103,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether nothing but `F.linear` of its parameters happens in a call; to be called by compiled code."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return type(module.weight) in PLAIN
+    return "forward" not in module.__dict__ and type(module.weight) in PLAIN
 
 
 class Parameters(NamedTuple):

@@ -2,8 +2,8 @@
 
     norm, projections | gate | the attention's kernels | output, residual | norm, SwiGLU | down projection, residual
 
-Where a part is no plain one (hooks, adapters, quantized or offloaded weights), or there are too many rows, the layer's
-modules run as usual.
+Where a part is no plain one (hooks, adapters, another class, quantized or offloaded weights), or there are too many
+rows, the layer's modules run as usual.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
     """
     if torch.compiler.is_compiling() or (cache.batch_size, cache.device) != (x.shape[0], x.device):
         return None
+    if not is_plain_layer(layer):
+        return None
     outputs = (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer)
-    if is_watched(layer) or not takes(x, *outputs):
+    if not takes(x, *outputs) or not few_rows(x, layer.attention_norm.weight, layer.mlp_norm.weight):
         return None
     o = attention_step(layer, x, cache, counts)
     if o is None:
@@ -73,12 +75,19 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
 
 
 def takes(x: Tensor, *linears: torch.nn.Linear) -> bool:
-    """Whether the linear kernel takes the place of these modules."""
-    return all(map(is_plain_linear, linears)) and few_rows(x, *(linear.weight for linear in linears))
+    """Whether the linear kernel takes the place of these modules, by their weights alone."""
+    plain = all(is_plain_linear(linear) and linear.bias is None for linear in linears)
+    return plain and few_rows(x, *(linear.weight for linear in linears))
 
 
-def is_watched(layer: Layer) -> bool:
-    """Whether hooks see, or something replaces, the calls of the layer's modules."""
+def is_plain_layer(layer: Layer) -> bool:
+    """Whether the layer's modules are of the classes that it makes them of, and no hooks see, or something replaces,
+    their calls."""
+    from nsa.model.transformer import RMSNorm, SwiGLU
+
     modules = (layer.attention, layer.attention_norm, layer.mlp_norm, layer.mlp)
+    attentions = type(layer.attention) in (NSAAttention, DenseAttention)
+    if not attentions or tuple(map(type, modules[1:])) != (RMSNorm, RMSNorm, SwiGLU):
+        return False
     hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
-    return hooked or _has_any_global_hook()
+    return not hooked and not _has_any_global_hook()

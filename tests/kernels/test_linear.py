@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -19,7 +20,7 @@ from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.launch import Launch
 from nsa.model import transformer
 from nsa.model.config import LMConfig
-from nsa.model.transformer import Layer
+from nsa.model.transformer import Layer, SwiGLU
 
 ACTIVATIONS: dict[str | None, Any] = {None: lambda y: y, "silu": F.silu, "sigmoid": torch.sigmoid}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -149,14 +150,46 @@ def test_a_step_of_a_layer_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -
     assert len(launched) == 12
 
 
-def test_what_is_no_plain_layer_runs_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(1, 5, 24, device=DEVICE)
-    hooked, adapted, wide = new_layer(), new_layer(), new_layer()
-    hooked.mlp.register_forward_hook(lambda module, args, y: 2 * y)
-    adapted.mlp.outer = nn.Sequential(deepcopy(adapted.mlp.outer), nn.Tanh())  # type: ignore[assignment]
-    wide.attention.o_proj.weight.data = wide.attention.o_proj.weight.data.t().contiguous().t()
-    for layer in (hooked, adapted, wide):
-        assert torch.equal(steps(layer, x), by_modules(layer, x, None, monkeypatch))
+def doubled(module: nn.Module) -> None:
+    module.forward = lambda x, forward=module.forward: 2 * forward(x)  # type: ignore[method-assign]
+
+
+class GeGLU(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.inner(x).chunk(2, dim=-1)
+        return self.outer(F.gelu(gate) * value)
+
+
+def every_second(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.repeat_interleave(2)[::2])
+
+
+CHANGES: dict[str, Callable[[Layer], Any]] = {
+    "a hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
+    "a hook of phi": lambda layer: layer.attention.phi_v.register_forward_hook(lambda module, args, y: 2 * y),
+    "an adapter": lambda layer: setattr(layer.mlp, "outer", nn.Sequential(deepcopy(layer.mlp.outer), nn.Tanh())),
+    "a bias": lambda layer: setattr(layer.attention, "o_proj", nn.Linear(64, 24, device=DEVICE)),
+    "a forward of its own": lambda layer: doubled(layer.mlp.outer),
+    "a forward of its own in phi": lambda layer: doubled(layer.attention.phi_v.inner),
+    "another activation": lambda layer: setattr(layer, "mlp", GeGLU(24, 40).to(DEVICE)),
+    "another MLP": lambda layer: setattr(layer, "mlp", nn.Linear(24, 24, device=DEVICE)),
+    "another norm": lambda layer: setattr(layer, "mlp_norm", nn.LayerNorm(24, device=DEVICE)),
+    "a strided norm": lambda layer: setattr(layer.mlp_norm, "weight", every_second(layer.attention_norm.weight)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_no_plain_layer_runs_by_its_modules(change: str) -> None:
+    layer, x = new_layer(), torch.randn(1, 10, 24, device=DEVICE)
+    CHANGES[change](layer)
+    with torch.no_grad():
+        assert_near(steps(layer, x), layer(x))
+
+
+def test_a_transposed_weight_runs_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = new_layer(), torch.randn(1, 5, 24, device=DEVICE)
+    layer.attention.o_proj.weight.data = layer.attention.o_proj.weight.data.t().contiguous().t()
+    assert torch.equal(steps(layer, x), by_modules(layer, x, None, monkeypatch))
 
 
 def test_transposed_weights_of_phi_are_read_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
