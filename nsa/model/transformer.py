@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
-from nsa.cache import NSACache
+from nsa.cache import NSACache, RowCache
 from nsa.config import require, require_positive_int
 from nsa.dtypes import matmul_dtype
 from nsa.geometry import n_compressed
@@ -164,7 +164,10 @@ class LM(nn.Module):
         if attention_mask is not None and attention_mask.shape == tokens.shape:
             counts = attention_mask.sum(dim=1)
         for index, (layer, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            kind = NSACache if isinstance(layer.attention, NSAAttention) else DenseCache
+            attention = layer.attention
+            # Of a module that wraps one of ours, the class says nothing.
+            kind: type = NSACache if isinstance(attention, NSAAttention) else RowCache
+            kind = DenseCache if isinstance(attention, DenseAttention) else kind
             require(
                 isinstance(cache, kind),
                 f"caches[{index}]",

@@ -6,13 +6,14 @@ import json
 import math
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -277,6 +278,28 @@ def test_a_refused_call_leaves_the_caches_of_all_layers() -> None:
             with pytest.raises(ValueError, match=message):
                 models[kind](token, caches=caches)
     assert [cache.lengths.tolist() for cache in (*made["nsa"], *made["dense"], *short, *pages)] == before
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_an_attention_may_be_wrapped_or_an_mlp_replaced(kind: str) -> None:
+    """As `torch.compile(layer.attention)` wraps it: the class of the module says nothing of its cache."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, wrapped: nn.Module) -> None:
+            super().__init__()
+            self.wrapped = wrapped
+
+        def forward(self, *args: Any, **given: Any) -> Any:
+            return self.wrapped(*args, **given)
+
+    model, tokens = small_model(kind), torch.arange(9)[None]
+    caches = model.new_cache(1, 16)
+    layer = model.blocks[0]
+    layer.attention = Wrapped(layer.attention)  # type: ignore[assignment]
+    layer.mlp = nn.Identity()  # type: ignore[assignment]
+    with torch.no_grad():
+        found = torch.cat([model(part, caches=caches) for part in tokens.split(3, dim=1)], dim=1)
+        torch.testing.assert_close(found, model(tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
