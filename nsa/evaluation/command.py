@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -31,6 +32,7 @@ from nsa.evaluation.plots import draw_evaluation
 from nsa.evaluation.recall import Cell, Score, check_cells, evaluate_cells, library_texts
 from nsa.files import can_write_in, make_folder, replace_text
 from nsa.generate import read_source
+from nsa.generation.text import where_not_finite
 from nsa.machine import usable_device
 from nsa.progress import LINE_EVERY_S, aligned_columns, progress, say
 from nsa.results import origin_columns
@@ -70,7 +72,11 @@ def own_rows(args: argparse.Namespace, device: torch.device, differing: list[str
     require_positive_int("--chunk", chunk)
     subjects = open_models(args.runs, device=device, dtype=args.dtype, chunk=chunk)
     differing += mismatches(subjects, args)
-    return loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
+    rows = loss_rows(subjects, args) if args.eval_command == "loss" else cell_rows(subjects, args)
+    for subject in subjects:
+        if not all(math.isfinite(row["loss"]) for row in rows if row["run"] == subject.name):
+            say(f"{subject.name} gives losses that are not finite: {where_not_finite(subject.model)}")
+    return rows
 
 
 def mismatches(subjects: Sequence[EvalModel], args: argparse.Namespace) -> Iterator[str]:

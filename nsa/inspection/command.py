@@ -12,11 +12,11 @@ from nsa.config import require
 from nsa.dtypes import DTYPES
 from nsa.files import can_write_in, make_folder, replace_text
 from nsa.generate import read_source, write_out
+from nsa.generation.text import where_not_finite
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
 from nsa.machine import usable_device
 from nsa.progress import LINE_EVERY_S, progress, say
-from nsa.train.run_folder import plain
 from nsa.train.run_model import load_run
 
 
@@ -47,13 +47,15 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if shown is not None:
             shown.close()
+    if not all(bool(record.gates.isfinite().all()) for record in found.layers.values()):
+        raise ValueError(f"{args.run} gives gates that are not finite: {where_not_finite(model)}")
     if len(found.tokens) == args.max_tokens and len(tokenizer.encode(text)) > args.max_tokens:
         say(f"left out: what follows the first {args.max_tokens:,} tokens (--max-tokens)", error=True)
     if args.out is not None:
         write_page(found, args.out, f"{args.run.resolve().name}: {len(found.tokens):,} tokens")
         say(f"wrote {args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)", error=True)
     if args.json is not None:
-        values = json.dumps(plain(found.to_dict())) + "\n"
+        values = json.dumps(found.to_dict()) + "\n"
         if str(args.json) == "-":
             write_out(values)
         else:

@@ -261,10 +261,22 @@ def test_a_loss_that_is_not_finite_is_still_json(runs: list[str], capsys: pytest
     save_model(model, Path(runs[0]))
     assert main(["eval", "loss", runs[0], "--dataset", "synthetic", "--seq-len", "8", "--windows", "1"]) == 0
     text = (Path(runs[0]) / "eval" / "loss.json").read_text()
-    for given in (text, capsys.readouterr().out.splitlines()[-1]):
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert any("layers.0.attention_norm.weight" in line for line in shown)
+    for given in (text, last):
         # NaN and Infinity are no JSON: other parsers refuse them.
         values = json.loads(given, parse_constant=lambda name: pytest.fail(name))
         assert values["mean"] == {"nsa": "nan"}
+
+
+def test_a_model_that_gives_no_finite_loss_is_named(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise it would only seem to find nothing."""
+    model = load_model(Path(runs[1]))
+    model.blocks[0].attention_norm.weight.data.fill_(torch.nan)
+    save_model(model, Path(runs[1]))
+    assert main(["eval", "needle", *runs, "--lengths", "64", "--depths", "1", "--samples", "1"]) == 0
+    named = [line for line in capsys.readouterr().out.splitlines() if "layers.0.attention_norm.weight" in line]
+    assert [line.split()[0] for line in named] == ["dense"]
 
 
 def test_runs_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
