@@ -132,6 +132,12 @@ def test_a_plot_of_the_docs_is_that_of_the_recorded_rows(name: str) -> None:
     assert digest.encode() in (ROOT / "docs" / f"{name}.png").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["curves", "needle"])
+def test_a_plot_of_the_study_is_that_of_its_results(name: str) -> None:
+    drawn = ROOT / "benchmarks" / "results" / "h200" / "study" / f"{name}.png"
+    assert (ROOT / "docs" / f"study-{name}.png").read_bytes() == drawn.read_bytes()
+
+
 def test_the_picture_of_the_report_is_that_of_the_recorded_rows() -> None:
     """`docs/tools/pictures.py` writes what identifies the rows into the file."""
     picture = (ROOT / "docs" / "bench-report.png").read_bytes()
