@@ -16,8 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from nsa.attention import NSAAttention
 from nsa.backends import triton
+from nsa.backends.routing import BackendFailure, router
 from nsa.cache import NSACache, RowCache
-from nsa.decoding import few_rows, fused_step, norm_of
+from nsa.decoding import few_rows, fused_step, norm_of, step_problem
 from nsa.eager import is_plain_linear
 from nsa.model.dense import DenseAttention, DenseCache
 
@@ -40,12 +41,32 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
     outputs = (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer)
     if not takes(x, *outputs) or not few_rows(x, layer.attention_norm.weight, layer.mlp_norm.weight):
         return None
+    c = layer.attention.config
+    falls_back = c.backend == "auto" and not c.strict
+    if falls_back and router().failed and (step_problem(c, x, cache), "linear_step") in router().failed:
+        return None
     o = attention_step(layer, x, cache, counts)
     if o is None:
         return None
+    o = o.flatten(2)
+    try:
+        return after_attention(layer, x, o)
+    except BackendFailure as failure:
+        problem = step_problem(c, x, cache)
+        router().note_failure("triton", problem, "linear_step", str(failure), "torch" if falls_back else None)
+        if not falls_back:
+            raise
+        router().failed[problem, "linear_step"] = str(failure)
+    # The tokens are in the cache by now.
+    x = x + layer.attention.o_proj(o)
+    return x + layer.mlp(layer.mlp_norm(x))
+
+
+def after_attention(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
+    """What the layer makes of `x` and its attention's output `o [B,T,Hq*Dv]`, in three launches."""
     decode, _ = triton.load("decode")
-    o_proj, inner, outer = (linear.weight for linear in outputs)
-    (x,) = triton.linear_step(o.flatten(2), decode.Weights(o_proj), residual=x)
+    o_proj, inner, outer = (linear.weight for linear in (layer.attention.o_proj, layer.mlp.inner, layer.mlp.outer))
+    (x,) = triton.linear_step(o, decode.Weights(o_proj), residual=x)
     norm = norm_of(decode, layer.mlp_norm)
     (hidden,) = triton.linear_step(x, decode.Weights(inner, None, "silu"), norm=norm, paired=True)
     (x,) = triton.linear_step(hidden, decode.Weights(outer), residual=x)

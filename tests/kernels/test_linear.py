@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from interpreted import DEVICE
 from torch import Tensor, nn
 
-from nsa import NSAConfig
+from nsa import NSAConfig, decoding
+from nsa.backends import routing
 from nsa.backends import triton as triton_backend
 from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.launch import Launch
@@ -209,3 +210,28 @@ def test_a_failure_of_the_linear_kernel_is_that_of_the_step(monkeypatch: pytest.
     monkeypatch.setattr(triton_backend, "linear_step", fail)
     with pytest.raises(triton_backend.BackendFailure):
         steps(layer, torch.randn(1, 5, 24, device=DEVICE))
+
+
+def test_a_failure_after_the_attention_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's tokens are in the cache by then: it can be neither run again nor given up."""
+    layer, x = new_layer(), torch.randn(1, 10, 24, device=DEVICE)
+    expected, run, failed = steps(layer, x), triton_backend.linear_step, []
+
+    def fail(*args: Any, paired: bool = False, **kwargs: Any) -> Any:
+        if paired:
+            failed.append(True)
+            raise triton_backend.BackendFailure("no room")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(triton_backend, "linear_step", fail)
+    with pytest.raises(triton_backend.BackendFailure):
+        steps(layer, x)
+    # Else the interpreter runs them by name alone.
+    monkeypatch.setattr(decoding, "kernels_run", lambda problem, backend: True)
+    monkeypatch.setattr(routing.router(), "failed", {})
+    automatic = new_layer(backend="auto")
+    automatic.load_state_dict(layer.state_dict())
+    failed.clear()
+    assert_near(steps(automatic, x), expected)
+    # The second step knows.
+    assert len(failed) == 1
