@@ -387,6 +387,17 @@ def test_runs_are_compared_by_tokens_and_by_seconds(tmp_path: Path, capsys: pyte
     Checker().feed(text)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"), [("", []), ("data: {source: text, path: b}", ["data.path, data.source"])]
+)
+def test_losses_of_other_data_have_a_caveat(settings: str, named: list[str], tmp_path: Path) -> None:
+    runs = [logged(tmp_path / name, [4.0, 3.0], batch_size=2, seconds=5) for name in ("one", "two")]
+    with (runs[1] / "config.yaml").open("a") as file:
+        file.write(settings)
+    text = write_comparison(runs, tmp_path / "compare.html").read_text()
+    assert re.findall(r'class="note">[^<]*?([\w.]+(?:, [\w.]+)*)\.<', text) == named
+
+
 def test_a_run_keeps_its_color_where_another_has_no_points(tmp_path: Path) -> None:
     late = logged(tmp_path / "late", [], batch_size=2, seconds=5)
     early = logged(tmp_path / "early", [4.0, 3.0], batch_size=2, seconds=5)

@@ -21,7 +21,7 @@ from nsa.config import BRANCHES, require
 from nsa.files import make_folder, parse_json, replace_text
 from nsa.train.config import flat
 from nsa.train.report import charts
-from nsa.train.report.charts import Chart, Point, card, section, table, tiles_html
+from nsa.train.report.charts import Chart, Point, card, note, section, table, tiles_html
 from nsa.train.run_folder import CONFIG, HEARTBEAT, METRICS, REPORT, RUN_INFO, read_lines, run_names
 from nsa.train.yaml_file import read_yaml
 
@@ -251,6 +251,8 @@ def samples(records: list[Record]) -> list[str]:
     return [card(title, f"<pre>{escape(text)}</pre>") for title, text in titles[:SAMPLES]]
 
 
+# Settings that decide what a loss is of.
+LOSS_OF = {"data.name", "data.path", "data.source", "data.text_key", "data.tokenizer", "model.vocab_size"}
 # What differs between any two runs.
 NOT_COMPARED = ("out", "hash", "environment.command", "environment.machine", "environment.system")
 
@@ -325,10 +327,12 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
     found = [ComparedRun(run, label) for run, label in zip(runs, labels, strict=True)]
     title = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
     rows = list(differences(found))
+    other = ", ".join(sorted(LOSS_OF & {name for name, *_ in rows}))
+    caveat = f"Losses compare only if the text and the tokens are the same. The runs differ in {other}."
     parts = [
         tiles_html(title, {"runs": str(len(runs)), "settings that differ": str(len(rows))}),
         section("Ends", [charts.grid("Where each run is", SUMMARY, [run.summary() for run in found])]),
-        section("Loss", charts_of(found, LOSS_CHARTS)),
+        section("Loss", [note(caveat) if other else "", *charts_of(found, LOSS_CHARTS)]),
         section("Speed", charts_of(found, SPEED_CHARTS)),
         section("Settings", [charts.grid("Settings that differ", ["", *labels], rows)] if rows else []),
     ]
