@@ -31,7 +31,7 @@ class Job:
     """One command of the queue."""
 
     name: str
-    # The words after `nsa`, asked for when it could start; None: it cannot run; none: there is nothing to do.
+    # The words after `nsa`, computed when it could start; None: it cannot run; none: there is nothing to do.
     words: Callable[[], Sequence[str] | None]
     # Called after status 0; returns whether there is a result.
     finish: Callable[[], bool] = lambda: True

@@ -459,7 +459,7 @@ class Gate(nn.Module):
 
 @dataclass(frozen=True)
 class NSAStats:
-    """What the layer did in one forward. Holds references; each figure is computed when it is asked for.
+    """What the layer did in one forward. Holds references; each figure is computed when it is read.
 
     Args:
         config: The layer's.

@@ -74,7 +74,7 @@ class LM(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
-        their own initialisation."""
+        their own initialization."""
         std = 0.02
         nn.init.normal_(self.embedding.weight, std=std)
         if self.head is not None:
