@@ -42,6 +42,7 @@ from recorded import (
 
 from nsa.bench.flash_routes import VARLEN, WORTH_IT
 from nsa.bench.report import Heads, break_even
+from nsa.config import NSAConfig
 from nsa.evaluation.plots import short
 from nsa.results import Row
 from nsa.train.config import load_config
@@ -140,6 +141,14 @@ def generation_table() -> str:
 
 def readme_sentences() -> Iterator[str]:
     """What the text says, in any number of lines."""
+    config = NSAConfig(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
+    assert config.d == 16
+    yield f"reads a sixteenth of the context and at most {config.n_sel * config.l_sel + config.w:,} tokens more."
+    ours, dense = (
+        {length: row.p50_ms for (*key, length), row in generation_rows().items() if key == [impl, "decode-1", 1]}
+        for impl in (f"{NSA}-graphs", "dense-triton-graphs")
+    )
+    yield f"up to {short(max(length for length in ours if ours[length] > dense[length]))} tokens it is slower."
     compiled = training_rows()["nsa-triton-compiled", 8, 2048].tokens_per_s or 0
     yield f"`--compile --no-cuda-graphs` gives {compiled:,.0f} tokens per second."
     host = {(row.op, row.impl, row.mode): row.p50_ms for row in rows_of("host") if row.S == 2048}
