@@ -39,10 +39,10 @@ def capture_graph(
             with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
                 function()
         except RuntimeError:
-            # A capture that fails leaves a generator recording, and the next random number would raise: the same seed
-            # and offset, in a state that does not.
-            for generator in torch.cuda.default_generators:
-                generator.graphsafe_set_state(generator.clone_state())
+            # A capture that fails leaves its device's generator recording, and the next random number would raise: the
+            # same seed and offset, in a state that does not. Earlier graphs of that device keep theirs.
+            generator = torch.cuda.default_generators[here.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             if collects:
