@@ -14,6 +14,7 @@ import torch
 
 from nsa.config import require
 from nsa.dtypes import dtype_name
+from nsa.files import can_write_in
 from nsa.lazy import renamed_attributes
 from nsa.origin import commit, package_version
 
@@ -81,16 +82,22 @@ def make_row(
     return Row(**columns, dtype=dtype_name(dtype), **times, peak_gib=peak, tokens_per_s=None, **where)
 
 
+def check_can_append(path: Path) -> None:
+    """A ValueError unless rows can be appended to a file, which need not exist."""
+    require(not path.is_dir() and can_write_in(path.parent), "--out", str(path), "a file that can be written")
+    if path.exists():
+        with path.open(newline="", errors="replace") as file:
+            header = file.readline().strip()
+        require(header in ("", ",".join(COLUMNS)), str(path), header, f"the columns {','.join(COLUMNS)}")
+
+
 def append(path: Path, row: Row) -> None:
     """Append a row to a CSV file, whose first line is the column names; a ValueError if it has others."""
+    check_can_append(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="") as file:
-        file.seek(0)
-        header = file.readline()
-        if header:
-            require(header.strip() == ",".join(COLUMNS), str(path), header.strip(), f"the columns {','.join(COLUMNS)}")
+    with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        if not header:
+        if file.tell() == 0:
             writer.writerow(COLUMNS)
         writer.writerow(["" if value is None else value for value in (getattr(row, name) for name in COLUMNS)])
 

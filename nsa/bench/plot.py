@@ -118,6 +118,7 @@ def mark_lengths(axis: Any, lengths: Collection[int]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = [row for path in args.rows for row in read_rows(path)]
+    require(args.out.suffix != "", "--out", str(args.out), "a picture with its format as suffix, such as .png or .svg")
     require(bool(rows), "--rows", [str(path) for path in args.rows], "files with at least one row")
     if reason := why_no_plots():
         raise ValueError(f"{reason}; nsa bench report draws rows without it")

@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa.cuda_graph import capture_graph
 from nsa.dtypes import DTYPES
 from nsa.machine import usable_device
-from nsa.results import Row, append, make_row
+from nsa.results import Row, append, check_can_append, make_row
 
 Found = TypeVar("Found")
 # Makes the context manager that a call runs in.
@@ -165,6 +165,8 @@ class Suite:
     finish: Callable[[argparse.Namespace, Runner], None] | None = None  # what follows from the rows
 
     def run(self, args: argparse.Namespace) -> int:
+        if args.out is not None:
+            check_can_append(args.out)
         device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(args, "dtype", None) or ("float32" if device == "cpu" else "bfloat16")
         device = str(usable_device(device))

@@ -66,6 +66,27 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
         append(path, ROW)
 
 
+@pytest.mark.parametrize("name", [".", "a/rows.csv", "a", "b"])
+def test_a_file_that_takes_no_rows_is_refused_at_once(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").write_text("a,b\n1,2\n")
+    (tmp_path / "b").write_bytes(b"\xff\xfe\n")
+    words = ["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / name)]
+    assert cli.main(["bench", "train", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert str(tmp_path / name) in printed.err
+
+
+@pytest.mark.parametrize("name", [".", "rows"])
+def test_a_picture_has_a_suffix(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one it would be written beside the name that is reported."""
+    out = str(tmp_path / name)
+    assert cli.main(["bench", "plot", "--rows", str(FILES_OF_ROWS[0]), "--out", out]) == 2
+    assert f"--out is {str(Path(out))!r}" in capsys.readouterr().err
+
+
 def test_quantiles_are_of_the_times() -> None:
     assert quantiles([float(x) for x in range(11)]) == (2.0, 5.0, 8.0)
 
