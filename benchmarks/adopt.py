@@ -4,7 +4,7 @@
 
 A CSV file of `nsa bench` replaces the rows of the same names and shapes in the file of its name; of the host's times,
 which are compared between commits, every row stays. The profile, `ncu.csv`, has its own columns and is replaced whole.
-Archives also become tables in docs/evaluation.md.
+Archives also become tables in docs/evaluation.md, and two plots of the study its pictures.
 
 That of a study is what `benchmarks/study.py --pack` wrote, and replaces the folder of the name of its `--out`; logs and
 metrics in it are left out. The other holds the folder of a run without its parameters: config.yaml, metrics.jsonl,
@@ -34,6 +34,8 @@ from nsa.train.yaml_file import read_yaml
 # Of a study's archive, what is no result.
 LEFT_OUT = ("logs", "runs")
 PROFILE = "ncu.csv"
+# Of the study, what docs/evaluation.md shows.
+PICTURES = ("curves", "needle")
 
 
 def adopt_rows(measured: Path, out: Path) -> None:
@@ -104,6 +106,10 @@ def main(argv: Sequence[str] | None = None, root: Path = readme.RESULTS.parents[
     results = root / "benchmarks" / "results" / "h200"
     for archive in parser.parse_args(argv).archives:
         print(f"wrote {adopt(archive, results)}")
+    for name in PICTURES:
+        drawn = results / "study" / f"{name}.png"
+        if drawn.is_file():
+            shutil.copyfile(drawn, root / "docs" / f"study-{name}.png")
     readme.write(root / "docs" / "evaluation.md", readme.evaluation_tables(results))
     return 0
 

@@ -53,6 +53,7 @@ def study_archive(tmp_path: Path) -> Path:
     plain = out / "arms-plain" / "loss.csv"
     plain.parent.mkdir()
     plain.write_text("run,length,begin,end,loss\nnsa,8192,0,8192,2.5\nnsa,8192,0,1,4.0\n")
+    (out / "curves.png").write_bytes(b"curves")
     return packed(out)
 
 
@@ -94,6 +95,7 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
         assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
     assert not (results / "study" / "logs").exists()
     assert not earlier.exists()
+    assert (page.parent / "study-curves.png").read_bytes() == b"curves"
 
 
 def test_another_study_has_a_folder_and_tables_of_its_own(
