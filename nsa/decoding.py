@@ -31,6 +31,8 @@ MAX_TOKENS = 8
 # With more rows, or larger weights, cuBLAS is the better matmul.
 MAX_LINEAR_ROWS = 32
 MAX_LINEAR_BYTES = 1 << 24
+# What the kernels do in place of the layer, which may have methods of its own.
+STEP_METHODS = ("project", "angles", "split_keys", "attend", "compress_blocks")
 
 T = TypeVar("T")
 
@@ -128,6 +130,7 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     fitting = is_plain_step(x, layer.q_proj.weight.dtype, cache) and rollback and not layer.config.branch_norm
     # The kernels read the cache's frequencies.
     fitting = fitting and layer.rope == cache.rope
+    fitting = fitting and all(getattr(layer, name).__module__ == "nsa.attention" for name in STEP_METHODS)
     return fitting and all(readable(phi, x.device) for phi in (layer.phi_k, layer.phi_v))
 
 

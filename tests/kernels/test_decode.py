@@ -347,6 +347,18 @@ def test_a_phi_with_an_adapter_is_not_for_the_kernels() -> None:
     assert cache.lengths.tolist() == [0]
 
 
+def test_a_method_of_its_own_is_not_for_the_kernels() -> None:
+    class Doubled(NSAAttention):
+        def attend(self, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
+            o, indices = super().attend(*args, **given)
+            return 2 * o, indices
+
+    layer = Doubled(NSAConfig(**LAYER, backend="triton")).to(DEVICE)
+    x, cache = torch.randn(1, 7, layer.config.dim, device=DEVICE), layer.new_cache(1, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=1e-4, atol=1e-4)
+
+
 def test_another_rope_is_not_for_the_kernels() -> None:
     """They compute angles from the cache's frequencies."""
     layer = NSAAttention(NSAConfig(**LAYER, backend="triton")).to(DEVICE)
