@@ -19,7 +19,7 @@ from nsa.backends import routing
 from nsa.backends import triton as triton_backend
 from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.launch import Launch
-from nsa.model import transformer
+from nsa.model import DenseAttention, transformer
 from nsa.model.config import LMConfig
 from nsa.model.transformer import Layer, SwiGLU
 
@@ -103,7 +103,8 @@ def steps(layer: Layer, x: Tensor, counts: Tensor | None = None) -> Tensor:
     """`x [B, S, dim]` in steps of 5 tokens."""
     cache = layer.attention.new_cache(x.shape[0], 20)
     with torch.no_grad():
-        return torch.cat([layer(part, cache=cache, counts=counts) for part in x.split(5, dim=1)], dim=1)
+        parts = [layer(part.contiguous(), cache=cache, counts=counts) for part in x.split(5, dim=1)]
+    return torch.cat(parts, dim=1)
 
 
 def by_modules(layer: Layer, x: Tensor, counts: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> Tensor:
@@ -120,20 +121,57 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step of a layer ran in the kernels."""
+    run, ran = transformer.fused_layer, []
+
+    def note(*args: Any) -> Tensor | None:
+        stepped = run(*args)
+        ran.append(stepped is not None)
+        return stepped
+
+    monkeypatch.setattr(transformer, "fused_layer", note)
+    return ran
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_of_a_layer_is_that_of_its_modules(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_layer_is_that_of_its_modules(
+    variant: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = new_layer(**VARIANTS[variant])
     x = torch.randn(2, 10, 24, device=DEVICE)
     assert_near(steps(layer, x), by_modules(layer, x, None, monkeypatch))
+    assert fused == [True, True]
 
 
-def test_tokens_that_are_not_real_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_not_real_are_not_kept(fused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = new_layer(), torch.randn(2, 10, 24, device=DEVICE)
     counts = torch.tensor([5, 2], device=DEVICE)
     found, expected = steps(layer, x, counts), by_modules(layer, x, counts, monkeypatch)
     assert_near(found[0], expected[0])
     real = torch.arange(10) % 5 < 2
     assert_near(found[1, real], expected[1, real])
+    assert fused == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_counts_of_any_layout_are_taken_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch is compiled once for all counts, which it reads by their address."""
+    layer, x, seen = new_layer(), torch.randn(2, 10, 24, device=DEVICE), set()
+    if kind == "dense":
+        layer.attention = DenseAttention(NSAConfig(**ATTENTION)).to(DEVICE)
+    expected = steps(layer, x, torch.tensor([5, 2], device=DEVICE))
+    run = Launch.__call__
+
+    def note(self: Launch, **free: Any) -> None:
+        seen.update((x.dtype, x.stride()) for name, x in free.items() if name == "counts")
+        run(self, **free)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    for counts in (torch.tensor([5, 2]).int(), torch.tensor([5, 4, 2, 4])[::2]):
+        assert torch.equal(steps(layer, x, counts.to(DEVICE)), expected)
+    assert seen == {(torch.int64, (1,))}
 
 
 def test_a_step_of_a_layer_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, plan_decode
-from nsa.backends.triton.decode.step import plan_append
+from nsa.backends.triton.decode.step import as_counts, plan_append
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
 from nsa.sequences import Pair
@@ -61,7 +61,7 @@ def dense_step(
     Returns:
         `o [B,T,Hq,Dv]`.
     """
-    q = row_contiguous(q)
+    q, counts = row_contiguous(q), as_counts(counts)
     (k, v), counted = store.pair, counts is not None
     kv = layout(k), layout(v)
     append = plan_append(layout(q), (layout(new[0]), layout(new[1])), kv, max_len, counted, Form())

@@ -194,6 +194,11 @@ def halves(head_dim: int) -> int:
 plan_step = lru_cache(maxsize=MAX_PLANS)(StepPlan)
 
 
+def as_counts(counts: Tensor | None) -> Tensor | None:
+    """Integers `[B]` as every launch of a plan takes them, whose layout is no part of its key."""
+    return None if counts is None else counts.long().contiguous()
+
+
 def decode_step(
     new: Projected,
     stores: Stores,
@@ -221,7 +226,7 @@ def decode_step(
     Returns:
         `o [B,T,Hq,Dv]` and the selected blocks `[B,T,G,n_select]`, as of `decode_attention`.
     """
-    q = row_contiguous(new.q)
+    q, counts = row_contiguous(new.q), as_counts(counts)
     pairs = (stores.tail, stores.compressed, stores.selected, stores.window)
     keys = [(layout(k), layout(v)) for k, v in (new.raw, new.selected, new.window)]
     laid = [(layout(k), layout(v)) for k, v in pairs]
