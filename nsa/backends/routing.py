@@ -311,7 +311,8 @@ class Router:
             self.counts.add_failure(problem.op, name, str(failure))
             raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {route.why}") from failure
         while True:
-            if not isinstance(failure, CallUnsupported):
+            # A call that is not strict may recover from what fails a strict one.
+            if not (strict or isinstance(failure, CallUnsupported)):
                 self.failed[problem, name] = str(failure)
                 self.routes.pop((problem, backend), None)
             following = None if strict else self.next_after(name, problem)

@@ -166,6 +166,27 @@ def test_strict_forbids_triton_s_kernels(
     assert gluon.unavailable() is None
 
 
+def test_a_strict_call_rules_nothing_out_for_the_others(
+    failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "explicit_only", lambda problem: None)
+    inputs = leaves()
+    expected = attend(inputs)
+    failing()
+    with pytest.raises(BackendFailure, match="hopper_forward_kernel"):
+        attend(inputs, "auto", strict=True)
+    assert torch.equal(attend(inputs, "auto"), expected)
+    assert router().counts.as_dict()["calls"] == {"sliding/triton": 2}
+
+
+def test_strict_calls_run_too_once_the_process_has_left_gluon(failing: Callable[..., None]) -> None:
+    inputs = leaves()
+    expected = attend(inputs)
+    failing()
+    attend(inputs)
+    assert torch.equal(attend(inputs, strict=True), expected)
+
+
 def test_another_failure_is_no_reason_to_give_up_gluon() -> None:
     assert backend.recover_from(BackendFailure("no memory")) is None
     assert gluon.failures() == []
