@@ -263,7 +263,8 @@ class NSACache(RowCache):
         self.compressed.clear(blocks[0], -(-n // stride), blocks[1])
 
     def emit_blocks(self, start: Tensor, end: Tensor, raw: Pair, compress: Callable[[Tensor, Tensor], Pair]) -> None:
-        """Compress the blocks whose last token has just arrived."""
+        """Compress the blocks whose last token is among the new ones, at `start` to `end` `[B]`, whose keys and values
+        `[B,T,G,D]` are `raw`; `compress` takes blocks `[B,n,l,G,D]`."""
         block, stride = self.config.l, self.config.d
         if block > self.max_len:
             # No block will ever be complete; gathering one would cost its length at every step.

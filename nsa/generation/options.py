@@ -1,4 +1,4 @@
-"""What generation can be asked for, checked when it is built."""
+"""The options of generation, checked when they are built."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class LM(nn.Module):
         return {**self.__dict__, "compiled": None}
 
     def reset_parameters(self) -> None:
-        """Initialise as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
+        """Initialize as GPT-2: N(0, 0.02), output projections divided by sqrt(2 * n_layers). The gate and phi keep
         their own initialization."""
         std = 0.02
         nn.init.normal_(self.embedding.weight, std=std)

@@ -170,7 +170,7 @@ def test_prefill_in_any_chunks_is_the_forward_pass(backend: str, form: dict[str,
         parts = zip(x.split(sizes, dim=1), mask.split(sizes, dim=1), strict=True)
         found.append(torch.cat([attn(part, cache=cache, attention_mask=real) for part, real in parts], dim=1))
         assert cache.lengths.tolist() == [*LENGTHS]
-    # In fp8 a key may be rounded to either of two neighbours.
+    # In fp8 a key may be rounded to either of two neighbors.
     fp8 = "quantize" in form
     for y in found:
         torch.testing.assert_close(y, found[0], atol=2e-2 if fp8 else 1e-4, rtol=0.0)

@@ -54,7 +54,7 @@ SPREAD = {"chunks": (1, 3), "at once": (1 << 20, 3), "one CTA": (1 << 20, 1)}
 
 
 def draw_forced(case: Case, indices: Tensor) -> Tensor:
-    """The first block, the query's own, and in half of the rest what its neighbours have."""
+    """The first block, the query's own, and in half of the rest what its neighbors have."""
     own = (torch.arange(case.length) // case.select_block)[None, :, None, None].expand(*indices.shape[:3], 1)
     run = torch.arange(case.length) // (128 // case.heads) * (128 // case.heads)
     shared = torch.where((run % 3 == 0)[None, :, None, None], indices[:, run], indices)

@@ -167,7 +167,7 @@ def consume(
     """A warpgroup: rows `[64 W, 64 W + 64)` of every tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # Sixteen bytes per thread, whole rows by neighbouring threads.
+    # Sixteen bytes per thread, whole rows by neighboring threads.
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     copy_row: gl.constexpr = gl.SliceLayout(1, copy_layout)

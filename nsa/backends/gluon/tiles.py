@@ -166,7 +166,7 @@ def pick_step(q: Layout, k: Layout, v: Layout, block_n: int) -> StepTile | None:
 def pick_fused(
     q: Layout, k: Layout, v: Layout, k_win: Layout, v_win: Layout, run: int, select_block: int
 ) -> FusedTile | None:
-    """The tile of the selected and the sliding forward pass at once, where blocks that `run` neighbouring queries have
+    """The tile of the selected and the sliding forward pass at once, where blocks that `run` neighboring queries have
     in common are attended to together; None where each branch has a kernel of its own."""
     tile, n_groups, head_dim = FusedTile(), k.shape[2], q.shape[3]
     if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim != 128:

@@ -134,7 +134,7 @@ def ranged_forward_kernel(
     b_l = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
-    # With rows by descriptor, ptxas serialises the matmuls of a loop that reads words ahead.
+    # With rows by descriptor, ptxas serializes the matmuls of a loop that reads words ahead.
     AHEAD: tl.constexpr = not DESC_Q
     # Keys [first_lo, last_hi): those before last_lo or from first_hi on are hidden from some row of the tile.
     i_full = first_lo

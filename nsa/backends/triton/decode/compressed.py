@@ -7,7 +7,7 @@ block `j + c` (`R = l_sel/d`, `L = l/d`). Each tile pools its probabilities rela
 two, so that importance needs neither the keys again nor all scores: `select.py` rescales and sums. What a tile has for
 the first blocks of the next one goes to `carry [r, c - 1, tile, :c]`.
 
-Grid (B * splits * tiles of rows * G): the CTAs of a batch row are neighbours and end at about the same time, for the
+Grid (B * splits * tiles of rows * G): the CTAs of a batch row are neighbors and end at about the same time, for the
 selection waits for no others. Every split and every tile of it is written by one CTA; CTAs past a row's end exit.
 """
 

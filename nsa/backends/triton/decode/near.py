@@ -169,7 +169,7 @@ def near_kernel(
             # The merge waits for this launch alone, so no CTA of it may end before the selection's.
             wait_for(arrivals + i_unit // ROW_TILES * 3 + 1, T)
     elif i_s >= N_EARLY:
-        # The splits of a row are neighbours: it may be selected before others are.
+        # The splits of a row are neighbors: it may be selected before others are.
         i_free = tl.program_id(0) - units * N_EARLY
         i_s = N_EARLY + i_free % FREE_SPLITS
         i_unit = i_free // FREE_SPLITS
