@@ -6,6 +6,7 @@ A prompt is always given whole. What a saved row holds of its beginning is not c
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from nsa.model.transformer import Cache
 
 # Values of each parameter that identify a model.
 SAMPLE = 1024
+# What of the model's config changes no cache, and what each cache is compared by itself.
+UNHASHED_FIELDS = ("seq_len", "attn")
 
 
 def model_fingerprint(model: LM) -> str:
-    """A hash of some values of every parameter: training changes nearly all of them."""
-    digest = hashlib.sha256()
+    """A hash of the config, as the same weights may be those of another attention, and of some values of every
+    parameter: training changes nearly all of them."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in UNHASHED_FIELDS}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, x in model.state_dict().items():
         flat = x.detach().flatten()
         some = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].double().cpu()
@@ -43,7 +48,7 @@ def load_prompt_cache(
     """
     saved = read_saved(path)
     same = saved.model == model_fingerprint(model)
-    require(same, f"the model of {path}", saved.model, "this one, with the same weights")
+    require(same, f"the model of {path}", saved.model, "this one, with the same config and weights")
     dtype = model.head_weight.dtype
     require(saved.dtype == dtype, f"the dtype of {path}", saved.dtype, f"the model's, {dtype}")
     quantize = options.get("quantize")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_saved_prompts_of_another_model_are_refused(tmp_path: Path) -> None:
         model.blocks[1].mlp.outer.weight.add_(1e-3)
     with pytest.raises(ValueError, match="model of"):
         greedy(model, rows, load_cache=path)
+
+
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {"window": 16}, {"norm_eps": 0.1}], ids=str)
+def test_saved_prompts_of_another_config_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The weights may be the same."""
+    model, rows, path = small_model("sliding"), prompts(45), tmp_path / "prompts"
+    greedy(model, rows, 1, save_cache=path)
+    other = LM(replace(model.config, **changes)).double().eval()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="model of"):
+        greedy(other, rows, load_cache=path)
+
+
+def test_saved_prompts_go_to_a_model_of_another_training_length(tmp_path: Path) -> None:
+    model, rows, path = saved(tmp_path)
+    other = LM(replace(model.config, seq_len=128)).double().eval()
+    other.load_state_dict(model.state_dict())
+    assert greedy(other, rows, load_cache=path) == greedy(model, rows)
 
 
 @pytest.mark.parametrize(
