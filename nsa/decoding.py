@@ -131,7 +131,9 @@ def fits(layer: NSAAttention, x: Tensor, cache: NSACache) -> bool:
     # The kernels read the cache's frequencies.
     fitting = fitting and layer.rope == cache.rope
     fitting = fitting and all(getattr(layer, name).__module__ == "nsa.attention" for name in STEP_METHODS)
-    return fitting and all(readable(phi, x.device) for phi in (layer.phi_k, layer.phi_v))
+    # They compress as the config says, and a phi may have been replaced.
+    phis, expected = (layer.phi_k, layer.phi_v), (layer.config.phi, layer.config.l)
+    return fitting and all(readable(phi, x.device) and (phi.kind, phi.block) == expected for phi in phis)
 
 
 def readable(phi: Compression, device: torch.device) -> bool:
@@ -155,7 +157,7 @@ def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -
     inner, inner_bias, outer, outer_bias = p.gate
     weights = [*map(decode.Weights, (p.q, p.k, p.v)), decode.Weights(inner, inner_bias, "silu")]
     *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=True)
-    sigmoid = c.gate == "sigmoid" and c.drop_branch is None
+    sigmoid = gate.config.gate == "sigmoid" and gate.config.drop_branch is None
     (gates,) = triton.linear_step(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
     gates = gates.unflatten(-1, (c.n_heads, -1))
     q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))

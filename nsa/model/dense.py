@@ -31,6 +31,8 @@ MAX_STEP = 8
 WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # With a mask: flash takes none, and cuDNN's graph (torch 2.11) fails to run for some lengths of a cache.
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# What the decode kernels do in place of the layer: other attentions have their own.
+STEP_METHODS = ("angles", "attend", "attend_cached", "attend_step")
 
 
 class DenseAttention(nn.Module):
@@ -141,8 +143,7 @@ class DenseAttention(nn.Module):
         Raises:
             ValueError, BackendFailure: As of `nsa.decoding.fused_step`.
         """
-        # Other attentions see other keys.
-        dense = type(self).attend is DenseAttention.attend and type(cache) is DenseCache
+        dense = type(cache) is DenseCache and all(getattr(self, name).__module__ == __name__ for name in STEP_METHODS)
         if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense or self.rope != cache.rope:
             return None
 

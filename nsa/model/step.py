@@ -19,7 +19,7 @@ from nsa.backends import triton
 from nsa.backends.routing import BackendFailure, router
 from nsa.cache import NSACache, RowCache
 from nsa.decoding import few_rows, fused_step, norm_of, step_problem
-from nsa.eager import is_plain_linear
+from nsa.eager import METHODS, is_plain_linear
 from nsa.model.dense import DenseAttention, DenseCache
 
 if TYPE_CHECKING:
@@ -110,5 +110,5 @@ def is_plain_layer(layer: Layer) -> bool:
     attentions = type(layer.attention) in (NSAAttention, DenseAttention)
     if not attentions or tuple(map(type, modules[1:])) != (RMSNorm, RMSNorm, SwiGLU):
         return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
-    return not hooked and not _has_any_global_hook()
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules) or _has_any_global_hook()
+    return not hooked and not any({"forward", *METHODS} & vars(m).keys() for m in modules)

@@ -169,6 +169,16 @@ def test_another_rope_is_not_for_the_kernels() -> None:
     assert layer.fused_step(x, layer.new_cache(1, 40), None) is None
 
 
+def test_a_method_of_its_own_is_not_for_the_kernels() -> None:
+    class Unrotated(DenseAttention):
+        def angles(self, *args: Any) -> Any:
+            return tuple(torch.full_like(x, value) for x, value in zip(super().angles(*args), (1.0, 0.0), strict=True))
+
+    layer = Unrotated(NSAConfig(**HEADS, backend="triton")).to(DEVICE)
+    x, cache = torch.randn(1, 7, layer.config.dim, device=DEVICE), layer.new_cache(1, 40)
+    torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("n_tokens", "backend"), [(9, "triton"), (1, "sdpa"), (1, "auto")])
 def test_longer_steps_and_other_backends_go_the_long_way(n_tokens: int, backend: str) -> None:
     layer = DenseAttention(NSAConfig(**HEADS, backend=backend))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from interpreted import DEVICE
 from torch import Tensor, nn
 
 from nsa import NSAConfig, decoding
+from nsa.attention import Gate
 from nsa.backends import routing
 from nsa.backends import triton as triton_backend
 from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.launch import Launch
+from nsa.compression import Compression
 from nsa.model import DenseAttention, transformer
 from nsa.model.config import LMConfig
 from nsa.model.transformer import Layer, SwiGLU
@@ -203,6 +206,18 @@ def every_second(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.repeat_interleave(2)[::2])
 
 
+def replace_gate(layer: Layer, **changes: Any) -> None:
+    gate = Gate(replace(layer.attention.config, **changes)).to(DEVICE)
+    gate.load_state_dict(layer.attention.gate.state_dict())
+    layer.attention.gate = gate
+
+
+def double_method(module: nn.Module, name: str) -> None:
+    """In place of a method that returns a tuple."""
+    method = getattr(module, name)
+    setattr(module, name, lambda *args, **given: tuple(2 * y for y in method(*args, **given)))
+
+
 CHANGES: dict[str, Callable[[Layer], Any]] = {
     "a hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
     "a hook of phi": lambda layer: layer.attention.phi_v.register_forward_hook(lambda module, args, y: 2 * y),
@@ -210,6 +225,10 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
     "a bias": lambda layer: setattr(layer.attention, "o_proj", nn.Linear(64, 24, device=DEVICE)),
     "a forward of its own": lambda layer: doubled(layer.mlp.outer),
     "a forward of its own in phi": lambda layer: doubled(layer.attention.phi_v.inner),
+    "a method of its own": lambda layer: double_method(layer.attention, "run_modules"),
+    "another gate": lambda layer: replace_gate(layer, gate="softmax"),
+    "a gate that drops a branch": lambda layer: replace_gate(layer, drop_branch="win"),
+    "another phi": lambda layer: setattr(layer.attention, "phi_v", Compression(16, 8, kind="mean")),
     "another activation": lambda layer: setattr(layer, "mlp", GeGLU(24, 40).to(DEVICE)),
     "another MLP": lambda layer: setattr(layer, "mlp", nn.Linear(24, 24, device=DEVICE)),
     "another norm": lambda layer: setattr(layer, "mlp_norm", nn.LayerNorm(24, device=DEVICE)),
