@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from caching import attention_of
 from interpreted import DEVICE, INTERPRETED
 from test_decode import assert_steps_equal_the_whole, step_both
 from torch import Tensor
@@ -20,7 +19,8 @@ from nsa.backends.triton.decode import DecodeTile, dense
 from nsa.backends.triton.decode.plan import DecodePlan, Form, Hyperparameters
 from nsa.backends.triton.launch import Launch, new_layout
 from nsa.config import RopeScaling
-from nsa.model import DenseAttention
+from nsa.model import DenseAttention, LMConfig
+from nsa.model.transformer import new_attention
 from nsa.rope import Rope
 
 HEADS = {"dim": 24, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16}
@@ -156,10 +156,12 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["sliding", "longformer", "bigbird"])
 def test_other_attentions_are_not_for_the_kernels(kind: str) -> None:
-    layer = attention_of(kind).float()
-    layer.config = replace(layer.config, d_k=16, d_v=16, backend="triton")
-    x = torch.randn(1, 1, layer.config.dim)
+    attn, sizes = NSAConfig(**HEADS, backend="triton"), {"window": 8, "n_global": 4, "block": 4}
+    config = LMConfig(vocab_size=8, n_layers=1, hidden=8, seq_len=40, attn=attn, attention=kind, **sizes)
+    x = torch.randn(1, 1, attn.dim, device=DEVICE)
+    layer, dense = new_attention(config, 0).to(DEVICE), DenseAttention(attn).to(DEVICE)
     assert layer.fused_step(x, layer.new_cache(1, 40), None) is None
+    assert dense.fused_step(x, dense.new_cache(1, 40), None) is not None
 
 
 def test_another_rope_is_not_for_the_kernels() -> None:
