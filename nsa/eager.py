@@ -141,7 +141,8 @@ def matmuls_backward(
         if needs_x:
             dx = torch.mm(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx.addmm_(grad, weight)
+                # Autocast of the backward pass alone casts matmuls, but none that add to a tensor.
+                dx.addmm_(grad.to(dx.dtype), weight.to(dx.dtype))
         return dx, [torch.mm(g.t(), x) if need else None for g, need in zip(grads, needed, strict=True)]
     joined = torch.cat(list(grads), dim=1)
     if needs_x:

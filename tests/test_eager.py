@@ -93,6 +93,23 @@ def test_equals_the_modules_under_autocast() -> None:
     assert_same(found, expected, tolerance=4 * torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.parametrize("few_tokens", [0, 4096], ids=["separate", "joined"])
+def test_autocast_of_the_backward_pass_alone(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "FEW_TOKENS", few_tokens)
+    layer, x = new_layer(torch.float32), torch.randn(2, 37, 24)
+
+    def gradients() -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        with torch.autocast("cpu", torch.bfloat16):
+            grads = torch.autograd.grad(y.sum(), [leaf, *layer.parameters()])
+        return dict(zip(["x", *dict(layer.named_parameters())], grads, strict=True))
+
+    found = gradients()
+    with modules_called(layer):
+        assert_same(found, gradients(), tolerance=4 * torch.finfo(torch.bfloat16).eps)
+
+
 def test_a_softmax_in_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA's autocast has it."""
     monkeypatch.setattr(Gate, "activate", lambda self, logits: logits.softmax(dim=-1, dtype=torch.float32))
