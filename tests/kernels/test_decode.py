@@ -128,7 +128,8 @@ CASES = {
     "no forced blocks": StepCase(lengths=(90, 40), n_init=0, n_local=0, select_block=8),
     "only forced blocks": StepCase(lengths=(90, 40), n_init=2, n_local=2, select_block=8),
     "three strides per selection block": StepCase(lengths=(90, 55), tokens=3, select_block=12),
-    "blocks that reach far": StepCase(lengths=(90, 55), block=24, select_block=8),
+    # Into the next tile too, which decides some of the selection.
+    "blocks that reach far": StepCase(lengths=(90, 79), tokens=4, block=24, select_block=8, n_select=6),
     "blocks that do not overlap": StepCase(lengths=(90, 55), block=4),
     "a cache shorter than a block": StepCase(lengths=(9, 3), max_len=12, block=16, stride=16),
     "a cache shorter than the window": StepCase(lengths=(9, 3), max_len=14, tokens=2),
