@@ -124,11 +124,12 @@ def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[
     except failures as failure:
         if router.has_recovered(failure, name, problem, function, strict):
             return None
-        router.failed[problem, function] = str(failure)
         router.note_failure(name, problem, function, str(failure), None if strict else f"{name}, branch by branch")
         if strict:
             why = f"{failure}; strict forbids running the branches one by one"
             raise BackendFailure(f"{name} failed in {function} on {problem}: {why}") from failure
+        # Not of a strict call: one that is not may recover from what fails it.
+        router.failed[problem, function] = str(failure)
         return None
     if found is not None:
         for x in stages:

@@ -152,12 +152,28 @@ def test_strict_raises_where_passes_at_once_fail(
     together = offer(monkeypatch, BackendFailure("too large"), function)
     if before:
         run(*given)
-    # A failure is remembered, and no reason to go on by another way.
+    # A failure before is no reason to go on by another way.
     for _ in range(2):
         with pytest.raises(BackendFailure, match=f"sdpa .*in {function} on .*too large"):
             run(*given[:-1], True)
-    assert together.calls == 1
+    assert together.calls == (1 if before else 2)
     assert router.counts.failures.total() == 2 + before
+
+
+@pytest.mark.parametrize("function", PASSES)
+def test_a_strict_failure_of_passes_at_once_rules_nothing_out(
+    function: str, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, arguments = PASSES[function]
+    given = arguments(FIXED, "sdpa")
+    together = offer(monkeypatch, BackendFailure("too large"), function)
+    with pytest.raises(BackendFailure):
+        run(*given[:-1], True)
+    monkeypatch.setattr(sdpa, "recover_from", lambda failure: "other kernels", raising=False)
+    for _ in range(2):
+        run(*given)
+    assert together.calls == 3
+    assert not router.failed
 
 
 def tensors_of(x: object) -> list[Tensor]:
