@@ -308,6 +308,7 @@ def step_both(fused: Any, plain: Any, lengths: list[int], max_len: int, **option
 def test_ragged_rows_with_padding_step_like_the_general_code() -> None:
     fused, plain = layers()
     mine, other = step_both(fused, plain, [3, 30, 17], 48)
+    routing.router().counts.clear()
     for mask in ([[1, 1], [1, 0], [0, 1]], [[0, 0], [1, 1], [1, 0]]):
         kept = torch.tensor(mask, dtype=torch.bool)
         x = torch.randn(3, 2, fused.config.dim)
@@ -319,14 +320,38 @@ def test_ragged_rows_with_padding_step_like_the_general_code() -> None:
         for a, b in zip(mine.buffers(), other.buffers(), strict=True):
             a, b = (x[:, :-1] if x.dim() > 1 else x for x in (a, b))
             torch.testing.assert_close(a.cpu().double(), b.double(), atol=1e-5, rtol=0)
+    assert routing.router().counts.calls["decode", "triton"] == 2
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mean"])
+def test_a_position_offset_is_that_of_the_general_code(phi: str) -> None:
+    """Of queries, keys and the blocks that the step completes."""
+    fused, plain = layers(phi=phi, n_heads=2, n_kv_groups=1)
+    mine, other = (layer.new_cache(1, 16) for layer in (fused, plain))
+    x = torch.randn(1, 14, fused.config.dim)
+    with torch.no_grad():
+        plain(x[:, :10].double(), cache=other, position_offset=50)
+        for a, b in zip(mine.buffers(), other.buffers(), strict=True):
+            a.copy_(b)
+        mine.longest = other.longest
+        routing.router().counts.clear()
+        y = fused(x[:, 10:].to(DEVICE), cache=mine, position_offset=50).cpu()
+        expected = plain(x[:, 10:].double(), cache=other, position_offset=50)
+    assert routing.router().counts.calls["decode", "triton"] == 1
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=0)
+    for a, b in zip(mine.buffers(), other.buffers(), strict=True):
+        a, b = (x[:, :-1] if x.dim() > 1 else x for x in (a, b))
+        torch.testing.assert_close(a.cpu().double(), b.double(), atol=1e-5, rtol=0)
 
 
 def test_a_full_static_cache_drops_what_does_not_fit() -> None:
     fused, plain = layers()
     mine, other = step_both(fused, plain, [14, 5], 16, static=True)
+    routing.router().counts.clear()
     x = torch.randn(2, 4, fused.config.dim)
     with torch.no_grad():
         y, expected = fused(x.to(DEVICE), cache=mine).cpu(), plain(x.double(), cache=other)
+    assert routing.router().counts.calls["decode", "triton"] == 1
     assert mine.lengths.tolist() == [16, 9]
     torch.testing.assert_close(y[0, :2].double(), expected[0, :2], atol=1e-5, rtol=0)
     torch.testing.assert_close(y[1].double(), expected[1], atol=1e-5, rtol=0)
