@@ -92,7 +92,9 @@ def test_a_full_static_cache_drops_what_does_not_fit() -> None:
     fused, plain = layers()
     mine, other = step_both(fused, plain, [14, 5], 16, static=True)
     x = torch.randn(2, 4, fused.config.dim)
+    routing.router().counts.clear()
     y, expected = fused(x.to(DEVICE), cache=mine).cpu(), plain(x.double(), cache=other)
+    assert kernel_steps() == 1
     assert mine.lengths.tolist() == mine.high_water.tolist() == [16, 9]
     torch.testing.assert_close(y[0, :2].double(), expected[0, :2], atol=1e-5, rtol=0)
     torch.testing.assert_close(y[1].double(), expected[1], atol=1e-5, rtol=0)
@@ -112,6 +114,7 @@ def test_a_full_cache_refuses_and_is_unchanged() -> None:
 def test_a_cropped_or_longer_cache_goes_on() -> None:
     fused, plain = layers()
     mine, other = step_both(fused, plain, [40, 17], 44)
+    routing.router().counts.clear()
     for change in (lambda cache: cache.crop(-5), lambda cache: cache.grow(70)):
         x = torch.randn(2, 3, fused.config.dim)
         for cache in (mine, other):
@@ -120,6 +123,7 @@ def test_a_cropped_or_longer_cache_goes_on() -> None:
         torch.testing.assert_close(y.double(), plain(x.double(), cache=other), atol=1e-5, rtol=0)
         assert torch.equal(mine.lengths.cpu(), other.lengths)
         assert torch.equal(mine.high_water.cpu(), other.high_water)
+    assert kernel_steps() == 2
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

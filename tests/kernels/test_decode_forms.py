@@ -94,7 +94,9 @@ def test_a_row_without_pages_drops_its_token() -> None:
     for a, b in zip(mine.buffers(), other.buffers(), strict=True):
         a.copy_(b)
     new = torch.randn(2, 1, fused.config.dim, device=DEVICE)
+    routing.router().counts.clear()
     y, expected = fused(new, cache=mine), plain(new, cache=other)
+    assert routing.router().counts.calls["decode", "triton"] == 1
     assert mine.lengths.tolist() == [16, 12]
     torch.testing.assert_close(y[1], expected[1], atol=1e-5, rtol=1e-5)
     assert y.isfinite().all()

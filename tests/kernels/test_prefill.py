@@ -151,6 +151,7 @@ def test_a_store_takes_what_fits(
             )
         caches.append(cache)
     stores = [cache.compressed if compressed else cache.selected for cache in caches]
+    assert [store.kernels() is None for store in stores] == [False, True]
     sizes = {"block": CONFIG.l, "stride": CONFIG.d} if compressed else {}
     for store in stores:
         store.extend(start, end, new_pair(-(-n_new // CONFIG.d) if compressed else n_new), **sizes)
