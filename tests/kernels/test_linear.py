@@ -76,12 +76,14 @@ def test_linears_are_those_of_torch(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_residual_is_added_and_a_swiglu_is_one_launch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, norm = normal(3, 2, 72, dtype=dtype), Norm(1 + normal(72, dtype=dtype, scale=0.1), 1e-5)
-    weight, residual = normal(40, 72, dtype=dtype, scale=0.1), normal(3, 2, 40, dtype=dtype)
+    # More than one tile of inputs.
+    n_in = 300
+    x, norm = normal(3, 2, n_in, dtype=dtype), Norm(1 + normal(n_in, dtype=dtype, scale=0.1), 1e-5)
+    weight, residual = normal(40, n_in, dtype=dtype, scale=n_in**-0.5), normal(3, 2, 40, dtype=dtype)
     (found,) = linear_step(x, Weights(weight), residual=residual)
     assert_near(found, residual + F.linear(x, weight))
     (found,) = linear_step(x, Weights(weight, None, "silu"), norm=norm, paired=True)
-    gate, value = F.linear(F.rms_norm(x, (72,), norm.weight, norm.eps), weight).chunk(2, dim=-1)
+    gate, value = F.linear(F.rms_norm(x, (n_in,), norm.weight, norm.eps), weight).chunk(2, dim=-1)
     assert_near(found, F.silu(gate) * value)
 
 
