@@ -258,23 +258,6 @@ def test_steps_of_a_layer_equal_the_whole_sequence(changed: dict[str, Any], step
     assert_steps_equal_the_whole(*layers(**changed), steps)
 
 
-@pytest.mark.parametrize("phi", ["mean", "mlp"])
-def test_steps_take_a_position_offset(phi: str) -> None:
-    """As did those before them, with which a wrong offset would not agree."""
-    fused, plain = layers(phi=phi)
-    x, places = torch.randn(1, 20, fused.config.dim), {"position_offset": 1000}
-    with torch.no_grad():
-        mine, other = (layer.new_cache(1, 20) for layer in (fused, plain))
-        plain(x[:, :13].double(), cache=other, **places)
-        for store, filled in zip(mine.buffers(), other.buffers(), strict=True):
-            store.copy_(filled)
-        mine.longest = other.longest
-        routing.router().counts.clear()
-        y = torch.cat([fused(x[:, t : t + n].to(DEVICE), cache=mine, **places) for t, n in ((13, 6), (19, 1))], dim=1)
-        assert routing.router().counts.calls["decode", "triton"] == 2
-        torch.testing.assert_close(y.cpu().double(), plain(x.double(), **places)[:, 13:], atol=1e-5, rtol=1e-5)
-
-
 def test_steps_with_branch_norms_leave_the_decode_kernels_out() -> None:
     fused, plain = layers(branch_norm=True, phi="mean", n_heads=2, n_kv_groups=1)
     x = torch.randn(1, 6, fused.config.dim)
