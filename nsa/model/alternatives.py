@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa import ops
-from nsa.cache import Pair, Ring, Store
+from nsa.cache import NewTokens, Pair, Ring, Store
 from nsa.config import NSAConfig, require, require_int, require_positive_int
 from nsa.geometry import query_positions
 from nsa.model.dense import DenseAttention, DenseCache, Past
@@ -81,7 +81,7 @@ class LongformerAttention(SlidingAttention):
         self.n_global = n_global
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, q_start: Tensor | None) -> Tensor:
-        assert q_start is None, "a cache goes through attend_cached"
+        assert q_start is None, "a cache goes through attend_past"
         near = self.attend_window(q, k, v, window=self.window, cu_seqlens=cu_seqlens)
         batch, length, _, _ = q.shape
         if length <= self.window:
@@ -95,16 +95,15 @@ class LongformerAttention(SlidingAttention):
         lse = lse.roll(self.window, dims=1).masked_fill(too_early, float("-inf"))
         return merge_softmax(near, (o.roll(self.window, dims=1), lse))
 
-    def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
+    def attend_past(self, q: Tensor, cache: DenseCache, past: Past) -> Tensor:
         assert isinstance(cache, WindowCache)
         length = q.shape[1]
         position = query_positions(length, None, cache.lengths, q.device)
-        past = cache.append(new, counts)
         rotated = past.tokens.rotate_queries(q)
         results = self.attend_window(rotated, *past.pair, window=self.window, q_start=past.q_start)
         o, lse = (past.tokens.restore_order(x, length) for x in results)
         # The ops need keys up to the query; the global tokens are few enough for plain torch.
-        k, v = (x.to(lse.dtype) for x in cache.first.first(cache.first.slots, cache.lengths))
+        k, v = (x.to(lse.dtype) for x in cache.first.first(cache.first.slots, past.tokens.end))
         before_window = torch.arange(k.shape[1], device=q.device) <= position[..., None] - self.window
         return merge_softmax((o, lse), masked_attention(q.to(lse.dtype), k, v, before_window[:, :, None], None))
 
@@ -227,16 +226,17 @@ class WindowCache(DenseCache):
     def stores(self) -> dict[str, Store]:
         return {"kv": self.kv, "first": self.first}
 
-    @torch.no_grad()
-    def append(self, new: Pair, counts: Tensor | None) -> Past:
-        """As `DenseCache.append`, but returns only the keys and values that a window can reach."""
-        start, new, tokens, _ = self.advance(new, counts)
+    def write(self, tokens: NewTokens, new: Pair, n_keys: int) -> tuple[Pair, Tensor]:
+        """As of `DenseCache`, but of the keys and values only those that a window can reach."""
         ring = self.kv
         assert isinstance(ring, Ring)
-        pair = ring.recent(start, new, q_start=tokens.q_start)
-        ring.extend(tokens.start, tokens.end, new)
         self.first.extend(tokens.start, tokens.end.clamp_max(self.first.slots), new)
-        return Past(pair, tokens.q_start.clamp_max(ring.reach), tokens)
+        return ring.recent(tokens.start, new, q_start=tokens.q_start), tokens.q_start.clamp_max(ring.reach)
+
+    @torch.no_grad()
+    def commit(self, past: Past) -> None:
+        super().commit(past)
+        self.kv.extend(past.tokens.start, past.tokens.end, past.new)
 
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:
         self.first.clear(start, n, end.clamp(max=self.first.slots))

@@ -32,7 +32,7 @@ WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 # With a mask: flash takes none, and cuDNN's graph (torch 2.11) fails to run for some lengths of a cache.
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # What the decode kernels do in place of the layer: other attentions have their own.
-STEP_METHODS = ("angles", "attend", "attend_cached", "attend_step")
+STEP_METHODS = ("angles", "attend", "attend_past", "attend_step")
 
 
 class DenseAttention(nn.Module):
@@ -107,6 +107,8 @@ class DenseAttention(nn.Module):
             with torch.no_grad():
                 return self.forward(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
         if cache is not None:
+            require(isinstance(cache, DenseCache), "cache", cache, "a cache made by this layer's new_cache")
+            require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
             require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
             require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
         x, order, counts = real_tokens_first(x, attention_mask)
@@ -117,7 +119,13 @@ class DenseAttention(nn.Module):
             if cache is None:
                 o = self.attend(q, k, v, cu_seqlens, None)
             else:
-                o = self.attend_cached(q, (k, v), cache, counts)
+                past = cache.stage((k, v), counts)
+                try:
+                    o = self.attend_past(q, cache, past)
+                except Exception:
+                    cache.discard(past)
+                    raise
+                cache.commit(past)
         return restore_padding(self.o_proj(o.flatten(2)), attention_mask, order)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +151,8 @@ class DenseAttention(nn.Module):
         Raises:
             ValueError, BackendFailure: As of `nsa.decoding.fused_step`.
         """
-        dense = type(cache) is DenseCache and all(getattr(self, name).__module__ == __name__ for name in STEP_METHODS)
+        own = all(getattr(self, name).__module__ == __name__ for name in STEP_METHODS)
+        dense = own and type(cache) is DenseCache and cache.config == self.config
         if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense or self.rope != cache.rope:
             return None
 
@@ -173,8 +182,8 @@ class DenseAttention(nn.Module):
             return self.attend_step(q, k, v, q_start)
         return self.attend_window(q, k, v, window=k.shape[1], cu_seqlens=cu_seqlens, q_start=q_start)[0]
 
-    def attend_cached(self, q: Tensor, new: Pair, cache: DenseCache, counts: Tensor | None) -> Tensor:
-        past = cache.append(new, counts)
+    def attend_past(self, q: Tensor, cache: DenseCache, past: Past) -> Tensor:
+        """`q [B,T,Hq,Dk]` over what `cache` has staged."""
         o = self.attend(past.tokens.rotate_queries(q), *past.pair, None, past.q_start)
         return past.tokens.restore_order(o, q.shape[1])
 
@@ -210,11 +219,13 @@ class DenseAttention(nn.Module):
 
 
 class Past(NamedTuple):
-    """The keys and values that a step attends to, its own tokens included."""
+    """The keys and values that a staged step attends to, its own tokens included, and what `commit` stores."""
 
     pair: Pair
     q_start: Tensor  # [B] place of the first query among the keys
     tokens: NewTokens
+    new: Pair
+    longest: int
 
 
 class DenseCache(RowCache):
@@ -246,23 +257,31 @@ class DenseCache(RowCache):
         return {"kv": self.kv}
 
     @torch.no_grad()
-    def append(self, new: Pair, counts: Tensor | None) -> Past:
-        """Append keys and values of `T` tokens per row, `[B, T, G, D]` each, of which the first `counts [B]` are real
-        and kept; returns what they attend to. A ValueError for another dtype, or where they do not fit."""
-        _, new, tokens, crowded = self.advance(new, counts)
-        self.kv.extend(tokens.start, tokens.end, new)
-        n_keys = self.max_len if crowded else self.longest
-        return Past(self.kv.first(n_keys, self.lengths), tokens.q_start, tokens)
-
-    def advance(self, new: Pair, counts: Tensor | None) -> tuple[Tensor, Pair, NewTokens, bool]:
-        """Lengthen every row by its new tokens: `[B]` its old length, the tokens that may fit, where they go, and
-        whether some row's queries may run past `max_len`."""
+    def stage(self, new: Pair, counts: Tensor | None) -> Past:
+        """As `NSACache.stage`, of keys and values `[B, T, G, D]`, of which the first `counts [B]` are real and kept. A
+        ValueError for another dtype, or where they do not fit."""
         require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
-        start, end, tokens, crowded, longest = self.place_tokens(new[0].shape[1], counts)
-        self.lengths.copy_(end)
-        self.high_water.clamp_(min=end)
-        self.longest = longest
-        return start, pair_of(x[:, : self.max_len] for x in new), tokens, crowded
+        _, _, tokens, crowded, longest = self.place_tokens(new[0].shape[1], counts)
+        new = pair_of(x[:, : self.max_len] for x in new)
+        return Past(*self.write(tokens, new, self.max_len if crowded else longest), tokens, new, longest)
+
+    def write(self, tokens: NewTokens, new: Pair, n_keys: int) -> tuple[Pair, Tensor]:
+        """Write new tokens where a row keeps none yet: what they attend to, of the first `n_keys`, and where their
+        queries start in it."""
+        self.kv.extend(tokens.start, tokens.end, new)
+        return self.kv.first(n_keys, tokens.end), tokens.q_start
+
+    @torch.no_grad()
+    def commit(self, past: Past) -> None:
+        """Append the tokens of a staged step."""
+        self.lengths.copy_(past.tokens.end)
+        self.high_water.clamp_(min=past.tokens.end)
+        self.longest = past.longest
+
+    @torch.no_grad()
+    def discard(self, past: Past) -> None:
+        """Remove a staged step that failed."""
+        self.clear(self.lengths, past.tokens.n_queries, past.tokens.end)
 
     def clear(self, start: Tensor, n: int, end: Tensor) -> None:
         self.kv.clear(start, n, end)

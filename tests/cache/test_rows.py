@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import NSAAttention, NSACache, NSAConfig
-from nsa.cache import PagedNSACache, RowCache
+from nsa.cache import NewTokens, PagedNSACache, RowCache
 
 every_form = pytest.mark.parametrize(("kind", "options"), FORMS.values(), ids=FORMS.keys())
 LENGTHS = [23, 5, 31]
@@ -279,3 +280,38 @@ def test_150_steps_of_uneven_rows_equal_the_whole_forward(options: dict[str, Any
 @pytest.mark.parametrize("options", [{}, {"static": True}, {"page_size": 64}], ids=["contiguous", "static", "paged"])
 def test_2000_steps_of_uneven_rows_equal_the_whole_forward(options: dict[str, Any]) -> None:
     long_run(2000, options, 1e-5)
+
+
+others = pytest.mark.parametrize("kind", ["dense", "sliding", "longformer", "bigbird"])
+
+
+@others
+def test_a_step_that_fails_leaves_the_cache_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attn, x = attention_of(kind), tokens(30)
+    cache = attn.new_cache(1, 40)
+    attn(x[:, :20], cache=cache)
+    before, longest = [buffer.clone() for buffer in cache.buffers()], cache.longest
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NewTokens, "restore_order", fail)
+        with pytest.raises(MemoryError):
+            attn(x[:, 20:], cache=cache)
+    for buffer, old in zip(cache.buffers(), before, strict=True):
+        # All but the spare last place.
+        assert torch.equal(buffer[:, :-1], old[:, :-1]) if buffer.dim() > 1 else torch.equal(buffer, old)
+    assert cache.longest == longest
+    assert_equal(attn(x[:, 20:], cache=cache), attn(x)[:, 20:])
+
+
+@others
+def test_a_cache_of_another_layer_is_refused_by_name(kind: str) -> None:
+    attn, x = attention_of(kind), tokens(3)
+    other = attention_of(kind)
+    other.config = replace(other.config, d_k=6)
+    for cache in (layer().new_cache(1, 40), other.new_cache(1, 40)):
+        with pytest.raises(ValueError, match=r"cache is .*new_cache"):
+            attn(x, cache=cache)
+        assert cache.lengths.tolist() == [0]
