@@ -33,6 +33,7 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
     Raises:
         ValueError: The tokens do not fit into the cache.
         BackendFailure: The kernels cannot be launched, and were requested by name, or `strict` forbids another way.
+            After the attention, the cache holds the tokens: go back by `cache.crop`.
     """
     if torch.compiler.is_compiling() or (cache.batch_size, cache.device) != (x.shape[0], x.device):
         return None
