@@ -78,13 +78,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        parsed, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        # Not `parse_args`, which argparse does not call for the command of a command: `nsa eval loss`.
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             hints = [f"{flag}: {hint}" for flag in flags if (hint := self.hint(flag))]
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
-        return parsed
+        return parsed, unknown
 
     def hint(self, flag: str) -> str | None:
         known = re.findall(r"--[a-z][a-z-]+", self.format_help())

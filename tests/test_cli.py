@@ -329,6 +329,23 @@ def test_a_flag_from_elsewhere_gets_the_flag_that_replaces_it(
     assert re.search(rf" {meant} .*\(", line)
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("eval loss . --seq_len 3", "--seq-len"),
+        ("data prepare --out a --doc_batch 3", "--doc-batch"),
+        ("bench attention --head 3 --cuda_graphs", "--cuda-graphs"),
+    ],
+)
+def test_a_command_of_a_command_reports_its_own_flags(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nsa {' '.join(words.split()[:2])}: error: ")
+    assert re.search(rf" {meant} .*\(", line)
+
+
 @pytest.mark.parametrize(("flag", "key"), [("--seq-len", "model.seq_len"), ("--attention", "model.attention")])
 def test_a_flag_of_train_gets_its_key_elsewhere(flag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", flag, "3"]) == 2
