@@ -50,7 +50,7 @@ def application(args: argparse.Namespace, api_key: str | None = None) -> Any:
     require_positive_number("--timeout", args.timeout)
     device = usable_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_folder(args.model, device, None if args.dtype is None else getattr(torch, args.dtype))
-    max_len = args.max_len or min(model.config.seq_len, DEFAULT_MAX_LEN)
+    max_len = min(model.config.seq_len, DEFAULT_MAX_LEN) if args.max_len is None else args.max_len
     accepted = f"2 to {model.config.seq_len}, the model's max_position_embeddings"
     require(2 <= max_len <= model.config.seq_len, "--max-len", max_len, accepted)
     encoder = PromptEncoder(args.model, model.config.vocab_size)

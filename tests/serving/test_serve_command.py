@@ -51,6 +51,7 @@ def test_a_process_serves_this_machine_until_a_signal(folder: Path, tmp_path: Pa
         ("--slots 0", "--slots"),
         ("--max-tokens 0", "--max-tokens"),
         ("--max-len 513", "512"),
+        ("--max-len 0", "--max-len"),
         ("--max-len 1", "--max-len"),
         ("--timeout -1", "--timeout"),
         ("--timeout nan", "--timeout"),
