@@ -170,9 +170,14 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     else:
         named = [("--prompt", prompt) for prompt in args.prompt or ["def "]]
     for name, prompt in named:
-        text = prompt != "" and prompt == prompt.encode(errors="replace").decode()
-        require(text, name, prompt, "UTF-8 text of at least one character")
+        require_text(name, prompt)
     return [prompt for _, prompt in named]
+
+
+def require_text(name: str, text: str) -> None:
+    """A ValueError for text that is empty, or that the command line did not have in UTF-8."""
+    fits = text != "" and text == text.encode(errors="replace").decode()
+    require(fits, name, text, "UTF-8 text of at least one character")
 
 
 def read_source(source: str, flag: str) -> str:

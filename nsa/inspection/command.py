@@ -11,7 +11,7 @@ import json
 from nsa.config import require
 from nsa.dtypes import DTYPES
 from nsa.files import can_write_in, make_folder, replace_text
-from nsa.generate import read_source, write_out
+from nsa.generate import read_source, require_text, write_out
 from nsa.generation.text import where_not_finite
 from nsa.inspection.page import write_page
 from nsa.inspection.record import inspect_model
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         require(not written or can_write_in(out.parent), flag, str(out), "a file in a folder that can be written")
     device = usable_device(args.device)
     text = args.prompt if args.text is None else read_source(args.text, "--text")
-    require(text != "", "--prompt" if args.text is None else "--text", text, "at least one character")
+    require_text("--prompt" if args.text is None else "--text", text)
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     model, tokenizer = load_run(args.run, device)
     total = model.config.kinds.count("nsa")

@@ -109,6 +109,7 @@ def test_the_command_needs_somewhere_to_write(tmp_path: Path, capsys: pytest.Cap
         ("--prompt some --json /proc/new/found.json", "--json is '/proc/new/found.json'"),
         ("--prompt some -o new/page --json new/page", "--json is 'new/page'"),
         ("--prompt EMPTY --json -", "--prompt is ''"),
+        ("--prompt a\udcff --json -", r"--prompt is 'a\udcff'"),
         ("--text FILE --json -", "--text is ''"),
     ],
 )
