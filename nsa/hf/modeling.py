@@ -219,7 +219,8 @@ class NSALlamaModel(NSALlamaPreTrainedModel):
             fits = len(shape) == 2 and shape[0] == x.shape[0] and shape[1] >= x.shape[1]
             require(fits, "attention_mask.shape", shape, "[B, past + T]: NSA takes padding, not patterns of attention")
             attention_mask = attention_mask[:, -x.shape[1] :].bool()
-        for layer in self.layers:
+        # Fewer than there are for `assistant_early_exit`.
+        for layer in self.layers[: self.config.num_hidden_layers]:
             x = layer(x, attention_mask=attention_mask, cu_seqlens=cu_seq_lens_q, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 

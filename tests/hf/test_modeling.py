@@ -73,6 +73,7 @@ def modes(model: NSALlamaForCausalLM) -> dict[str, dict[str, Any]]:
         "prompt lookup": {"prompt_lookup_num_tokens": 6},
         "assistant": {"assistant_model": tiny_model(model.config.nsa, seed=3)},
         "itself as the assistant": {"assistant_model": model},
+        "its first layer as the assistant": {"assistant_early_exit": 1},
     }
 
 
