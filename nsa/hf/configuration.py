@@ -88,6 +88,9 @@ class NSALlamaConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Called by transformers: the hyperparameters of NSA are checked too."""
         require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")
+        # Llama's, which would be kept as attributes and change nothing.
+        for name, accepted in (("attention_bias", "False; nsa={'qkv_bias': True}"), ("attention_dropout", "0")):
+            require(not getattr(self, name, None), name, getattr(self, name, None), accepted)
         self.attention_config()
 
     def validate_layer_type(self) -> None:

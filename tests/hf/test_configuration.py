@@ -46,6 +46,8 @@ def test_the_hyperparameters_reach_the_layer() -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types"),
         ({"num_key_value_heads": 3}, "n_kv_groups"),
     ],
