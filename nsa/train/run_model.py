@@ -11,7 +11,7 @@ from nsa.model import LM, load_model
 from nsa.model.checkpoint import MODEL_CONFIG, saved_step
 from nsa.progress import say
 from nsa.train.checkpoint import read_state
-from nsa.train.run_folder import CHECKPOINTS, STEP, saved_steps
+from nsa.train.run_folder import CHECKPOINTS, CONFIG, STEP, saved_steps
 from nsa.train.run_info import config_of
 from nsa.train.storage import Damaged, Index
 
@@ -25,7 +25,7 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
         device: The device of the parameters.
 
     Returns:
-        The model in eval mode, and its tokenizer: bytes if the model was saved without one.
+        The model in eval mode, and its tokenizer: bytes if a model that is not a run's was saved without one.
 
     Raises:
         ValueError: The folder has no model, or a file is damaged; the message names it.
@@ -37,7 +37,9 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
         model = load_newest(run, steps).to(device).eval()
     else:
         model = load_model(run, device)
-    return model, load_tokenizer(run if (run / TOKENIZER_FILE).is_file() else "bytes")
+    # A run writes one at its start: bytes would be another model's text.
+    needed = (run / TOKENIZER_FILE).is_file() or (run / CONFIG).is_file()
+    return model, load_tokenizer(run if needed else "bytes")
 
 
 def is_exported(run: Path, last: int) -> bool:

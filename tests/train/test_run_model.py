@@ -134,3 +134,9 @@ def test_commands_take_a_run_that_goes_and_a_checkpoint(stopped: Path, capsys: p
     assert (stopped / "eval" / "step_2" / "needle.csv").is_file()
     assert main(["inspect", str(step), "--prompt", "some text", "-o", str(stopped / "page.html")]) == 0
     assert main(["generate", "--run", str(step), "--prompt", "x", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_run_without_its_tokenizer_is_refused(stopped: Path) -> None:
+    (stopped / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_run(stopped)
