@@ -32,7 +32,7 @@ WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 # With a mask: flash takes none, and cuDNN's graph (torch 2.11) fails to run for some lengths of a cache.
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # What the decode kernels do in place of the layer: other attentions have their own.
-STEP_METHODS = ("angles", "attend", "attend_past", "attend_step")
+FUSED_METHODS = ("angles", "attend", "attend_past", "attend_step")
 
 
 class DenseAttention(nn.Module):
@@ -151,7 +151,7 @@ class DenseAttention(nn.Module):
         Raises:
             ValueError, BackendFailure: As of `nsa.decoding.fused_step`.
         """
-        own = all(getattr(self, name).__module__ == __name__ for name in STEP_METHODS)
+        own = all(getattr(self, name).__module__ == __name__ for name in FUSED_METHODS)
         dense = own and type(cache) is DenseCache and cache.config == self.config
         if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense or self.rope != cache.rope:
             return None
