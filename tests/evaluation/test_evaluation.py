@@ -298,6 +298,7 @@ def test_runs_with_other_text_or_windows_are_reported(tmp_path: Path) -> None:
     for name, source, seq_len in (("a", "stdlib", 64), ("b", "synthetic", 64), ("c", "stdlib", 32)):
         save_model(LM(replace(LMConfig.preset("tiny"), seq_len=seq_len)), tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(f"data:\n  source: {source}\n")
+        ByteTokenizer().save(tmp_path / name)
     for other in ("b", "c"):
         args = argparse.Namespace(eval_command="loss", dataset=None, data_path=None, seq_len=None)
         subjects = command.open_models([tmp_path / "a", tmp_path / other], device=torch.device("cpu"))
