@@ -88,6 +88,7 @@ def desk(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page: Path, demo: Path, desk: Path, run_line: Callable[[Line], int]) -> None:
     text = page.read_text()

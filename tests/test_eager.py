@@ -355,6 +355,7 @@ def doubled(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("change", [lambda module: module, doubled, nn.Sequential], ids=["plain", "hook", "wrapped"])
 def test_compiled_products_are_those_of_the_modules(change: Callable[[nn.Module], nn.Module], biased: bool) -> None:

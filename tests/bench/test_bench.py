@@ -181,6 +181,7 @@ def test_blocks_in_common_with_the_query_before() -> None:
     assert trained.shared_selection(indices) == pytest.approx(2 / 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES_OF_ROWS, ids=lambda file: file.stem)
 def test_the_rows_of_every_suite_can_be_plotted(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -223,6 +223,7 @@ def by_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return gate.expect_nsa(config, indices, (q, *folded, k, v, k, v, gates), everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_another_nsa_is_timed_if_it_is_right(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, lambda *args, **options: by_reference(*args, **options) * (1.01 if wrong else 1))

@@ -77,6 +77,7 @@ def test_the_arms_are_those_that_the_issue_asks_for(study: ModuleType) -> None:
     } <= set(arms)
 
 
+@pytest.mark.slow
 def test_one_token_in_forty_is_of_an_answer(study: ModuleType) -> None:
     pytest.importorskip("tokenizers")
     files = python_files([FOLDER.parent / "nsa"])
@@ -303,6 +304,7 @@ def test_a_report_draws_the_pictures_that_are_missing(study: ModuleType, tmp_pat
     assert {path.name for path in tmp_path.glob("*.png")} == {"curves.png", "needle.png"}
 
 
+@pytest.mark.slow
 def test_a_measured_process_that_does_not_exit_is_killed(
     study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def line_patterns(tokenizer: Tokenizer, tokens: list[int]) -> set[tuple[object, 
     return found
 
 
+@pytest.mark.slow
 def test_prompts_have_the_tokens_of_training_documents() -> None:
     pytest.importorskip("tokenizers")
     files = python_files([Path(command.__file__).parents[1]])

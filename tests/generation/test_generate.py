@@ -140,6 +140,7 @@ def test_the_penalty_is_for_the_prompt_and_the_new_text(n_draft: int) -> None:
     assert not torch.equal(found, generate(model, prompts, 20, temperature=0))
 
 
+@pytest.mark.slow
 def test_prompt_lookup_takes_fewer_steps_where_the_text_repeats() -> None:
     model = small_model("nsa")
     # A token decides the next one, and so on in a circle: what was generated once is found again.

@@ -55,6 +55,7 @@ def one_after_the_other(
     return [dq, *cmp, *sel, *win]
 
 
+@pytest.mark.slow
 def test_side_by_side_is_the_same_to_the_bit() -> None:
     arguments = problem()
     expected = one_after_the_other(*arguments)
@@ -98,6 +99,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     return stream
 
 
+@pytest.mark.slow
 def test_a_second_stream_that_runs_late_changes_no_bit(late: LateStream, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = Launch.__call__
 

@@ -108,6 +108,7 @@ def test_triton_s_kernels_run_a_backward_pass(failing: Callable[..., None]) -> N
     assert "hopper_dkv_kernel" in str(gluon.unavailable())
 
 
+@pytest.mark.slow
 def test_branches_at_once_run_one_by_one(failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in attention_arguments(SERVED, "triton", torch.half)]
     expected = fused.run_forward(*arguments)

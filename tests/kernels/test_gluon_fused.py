@@ -80,7 +80,7 @@ def offered(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emu
 
 
 @pytest.mark.parametrize("forced", [False, True], ids=["any", "forced"])
-@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("spread", ["chunks", "at once", pytest.param("one CTA", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_both_branches(
     name: str, spread: str, forced: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +117,7 @@ SERVED = Case(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_attention_runs_it(offered: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in attention_arguments(SERVED, "triton", FP16)]
     found = fused.run_forward(*arguments)

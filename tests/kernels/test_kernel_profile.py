@@ -30,6 +30,7 @@ TABLE = f"""==PROF== Connected to process 7
 LAUNCHES = [Launched("select_blocks", f"{kernel}_kernel") for kernel in ("score", "select", "score")]
 
 
+@pytest.mark.slow
 def test_each_launch_is_of_its_stage() -> None:
     shape = AttentionShape(1, 200, 4, 2, 16)
     inputs = Inputs.of(shape, torch.float32, DEVICE, 0.0)

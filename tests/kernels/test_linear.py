@@ -140,7 +140,15 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return ran
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "paper",
+        pytest.param("softmax, shared keys", marks=pytest.mark.slow),
+        pytest.param("dropped branch", marks=pytest.mark.slow),
+        "pinned branch, norms",
+    ],
+)
 def test_a_step_of_a_layer_is_that_of_its_modules(
     variant: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,8 +182,7 @@ def test_counts_of_any_layout_are_taken_alike(kind: str, monkeypatch: pytest.Mon
         run(self, **free)
 
     monkeypatch.setattr(Launch, "__call__", note)
-    for counts in (torch.tensor([5, 2]).int(), torch.tensor([5, 4, 2, 4])[::2]):
-        assert torch.equal(steps(layer, x, counts.to(DEVICE)), expected)
+    assert torch.equal(steps(layer, x, torch.tensor([5, 4, 2, 4], device=DEVICE).int()[::2]), expected)
     assert seen == {(torch.int64, (1,))}
 
 

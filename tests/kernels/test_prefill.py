@@ -177,7 +177,13 @@ def test_angles_have_the_bits_of_plain_torch(block: int, stride: int, offset: in
 
 @pytest.mark.parametrize(
     "form",
-    [{}, {"static": True}, {"quantize": "fp8"}, {"page_size": 8, "static": True}, {"page_size": 4, "quantize": "fp8"}],
+    [
+        {},
+        pytest.param({"static": True}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "fp8"}, marks=pytest.mark.slow),
+        pytest.param({"page_size": 8, "static": True}, marks=pytest.mark.slow),
+        {"page_size": 4, "quantize": "fp8"},
+    ],
     ids=str,
 )
 def test_chunks_give_what_plain_torch_s_cache_gives(form: dict[str, Any]) -> None:

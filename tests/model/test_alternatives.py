@@ -436,6 +436,7 @@ print(peak() - baseline)
 """
 
 
+@pytest.mark.slow
 def test_no_matrix_of_queries_by_keys_is_ever_held() -> None:
     length = 16_384
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}

@@ -426,6 +426,7 @@ def test_the_pages_open_without_a_problem(scheme: str, browser: Browser, tmp_pat
         assert not browser.problems
 
 
+@pytest.mark.slow
 def test_a_run_of_32k_steps_paints_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
     log = full_run(tmp_path)
     for step in range(41, 32_001):

@@ -507,6 +507,7 @@ def test_the_watchdog_is_gone_when_the_run_is(tmp_path: Path) -> None:
         assert not watchdog.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_the_watchdog_sleeps_while_all_is_well(tmp_path: Path) -> None:
     rescues: list[str] = []
     path = tmp_path / "dog.txt"

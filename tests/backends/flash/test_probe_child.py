@@ -151,6 +151,7 @@ def test_only_a_crash_while_loading_is_the_library_s_failure(
     assert outcome.transient is transient
 
 
+@pytest.mark.slow
 def test_loading_may_take_longer_than_a_case(tmp_path: Path) -> None:
     outcomes = outcomes_of(tmp_path, f"{LOAD} time.sleep(4); {EACH.format(end='pass')}".replace("; \n", "\n"), case=3.0)
     assert [outcome.problem for outcome in outcomes] == [None] * 3
