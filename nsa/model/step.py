@@ -112,4 +112,4 @@ def is_plain_layer(layer: Layer) -> bool:
     if not attentions or tuple(map(type, modules[1:])) != (RMSNorm, RMSNorm, SwiGLU):
         return False
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules) or _has_any_global_hook()
-    return not hooked and not any({"forward", *METHODS} & vars(m).keys() for m in modules)
+    return not hooked and not any("forward" in vars(m) or METHODS & vars(m).keys() for m in modules)
