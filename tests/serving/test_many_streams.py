@@ -88,7 +88,6 @@ def texts_alone(temperature: float) -> list[str]:
     return texts
 
 
-@pytest.mark.slow
 def test_no_answer_of_64_streams_is_mixed_up(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     crash_prompts(live, monkeypatch)
     found = asyncio.run(ask_all(live.url))

@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("children_find_the_stand_ins")
 def test_a_process_serves_this_machine_until_a_signal(folder: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
