@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        # Not `parse_args`, which argparse does not call for the command of a command: `nsa eval loss`.
+        # argparse calls this one, not `parse_args`, for nested commands: `nsa eval loss`.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]

@@ -31,7 +31,7 @@ MAX_TOKENS = 8
 # With more rows, or larger weights, cuBLAS is the better matmul.
 MAX_LINEAR_ROWS = 32
 MAX_LINEAR_BYTES = 1 << 24
-# What the kernels do in place of the layer, which may have methods of its own.
+# Methods that the kernels replace; a subclass may override them.
 STEP_METHODS = ("project", "angles", "split_keys", "attend", "compress_blocks")
 
 T = TypeVar("T")

@@ -141,7 +141,7 @@ def matmuls_backward(
         if needs_x:
             dx = torch.mm(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                # Autocast of the backward pass alone casts matmuls, but none that add to a tensor.
+                # Autocast of the backward pass alone casts the operands of mm, but not of addmm_.
                 dx.addmm_(grad.to(dx.dtype), weight.to(dx.dtype))
         return dx, [torch.mm(g.t(), x) if need else None for g, need in zip(grads, needed, strict=True)]
     joined = torch.cat(list(grads), dim=1)

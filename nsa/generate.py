@@ -175,7 +175,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def require_text(name: str, text: str) -> None:
-    """A ValueError for text that is empty, or that the command line did not have in UTF-8."""
+    """A ValueError for text that is empty or not valid UTF-8."""
     fits = text != "" and text == text.encode(errors="replace").decode()
     require(fits, name, text, "UTF-8 text of at least one character")
 

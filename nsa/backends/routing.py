@@ -311,7 +311,7 @@ class Router:
             self.counts.add_failure(problem.op, name, str(failure))
             raise BackendFailure(f"{name} failed in {function} on {problem}: {failure}; {route.why}") from failure
         while True:
-            # A call that is not strict may recover from what fails a strict one.
+            # A call without `strict` may recover from the same failure.
             if not (strict or isinstance(failure, CallUnsupported)):
                 self.failed[problem, name] = str(failure)
                 self.routes.pop((problem, backend), None)

@@ -128,7 +128,7 @@ def run_together(stages: tuple[Stage, ...], function: str, *args: Any) -> tuple[
         if strict:
             why = f"{failure}; strict forbids running the branches one by one"
             raise BackendFailure(f"{name} failed in {function} on {problem}: {why}") from failure
-        # Not of a strict call: one that is not may recover from what fails it.
+        # After `strict`: a call without it may recover from the same failure.
         router.failed[problem, function] = str(failure)
         return None
     if found is not None:

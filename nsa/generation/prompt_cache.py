@@ -19,7 +19,7 @@ from nsa.model.transformer import Cache
 
 # Values of each parameter that identify a model.
 SAMPLE = 1024
-# What of the model's config changes no cache, and what each cache is compared by itself.
+# `seq_len` changes no cache, and each cache compares `attn` itself.
 UNHASHED_FIELDS = ("seq_len", "attn")
 
 

@@ -227,7 +227,7 @@ class WindowCache(DenseCache):
         return {"kv": self.kv, "first": self.first}
 
     def write(self, tokens: NewTokens, new: Pair, n_keys: int) -> tuple[Pair, Tensor]:
-        """As of `DenseCache`, but of the keys and values only those that a window can reach."""
+        """As `DenseCache.write`, but returns only the keys and values that a window can reach."""
         ring = self.kv
         assert isinstance(ring, Ring)
         self.first.extend(tokens.start, tokens.end.clamp_max(self.first.slots), new)

@@ -31,7 +31,7 @@ MAX_STEP = 8
 WITHOUT_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # With a mask: flash takes none, and cuDNN's graph (torch 2.11) fails to run for some lengths of a cache.
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# What the decode kernels do in place of the layer: other attentions have their own.
+# Methods that the decode kernels replace; other attentions override some.
 FUSED_METHODS = ("angles", "attend", "attend_past", "attend_step")
 
 
@@ -266,8 +266,8 @@ class DenseCache(RowCache):
         return Past(*self.write(tokens, new, self.max_len if crowded else longest), tokens, new, longest)
 
     def write(self, tokens: NewTokens, new: Pair, n_keys: int) -> tuple[Pair, Tensor]:
-        """Write new tokens where a row keeps none yet: what they attend to, of the first `n_keys`, and where their
-        queries start in it."""
+        """Write new tokens past the end of every row. Returns the first `n_keys` keys and values, and where the queries
+        start among them."""
         self.kv.extend(tokens.start, tokens.end, new)
         return self.kv.first(n_keys, tokens.end), tokens.q_start
 

@@ -25,7 +25,7 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
         device: The device of the parameters.
 
     Returns:
-        The model in eval mode, and its tokenizer: bytes if a model that is not a run's was saved without one.
+        The model in eval mode, and its tokenizer: bytes for a model outside a run that was saved without one.
 
     Raises:
         ValueError: The folder has no model, or a file is damaged; the message names it.
@@ -37,7 +37,7 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> tuple[LM, Toke
         model = load_newest(run, steps).to(device).eval()
     else:
         model = load_model(run, device)
-    # A run writes one at its start: bytes would be another model's text.
+    # A run always saves its tokenizer: in its place, bytes would give wrong text.
     needed = (run / TOKENIZER_FILE).is_file() or (run / CONFIG).is_file()
     return model, load_tokenizer(run if needed else "bytes")
 

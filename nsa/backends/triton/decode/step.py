@@ -195,7 +195,7 @@ plan_step = lru_cache(maxsize=MAX_PLANS)(StepPlan)
 
 
 def as_counts(counts: Tensor | None) -> Tensor | None:
-    """Integers `[B]` as every launch of a plan takes them, whose layout is no part of its key."""
+    """`counts [B]` as contiguous int64: a plan is not keyed by their layout."""
     return None if counts is None else counts.long().contiguous()
 
 
