@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=Path("rows"), help="the folder for the CSV files")
     parser.add_argument("--commit", default="unknown", help="the commit to record")
-    parser.add_argument("--baseline", type=Path, help="a checkout of another commit")
+    parser.add_argument("--baseline", type=lambda folder: Path(folder).resolve(), help="a checkout of another commit")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     args = parser.parse_args()
     deadline, out = time.monotonic() + 60 * args.minutes, args.out.resolve()

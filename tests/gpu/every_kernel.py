@@ -1,6 +1,6 @@
 """Launches every kernel of ours once on small odd shapes, for a tool that watches each access (`sanitize.py`).
 
-python tests/gpu/every_kernel.py
+python tests/gpu/every_kernel.py [NAME ...]
 
 Without a GPU `tests/test_every_kernel.py` lists what would be launched.
 """
@@ -8,6 +8,7 @@ Without a GPU `tests/test_every_kernel.py` lists what would be launched.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,13 @@ STARTS = {"cached, 64 heads": 101}
 METHODS = ("query", "block", "dense")
 # Tokens per step, heads, groups, head_dim, how blocks are compressed, and the cache's form.
 STEPS: dict[str, tuple[int, tuple[int, int, int], str, dict[str, Any]]] = {
-    "one token": (1, (12, 2, 64), "mlp", {}),
-    "five tokens": (5, (12, 2, 64), "mean", {}),
-    "pages in fp8": (3, (12, 2, 64), "mlp", {"page_size": 64, "n_pages": 10, "quantize": "fp8"}),
+    "steps of one token": (1, (12, 2, 64), "mlp", {}),
+    "steps of five tokens": (5, (12, 2, 64), "mean", {}),
+    "steps with pages in fp8": (3, (12, 2, 64), "mlp", {"page_size": 64, "n_pages": 10, "quantize": "fp8"}),
     # On Hopper in Gluon.
-    "four tokens, 16 heads per group": (4, (16, 1, 128), "mean", {}),
+    "steps of four tokens, 16 heads per group": (4, (16, 1, 128), "mean", {}),
 }
+NAMES = (*STEPS, *CASES)
 
 
 def pick_short_runs(k: Layout, visibility: Visibility, pick: Any = tiles.pick_dq) -> tiles.QueryTile | None:
@@ -150,15 +152,16 @@ def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str,
     torch.cuda.synchronize()
 
 
-def main() -> None:
-    for name, step in STEPS.items():
-        decode(*step)
-        print(f"every kernel of a decode step ran: {name}", flush=True)
-    for name, case in CASES.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            run(case, dtype, STARTS.get(name))
-            print(f"every kernel ran: {name}, {dtype}", flush=True)
+def main(names: Sequence[str]) -> None:
+    for name in names:
+        if name in STEPS:
+            decode(*STEPS[name])
+            print(f"every kernel of a decode step ran: {name}", flush=True)
+        else:
+            for dtype in (torch.bfloat16, torch.float16):
+                run(CASES[name], dtype, STARTS.get(name))
+                print(f"every kernel ran: {name}, {dtype}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or NAMES)

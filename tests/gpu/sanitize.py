@@ -1,6 +1,6 @@
 """Runs every kernel of ours under NVIDIA's compute-sanitizer: memory errors, races in shared memory, unwritten reads.
 
-python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck]
+python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck] [--jobs 8]
 
 The exit status is 0 only if each tool reports no error of ours. Torch's own kernels are left out by name, but not from
 initcheck, which must see them write what ours read: there what they are accused of themselves is counted and let pass.
@@ -15,47 +15,65 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from every_kernel import NAMES
+
 PROGRAM = Path(__file__).resolve().with_name("every_kernel.py")
-REPOSITORY = PROGRAM.parent.parent.parent
+REPOSITORY = PROGRAM.parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck")
 # Triton names a kernel after its function; every one of ours ends so.
 OURS = "regex=.*_kernel"
 # An allocation of its own for each tensor, so that one step past its end is outside. No CUDA graph is captured so.
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NSA_REPLAY": "0"}
-
-
+ENVIRONMENT = os.environ | {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "NSA_REPLAY": "0",
+    "PYTHONPATH": str(REPOSITORY),
+}
 # A report's line that says where: a function of ours by its plain name, one of torch's with its namespace.
 ACCUSED = re.compile(r"^=+\s+at (\w+_kernel)\b", re.MULTILINE)
+# Lines of stacks.
+FRAME = re.compile(r"Host Frame|^frame #")
 
 
-def check(tool: str) -> bool:
+def launch(words: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
+    command = [*words, sys.executable, str(PROGRAM), name]
+    return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def check(tool: str, name: str) -> bool:
     watched = [] if tool == "initcheck" else ["--kernel-name", OURS]
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "10000", *watched]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [*command, sys.executable, str(PROGRAM)], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
+    words = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "10000", *watched]
+    done = launch(words, name)
     said = done.stdout + done.stderr
     accused = Counter(ACCUSED.findall(said))
     clean = not accused and (done.returncode == 0 or (tool == "initcheck" and done.returncode == 9))
-    lines = [line for line in said.splitlines() if line.strip() and "Host Frame" not in line]
-    print(f"{tool}: {'clean' if clean else 'FAILED'}", *lines[-3 if clean else -40 :], sep="\n  ", flush=True)
-    for kernel, times in accused.most_common():
-        print(f"  {kernel}: {times} reports")
+    lines = [line for line in said.splitlines() if line.strip() and not FRAME.search(line)]
+    reports = [f"{kernel}: {times} reports" for kernel, times in accused.most_common()]
+    found = f"{tool}, {name}: {'clean' if clean else 'FAILED'}"
+    print("\n  ".join([found, *lines[-1 if clean else -40 :], *reports]), flush=True)
     return clean
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="every kernel under compute-sanitizer")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes at once")
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the path: it comes with the CUDA toolkit")
         return 2
-    # Every tool runs, whatever the one before it found.
-    clean = [check(tool) for tool in arguments.tools]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        # Triton's cache is filled first: the tools would each compile the same kernels.
+        list(pool.map(lambda name: launch([], name), NAMES))
+        # Every tool runs on everything, whatever was found before.
+        clean = list(pool.map(lambda pair: check(*pair), product(arguments.tools, NAMES)))
+    print(f"{clean.count(True)} of {len(clean)} runs clean")
     return 0 if all(clean) else 1
 
 
