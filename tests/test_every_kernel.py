@@ -72,3 +72,30 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
     # Queries that start at a position of their own.
     for kernel in ("hopper_forward_kernel", "hopper_dkv_kernel"):
         assert {start is None for start in launches.values(kernel, "p_start")} == {False, True}
+
+
+def numbered(file: Path, start: str) -> int:
+    return next(i for i, line in enumerate(file.read_text().splitlines(), 1) if line.startswith(start))
+
+
+def test_only_races_of_the_dispatch_of_warps_are_let_pass() -> None:
+    judge = runpy.run_path(str(ROOT / "tests" / "gpu" / "sanitize.py"))["judge"]
+    forward = ROOT / "nsa" / "backends" / "gluon" / "forward.py"
+    kernel, call = numbered(forward, "def hopper_forward_kernel("), numbered(forward, "    gl.warp_specialize(")
+    ours = numbered(forward, "        b_s = warpgroup_mma(")
+
+    def said(line: int, end: str = "the end\n", hazards: int = 1) -> str:
+        race = f"Error: Race reported between Read access at hopper_forward_kernel+0x110 in forward.py:{kernel}"
+        write = f"=========     and Write access at hopper_forward_kernel+0x7750 in forward.py:{line} [38 hazards]"
+        summary = f"========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)"
+        return f"========= {race}\n{write}\n========= \n{end}{summary}\n"
+
+    assert judge("racecheck", said(call), 9)[0]
+    assert not judge("racecheck", said(ours), 9)[0]
+    assert not judge("racecheck", said(call, end=""), 9)[0]
+    assert not judge("racecheck", said(call, hazards=2), 9)[0]
+    assert not judge("racecheck", said(call), 1)[0]
+    assert judge("memcheck", "the end\n========= ERROR SUMMARY: 0 errors\n", 0)[0]
+    assert not judge("memcheck", "the end\n", 9)[0]
+    assert judge("initcheck", "the end\n=========     at at::native::fill(float)+0x10\n", 9)[0]
+    assert not judge("initcheck", "the end\n=========     at rotate_kernel+0x5f0 in rope.py:46\n", 9)[0]
