@@ -72,7 +72,9 @@ def count_launches(call: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or [])
+    events = found.events() or []
+    # The ranges of `record_function` are no launches.
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation for e in events)
 
 
 def eager_passes(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Iterator[Pass]:

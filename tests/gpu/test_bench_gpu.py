@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nsa.bench.attention import AttentionShape
+from nsa.bench.host import count_launches
 from nsa.bench.runner import CudaClock, Pass, Runner, Task, forward_and_backward
 from nsa.results import read_rows
 
@@ -63,3 +64,15 @@ def test_the_peak_of_a_task_is_the_same_after_others(tmp_path: Path) -> None:
     run(tasks(), tmp_path / "rows.csv")
     _, *peaks = [row.peak_gib for row in read_rows(tmp_path / "rows.csv")]
     assert peaks == pytest.approx([peaks[0]] * 3, abs=0.005)
+
+
+def test_only_launches_are_counted() -> None:
+    """Not the ranges of `record_function`, which a profile shows on the GPU too."""
+    x = torch.ones(8, device="cuda")
+
+    def call() -> None:
+        with torch.profiler.record_function("nsa::range"):
+            x.add_(1)
+            x.mul_(2)
+
+    assert count_launches(call) == 2
