@@ -81,7 +81,14 @@ def gradients(o: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    "error", [TOO_LARGE, PTXASError("out of registers"), CompilationError("", None, "no such layout")], ids=type
+    "error",
+    [
+        TOO_LARGE,
+        PTXASError("out of registers"),
+        CompilationError("", None, "no such layout"),
+        RuntimeError("PassManager::run failed"),
+    ],
+    ids=type,
 )
 def test_triton_s_kernel_runs_the_call(
     error: Exception, failing: Callable[..., None], caplog: pytest.LogCaptureFixture

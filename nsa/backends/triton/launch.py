@@ -116,8 +116,9 @@ class Launch:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 compiled = self.kernel[self.grid](**free, **self.bound)
-            except LAUNCH_FAILURES as error:
-                if self.kernel.is_gluon():
+            except (*LAUNCH_FAILURES, RuntimeError) as error:
+                # RuntimeError: what a compiler pass or the driver raises.
+                if self.kernel.is_gluon() and not isinstance(error, torch.OutOfMemoryError):
                     raise KernelFailure(f"{self.kernel.__name__} failed: {shorten(str(error), 300)}") from error
                 raise
         # The interpreter compiles nothing.
