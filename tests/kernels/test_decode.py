@@ -306,6 +306,20 @@ def test_ragged_rows_with_padding_step_like_the_general_code() -> None:
     assert routing.router().counts.calls["decode", "triton"] == 2
 
 
+@pytest.mark.parametrize("branch", [None, "win"])
+def test_padding_does_not_read_tokens_that_were_removed(branch: str | None) -> None:
+    layer = NSAAttention(NSAConfig(**LAYER, force_branch=branch, backend="triton")).to(DEVICE)
+    x = torch.randn(2, 20, layer.config.dim, device=DEVICE)
+    cache = layer.new_cache(2, 64)
+    layer(x, cache=cache)
+    layer(torch.full_like(x[:, :2], float("nan")), cache=cache)
+    cache.crop(20)
+    real = torch.tensor([[True, False, False], [True, True, True]], device=DEVICE)
+    y = layer(x[:, :3], attention_mask=real, cache=cache)
+    expected = layer(torch.cat([x[0], x[0, :1]])[None])[0, -1]
+    torch.testing.assert_close(y[0, 0], expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("phi", ["mlp", "mean"])
 def test_a_position_offset_is_that_of_the_general_code(phi: str) -> None:
     """Of queries, keys and the blocks that the step completes."""

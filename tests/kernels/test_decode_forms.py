@@ -82,6 +82,25 @@ def test_steps_over_a_form_equal_the_general_code(form: dict[str, Any], changed:
     assert_alike(mine, other)
 
 
+@pytest.mark.parametrize("branch", [None, "cmp", "sel"])
+@pytest.mark.parametrize("form", [FORMS["paged"], FORMS["paged_fp8"]], ids=["paged", "paged_fp8"])
+def test_padding_reads_nothing_that_pages_held_before(form: dict[str, Any], branch: str | None) -> None:
+    """A page of a row that was not finite comes to another row, whose step has padding."""
+    layers, caches = filled([3, 3], 48, {"force_branch": branch}, **form)
+    for cache in caches:
+        for store in (cache.selected, cache.compressed):
+            for x in store.tensors():
+                x.view(torch.uint8).fill_(0xFF)
+        cache.reset()
+    x = torch.randn(2, 20, layers[0].config.dim, device=DEVICE)
+    step, real = x[:, :6], torch.tensor([[True] + 5 * [False], 6 * [True]], device=DEVICE)
+    outputs = []
+    for layer, cache in zip(layers, caches, strict=True):
+        layer(x, cache=cache)
+        outputs.append(layer(step, attention_mask=real, cache=cache))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3 if "quantize" in form else 1e-5, rtol=0)
+
+
 def test_a_row_without_pages_drops_its_token() -> None:
     """The page after its last one is another row's."""
     (fused, plain), (mine, other) = filled([12, 11], 40, {"phi": "mean"}, page_size=8, static=True)

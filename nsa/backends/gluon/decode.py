@@ -40,7 +40,7 @@ def tiles_of_split(
 ):  # fmt: skip
     """Batch row and group of a split, its first tile and the one after its last, and the keys that the row sees."""
     i_b = split // (G * N_SPLITS)
-    n_seen = complete_blocks(position_of(start, i_b, T - 1, max_len), BLOCK, STRIDE)
+    n_seen = complete_blocks(position_of(start, i_b, T - 1, max_len - 1), BLOCK, STRIDE)
     first = split // G % N_SPLITS * SPLIT_TILES
     last = gl.minimum(first + SPLIT_TILES, (n_seen + BLOCK_N - 1) // BLOCK_N)
     return i_b, split % G, first, last, n_seen
@@ -149,7 +149,7 @@ def hopper_compressed_step_kernel(
         b_m = gl.full([BLOCK_M], NONE_SEEN, gl.float32, gl.SliceLayout(1, s_layout))
         b_l = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
         if first < last:
-            o_seen = complete_blocks(position_of(start, i_b, o_token, max_len), BLOCK, STRIDE)
+            o_seen = complete_blocks(position_of(start, i_b, o_token, max_len - 1), BLOCK, STRIDE)
             o_qrow = o_q // H * stride_qt + (i_g * H + o_q % H) * stride_qh
             p_q = q + gl.cast(i_b, gl.int64) * stride_qb + o_qrow[:, None] + o_qd[None, :]
             b_q = gl.load(p_q, mask=(o_q < ROWS)[:, None], other=0.0)
@@ -226,5 +226,7 @@ class CompressedStep:
             **bound,
         )
 
-    def __call__(self, k: Tensor, v: Tensor, **tensors: Tensor) -> None:
+    def __call__(self, k: Tensor, v: Tensor, counts: Tensor | None = None, **tensors: Tensor) -> None:
+        """`counts` is not needed: what no token of a contiguous row has completed yet is zeros."""
+        del counts
         self.launch(k=self.describe_k(k), v=self.describe_v(v), **tensors)

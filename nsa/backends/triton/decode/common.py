@@ -80,10 +80,16 @@ def exact_softmax(b_s, m_seen, b_m, b_l, b_o):
 
 
 @triton.jit
-def position_of(start, i_b, o_t, max_len):
-    """Position of the step's token `o_t`. One that does not fit into the cache is moved to the last position: what is
-    computed for it is discarded, but must not read outside."""
-    return tl.minimum(tl.load(start + i_b) + o_t, max_len - 1)
+def position_of(start, i_b, o_t, last):
+    """Position of the step's token `o_t`. Padding, and a token that does not fit into the cache, is moved to `last`,
+    the row's last position: what is computed for it is discarded, but must not read what was never written."""
+    return tl.minimum(tl.load(start + i_b) + o_t, last)
+
+
+@triton.jit
+def last_of(start, counts, limits, i_b, max_len, T: tl.constexpr):
+    """The last position of the row after the step, see `end_of`; 0 in an empty row."""
+    return tl.maximum(end_of(start, counts, limits, i_b, max_len, T) - 1, 0)
 
 
 @triton.jit

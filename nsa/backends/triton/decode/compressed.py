@@ -21,6 +21,7 @@ from nsa.backends.triton.decode.common import (
     arrive,
     exact_softmax,
     follow,
+    last_of,
     load_step_rows,
     load_tokens,
     position_of,
@@ -39,8 +40,8 @@ def overlap(o_unit, C: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def compressed_split_kernel(
-    q, k, v, k_scale, v_scale, table, start, pool, carry, tile_max, partial_o, partial_m, partial_l, arrivals,
-    columns, max_len, scale_log2,
+    q, k, v, k_scale, v_scale, table, start, counts, limits, pool, carry, tile_max, partial_o, partial_m,
+    partial_l, arrivals, columns, max_len, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
@@ -60,7 +61,8 @@ def compressed_split_kernel(
     i_bg = i_b * G + i_g
     o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # [BLOCK_M] compressed blocks that each row sees, and the most of them
-    o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, max_len), BLOCK, STRIDE)
+    end = last_of(start, counts, limits, i_b, max_len, ROWS // H)
+    o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, end), BLOCK, STRIDE)
     n_seen = tl.max(o_seen, 0)
 
     i_slot = i_bg * SLOTS + i_s

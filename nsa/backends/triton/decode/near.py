@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from nsa.backends.triton.decode.common import (
     arrive,
     follow,
+    last_of,
     load_step_rows,
     load_tokens,
     position_of,
@@ -36,7 +37,7 @@ def attend_seen(b_q, b_k, b_v, m_seen, b_m, b_l, b_o, scale_log2):
 
 @triton.jit
 def window_split(
-    q, k, v, k_scale, v_scale, start, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot, max_len, places,
+    q, k, v, k_scale, v_scale, start, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot, last, places,
     scale_log2, stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     N_SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -48,9 +49,9 @@ def window_split(
     i_g = i_bg % G
     o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # [BLOCK_M]
-    o_pos = position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, max_len)
+    o_pos = position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, last)
     end = tl.max(o_pos, 0) + 1
-    lo = position_of(start, i_b, 0, max_len) - WINDOW + 1 + i_s * SPLIT
+    lo = position_of(start, i_b, 0, last) - WINDOW + 1 + i_s * SPLIT
     hi = tl.where(i_s < N_SPLITS - 1, tl.minimum(lo + SPLIT, end), end)
     b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
     b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
@@ -75,7 +76,7 @@ def window_split(
 @triton.jit
 def selected_split(
     q, k, v, k_scale, v_scale, table, start, indices, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot, forced,
-    columns, arrivals, max_len, scale_log2,
+    columns, arrivals, last, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAGE: tl.constexpr, SELECT_BLOCK: tl.constexpr, N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr,
@@ -89,13 +90,13 @@ def selected_split(
     i_g = i_bg % G
     o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_t = tl.minimum(o_r, ROWS - 1) // H
-    o_pos = position_of(start, i_b, o_t, max_len)
+    o_pos = position_of(start, i_b, o_t, last)
     b_q = load_step_rows(q, i_b, i_g, o_r, stride_qb, stride_qt, stride_qh, H, ROWS, DK, BLOCK_DK)
     # [T_PAD * N_PAD]: each token's list of blocks in ascending order, whose two ends are the forced ones.
     o_e = tl.arange(0, T_PAD * N_PAD)
     e_t = o_e // N_PAD
     e_n = o_e % N_PAD
-    e_own = position_of(start, i_b, tl.minimum(e_t, T - 1), max_len) // SELECT_BLOCK
+    e_own = position_of(start, i_b, tl.minimum(e_t, T - 1), last) // SELECT_BLOCK
     n_taken = tl.minimum(e_own + 1, N_SELECT)
     m_forced = (e_n < N_INIT) | (e_n >= n_taken - N_LOCAL)
     m_e = (e_n < n_taken) & (e_t >= tl.min(o_t, 0)) & (e_t <= tl.max(o_t, 0)) & (m_forced == forced)
@@ -143,8 +144,8 @@ def selected_split(
 
 @triton.jit
 def near_kernel(
-    q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, partial_o,
-    partial_m, partial_l, arrivals, pairs, columns, max_len, places, scale_log2,
+    q, k_win, v_win, k_win_scale, v_win_scale, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, counts, limits,
+    indices, partial_o, partial_m, partial_l, arrivals, pairs, columns, max_len, places, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
     stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, T_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -176,10 +177,11 @@ def near_kernel(
     i_bg = i_unit // ROW_TILES
     i_m = i_unit % ROW_TILES
     i_slot = i_bg * SLOTS + FIRST_SLOT + i_s
+    last = last_of(start, counts, limits, i_bg // G, max_len, T)
     if i_s < WINDOW_SPLITS:
         window_split(
             q, k_win, v_win, k_win_scale, v_win_scale, start, partial_o, partial_m, partial_l, i_bg, i_s, i_m, i_slot,
-            max_len, places, scale_log2,
+            last, places, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_wkb, stride_wkn, stride_wkg, stride_wvb, stride_wvn, stride_wvg,
             G=G, H=H, ROWS=T * H, DK=DK, DV=DV, WINDOW=WINDOW, N_SPLITS=WINDOW_SPLITS, SPLIT=SPLIT,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_DK=BLOCK_DK, BLOCK_DV=BLOCK_DV, STAGES=STAGES,
@@ -187,7 +189,7 @@ def near_kernel(
     if i_s >= WINDOW_SPLITS:
         selected_split(
             q, k_sel, v_sel, k_sel_scale, v_sel_scale, table, start, indices, partial_o, partial_m, partial_l, i_bg,
-            i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, arrivals, max_len, scale_log2,
+            i_s - N_EARLY, i_m, i_slot, i_s < N_EARLY, columns, arrivals, last, scale_log2,
             stride_qb, stride_qt, stride_qh, stride_skb, stride_skn, stride_skg, stride_svb, stride_svn, stride_svg,
             G=G, H=H, T=T, T_PAD=T_PAD, DK=DK, DV=DV, PAGE=PAGE, SELECT_BLOCK=SELECT_BLOCK, N_SELECT=N_SELECT,
             N_PAD=N_PAD, N_INIT=N_INIT, N_LOCAL=N_LOCAL, N_SPLITS=FREE_SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_SEL,

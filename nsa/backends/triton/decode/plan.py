@@ -189,8 +189,9 @@ class DecodePlan:
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
         absent |= {"gates": None} if gates is None else {}
-        absent |= {} if counted else {"counts": None}
-        absent |= {} if form.page and commits else {"limits": None}
+        ends = {} if counted else {"counts": None}
+        ends |= {} if form.page and commits else {"limits": None}
+        absent |= ends
         paged: dict[str, Any] = {"columns": form.columns} | ({} if form.page else {"table": None})
         plain = not (form.page or form.fp8) and r_pad == ratio and how.branch is None
         hopper_tile = gluon_tiles.pick_step(q, *compressed, cmp_n) if plain else None
@@ -203,6 +204,7 @@ class DecodePlan:
                 **(paged if form.fp8 else {**paged, "k_scale": None, "v_scale": None}),
                 PAGE=max(1, form.page // how.stride),
                 **step,
+                **ends,
                 **(attend if how.branch != "sel" else {**attend, "DV": 0, "BLOCK_DV": 16}),
                 **pooling,
                 **({} if selects else dict.fromkeys(pooled)),
@@ -226,6 +228,7 @@ class DecodePlan:
             select_step_kernel,
             (pairs * n_tokens,),
             **step,
+            **ends,
             **pooling,
             **selection,
             ROW_TILES=row_tiles,
@@ -245,6 +248,7 @@ class DecodePlan:
             **(paged if form.fp8 else {**paged, **dict.fromkeys(NEAR_SCALES)}),
             PAGE=max(1, form.page),
             **step,
+            **ends,
             **attend,
             **selection,
             pairs=pairs,
@@ -307,7 +311,8 @@ class DecodePlan:
         o = torch.empty(shape, dtype=dtype, device=device)
         pooled, partials = floats(self.pooled, device), floats(self.partials, device)
         partial_o = partials.pop("partial_o")
-        pooled |= {"start": start, "arrivals": arrivals, **partials}
+        ends = {name: x for name, x in committed.items() if name in ("counts", "limits")}
+        pooled |= {"start": start, "arrivals": arrivals, **partials, **ends}
         table = {} if pages is None else {"table": pages.table}
         cmp_scales, sel_scales, win_scales = scales or ((), (), ())
         scaled = dict(zip(("k_scale", "v_scale"), cmp_scales, strict=False))
@@ -322,7 +327,7 @@ class DecodePlan:
         near |= dict(zip(NEAR_SCALES, (*win_scales, *sel_scales), strict=False))
         near |= {"q": q, "start": start, "indices": indices, "arrivals": arrivals, "partial_o": partial_o}
         if self.branch != "cmp":
-            self.attend_near(**near, **partials, **table)
+            self.attend_near(**near, **partials, **table, **ends)
         gated = {} if gates is None else {"gates": gates}
         self.merge(**gated, o=o, arrivals=arrivals, partial_o=partial_o, **partials, **committed)
         return o, indices

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from nsa.backends.triton.decode.common import arrive, position_of, power_of_2, wait_for
+from nsa.backends.triton.decode.common import arrive, last_of, position_of, power_of_2, wait_for
 from nsa.backends.triton.primitives import FLOOR
 from nsa.backends.triton.selection import complete_blocks, most_important
 
@@ -77,7 +77,7 @@ def pooled_importance(
 
 @triton.jit
 def select_step_kernel(
-    start, pool, carry, tile_max, factors, indices, partial_m, partial_l, arrivals, max_len,
+    start, counts, limits, pool, carry, tile_max, factors, indices, partial_m, partial_l, arrivals, max_len,
     G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, T: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr, R: tl.constexpr, REACH: tl.constexpr,
     N_SELECT: tl.constexpr, N_PAD: tl.constexpr, N_INIT: tl.constexpr, N_LOCAL: tl.constexpr, SLOTS: tl.constexpr,
@@ -97,7 +97,7 @@ def select_step_kernel(
     i_b = i_bg // G
     i_row = i_bg.to(tl.int64) * ROWS + i_t * H
     p_index = indices + ((i_b * T + i_t) * G + i_bg % G).to(tl.int64) * N_SELECT
-    position = position_of(start, i_b, i_t, max_len)
+    position = position_of(start, i_b, i_t, last_of(start, counts, limits, i_b, max_len, T))
     own = position // SELECT_BLOCK
     if own < N_SELECT:
         o_n = tl.arange(0, N_PAD)
