@@ -23,7 +23,7 @@ NOTEBOOK = "docs/perf-log.md"
 # A number with a unit that only a measurement has.
 MEASURED = re.compile(
     r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*\d)?"
-    r"(?: ?(?:ms|milliseconds?|µs|GB|GiB|TB/s|GB/s|TFLOP/s|tokens/s|%)(?![\w/])"
+    r"(?: ?(?:ms|milliseconds?|µs|us|microseconds?|GB|GiB|TB/s|GB/s|TFLOP/s|tokens/s|%)(?![\w/])"
     r"| (?:tokens per second|times (?:as fast|the bytes|at))"
     r"| million tokens|x(?![\w])|(?<=\.\d)M|(?<=\.\d{3})(?![\d.])|(?<=\.\d)k tokens)"
     r"|(?:costs|loss of) \d\.\d+|takes [\d.]+ s(?!\w)|(?:twice|half) as (?:fast|slow)"
