@@ -244,6 +244,7 @@ def test_tiles_are_picked_where_the_kernels_apply() -> None:
     assert picked(q[:, :, :48], k) == (forward, None)
     # Keys that no descriptor takes, and none at all.
     assert picked(q, torch.empty(1, 255, 4, 132, dtype=torch.bfloat16)[..., :128]) == (None, None)
+    assert picked(q, torch.empty(1, 255, 4, 256, dtype=torch.bfloat16)[..., ::2]) == (None, None)
     assert picked(q, k[:, :0]) == (None, None)
 
 

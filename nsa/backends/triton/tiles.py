@@ -115,7 +115,7 @@ def block_width(head_dim: int) -> int:
 def describable(x: Layout) -> bool:
     """Whether the hardware's rules allow a tensor descriptor."""
     aligned = x.aligned and all(s > 0 and s * x.dtype.itemsize % 16 == 0 for s in x.strides[:-1])
-    return aligned and 0 not in x.shape
+    return aligned and x.strides[-1] == 1 and 0 not in x.shape
 
 
 def describe(x: Layout, box: tuple[int, ...]) -> BoxDescriptor | None:
