@@ -152,7 +152,7 @@ def diagnose(
         runtime=runtime(),
         backends=backend_states(router),
         tiles=tiles_origin(router.config),
-        kernel_set=forward.kernels.get(triton.name, "none of Triton's: no op is routed to it"),
+        kernel_set=backward.kernels.get(triton.name, "none of Triton's: no op is routed to it"),
         flash=flash,
         settings=setting_states(router),
         unknown_names=settings.unknown_names(environ),

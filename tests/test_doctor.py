@@ -136,6 +136,12 @@ def test_kernels_are_reported_as_the_self_test_left_them(capsys: pytest.CaptureF
     assert "others after [BackendFailure('out of shared memory')]" in capsys.readouterr().out
 
 
+def test_kernels_are_reported_of_both_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = patient(kernel_set=lambda problem, forward, backward, *_: f"{forward[-1]}, {backward[-1:]}")
+    run_doctor(backends=(found, sdpa))
+    assert "combine, ['combine']" in capsys.readouterr().out
+
+
 def test_settings_show_value_source_and_effect(
     capsys: pytest.CaptureFixture[str], environment: Callable[..., None], tmp_path: Path
 ) -> None:

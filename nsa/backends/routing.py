@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -54,8 +55,10 @@ class Backend(Protocol):
             `supports`; `named` if it was requested by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
-        kernel_set(problem, ops, select_block, n_select, block, stride) -> str: Which of its kernels run an attention,
-            for `explain`; `ops`: those whose forward pass is called straight away, as passes at once have to be.
+        kernel_set(problem, forward, backward, direct, select_block, n_select, block, stride) -> str: Which of its
+            kernels run an attention, for `explain`. The forward passes of the ops `forward` and the backward passes of
+            `backward` are routed to it; `direct`: those of `forward` that are called without the router, as a kernel of
+            two branches has to be.
         recover_from(failure) -> str | None: What it runs from now on in place of kernels of its own that failed; None
             if it has no others.
         configure(settings): Of a module: returns the backend to use in its place.
@@ -414,19 +417,23 @@ class Router:
             if op == "compress" and problem.d_v != problem.d_k:
                 values = replace(problem, d_k=problem.d_v)
                 problems["compress (values)"] = problem_for_op(values, op, block, stride, window)
-        routes, direct, failed = {}, [], {one for one, _ in [*self.failed]}
+        routes, failed = {}, {one for one, _ in [*self.failed]}
+        own: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)
         for op, one in problems.items():
             routes[op] = self.route(one, backend)
             one = replace(one, backward=False)
             before = self.route(one, backend)
             if before.backend != routes[op].backend:
                 routes[f"{op} (forward)"] = before
+            own[before.backend, "forward"].append(op)
+            if routes[op].problem.backward:
+                own[routes[op].backend, "backward"].append(op)
             if self.is_direct(before) and one not in failed:
-                direct.append((before.backend, op))
+                own[before.backend, "direct"].append(op)
         kernels = {}
         for name in dict.fromkeys(str(route.backend) for route in routes.values()):
-            own = [op for backend, op in direct if backend == name]
-            which = self.ask(name, "kernel_set", problem, own, select_block, n_select, block, stride)
+            passes = (own[name, kind] for kind in ("forward", "backward", "direct"))
+            which = self.ask(name, "kernel_set", problem, *passes, select_block, n_select, block, stride)
             if which is not None:
                 kernels[name] = which
         return Explanation(problem, routes, kernels)

@@ -391,6 +391,25 @@ def test_explain_reports_branches_apart_by_route(on_gpu: Problem) -> None:
     assert TOGETHER not in explained(debug_timing=True)
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_explain_reports_only_the_passes_routed_to_triton(logged: bool, on_gpu: Problem) -> None:
+    def explained(op: str, backward: bool) -> str:
+        def supports(problem: Problem) -> str | None:
+            return None if (problem.op, problem.backward) == (op, backward) else "another pass"
+
+        flash = SimpleNamespace(name="flash", supports=supports)
+        router = Router([flash, backend], Settings(debug_timing=logged))
+        return router.explain(dataclasses.replace(on_gpu, backward=True)).kernels["triton"]
+
+    gradients = "dk and dv, dq"
+    everything = f"forward, {gradients}"
+    assert f"compressed {everything}; sliding {gradients};" in explained("sliding", False)
+    assert f"compressed {everything}; sliding forward;" in explained("sliding", True)
+    assert f"compressed {gradients}; sliding {everything};" in explained("compressed", False)
+    forward = Router([backend], Settings(debug_timing=logged)).explain(on_gpu)
+    assert "compressed forward; sliding forward;" in str(forward)
+
+
 def test_explain_reports_branches_apart_by_selection(on_gpu: Problem) -> None:
     router = Router([backend], Settings())
     assert TOGETHER in str(router.explain(on_gpu, n_select=8))

@@ -177,17 +177,18 @@ def pick_fused(
     return tile if described and fits else None
 
 
-def passes(problem: Problem) -> list[str]:
-    """Those of a `compressed` or `sliding` problem that these kernels run, where its tensors are contiguous."""
+def passes(problem: Problem, forward: bool, backward: bool) -> list[str]:
+    """Those of the forward and the backward pass of a `compressed` or `sliding` problem that these kernels run, where
+    its tensors are contiguous."""
     sliding, device = problem.op == "sliding", torch.device(problem.device)
     sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
     q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
     visibility = Visibility(sliding, 1, 1, problem.varlen, offset=problem.cached and not problem.varlen)
-    forward = pick_forward(q, k, k, visibility) is not None
+    tile = pick_forward(q, k, k, visibility)
     # A step of decoding has no backward pass.
-    keys = (forward or not problem.cached) and pick_dkv(q, q, k, k, visibility) is not None
+    keys = backward and (tile or not problem.cached) and pick_dkv(q, q, k, k, visibility) is not None
     found = {
-        "forward": forward,
+        "forward": forward and tile is not None,
         "dk and dv": keys,
         "dq": keys and pick_dq(k, visibility) is not None,
         "decode step": problem.cached and not sliding and pick_step(q, k, k, StepTile().block_n) is not None,

@@ -101,11 +101,12 @@ def supports(problem: Problem) -> str | None:
 
 
 def kernel_set(
-    problem: Problem, ops: Collection[str] = OPS, select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel,
-    block: int = NSAConfig.l, stride: int = NSAConfig.d,
+    problem: Problem, forward: Collection[str] = OPS, backward: Collection[str] = OPS, direct: Collection[str] = OPS,
+    select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel, block: int = NSAConfig.l,
+    stride: int = NSAConfig.d,
 ) -> str:  # fmt: skip
-    """Name the passes of an attention, whose forward passes of `ops` run here, that the launch plans take from the
-    kernels for Hopper; if none, why."""
+    """Name the passes of an attention that the launch plans take from the kernels for Hopper; if none, why. The
+    forward passes of the ops `forward` and the backward passes of `backward` run here; see `Backend` for `direct`."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return "Triton; those in Gluon are for CUDA GPUs of sm_90"
     # Imports Triton.
@@ -117,15 +118,15 @@ def kernel_set(
         return f"Triton; {why_not}"
     taken = []
     for op in ("compressed", "sliding"):
-        passes = tiles.passes(problem_for_op(problem, op, block, stride))
+        passes = tiles.passes(problem_for_op(problem, op, block, stride), op in forward, op in backward)
         taken += [f"{op} {', '.join(passes)}"] if passes else []
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
     fixed = problem.n_queries == problem.n_keys and not (problem.varlen or problem.cached)
-    both = fixed and {"selected", "sliding"} <= {*ops}
+    both = fixed and {"selected", "sliding"} <= {*direct}
     if both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device)):
         taken.append("selected and sliding forward in one kernel")
-    return f"Gluon for {'; '.join(taken)}; else Triton" if taken else "Triton, which is faster here than Gluon"
+    return f"Gluon for {'; '.join(taken)}; else Triton" if taken else "Triton; Gluon has no faster kernel here"
 
 
 @cache
