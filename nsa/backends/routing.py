@@ -55,10 +55,10 @@ class Backend(Protocol):
             `supports`; `named` if it was requested by name.
         forced_on(problem) -> str | None: The setting that puts it before all other backends.
         explicit_only(problem) -> str | None: Why `auto` must not pick it for a problem that it supports.
-        kernel_set(problem, forward, backward, direct, select_block, n_select, block, stride) -> str: Which of its
-            kernels run an attention, for `explain`. The forward passes of the ops `forward` and the backward passes of
-            `backward` are routed to it; `direct`: those of `forward` that are called without the router, as a kernel of
-            two branches has to be.
+        kernel_set(problem, forward, backward, direct, select_block, n_select, block, stride, window) -> str: Which
+            of its kernels run an attention, for `explain`. The forward passes of the ops `forward` and the backward
+            passes of `backward` are routed to it; `direct`: those of `forward` that are called without the router, as a
+            kernel of two branches has to be.
         recover_from(failure) -> str | None: What it runs from now on in place of kernels of its own that failed; None
             if it has no others.
         configure(settings): Of a module: returns the backend to use in its place.
@@ -433,7 +433,7 @@ class Router:
         kernels = {}
         for name in dict.fromkeys(str(route.backend) for route in routes.values()):
             passes = (own[name, kind] for kind in ("forward", "backward", "direct"))
-            which = self.ask(name, "kernel_set", problem, *passes, select_block, n_select, block, stride)
+            which = self.ask(name, "kernel_set", problem, *passes, select_block, n_select, block, stride, window)
             if which is not None:
                 kernels[name] = which
         return Explanation(problem, routes, kernels)

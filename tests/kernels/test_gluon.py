@@ -356,6 +356,14 @@ def test_explain_reports_the_passes_in_gluon(
     assert f"compressed {compressed}; sliding {sliding};" in found
 
 
+@pytest.mark.parametrize("window", [8192, 8193])
+def test_explain_reports_dq_as_the_window_has_it(window: int, on_gpu: Problem) -> None:
+    long = dataclasses.replace(on_gpu, n_queries=32768, n_keys=32768, backward=True)
+    found = Router([backend], Settings()).explain(long, window=window).kernels["triton"]
+    everything = "sliding forward, dk and dv, dq"
+    assert (everything in found) == (window == 8192)
+
+
 def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> None:
     of_125m = dataclasses.replace(on_gpu, n_heads=12, n_groups=2, d_k=64, d_v=64)
     assert backend.kernel_set(of_125m).startswith("Triton")

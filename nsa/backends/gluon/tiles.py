@@ -11,6 +11,7 @@ from nsa.backends.problem import Problem
 from nsa.backends.triton.launch import Layout, new_layout
 from nsa.backends.triton.tiles import SplitTile, Tile, Visibility, capability, describable
 from nsa.dtypes import HALF_DTYPES
+from nsa.sequences import Compressed, Sliding
 
 HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
@@ -177,13 +178,13 @@ def pick_fused(
     return tile if described and fits else None
 
 
-def passes(problem: Problem, forward: bool, backward: bool) -> list[str]:
-    """Those of the forward and the backward pass of a `compressed` or `sliding` problem that these kernels run, where
-    its tensors are contiguous."""
+def passes(problem: Problem, branch: Compressed | Sliding, forward: bool, backward: bool) -> list[str]:
+    """Those of the forward and the backward pass of a problem of the `branch` that these kernels run, where its tensors
+    are contiguous."""
     sliding, device = problem.op == "sliding", torch.device(problem.device)
     sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
     q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
-    visibility = Visibility(sliding, 1, 1, problem.varlen, offset=problem.cached and not problem.varlen)
+    visibility = Visibility(*branch.view(problem.n_keys), problem.varlen, offset=problem.cached and not problem.varlen)
     tile = pick_forward(q, k, k, visibility)
     # A step of decoding has no backward pass.
     keys = backward and (tile or not problem.cached) and pick_dkv(q, q, k, k, visibility) is not None

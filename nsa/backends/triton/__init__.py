@@ -24,7 +24,7 @@ from nsa.backends.gpu import SMALL_SHARED_MEMORY
 from nsa.backends.problem import OPS, Problem
 from nsa.backends.routing import BackendFailure, problem_for_op
 from nsa.config import NSAConfig
-from nsa.sequences import Upstream
+from nsa.sequences import Compressed, Sequences, Sliding, Upstream
 
 name = "triton"
 # When a kernel first runs, and then not again on this machine.
@@ -103,7 +103,7 @@ def supports(problem: Problem) -> str | None:
 def kernel_set(
     problem: Problem, forward: Collection[str] = OPS, backward: Collection[str] = OPS, direct: Collection[str] = OPS,
     select_block: int = NSAConfig.l_sel, n_select: int = NSAConfig.n_sel, block: int = NSAConfig.l,
-    stride: int = NSAConfig.d,
+    stride: int = NSAConfig.d, window: int = NSAConfig.w,
 ) -> str:  # fmt: skip
     """Name the passes of an attention that the launch plans take from the kernels for Hopper; if none, why. The
     forward passes of the ops `forward` and the backward passes of `backward` run here; see `Backend` for `direct`."""
@@ -117,8 +117,11 @@ def kernel_set(
     if why_not is not None:
         return f"Triton; {why_not}"
     taken = []
-    for op in ("compressed", "sliding"):
-        passes = tiles.passes(problem_for_op(problem, op, block, stride), op in forward, op in backward)
+    sequences = Sequences(problem.batch, problem.n_queries, torch.device(problem.device))
+    for branch in (Compressed(sequences, block, stride, 1.0), Sliding(sequences, window, 1.0)):
+        op = "sliding" if isinstance(branch, Sliding) else "compressed"
+        one = problem_for_op(problem, op, block, stride, window)
+        passes = tiles.passes(one, branch, op in forward, op in backward)
         taken += [f"{op} {', '.join(passes)}"] if passes else []
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
