@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
 
-# A longer step is a chunk of prefill: compute counts there, not bytes.
-MAX_TOKENS = 8
 # With more rows, or larger weights, cuBLAS is the better matmul.
 MAX_LINEAR_ROWS = 32
 MAX_LINEAR_BYTES = 1 << 24
@@ -180,7 +178,7 @@ def is_plain_step(x: Tensor, dtype: torch.dtype, cache: RowCache) -> bool:
     """Whether `x [B,T,dim]` are a few tokens, of the `dtype` of the layer's weights and of the cache, and neither
     compiled nor under autocast."""
     plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
-    return plain and x.shape[1] <= min(MAX_TOKENS, cache.max_len) and x.dtype == dtype == cache.dtype
+    return plain and x.shape[1] <= min(triton.MAX_STEP_TOKENS, cache.max_len) and x.dtype == dtype == cache.dtype
 
 
 def step_problem(config: NSAConfig, x: Tensor, cache: RowCache) -> Problem:

@@ -17,9 +17,9 @@ from docs_pages import ROOT
 from generating import small_model
 
 from nsa import cli, generate
+from nsa.backends.triton import MAX_STEP_TOKENS
 from nsa.data import train_bpe
 from nsa.data.tokenizer import ByteTokenizer
-from nsa.decoding import MAX_TOKENS
 from nsa.generate import OrderedRows, generate_text, newest_run
 from nsa.generation.decoder import Decoder
 from nsa.machine import usable_device
@@ -84,7 +84,7 @@ def test_the_documented_drafts_run_in_the_decode_kernels() -> None:
     """A step feeds the last token and the draft."""
     found = re.findall(r"--prompt-lookup (\d+)", (ROOT / "docs" / "inference.md").read_text())
     assert len(found) >= 3
-    assert all(1 + int(n) <= MAX_TOKENS for n in found)
+    assert all(1 + int(n) <= MAX_STEP_TOKENS for n in found)
 
 
 def test_prompt_lookup_and_chunks_print_the_same_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from test_ranged import CASES, FUNCTIONS, SMALL, Case, by_kernel, check, inputs,
 
 from nsa.backends import gluon
 from nsa.backends import triton as backend
-from nsa.backends.gluon import forward, query_gradient
+from nsa.backends.gluon import decode, forward, query_gradient
 from nsa.backends.gluon.query_gradient import KeptPlan
 from nsa.backends.gluon.tiles import (
     ForwardTile,
@@ -38,6 +38,7 @@ from nsa.backends.gluon.tiles import (
 from nsa.backends.problem import Problem
 from nsa.backends.routing import FailureReason, Router
 from nsa.backends.triton import branches
+from nsa.backends.triton.decode.plan import plan_decode
 from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
 from nsa.settings import Settings
@@ -320,11 +321,13 @@ def on_gpu(usable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Problem]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(backend, "supports", lambda problem: None)
+    monkeypatch.setattr(decode, "sm_count", lambda device: 132)
     yield Problem(
         batch=1, n_queries=8192, n_keys=8192, n_heads=64, n_groups=4, d_k=128, d_v=128, dtype=torch.bfloat16,
         device="cuda",
     )  # fmt: skip
     branches.runs_together.cache_clear()
+    plan_decode.cache_clear()
 
 
 def test_explain_reports_which_set_runs(on_gpu: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +372,30 @@ def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> No
     assert backend.kernel_set(of_125m).startswith("Triton")
     step = dataclasses.replace(on_gpu, n_queries=1, cached=True)
     assert backend.kernel_set(step).startswith("Triton")
-    assert "Gluon for compressed" in backend.kernel_set(dataclasses.replace(step, n_queries=4))
+
+
+@pytest.mark.parametrize(
+    ("other", "sizes", "in_gluon"),
+    [
+        ({}, {}, True),
+        ({"varlen": True}, {}, False),
+        # The rows fit into a tile, but so many tokens are a chunk of prefill.
+        ({"n_queries": 40, "n_heads": 4}, {}, False),
+        ({"n_queries": 64, "n_heads": 4}, {}, False),
+        ({}, {"select_block": 48}, False),
+        ({}, {"select_block": 8}, False),
+        # More selection blocks than a step has room for.
+        ({"n_keys": 1 << 22}, {}, False),
+        ({"n_queries": 0}, {}, False),
+    ],
+    ids=str,
+)
+def test_explain_reports_the_decode_step_by_its_plan(
+    other: dict[str, Any], sizes: dict[str, int], in_gluon: bool, on_gpu: Problem
+) -> None:
+    step = dataclasses.replace(on_gpu, **{"n_queries": 4, "cached": True, **other})
+    found = Router([backend], Settings()).explain(step, **sizes).kernels["triton"]
+    assert ("decode step" in found) == in_gluon
 
 
 @pytest.mark.parametrize(

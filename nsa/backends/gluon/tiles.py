@@ -181,7 +181,7 @@ def pick_fused(
 def passes(problem: Problem, branch: Compressed | Sliding, forward: bool, backward: bool) -> list[str]:
     """Those of the forward and the backward pass of a problem of the `branch` that these kernels run, where its tensors
     are contiguous."""
-    sliding, device = problem.op == "sliding", torch.device(problem.device)
+    device = torch.device(problem.device)
     sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
     q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
     visibility = Visibility(*branch.view(problem.n_keys), problem.varlen, offset=problem.cached and not problem.varlen)
@@ -192,6 +192,5 @@ def passes(problem: Problem, branch: Compressed | Sliding, forward: bool, backwa
         "forward": forward and tile is not None,
         "dk and dv": keys,
         "dq": keys and pick_dq(k, visibility) is not None,
-        "decode step": problem.cached and not sliding and pick_step(q, k, k, StepTile().block_n) is not None,
     }
     return [name for name, taken in found.items() if taken]

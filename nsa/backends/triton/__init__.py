@@ -38,6 +38,8 @@ OLDEST_CAPABILITY = (8, 0)
 # Of a group with fp32 keys and values of head_dim above 128, on GPUs with little shared memory: the rows of one query
 # are then 64 KB, and are held beside a block's keys.
 MAX_WIDE_HEADS_ON_SMALL = 32
+# Tokens per row of a decode step. More are a chunk of prefill: compute counts there, not bytes.
+MAX_STEP_TOKENS = 8
 # Functions that cache plans, of which some are of kernels in Gluon.
 GLUON_PLANS = {
     "ranged_forward": ("plan",),
@@ -112,6 +114,7 @@ def kernel_set(
     # Imports Triton.
     from nsa.backends.gluon import tiles
     from nsa.backends.triton import branches
+    from nsa.backends.triton.decode.plan import step_in_gluon
 
     why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
     if why_not is not None:
@@ -129,6 +132,9 @@ def kernel_set(
     both = fixed and {"selected", "sliding"} <= {*direct}
     if both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device)):
         taken.append("selected and sliding forward in one kernel")
+    short = problem.cached and not problem.varlen and problem.n_queries <= MAX_STEP_TOKENS
+    if short and step_in_gluon(problem, block, stride, select_block, n_select, window):
+        taken.append("compressed decode step")
     return f"Gluon for {'; '.join(taken)}; else Triton" if taken else "Triton; Gluon has no faster kernel here"
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from nsa import settings
 from nsa.backends.gluon import tiles as gluon_tiles
+from nsa.backends.problem import Problem
 from nsa.backends.routing import CallUnsupported
 from nsa.backends.triton import tiles
 from nsa.backends.triton.decode.compressed import compressed_split_kernel
 from nsa.backends.triton.decode.merge import merge_kernel
 from nsa.backends.triton.decode.near import near_kernel
 from nsa.backends.triton.decode.select import select_step_kernel
-from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, strides
+from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, new_layout, strides
 from nsa.backends.triton.primitives import LOG2_E
 from nsa.backends.triton.selection import MAX_RATIO, MAX_SELECT_BLOCKS
 from nsa.backends.triton.tiles import block_width
@@ -361,3 +362,25 @@ def plan_decode(
     """The plan for these layouts; with `commits` it also writes the cache's lengths, with `counted` some tokens may be
     padding."""
     return DecodePlan(q, compressed, selected, window, gates, how, tile, commits, counted, form)
+
+
+def step_in_gluon(problem: Problem, block: int, stride: int, select_block: int, n_select: int, window: int) -> bool:
+    """Whether a step's plan has Gluon's kernel for the compressed branch, in a cache neither paged nor in fp8."""
+    if select_block % stride:
+        return False
+    device, capacity = torch.device(problem.device), problem.n_keys
+
+    def new(n_tokens: int, heads: int, head_dim: int) -> Layout:
+        return new_layout((problem.batch, n_tokens, heads, head_dim), problem.dtype, device)
+
+    def store(places: int) -> tuple[Layout, Layout]:
+        return new(places + 1, problem.n_groups, problem.d_k), new(places + 1, problem.n_groups, problem.d_v)
+
+    stores = store(n_compressed(capacity, block, stride)), store(capacity), store(min(window, capacity))
+    how = Hyperparameters(block, stride, select_block, n_select, 0, 0, window, 1.0, capacity)
+    q = new(problem.n_queries, problem.n_heads, problem.d_k)
+    try:
+        plan = plan_decode(q, *stores, None, how, DecodeTile(), Form())
+    except CallUnsupported:
+        return False
+    return not isinstance(plan.attend_compressed, Launch)
