@@ -49,13 +49,26 @@ class Heads:
     n_groups: int
     head_dim: int
     batch: int
+    # 0: head_dim.
+    value_dim: int = 0
 
     def __str__(self) -> str:
-        return f"{self.n_heads}/{self.n_groups}/{self.head_dim}" + (f", batch {self.batch}" if self.batch > 1 else "")
+        return self.dims + (f", batch {self.batch}" if self.batch > 1 else "")
+
+    @property
+    def dims(self) -> str:
+        """Without the batch."""
+        return f"{self.n_heads}/{self.n_groups}/{self.head_dim}" + (
+            f" (d_v {self.value_dim})" if self.value_dim else ""
+        )
+
+
+def heads_of(row: Row) -> Heads:
+    return Heads(row.Hq, row.G, row.Dk, row.B, 0 if row.Dv == row.Dk else row.Dv)
 
 
 class Measurements:
-    """The rows of one GPU."""
+    """The rows of one GPU and dtype."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         # Graphs last: they replace eager calls of the same kind.
@@ -64,9 +77,7 @@ class Measurements:
         # Rows of graphs may lack the peak, which those of eager calls have.
         peaks = {subject: row.peak_gib for subject, row in latest_rows(r for r in self.all if r.peak_gib).items()}
         self.rows = {
-            (row.suite, row.op, row.impl, row.mode, Heads(row.Hq, row.G, row.Dk, row.B), row.S): replace(
-                row, peak_gib=peaks.get(subject)
-            )
+            (row.suite, row.op, row.impl, row.mode, heads_of(row), row.S): replace(row, peak_gib=peaks.get(subject))
             for subject, row in latest_rows(self.all).items()
         }
 
@@ -231,7 +242,7 @@ def ceiling_parts(found: Measurements, gpu: str) -> Iterator[str]:
     for row in sorted(branches, key=lambda row: (BRANCH_OPS.index(row.op), row.mode, row.impl, row.S)):
         work, moved = row_flops(row) / row.p50_ms * 1e3, row_bytes(row) / row.p50_ms * 1e3
         if work or moved:
-            what = [f"{row.op} {row.mode}", row.impl, str(Heads(row.Hq, row.G, row.Dk, row.B)), f"{row.S:,}"]
+            what = [f"{row.op} {row.mode}", row.impl, str(heads_of(row)), f"{row.S:,}"]
             rows.append([*what, f"{work / flops:.0%}" if work else "", f"{moved / rate:.0%}" if moved else ""])
     if rows:
         head = ["branch", "implementation", "heads", "tokens", "matmul", "memory"]
@@ -240,12 +251,12 @@ def ceiling_parts(found: Measurements, gpu: str) -> Iterator[str]:
 
 def decode_parts(found: Measurements) -> Iterator[str]:
     rows = found.of("decode")
-    limits = {(row.mode, row.Hq, row.G, row.Dk, row.B, row.S): row.p50_ms for row in rows if row.impl == "bytes-limit"}
+    limits = {(row.mode, heads_of(row), row.S): row.p50_ms for row in rows if row.impl == "bytes-limit"}
     lines = []
     for row in rows:
-        limit = limits.get((row.mode, row.Hq, row.G, row.Dk, row.B, row.S))
+        limit = limits.get((row.mode, heads_of(row), row.S))
         if row.impl.startswith("nsa") and limit is not None:
-            what = [f"{row.Hq}/{row.G}/{row.Dk}", row.mode, f"{row.S:,} x {row.B}"]
+            what = [heads_of(row).dims, row.mode, f"{row.S:,} x {row.B}"]
             lines.append([*what, f"{row.p50_ms:.3f}", f"{limit:.3f}", f"{limit / row.p50_ms:.0%}"])
     if lines:
         head = ["heads", "step", "tokens x rows", "NSA, ms", "its bytes by a copy, ms", "share of the copy's rate"]
@@ -259,13 +270,13 @@ def train_parts(found: Measurements) -> Iterator[str]:
         lines: dict[str, dict[float, float]] = {}
         for row in rows:
             if number := getattr(row, column):
-                lines.setdefault(f"{row.impl}, {row.Hq}/{row.G}/{row.Dk}", {})[row.S] = number
+                lines.setdefault(f"{row.impl}, {heads_of(row).dims}", {})[row.S] = number
         if lines:
             drawn = [(label, list(points.items())) for label, points in lines.items()]
             yield Chart(f"Training, largest batch: {title}", drawn, log_x=True).html()
     cells = []
     for row in rows:
-        what = [row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,} x {row.B}", f"{row.p50_ms:.1f}"]
+        what = [row.impl, heads_of(row).dims, f"{row.S:,} x {row.B}", f"{row.p50_ms:.1f}"]
         peak = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
         cells.append([*what, f"{row.tokens_per_s or 0:,.0f}", peak])
     if cells:
@@ -275,7 +286,7 @@ def train_parts(found: Measurements) -> Iterator[str]:
 
 def host_table(found: Measurements) -> Iterator[str]:
     rows = [
-        [f"{row.op}, {row.mode}", row.impl, f"{row.Hq}/{row.G}/{row.Dk}", f"{row.S:,}", f"{row.p50_ms:.3f}"]
+        [f"{row.op}, {row.mode}", row.impl, heads_of(row).dims, f"{row.S:,}", f"{row.p50_ms:.3f}"]
         for row in found.of("host")
     ]
     if rows:
@@ -292,10 +303,14 @@ def origin_table(rows: list[Row], files: list[Path]) -> str:
 
 def page_of_rows(rows: list[Row], files: list[Path]) -> str:
     gpus = sorted({row.gpu for row in rows}, key=lambda gpu: gpu == "cpu")
+    dtypes = sorted({row.dtype for row in rows})
     tiles = {"rows": f"{len(rows):,}", "newest": max(row.date for row in rows)}
     parts = [tiles_html("Benchmarks", tiles | {"GPUs": escape(", ".join(gpus))})]
-    for gpu in gpus:
-        found = Measurements(row for row in rows if row.gpu == gpu)
+    for gpu, dtype in product(gpus, dtypes):
+        found = Measurements(row for row in rows if (row.gpu, row.dtype) == (gpu, dtype))
+        if not found.rows:
+            continue
+        name = f"{gpu}, {dtype}" if len(dtypes) > 1 else gpu
         drawn = {
             "speedup over dense attention": [*speedup_charts(found), *break_even_table(found)],
             "time": charts_by_heads(found, "milliseconds", PASSES, lambda row: row.p50_ms),
@@ -307,10 +322,10 @@ def page_of_rows(rows: list[Row], files: list[Path]) -> str:
             "ceilings": ceiling_parts(found, gpu),
         }
         shown = {title: "".join(content) for title, content in drawn.items()}
-        parts += [section(f"{gpu}: {title}", [content]) for title, content in shown.items()]
+        parts += [section(f"{name}: {title}", [content]) for title, content in shown.items()]
         missing = [f"{title} (nsa bench {SUITE_OF[title]})" for title, content in shown.items() if not content]
         if missing:
-            parts.append(section(f"{gpu}: not measured", [note("; ".join(missing))]))
+            parts.append(section(f"{name}: not measured", [note("; ".join(missing))]))
     return render_page("Benchmarks", [*parts, section("Origin", [origin_table(rows, files)])])
 
 

@@ -134,6 +134,19 @@ def test_training_has_one_point_per_length_and_a_row_per_batch(tmp_path: Path) -
     assert "<td>2,048 x 8</td>" in text
 
 
+def test_dtypes_and_value_dims_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    append(tmp_path / "rows.csv", replace(ROW, tokens_per_s=800.0))
+    append(tmp_path / "rows.csv", replace(ROW, tokens_per_s=100.0, dtype="float32"))
+    text = draw(tmp_path / "bench.html", tmp_path / "rows.csv")
+    for dtype, rate in (("bfloat16", 800), ("float32", 100)):
+        section = text.split(f"<h2>NVIDIA H200, {dtype}: training</h2>")[1].split("</section>")[0]
+        assert re.findall(r"<td>(\d+)</td><td>12.50</td>", section) == [str(rate)]
+    rows = [attention("nsa-triton", 1024, 1.0), replace(attention("dense-cudnn", 1024, 2.0), Dv=64)]
+    found = Measurements(rows)
+    assert [str(heads) for heads in found.heads()] == ["64/4/128 (d_v 64)", "64/4/128"]
+    assert not any(found.speedups(heads, ("fwd",)) for heads in found.heads())
+
+
 def test_a_path_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert cli.main(["bench", "report", str(tmp_path), "-o", str(tmp_path / "bench.html")]) == 2
