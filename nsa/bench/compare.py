@@ -1,4 +1,4 @@
-"""Two files of rows, or folders of them: what became slower or needs more memory, beyond the noise.
+"""Two files of rows, or folders of them: what became slower or needs more memory, beyond the noise, or is gone.
 
 nsa bench compare before.csv after.csv
 """
@@ -16,8 +16,10 @@ from pathlib import Path
 from nsa.config import require
 from nsa.results import COLUMNS, Row, read_rows
 
+# What every implementation and mode of a suite is measured on.
+PROBLEM = ("suite", "B", "S", "Hq", "G", "Dk", "Dv", "dtype", "gpu")
 # What a row is a measurement of. Versions, commit and date may differ.
-SUBJECT = ("suite", "op", "impl", "mode", "B", "S", "Hq", "G", "Dk", "Dv", "dtype", "gpu")
+SUBJECT = (*PROBLEM, "op", "impl", "mode")
 # Peak memory does not vary from run to run; CSVs have three decimals.
 ROUNDING_GIB = 0.002
 
@@ -48,7 +50,15 @@ def csv_header(path: Path) -> list[str]:
 
 def latest_rows(rows: Iterable[Row]) -> dict[RowSubject, Row]:
     """The last row of each subject: rows are appended."""
-    return {tuple(getattr(row, name) for name in SUBJECT): row for row in rows}
+    return {columns_of(row, SUBJECT): row for row in rows}
+
+
+def columns_of(row: Row, names: Iterable[str]) -> RowSubject:
+    return tuple(getattr(row, name) for name in names)
+
+
+def describe(row: Row) -> str:
+    return f"{row.suite} {row.op} {row.impl} {row.mode} {row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S}"
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,9 @@ class Change:
 
     def __str__(self) -> str:
         a, b = self.before, self.after
-        what = f"{a.suite} {a.op} {a.impl} {a.mode} {a.Hq}/{a.G}/{a.Dk} B={a.B} S={a.S}"
         peaks = "" if a.peak_gib is None or b.peak_gib is None else f"   {a.peak_gib:.2f} to {b.peak_gib:.2f} GiB"
         times = f"{a.p50_ms:.4g} to {b.p50_ms:.4g} ms   {self.ratio:.2f}x{peaks}"
-        return f"{self.verdict or 'same':<14} {what:<64} {times}"
+        return f"{self.verdict or 'same':<14} {describe(a):<64} {times}"
 
 
 def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[Change]:
@@ -89,19 +98,31 @@ def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[C
     return sorted(found, key=lambda change: change.ratio, reverse=True)
 
 
+def missing(before: Iterable[Row], after: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows whose subject is not in `after`: those of a problem that was measured there, and the others."""
+    old, new = latest_rows(before), latest_rows(after)
+    problems = {columns_of(row, PROBLEM) for row in new.values()}
+    lost = [row for subject, row in old.items() if subject not in new]
+    gone = [row for row in lost if columns_of(row, PROBLEM) in problems]
+    return gone, [row for row in lost if columns_of(row, PROBLEM) not in problems]
+
+
 def run(args: argparse.Namespace) -> int:
-    """`nsa bench compare`: returns 1 if a row became slower or needs more memory, else 0."""
+    """`nsa bench compare`: returns 1 if a row became slower, needs more memory or is gone, else 0."""
     require(args.bound >= 0, "--bound", args.bound, "a fraction of at least 0")
     before, after = (
         [row for file in files_of_rows([path]) for row in read_rows(file)] for path in (args.before, args.after)
     )
     found = changes(before, after, args.bound)
-    require(bool(found), "A and B", f"{args.before} and {args.after}", "files with rows of the same subject")
+    gone, unmeasured = missing(before, after)
+    require(bool(found or gone), "A and B", f"{args.before} and {args.after}", "files with rows of the same subject")
+    for verdict, rows in {"not measured": unmeasured, "gone": gone}.items():
+        for row in rows:
+            print(f"{verdict:<14} {describe(row)}")
     for change in found:
         if change.verdict:
             print(change)
     worse = [change for change in found if {"slower", "memory"} & set(change.verdict.split())]
-    old, new = latest_rows(before).keys(), latest_rows(after).keys()
-    only = {"only_before": len(old - new), "only_after": len(new - old)}
-    print(json.dumps({"compared": len(found), "worse": len(worse), **only}))
-    return int(bool(worse))
+    only = {"only_before": len(gone) + len(unmeasured), "only_after": len(latest_rows(after)) - len(found)}
+    print(json.dumps({"compared": len(found), "worse": len(worse), "gone": len(gone), **only}))
+    return int(bool(worse or gone))

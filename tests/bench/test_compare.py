@@ -1,4 +1,4 @@
-"""Only what is slower beyond the noise is a regression."""
+"""Only what is slower beyond the noise, or gone, is a regression."""
 
 from __future__ import annotations
 
@@ -62,7 +62,35 @@ def test_the_last_row_of_a_subject_counts(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["bench", "compare", str(folder), b]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert "other.csv" in lines[0]
-    assert json.loads(last) == {"compared": 1, "worse": 0, "only_before": 1, "only_after": 1}
+    assert json.loads(last) == {"compared": 1, "worse": 0, "gone": 0, "only_before": 1, "only_after": 1}
+
+
+GRAPHS, DENSE = replace(BEFORE, impl="nsa-sdpa-graphs"), replace(BEFORE, impl="dense-sdpa")
+
+
+@pytest.mark.parametrize(
+    ("after", "lines", "status"),
+    [
+        ([DENSE, BEFORE], ["gone           train train nsa-sdpa-graphs train 12/2/64 B=8 S=2048"], 1),
+        # Nothing in common.
+        ([BEFORE], ["gone           train train nsa-sdpa-graphs", "gone           train train dense-sdpa"], 1),
+        ([GRAPHS, DENSE, replace(BEFORE, S=4096)], [], 0),
+    ],
+)
+def test_a_row_of_a_measured_shape_that_is_gone_is_a_regression(
+    after: list[Row], lines: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = write(tmp_path / "a.csv", GRAPHS, DENSE), write(tmp_path / "b.csv", *after)
+    assert cli.main(["bench", "compare", a, b]) == status
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(start) for line, start in zip(printed, lines, strict=True))
+    assert json.loads(last)["gone"] == len(lines)
+
+
+def test_a_shape_that_was_not_measured_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a.csv", BEFORE, replace(BEFORE, S=4096)), write(tmp_path / "b.csv", BEFORE)
+    assert cli.main(["bench", "compare", a, b]) == 0
+    assert capsys.readouterr().out.startswith("not measured   train train nsa-sdpa train 12/2/64 B=8 S=4096")
 
 
 def test_files_without_a_common_subject_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
