@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nsa.config import require
@@ -57,6 +58,25 @@ def columns_of(row: Row, names: Iterable[str]) -> RowSubject:
     return tuple(getattr(row, name) for name in names)
 
 
+def is_reference(row: Row) -> bool:
+    return row.impl.startswith("dense")
+
+
+def rows_with_spread(rows: Iterable[Row]) -> dict[RowSubject, Row]:
+    """The last row of each subject, with the smallest p20 and the largest p80 of its runs: those of the same commit, or
+    of all commits for dense attention, whose code does not change."""
+    runs: dict[RowSubject, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(columns_of(row, SUBJECT), []).append(row)
+    found = {}
+    for subject, own in runs.items():
+        last = own[-1]
+        same = [row for row in own if row.commit == last.commit or is_reference(row)]
+        p20, p80 = min(row.p20_ms for row in same), max(row.p80_ms for row in same)
+        found[subject] = replace(last, p20_ms=p20, p80_ms=p80)
+    return found
+
+
 def describe(row: Row) -> str:
     return f"{row.suite} {row.op} {row.impl} {row.mode} {row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S}"
 
@@ -93,9 +113,21 @@ class Change:
 
 def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[Change]:
     """The changes between rows that both have, the largest ratio first."""
-    old, new = latest_rows(before), latest_rows(after)
+    old, new = rows_with_spread(before), rows_with_spread(after)
     found = [Change(old[subject], new[subject], bound) for subject in old.keys() & new.keys()]
     return sorted(found, key=lambda change: change.ratio, reverse=True)
+
+
+def machine_note(change: Change, found: Iterable[Change]) -> str:
+    """Says so where dense attention of the same suite and shape moved in the same direction, nowhere in the other."""
+    same = columns_of(change.before, PROBLEM)
+    dense = [each for each in found if is_reference(each.before) and columns_of(each.before, PROBLEM) == same]
+    ways = {way: [each.ratio for each in dense if way in each.verdict.split()] for way in ("slower", "faster")}
+    moved = [way for way, ratios in ways.items() if ratios]
+    if is_reference(change.before) or len(moved) != 1 or moved[0] not in change.verdict.split():
+        return ""
+    ratio = max(ways[moved[0]], key=lambda ratio: abs(math.log(ratio)))
+    return f"   dense moved by {ratio:.2f}x too: another machine?"
 
 
 def missing(before: Iterable[Row], after: Iterable[Row]) -> tuple[list[Row], list[Row]]:
@@ -121,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{verdict:<14} {describe(row)}")
     for change in found:
         if change.verdict:
-            print(change)
+            print(f"{change}{machine_note(change, found)}")
     worse = [change for change in found if {"slower", "memory"} & set(change.verdict.split())]
     only = {"only_before": len(gone) + len(unmeasured), "only_after": len(latest_rows(after)) - len(found)}
     print(json.dumps({"compared": len(found), "worse": len(worse), "gone": len(gone), **only}))

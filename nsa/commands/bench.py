@@ -178,9 +178,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compare the rows that two files or folders have in common. A row is slower if its p50 is higher by more than "
-        "--bound and its p20 is above the other's p80. A row of A is gone if B has rows of its suite and shape but not "
-        "this one; rows of shapes that B does not have are not measured, which is no regression. The exit status is 1 "
-        "if a row is slower, needs more memory or is gone."
+        "--bound and its p20 is above the other's p80, over all runs of a commit. A row of A is gone if B has rows of "
+        "its suite and shape but not this one; rows of shapes that B does not have are not measured, which is no "
+        "regression. The exit status is 1 if a row is slower, needs more memory or is gone."
     )
     parser.epilog = "example: nsa bench compare before.csv after.csv --bound 0.03"
     parser.add_argument("before", type=path, metavar="A", help="a CSV file or a folder")

@@ -93,6 +93,39 @@ def test_a_shape_that_was_not_measured_is_named(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.startswith("not measured   train train nsa-sdpa train 12/2/64 B=8 S=4096")
 
 
+@pytest.mark.parametrize(
+    ("impl", "commit", "status"), [("nsa-sdpa", "abc1234", 0), ("nsa-sdpa", "older", 1), ("dense-sdpa", "older", 0)]
+)
+def test_runs_of_the_same_code_are_noise(impl: str, commit: str, status: int, tmp_path: Path) -> None:
+    slow = timed(10.9, 11.0, 11.2, impl=impl, commit=commit)
+    a = write(tmp_path / "a.csv", slow, replace(BEFORE, impl=impl))
+    b = write(tmp_path / "b.csv", timed(11.1, 11.1, 11.1, impl=impl))
+    assert cli.main(["bench", "compare", a, b]) == status
+
+
+@pytest.mark.parametrize(
+    ("dense", "noted"),
+    [
+        ({"dense-sdpa": 15.0}, True),
+        ({"dense-sdpa": 5.0}, False),
+        ({"dense-sdpa": 10.0}, False),
+        ({"dense-sdpa": 10.0, "dense-fa2": 15.0}, True),
+        ({"dense-sdpa": 5.0, "dense-fa2": 15.0}, False),
+    ],
+)
+def test_where_dense_attention_is_slower_too_it_may_be_the_machine(
+    dense: dict[str, float], noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.csv", BEFORE, *(replace(BEFORE, impl=impl) for impl in dense))
+    moved = [timed(ms, ms, ms, impl=impl) for impl, ms in dense.items()]
+    # That of another shape says nothing.
+    append(tmp_path / "a.csv", replace(DENSE, S=4096))
+    b = write(tmp_path / "b.csv", timed(14.0, 14.0, 14.0), timed(15.0, 15.0, 15.0, impl=DENSE.impl, S=4096), *moved)
+    assert cli.main(["bench", "compare", a, b]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "nsa-sdpa" in line)
+    assert line.endswith("dense moved by 1.50x too: another machine?") == noted
+
+
 def test_files_without_a_common_subject_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write(tmp_path / "a.csv", BEFORE), write(tmp_path / "b.csv", replace(BEFORE, gpu="NVIDIA A100"))
     assert cli.main(["bench", "compare", a, b]) == 2
