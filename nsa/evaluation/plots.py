@@ -29,13 +29,18 @@ def by_run(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
+def plain_label(run: str) -> str:
+    """A name as matplotlib shows it: without math, and in the legend even if it begins with an underscore."""
+    return ("\u200b" if run.startswith("_") else "") + run.replace("$", r"\$")
+
+
 def loss_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
     figure = new(figsize=(6.4, 4))
     axis = figure.subplots()
     for index, (run, own) in enumerate(by_run(rows).items()):
         # The first row is the whole.
         middles = [(row["begin"] + row["end"]) / 2 for row in own[1:]]
-        label = f"{run}: {own[0]['loss']:.3f}"
+        label = f"{plain_label(run)}: {own[0]['loss']:.3f}"
         axis.plot(middles, [row["loss"] for row in own[1:]], label=label, color=COLORS[index % len(COLORS)])
     axis.set(xscale="log", xlabel="position", ylabel="loss, nats per token")
     axis.grid(alpha=0.25)
@@ -64,7 +69,7 @@ def needle_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
                 axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color=color)
         axis.set_xticks(range(len(lengths)), [short(length) for length in lengths], fontsize=7)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
-        axis.set_title(f"{run}: {sum(map(sum, grid)) / sum(map(len, grid)):.1%}", fontsize=9)
+        axis.set_title(f"{plain_label(run)}: {sum(map(sum, grid)) / sum(map(len, grid)):.1%}", fontsize=9)
         axis.set(xlabel="tokens", ylabel="depth")
     return figure
 
@@ -80,7 +85,9 @@ def recall_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
             for index, (run, own) in enumerate(by_run(rows).items()):
                 points = [(r["value"], r["accuracy"]) for r in own if (r["task"], r["length"]) == (task, length)]
                 xs, ys = zip(*sorted(points), strict=True)
-                axis.plot(range(len(xs)), ys, marker="o", ms=4, label=run, color=COLORS[index % len(COLORS)])
+                axis.plot(
+                    range(len(xs)), ys, marker="o", ms=4, label=plain_label(run), color=COLORS[index % len(COLORS)]
+                )
                 axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs], fontsize=7)
             axis.set_ylim(-0.03, 1.03)
             axis.set_title(f"{task}, {short(length)} tokens", fontsize=8)
@@ -96,7 +103,9 @@ def harness_figure(new: Any, rows: Sequence[dict[str, Any]]) -> Any:
     for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for index, (run, own) in enumerate(by_run(rows).items()):
             points = sorted((row["length"], row["accuracy"]) for row in own if row["task"] == task)
-            axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=run, color=COLORS[index % len(COLORS)])
+            axis.plot(
+                *zip(*points, strict=True), marker="o", ms=4, label=plain_label(run), color=COLORS[index % len(COLORS)]
+            )
         axis.set_title(task, fontsize=8)
         axis.set(xlabel="tokens", ylim=(-0.03, 1.03))
         axis.grid(alpha=0.25)
