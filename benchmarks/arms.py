@@ -13,7 +13,7 @@ from nsa.train.config import TrainConfig, load_config
 # The arms whose needles are evaluated before the extension: one seed and learning rate, different attention.
 KINDS = (
     *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
-    *("nsa-gate-bias", "nsa-branch-norm"),
+    *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),
 )
 
 
