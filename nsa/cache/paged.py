@@ -7,14 +7,14 @@ and are not paged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.cache.layer import NSACache
-from nsa.cache.store import PagedStore, Store
+from nsa.cache.store import PagedStore, Store, bits
 from nsa.checks import check_tensor
 from nsa.config import NSAConfig, require, require_int, require_positive_int
 
@@ -24,7 +24,7 @@ class PagedNSACache(NSACache):
 
     Pages are given by `allocate` and taken back by `free`, or a serving engine keeps its own list and sets
     `set_page_table`. A row's tokens must fit into its pages: a step that needs more raises, and in a static cache the
-    tokens that do not fit are dropped.
+    tokens that do not fit are dropped. `grow` adds no pages.
 
     Args:
         config, batch_size, options: As for `NSACache`.
@@ -71,7 +71,7 @@ class PagedNSACache(NSACache):
     @property
     def page_table(self) -> Tensor:
         """int32 `[B, columns]` on the CPU: the page of each `page_size` tokens of a row, -1 for none."""
-        return self.table_of(self.pages, none=-1)
+        return table_of(self.pages, self.table.shape[1], none=-1)
 
     @property
     def free_pages(self) -> int:
@@ -82,8 +82,8 @@ class PagedNSACache(NSACache):
     def capacity(self) -> Tensor:
         return self.row_capacity
 
-    def capacities(self, pages: Sequence[Sequence[int]]) -> list[int]:
-        return [min(len(row) * self.page_size, self.max_len) for row in pages]
+    def capacities(self, pages: Sequence[Sequence[int]], max_len: int | None = None) -> list[int]:
+        return [min(len(row) * self.page_size, max_len or self.max_len) for row in pages]
 
     def least_capacity(self) -> int:
         return min(self.capacities(self.pages))
@@ -165,28 +165,35 @@ class PagedNSACache(NSACache):
         held = {page for row in self.pages for page in row}
         return [page for page in range(self.n_pages) if page not in held]
 
-    def table_of(self, pages: Sequence[Sequence[int]], *, none: int) -> Tensor:
-        columns = self.table.shape[1]
-        rows = [[*row, *[none] * (columns - len(row))] for row in pages]
-        return torch.tensor(rows, dtype=torch.int32)
+    def new_table(
+        self, pages: list[list[int]], *, max_len: int | None = None, device: torch.device | str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The table of `pages` and the rows' capacities, by default for the `max_len` and on the device of now."""
+        columns = self.table.shape[1] if max_len is None else -(-max_len // self.page_size)
+        with torch.inference_mode(False):
+            table = table_of(pages, columns, none=self.n_pages)
+            capacity = torch.tensor(self.capacities(pages, max_len), dtype=torch.int32)
+            return table.to(device or self.device), capacity.to(device or self.device)
 
-    def set_pages(self, pages: list[list[int]]) -> None:
-        """Make `pages` the table, in place on the device: a captured step reads the new one."""
+    def set_pages(self, pages: list[list[int]], new: tuple[Tensor, Tensor] | None = None) -> None:
+        """Use `pages` and their `new_table`; in place where its form allows: a captured step reads the new one."""
+        table, capacity = new or self.new_table(pages)
         self.pages = pages
-        self.table.copy_(self.table_of(pages, none=self.n_pages))
-        self.row_capacity.copy_(torch.tensor(self.capacities(pages), dtype=torch.int32))
+        if (table.shape, table.device) == (self.table.shape, self.table.device):
+            self.table.copy_(table)
+            self.row_capacity.copy_(capacity)
+            return
+        self.table, self.row_capacity = table, capacity
+        for store in (self.selected, self.compressed):
+            assert isinstance(store, PagedStore)
+            store.table = table
 
-    def row_tensors(self) -> tuple[Tensor, ...]:
-        return (*self.tail.tensors(), *self.window.tensors(), *self.counters)
+    def row_stores(self) -> Iterable[Store]:
+        return self.tail, self.window
 
     def buffers(self) -> tuple[Tensor, ...]:
         paged = (*self.compressed.tensors(), *self.selected.tensors())
         return (*paged, *self.row_tensors(), self.table, self.row_capacity)
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        for ring in (self.tail, self.window):
-            ring.apply(function)
-        self.lengths, self.high_water, self.crop_floor = map(function, self.counters)
 
     @torch.no_grad()
     def select(self, rows: Tensor) -> None:
@@ -210,40 +217,26 @@ class PagedNSACache(NSACache):
             pages.append([free.pop(0) for _ in self.pages[row]] if repeated else self.pages[row])
             source += self.pages[row] if repeated else []
         target = [page for i, row in enumerate(index) if row in index[:i] for page in pages[i]]
+        # All that allocates comes first.
+        read, written = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (source, target))
+        paged = [bits(x) for store in (self.selected, self.compressed) for x in store.tensors()]
+        copies, table = [x[read] for x in paged], self.new_table(pages)
         super().select(rows)
-        for store in (self.selected, self.compressed):
-            assert isinstance(store, PagedStore)
-            store.copy_pages(*(torch.tensor(x, dtype=torch.long, device=self.device) for x in (source, target)))
-        if len(index) != self.table.shape[0]:
-            self.replace_table(len(index), self.table.shape[1])
-        self.set_pages(pages)
+        for x, copy in zip(paged, copies, strict=True):
+            x[written] = copy
+        self.set_pages(pages, table)
 
-    @torch.no_grad()
-    def grow(self, max_len: int) -> None:
-        """As `NSACache.grow`: the page table becomes wider. No pages are added.
+    def enlarge(self, max_len: int) -> None:
+        # The table becomes wider; no pages are added.
+        table = self.new_table(self.pages, max_len=max_len)
+        super().enlarge(max_len)
+        self.set_pages(self.pages, table)
 
-        Args:
-            max_len: As for `NSACache.grow`.
+    def move(self, device: torch.device | str) -> None:
+        table = self.new_table(self.pages, device=device)
+        super().move(device)
+        self.set_pages(self.pages, table)
 
-        Raises:
-            ValueError: `max_len` is not such a number.
-        """
-        super().grow(max_len)
-        self.replace_table(self.batch_size, -(-max_len // self.page_size))
-        self.set_pages(self.pages)
 
-    def to(self, device: torch.device | str) -> Self:
-        super().to(device)
-        for store in (self.selected, self.compressed):
-            store.apply(lambda x: x.to(device))
-        self.replace_table(*self.table.shape)
-        self.set_pages(self.pages)
-        return self
-
-    def replace_table(self, n_rows: int, columns: int) -> None:
-        with torch.inference_mode(False):
-            self.table = torch.zeros(n_rows, columns, dtype=torch.int32, device=self.device)
-            self.row_capacity = torch.zeros(n_rows, dtype=torch.int32, device=self.device)
-        for store in (self.selected, self.compressed):
-            assert isinstance(store, PagedStore)
-            store.table = self.table
+def table_of(pages: Sequence[Sequence[int]], columns: int, *, none: int) -> Tensor:
+    return torch.tensor([[*row, *[none] * (columns - len(row))] for row in pages], dtype=torch.int32)

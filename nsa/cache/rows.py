@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,17 +89,23 @@ class RowCache(ABC):
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         """Tensors with one entry per row."""
-        return (*(x for store in self.stores().values() for x in store.tensors()), *self.counters)
+        return (*(x for store in self.row_stores() for x in store.tensors()), *self.counters)
+
+    def row_stores(self) -> Iterable[Store]:
+        """Stores with one entry per row."""
+        return self.stores().values()
 
     def buffers(self) -> tuple[Tensor, ...]:
         """All tensors that a step reads or writes."""
         return self.row_tensors()
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor that has one entry per row by what `function` makes of it."""
-        for store in self.stores().values():
-            store.apply(function)
-        self.lengths, self.high_water, self.crop_floor = map(function, self.counters)
+    def replace(self, stores: Iterable[Store], tensors: list[Tensor]) -> None:
+        """Use new `tensors` for those of `stores` and then the counters. Allocates nothing: a change that runs out of
+        memory must do so before, or it would leave a part of the cache as it was."""
+        new = iter(tensors)
+        for store in stores:
+            store.replace(tuple(next(new) for _ in store.tensors()))
+        self.lengths, self.high_water, self.crop_floor = new
 
     @property
     def counters(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,14 +186,14 @@ class RowCache(ABC):
         """
         index = self.check_rows(rows)
         require(index.numel() > 0, "rows", rows.tolist(), "at least one row")
-
-        def selected(x: Tensor) -> Tensor:
-            found = bits(x).index_select(0, index).view(x.dtype)
-            return x.copy_(found) if len(index) == self.batch_size else found
-
         with torch.inference_mode(False):
-            self.apply(selected)
-        self.batch_size = len(index)
+            found = [bits(x).index_select(0, index).view(x.dtype) for x in self.row_tensors()]
+        if len(index) == self.batch_size:
+            for x, new in zip(self.row_tensors(), found, strict=True):
+                x.copy_(new)
+        else:
+            self.replace(self.row_stores(), found)
+            self.batch_size = len(index)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row `b` by row `rows[b]`, as beam search does.
@@ -278,9 +284,13 @@ class RowCache(ABC):
         require_int("max_len", max_len, at_least=1)
         require(max_len >= self.max_len, "max_len", max_len, f"at least the {self.max_len} tokens of now")
         with torch.inference_mode(False):
-            for name, slots in self.slots_for(max_len).items():
-                self.stores()[name].grow(slots)
+            self.enlarge(max_len)
         self.max_len = max_len
+
+    def enlarge(self, max_len: int) -> None:
+        stores, slots = self.stores(), self.slots_for(max_len)
+        grown = [x for name, store in stores.items() for x in store.grown(slots[name])]
+        self.replace(stores.values(), [*grown, *self.counters])
 
     @torch.no_grad()
     def to(self, device: torch.device | str) -> Self:
@@ -297,9 +307,15 @@ class RowCache(ABC):
         """
         check_device(device)
         with torch.inference_mode(False):
-            self.apply(lambda x: x.to(device))
-            self.frequencies = self.frequencies.to(device)
+            self.move(device)
         return self
+
+    def move(self, device: torch.device | str) -> None:
+        stores = self.stores().values()
+        tensors = (*(x for store in stores for x in store.tensors()), *self.counters, self.frequencies)
+        *moved, frequencies = [x.to(device) for x in tensors]
+        self.replace(stores, moved)
+        self.frequencies = frequencies
 
     def save(self, path: Path | str, *, tokens: Sequence[Sequence[int]] | None = None) -> None:
         """Write what the rows hold as safetensors; paged or not, the file is the same.

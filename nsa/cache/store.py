@@ -8,7 +8,7 @@ fp8 is e4m3 with one fp32 scale per token and group, the largest magnitude divid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +97,11 @@ class Store:
         """The kernels that write and read the store, or None: then torch's operations do."""
         return cache_kernels(self.backend, self.dtype, self.pair[0])
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.pair = pair_of(map(function, self.pair))
+    def replace(self, tensors: tuple[Tensor, ...]) -> None:
+        """Use other `tensors()`."""
+        self.pair = pair_of(tensors[:2])
         if self.scales is not None:
-            self.scales = pair_of(map(function, self.scales))
+            self.scales = pair_of(tensors[2:])
 
     @property
     def copied(self) -> bool:
@@ -196,8 +197,8 @@ class Store:
         k, v, k_scale, v_scale = self.encode(new)
         return self.decode((k, v), (k_scale, v_scale))
 
-    def grow(self, slots: int) -> None:
-        """Make room for `slots` tokens per row; what is there stays in its slots."""
+    def grown(self, slots: int) -> tuple[Tensor, ...]:
+        """`tensors()` with room for `slots` tokens per row; what is there stays in its slots."""
         old = self.slots
 
         def longer(x: Tensor) -> Tensor:
@@ -205,8 +206,7 @@ class Store:
             grown[:, :old] = x[:, :old]
             return grown
 
-        if slots > old:
-            self.apply(longer)
+        return tuple(map(longer, self.tensors())) if slots > old else self.tensors()
 
 
 class Ring(Store):
@@ -306,12 +306,9 @@ class PagedStore(Store):
         unused = (index >= n_compressed_of(end, block, stride)[:, None])[..., None, None]
         return pair_of(x.masked_fill_(unused, 0.0) for x in self.gather(index))
 
-    def grow(self, slots: int) -> None:
-        """Rows grow by pages."""
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        for x in map(bits, self.tensors()):
-            x[target] = x[source]
+    def grown(self, slots: int) -> tuple[Tensor, ...]:
+        """`tensors()`: rows grow by pages."""
+        return self.tensors()
 
 
 def by_pair(tensors: tuple[Tensor, ...]) -> Iterator[Pair]:

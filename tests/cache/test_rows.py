@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from caching import FORMS, NSA_FORMS, SMALL, assert_equal, attention_of, feed, l
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NSAAttention, NSACache, NSAConfig
 from nsa.cache import NewTokens, PagedNSACache, RowCache
@@ -94,6 +96,55 @@ def test_a_moved_cache_keeps_its_content(kind: str, options: dict[str, Any]) -> 
     assert_continues(attn, cache, held)
     moved = cache.to("meta")
     assert {buffer.device.type for buffer in (*moved.buffers(), moved.frequencies)} == {"meta"}
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The operation that allocates after `left` others fails, and those that follow."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.returns and func._schema.returns[0].alias_info is None:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+CHANGES: dict[str, Callable[[RowCache], object]] = {
+    "same_rows": lambda cache: cache.select(torch.tensor([2, 0, 2])),
+    "fewer_rows": lambda cache: cache.select(torch.tensor([2, 1])),
+    "more_rows": lambda cache: cache.select(torch.tensor([1, 1, 0, 2])),
+    "grow": lambda cache: cache.grow(300),
+    "move": lambda cache: cache.to("meta"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(
+    ("kind", "options"), [*FORMS.values(), ("nsa", {"quantize": "fp8"}), ("nsa", {"page_size": 8, "quantize": "fp8"})]
+)
+def test_a_change_that_runs_out_of_memory_leaves_the_cache(
+    kind: str, options: dict[str, Any], change: Callable[[RowCache], object]
+) -> None:
+    more = {"n_pages": 40} if "page_size" in options else {}
+    cache, _ = filled(attention_of(kind), options | more, max_len=32)
+    before = copy.deepcopy(cache)
+    for left in range(100):
+        try:
+            with OutOfMemory(left):
+                change(cache)
+            break
+        except (torch.OutOfMemoryError, ValueError):
+            assert (cache.batch_size, cache.max_len, cache.device.type) == (3, 32, "cpu")
+            for x, y in zip(cache.buffers(), before.buffers(), strict=True):
+                assert x.dtype == y.dtype
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            if isinstance(cache, PagedNSACache):
+                assert (cache.pages, cache.selected.table is cache.table) == (before.pages, True)
+    assert left < 99
 
 
 @every_form
