@@ -47,10 +47,11 @@ def load_prompt_cache(
     prompt starts with no row that was saved.
     """
     saved = read_saved(path)
-    same = saved.model == model_fingerprint(model)
-    require(same, f"the model of {path}", saved.model, "this one, with the same config and weights")
+    # Rounded weights would be those of another model, too.
     dtype = model.head_weight.dtype
     require(saved.dtype == dtype, f"the dtype of {path}", saved.dtype, f"the model's, {dtype}")
+    same = saved.model == model_fingerprint(model)
+    require(same, f"the model of {path}", saved.model, "this one, with the same config and weights")
     quantize = options.get("quantize")
     found = saved.forms[0].get("quantize")
     require(found == quantize, f"quantize of {path}", found, f"the option's, {quantize}")

@@ -150,6 +150,12 @@ def test_saved_prompts_of_another_model_are_refused(tmp_path: Path) -> None:
         greedy(model, rows, load_cache=path)
 
 
+def test_saved_prompts_of_another_dtype_are_refused_by_it(tmp_path: Path) -> None:
+    model, rows, path = saved(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype of .*float64; accepted: the model's, torch.bfloat16"):
+        greedy(model.bfloat16(), rows, load_cache=path)
+
+
 @pytest.mark.parametrize("changes", [{"attention": "dense"}, {"window": 16}, {"norm_eps": 0.1}], ids=str)
 def test_saved_prompts_of_another_config_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     """The weights may be the same."""
