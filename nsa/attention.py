@@ -294,9 +294,7 @@ class NSAAttention(nn.Module):
             require(attention_mask.device == x.device, "attention_mask.device", attention_mask.device, f"{x.device}")
         if cache is not None:
             require(isinstance(cache, NSACache), "cache", cache, "an NSACache")
-            require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
-            require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
-            require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
+            cache.check_layer(self.config, x.shape[0], x.device)
 
     def angles(
         self, x: Tensor, cu_seqlens: Tensor | None, cache: NSACache | None, position_offset: int | Tensor

@@ -189,8 +189,7 @@ class NSACache(RowCache):
             ValueError: The dtype or batch is not the cache's, or the tokens do not fit.
         """
         for x in (*raw, *selected, *window):
-            accepted = f"what the layer computes, {x.dtype}: pass dtype= to new_cache"
-            require(x.dtype == self.dtype, "cache.dtype", self.dtype, accepted)
+            self.check_dtype(x.dtype)
             require(x.shape[0] == self.batch_size, "the batch of the new tokens", x.shape[0], f"{self.batch_size}")
         n_new = selected[0].shape[1]
         start, end, tokens, crowded, longest = self.place_tokens(n_new, counts)

@@ -149,6 +149,21 @@ class RowCache(ABC):
         self.check_fit(lengths)
         return max(lengths)
 
+    def check_layer(self, config: NSAConfig, n_rows: int, device: torch.device) -> None:
+        """A ValueError where the cache is not one of a layer of `config` for `n_rows` rows on `device`."""
+        # Runs in every layer of every step, and messages take time.
+        if self.config is config and self.batch_size == n_rows and self.device == device:
+            return
+        require(self.config == config, "cache", self.config, "a cache made by this layer's new_cache")
+        require(n_rows == self.batch_size, "x.shape[0]", n_rows, f"the cache's {self.batch_size} rows")
+        require(self.device == device, "cache.device", self.device, f"x's, {device}")
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """A ValueError where keys and values of `dtype` are not the cache's."""
+        if self.dtype != dtype:
+            accepted = f"what the layer computes, {dtype}: pass dtype= to new_cache"
+            require(False, "cache.dtype", self.dtype, accepted)
+
     def check_fit(self, lengths: list[int]) -> None:
         accepted = f"at most max_len = {self.max_len} tokens: make the cache longer, or reset or crop it"
         require(max(lengths) <= self.max_len, "the cache's new length", max(lengths), accepted)

@@ -108,9 +108,7 @@ class DenseAttention(nn.Module):
                 return self.forward(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
         if cache is not None:
             require(isinstance(cache, DenseCache), "cache", cache, "a cache made by this layer's new_cache")
-            require(cache.config == self.config, "cache", cache.config, "a cache made by this layer's new_cache")
-            require(cache.batch_size == x.shape[0], "x.shape[0]", x.shape[0], f"the cache's {cache.batch_size} rows")
-            require(cache.device == x.device, "cache.device", cache.device, f"x's, {x.device}")
+            cache.check_layer(self.config, x.shape[0], x.device)
         x, order, counts = real_tokens_first(x, attention_mask)
         o = None if cache is None else self.fused_step(x, cache, counts)
         if o is None:
@@ -260,7 +258,7 @@ class DenseCache(RowCache):
     def stage(self, new: Pair, counts: Tensor | None) -> Past:
         """As `NSACache.stage`, of keys and values `[B, T, G, D]`, of which the first `counts [B]` are real and kept. A
         ValueError for another dtype, or where they do not fit."""
-        require(new[0].dtype == self.dtype, "cache.dtype", self.dtype, f"what the layer computes, {new[0].dtype}")
+        self.check_dtype(new[0].dtype)
         _, _, tokens, crowded, longest = self.place_tokens(new[0].shape[1], counts)
         new = pair_of(x[:, : self.max_len] for x in new)
         return Past(*self.write(tokens, new, self.max_len if crowded else longest), tokens, new, longest)

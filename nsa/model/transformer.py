@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache, RowCache
+from nsa.checks import FLOATS
 from nsa.config import require, require_positive_int
 from nsa.dtypes import matmul_dtype
+from nsa.eager import is_plain_linear
 from nsa.geometry import n_compressed
 from nsa.model.alternatives import BigBirdAttention, LongformerAttention, SlidingAttention
 from nsa.model.config import AttentionKind, LMConfig
@@ -174,6 +176,10 @@ class LM(nn.Module):
                 type(cache).__name__,
                 f"what new_cache makes, {kind.__name__}",
             )
+            if kind is not RowCache:
+                device, dtype = computed_in(layer) or (cache.device, cache.dtype)
+                cache.check_layer(attention.config, tokens.shape[0], device)
+                cache.check_dtype(dtype)
             cache.longest_after(tokens.shape[-1], counts)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -373,6 +379,20 @@ class Layer(nn.Module):
                 given["attention_mask"] = torch.arange(x.shape[1], device=x.device) < counts[:, None]
         x = x + self.attention(self.attention_norm(x), cache=cache, **given)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def computed_in(layer: Layer) -> tuple[torch.device, torch.dtype] | None:
+    """The device and dtype of the keys that `layer` computes; None where its weights do not say: quantized, offloaded,
+    or with hooks that may move or cast them."""
+    attention = layer.attention
+    linear = attention.k_proj
+    if layer._forward_pre_hooks or attention._forward_pre_hooks or not is_plain_linear(linear):
+        return None
+    weight = linear.weight
+    if weight.is_meta or weight.dtype not in FLOATS:
+        return None
+    # Autocast leaves fp64 alone.
+    return weight.device, weight.dtype if weight.dtype == torch.float64 else matmul_dtype(weight)
 
 
 def new_attention(config: LMConfig, layer: int) -> NSAAttention | DenseAttention:

@@ -281,6 +281,41 @@ def test_a_refused_call_leaves_the_caches_of_all_layers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_cache_that_its_layer_would_refuse_leaves_the_others(kind: str, autocast: bool) -> None:
+    model, token = small_model(kind).eval(), torch.zeros(2, 1, dtype=torch.long)
+    computed, other = (torch.bfloat16, torch.float32) if autocast else (torch.float32, torch.bfloat16)
+    last = model.blocks[-1].attention
+    wrong = {
+        f"cache.dtype is {other}; accepted: what the layer computes, {computed}": last.new_cache(2, 9, dtype=other),
+        "x.shape.0. is 2; accepted: the cache's 3 rows": last.new_cache(3, 9, dtype=computed),
+        "cache.device is .*meta": last.new_cache(2, 9, dtype=computed, device="meta"),
+    }
+    last.config = replace(last.config, rope_theta=5.0)
+    wrong["cache is NSAConfig.*new_cache"] = last.new_cache(2, 9, dtype=computed)
+    last.config = model.config.attn
+    caches = model.new_cache(2, 9, dtype=computed)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for message, cache in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                model(token, caches=[*caches[:-1], cache])
+        assert caches[0].lengths.tolist() == [0, 0]
+        model(token, caches=caches)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_a_hook_may_cast_a_layer_to_the_dtype_of_its_cache(kind: str) -> None:
+    """As layers that are stored in half precision, or elsewhere, and cast or moved for each call."""
+    model, token = small_model(kind).eval(), torch.zeros(2, 1, dtype=torch.long)
+    caches = model.new_cache(2, 9)
+    for layer in model.blocks:
+        layer.bfloat16().register_forward_pre_hook(lambda layer, _: layer.float() and None)
+    with torch.no_grad():
+        model(token, caches=caches)
+    assert caches[-1].lengths.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
 def test_an_attention_may_be_wrapped_or_an_mlp_replaced(kind: str) -> None:
     """As `torch.compile(layer.attention)` wraps it: the class of the module says nothing of its cache."""
 
