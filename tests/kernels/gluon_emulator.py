@@ -5,7 +5,13 @@ issued and fills it when its barrier is waited for; a product computes when it i
 were poisoned or have changed since it was issued; a TMA store leaves its buffer when it is waited for. So a missing
 wait, a wrong phase and a buffer freed early show up as an error, and a deadlock as one after `PATIENCE_S` seconds.
 
-What a GPU does in registers and in parallel within a partition (layouts, barriers among warps, fences) is not seen.
+The warps of a partition do not run apart here. Instead each access to shared memory is checked, whatever its layout: a
+load by threads after a store by threads needs a barrier; a TMA store or a product after a store by threads needs a
+fence and then a barrier; a write, by threads or TMA, of what the same partition has read needs the read to be waited
+for and a barrier.
+
+Not seen: layouts, registers, and whether all warps of a partition are done with a buffer when it arrives at an
+mbarrier.
 """
 
 from __future__ import annotations
@@ -40,27 +46,91 @@ def tile(x: Tensor) -> Tile:
     return x.as_subclass(Tile)
 
 
-class Shared:
-    """Shared memory: a view of a tensor."""
+class Partition(threading.local):
+    """What a partition has in flight, and the buffers that it accessed since its last barrier."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.dtype = values.dtype
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.stores: list[tuple[Descriptor, list[int], Shared, Tensor]] = []
+        self.accessed: set[Accesses] = set()
+
+
+PARTITION = Partition()
+GRID = SimpleNamespace(program=0, programs=1)
+
+
+class Accesses:
+    """Accesses to a buffer that no barrier has ordered yet."""
+
+    def __init__(self) -> None:
+        # `fence`: "missing" after a store by threads, "issued" until the next barrier, then "".
+        self.stored, self.fence, self.leaving = False, "", 0
+        self.readers: set[int] = set()
+
+    def read(self) -> None:
+        self.readers.add(threading.get_ident())
+        PARTITION.accessed.add(self)
+
+    def load(self) -> None:
+        assert not self.stored, "a load of what other warps may not have stored yet: no barrier"
+        self.read()
+
+    def read_async(self) -> None:
+        assert self.fence != "missing", "TMA or a product reads what was stored without a fence"
+        assert not self.fence, "TMA or a product reads what other warps may not have stored yet: no barrier"
+
+    def write(self) -> None:
+        assert not self.leaving, "a buffer is written that a TMA store may still read: no wait"
+        assert threading.get_ident() not in self.readers, "a buffer is written that may still be read: no barrier"
+
+    def store(self) -> None:
+        self.write()
+        self.stored, self.fence = True, "missing"
+        PARTITION.accessed.add(self)
+
+    def fill(self) -> None:
+        self.write()
+        # Other partitions are waited for at an mbarrier.
+        self.stored, self.fence = False, ""
+        self.readers.clear()
+
+
+def fence_async_shared() -> None:
+    for x in PARTITION.accessed:
+        x.fence = x.fence and "issued"
+
+
+def barrier() -> None:
+    for x in PARTITION.accessed:
+        x.stored = False
+        x.readers.discard(threading.get_ident())
+        x.fence = "" if x.fence == "issued" else x.fence
+    PARTITION.accessed = {x for x in PARTITION.accessed if x.fence}
+
+
+class Shared:
+    """Shared memory: a view of a tensor, and the accesses to each buffer of an array of them."""
+
+    def __init__(self, values: Tensor, accesses: Any = None) -> None:
+        self.values, self.dtype = values, values.dtype
+        self.accesses = accesses or Accesses()
 
     def index(self, i: int) -> Shared:
-        return Shared(self.values[i])
+        return Shared(self.values[i], self.accesses[i])
 
     def reshape(self, shape: list[int]) -> Shared:
-        return Shared(self.values.view(shape))
+        return Shared(self.values.view(shape), self.accesses)
 
     def permute(self, order: list[int]) -> Shared:
-        return Shared(self.values.permute(order))
+        return Shared(self.values.permute(order), self.accesses)
 
     def store(self, x: Tensor) -> None:
         assert x.dtype == self.dtype
+        self.accesses.store()
         self.values.copy_(x)
 
     def load(self, layout: Any = None) -> Tile:
+        self.accesses.load()
         return tile(self.values.clone())
 
 
@@ -126,7 +196,12 @@ class Product:
 
     def __init__(self, left: Any, right: Shared, before: Any) -> None:
         self.operands, self.before, self.result = (left, right), before, None
+        for x in self.shared():
+            x.accesses.read_async()
         self.issued = [self.value(x).clone() for x in self.operands]
+
+    def shared(self) -> list[Shared]:
+        return [x for x in self.operands if isinstance(x, Shared)]
 
     @staticmethod
     def value(x: Any) -> Tensor:
@@ -136,14 +211,11 @@ class Product:
         for x, issued in zip(self.operands, self.issued, strict=True):
             assert issued.isfinite().all(), "a product of what was not loaded"
             assert torch.equal(self.value(x), issued), "an operand changed under a product"
+        for x in self.shared():
+            x.accesses.read()
         left, right = (x.float() for x in self.issued)
         before = self.before.result if isinstance(self.before, Product) else self.before
         self.result = tile(left @ right if before is None else left @ right + before)
-
-
-# What each partition has in flight.
-PARTITION = threading.local()
-GRID = SimpleNamespace(program=0, programs=1)
 
 
 class mbarrier:
@@ -187,6 +259,7 @@ class mbarrier:
 class tma:
     @staticmethod
     def async_copy_global_to_shared(source: Descriptor, corner: list[int], barrier: Any, target: Shared) -> None:
+        target.accesses.fill()
         target.values.fill_(float("nan"))
 
         def load() -> int:
@@ -202,6 +275,8 @@ class tma:
 
     @staticmethod
     def async_copy_shared_to_global(target: Descriptor, corner: list[int], source: Shared) -> None:
+        source.accesses.read_async()
+        source.accesses.leaving += 1
         PARTITION.stores.append((target, corner, source, source.values.clone()))
 
     @staticmethod
@@ -213,6 +288,9 @@ class tma:
             assert same.all(), "a buffer changed before it was stored"
             inside, within = target.overlap(corner)
             target.x[inside] = issued[within]
+            # Known to the warp that waits, not to the others.
+            source.accesses.leaving -= 1
+            source.accesses.read()
 
 
 def warpgroup_mma(left: Any, right: Shared, before: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -262,14 +340,14 @@ def atomic_add(pointer: Pointer, x: int, sem: str) -> None:
 def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "mbarrier":
         return Barriers(shape[0])
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    return Shared(torch.full(shape, float("nan"), dtype=dtype), [Accesses() for _ in range(shape[0])])
 
 
 def warp_specialize(partitions: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
     failures: list[BaseException] = []
+    barrier()
 
     def run(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        PARTITION.products, PARTITION.stores = [], []
         try:
             function(*args)
             assert not [*PARTITION.products, *PARTITION.stores], "something is still in flight at the end"
@@ -328,8 +406,8 @@ NAMES = {
     "tma": tma,
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
-    "fence_async_shared": ignored,
-    "barrier": ignored,
+    "fence_async_shared": fence_async_shared,
+    "barrier": barrier,
 }
 
 
@@ -354,7 +432,8 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     emulated = plain(kernel)
     arguments = {name: Pointer(x, x.storage_offset()) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     GRID.programs = grid[0]
-    PARTITION.products, PARTITION.stores = [], []
+    # A test that failed may have left something.
+    PARTITION.__init__()
     for GRID.program in range(grid[0]):
         emulated(**arguments)
         assert not PARTITION.products, "something is still in flight at the end"

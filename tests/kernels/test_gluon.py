@@ -218,6 +218,58 @@ def test_the_emulator_finds_a_wrong_phase(monkeypatch: pytest.MonkeyPatch) -> No
         hazard(lambda memory, full, free, source: gluon_emulator.mbarrier.wait(free, 0))
 
 
+# What a partition may do with a buffer, and the error if one of its fences, barriers and waits is left out.
+ORDERED = [
+    "store", "fence", "barrier", "send", "wait", "barrier", "store", "fence", "barrier", "multiply", "barrier",
+    "store", "barrier", "load", "barrier", "request",
+]  # fmt: skip
+LEFT_OUT = {
+    1: "without a fence", 2: "stored yet: no barrier", 4: "no wait", 5: "read: no barrier",
+    7: "without a fence", 8: "stored yet: no barrier", 10: "read: no barrier",
+    12: "stored yet: no barrier", 14: "read: no barrier",
+}  # fmt: skip
+
+
+def access(steps: list[str]) -> None:
+    """Runs a partition that does this with one buffer."""
+
+    def kernel(memory: Any, full: Any, free: Any, source: Any) -> None:
+        def multiply() -> None:
+            product = gluon_emulator.warpgroup_mma(torch.ones(16, 16), memory, None, use_acc=False, is_async=True)
+            gluon_emulator.warpgroup_mma_wait(0, deps=[product])
+
+        tma = gluon_emulator.tma
+        do = {
+            "store": lambda: memory.store(torch.ones(16, 16)),
+            "load": memory.load,
+            "fence": gluon_emulator.fence_async_shared,
+            "barrier": gluon_emulator.barrier,
+            "send": lambda: tma.async_copy_shared_to_global(source, [0, 0], memory),
+            "wait": lambda: tma.store_wait(0),
+            "multiply": multiply,
+            "request": lambda: tma.async_copy_global_to_shared(source, [0, 0], full, memory),
+        }
+        gluon_emulator.warp_specialize([(lambda: [do[step]() for step in steps], ())], [], [])
+
+    hazard(kernel)
+
+
+def test_the_emulator_takes_ordered_accesses() -> None:
+    access(ORDERED)
+    assert list(LEFT_OUT) == [i for i, step in enumerate(ORDERED) if step in ("fence", "barrier", "wait")]
+
+
+@pytest.mark.parametrize("i", LEFT_OUT)
+def test_the_emulator_finds_a_missing_fence_barrier_or_wait(i: int) -> None:
+    with pytest.raises(AssertionError, match=LEFT_OUT[i]):
+        access(ORDERED[:i] + ORDERED[i + 1 :])
+
+
+def test_the_emulator_finds_a_fence_after_the_barrier() -> None:
+    with pytest.raises(AssertionError, match="no barrier"):
+        access(["store", "barrier", "fence", "send"])
+
+
 COMPRESSED = Visibility(sliding=False, span=32, stride=16, varlen=False, offset=False)
 
 
