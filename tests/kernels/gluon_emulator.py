@@ -57,6 +57,8 @@ class Partition(threading.local):
 
 PARTITION = Partition()
 GRID = SimpleNamespace(program=0, programs=1)
+# Of the partitions that run: the others stop waiting once there is one.
+FAILURES: list[BaseException] = []
 
 
 class Accesses:
@@ -167,8 +169,10 @@ class Pointer:
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes that were announced have come."""
 
+    # One for all, so that a failure wakes every partition.
+    changed = threading.Condition()
+
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.phase = self.count = self.missing = self.bytes = 0
         self.loads: list[Callable[[], int]] = []
 
@@ -250,9 +254,10 @@ class mbarrier:
                     assert barrier.bytes >= 0, "more bytes than were announced"
                     if barrier.missing < barrier.count:
                         barrier.settle()
-                return barrier.phase % 2 != parity
+                return barrier.phase % 2 != parity or bool(FAILURES)
 
             assert barrier.changed.wait_for(done, PATIENCE_S), "deadlock"
+            assert not FAILURES, "another partition failed"
         time.sleep(random.random() * PAUSE)
 
 
@@ -344,7 +349,6 @@ def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Any:
 
 
 def warp_specialize(partitions: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-    failures: list[BaseException] = []
     barrier()
 
     def run(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -352,15 +356,19 @@ def warp_specialize(partitions: list[tuple[Callable[..., Any], tuple[Any, ...]]]
             function(*args)
             assert not [*PARTITION.products, *PARTITION.stores], "something is still in flight at the end"
         except BaseException as failure:  # noqa: BLE001
-            failures.append(failure)
+            with Barrier.changed:
+                FAILURES.append(failure)
+                Barrier.changed.notify_all()
 
     threads = [threading.Thread(target=run, args=partition) for partition in partitions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    failures = FAILURES[:]
+    FAILURES.clear()
     if failures:
-        # A partition that fails leaves the others waiting: the last to give up is not the one at fault.
+        # The others fail because of it.
         raise failures[0]
 
 
