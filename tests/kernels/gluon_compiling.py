@@ -3,10 +3,10 @@
     python tests/kernels/gluon_compiling.py --shapes 64/4/128 12/2/128 > kernels.json
 
 What makes these kernels fast is an order that ptxas is free to change: arithmetic between the waits for two products
-in flight. `order` tells what a loop does in which order. `hazards` finds instructions that touch the registers of a
-product in flight: in each loop, also over its back edge, and in the whole code as it lies there. `n_loads` is compared
-with what Triton's passes leave of them: those of 3.6 and 3.7 take values that are carried by a loop and only bound an
-inner one for dead, and their loads too.
+in flight. `order` tells what a loop does in which order, `sums` how much is added before each wait. `hazards` finds
+instructions that touch the registers of a product in flight: in each loop, also over its back edge, and in the whole
+code as it lies there. `n_loads` is compared with what Triton's passes leave of them: those of 3.6 and 3.7 take values
+that are carried by a loop and only bound an inner one for dead, and their loads too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ SHAPES["64/4/128 fp16 8k"] = compiling.Shape(64, 4, 128, 128, dtype="float16", l
 
 @dataclass
 class Loop:
-    """An innermost loop with products. `order`: "product", "exp" and "wait 1" as they follow each other, runs once."""
+    """An innermost loop with products. `order`: "product", "exp" and "wait 1" as they follow each other, runs once.
+    `sums`: additions between each wait and the product before it."""
 
     order: list[str]
+    sums: list[int]
     spills: int
     hazards: list[str]
 
@@ -79,6 +81,20 @@ def order(body: list[sass.Instruction]) -> list[str]:
     return steps
 
 
+def sums(body: list[sass.Instruction]) -> list[int]:
+    found, count = [], 0
+    for instruction in body:
+        step = kind(instruction)
+        if step == "product":
+            count = 0
+        elif step is not None and step.startswith("wait"):
+            found.append(count)
+            count = 0
+        elif instruction.name.startswith(("FFMA", "FADD")):
+            count += 1
+    return found
+
+
 def registers(instruction: sass.Instruction) -> set[int]:
     return {int(number) for operand in instruction.operands for number in re.findall(r"\bR(\d+)\b", operand)}
 
@@ -109,7 +125,7 @@ def hazards(code: list[sass.Instruction]) -> list[str]:
 
 def read(text: str) -> list[Loop]:
     return [
-        Loop(order(body), sum(x.name.startswith(SPILL) for x in body), hazards(body + body))
+        Loop(order(body), sums(body), sum(x.name.startswith(SPILL) for x in body), hazards(body + body))
         for body in product_loops(sass.instructions(text))
     ]
 

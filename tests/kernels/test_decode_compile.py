@@ -84,7 +84,10 @@ def test_ctas_that_stay_fit_twice_on_an_sm(tmp_path: Path) -> None:
     assert 2 * 32 * x.warps * x.registers <= 65536
     assert (x.spills, x.overwritten, x.mistaken) == (0, [], [])
     # One tile after the other: what is pooled is summed while the values are multiplied.
-    assert read(x.code) == [Loop(["product", "wait 0", "exp", "product", "wait 0"], 0, [])]
+    (loop,) = read(x.code)
+    assert loop == Loop(["product", "wait 0", "exp", "product", "wait 0"], loop.sums, 0, [])
+    assert loop.sums[0] == 0
+    assert loop.sums[1] >= 32
     assert hazards(sass.instructions(x.code)) == []
     # Without its waits the same code would be wrong.
     waiting = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

@@ -46,6 +46,10 @@ ORDER = {
     QUERIES: ["product", "wait 0"],
     FUSED: ["product", "wait 0", "exp", "product", "wait 0"],
 }
+# Elements of a partial output per thread. The fused kernel adds as many before each wait, but in its two loops over
+# common blocks.
+PARTIAL = 64
+ADDING = 2 * [[0, 0]] + 4 * [[1, 1]]
 # Masked and unmasked, in each of two warpgroups; dq has no mask, the fused kernel a loop over common blocks too.
 LOOPS = {FORWARD: 4, KEYS: 4, QUERIES: 2, FUSED: 6}
 # Words in a loop, where dS is kept: coordinates of its tile.
@@ -92,6 +96,8 @@ def test_kernels_compile_into_the_order_that_is_fast(shape: str, tmp_path: Path)
                 wrong.append(f"{where}: {loop.spills} spills in a loop")
             if loop.order != ORDER[x.kernel]:
                 wrong.append(f"{where}: {loop.order}")
+        if x.kernel == FUSED and sorted([n // PARTIAL for n in loop.sums] for loop in x.loops) != ADDING:
+            wrong.append(f"{where}: {[loop.sums for loop in x.loops]} additions before waits")
     assert not wrong, "\n".join(wrong)
 
 
@@ -109,9 +115,13 @@ LOOP = """
 
 def test_the_order_of_a_loop_is_read() -> None:
     (loop,) = read(LOOP)
-    assert loop == Loop(["product", "wait 1", "exp", "wait 0"], 0, [])
+    assert loop == Loop(["product", "wait 1", "exp", "wait 0"], [0, 0], 0, [])
     (early,) = read(LOOP.replace("0x1 ;", "0x0 ;"))
     assert early.order == ["product", "wait 0", "exp", "wait 0"]
+    (adding,) = read(LOOP.replace("MUFU.EX2 R4, R24", "FADD R4, R24, R5"))
+    assert adding.sums == [0, 1]
+    (behind,) = read(LOOP.replace("FMUL R56, R56, R4", "FFMA R56, R56, R4, R5"))
+    assert behind.sums == [0, 0]
 
 
 @pytest.mark.parametrize(
