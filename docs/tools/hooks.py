@@ -86,7 +86,7 @@ MEMBERS = {
     "nsa.NSAAttention": "new_cache forward",
     "nsa.Problem": "of_config",
     "nsa.NSACache": "load stage commit discard bytes_read_per_step",
-    "nsa.PagedNSACache": "page_table free_pages allocate free set_page_table select grow",
+    "nsa.PagedNSACache": "page_table free_pages allocate free set_page_table select",
     "nsa.cache.rows.RowCache": "device capacity reset select reorder crop truncate grow to save bytes_used",
     "nsa.model.LM": "compile_layers reset_parameters forward hidden logits blocks head_weight new_cache "
     "parameter_counts flops_per_token flops_by_part mean_keys kv_bytes kv_bytes_per_token kv_bytes_read",
