@@ -77,7 +77,7 @@ def rows_with_spread(rows: Iterable[Row]) -> dict[RowSubject, Row]:
     return found
 
 
-def describe(row: Row) -> str:
+def subject_name(row: Row) -> str:
     return f"{row.suite} {row.op} {row.impl} {row.mode} {row.Hq}/{row.G}/{row.Dk} B={row.B} S={row.S}"
 
 
@@ -108,7 +108,7 @@ class Change:
         a, b = self.before, self.after
         peaks = "" if a.peak_gib is None or b.peak_gib is None else f"   {a.peak_gib:.2f} to {b.peak_gib:.2f} GiB"
         times = f"{a.p50_ms:.4g} to {b.p50_ms:.4g} ms   {self.ratio:.2f}x{peaks}"
-        return f"{self.verdict or 'same':<14} {describe(a):<64} {times}"
+        return f"{self.verdict or 'same':<14} {subject_name(a):<64} {times}"
 
 
 def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[Change]:
@@ -130,7 +130,7 @@ def machine_note(change: Change, found: Iterable[Change]) -> str:
     return f"   dense moved by {ratio:.2f}x too: another machine?"
 
 
-def missing(before: Iterable[Row], after: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def lost_rows(before: Iterable[Row], after: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """The rows whose subject is not in `after`: those of a problem that was measured there, and the others."""
     old, new = latest_rows(before), latest_rows(after)
     problems = {columns_of(row, PROBLEM) for row in new.values()}
@@ -146,11 +146,11 @@ def run(args: argparse.Namespace) -> int:
         [row for file in files_of_rows([path]) for row in read_rows(file)] for path in (args.before, args.after)
     )
     found = changes(before, after, args.bound)
-    gone, unmeasured = missing(before, after)
+    gone, unmeasured = lost_rows(before, after)
     require(bool(found or gone), "A and B", f"{args.before} and {args.after}", "files with rows of the same subject")
     for verdict, rows in {"not measured": unmeasured, "gone": gone}.items():
         for row in rows:
-            print(f"{verdict:<14} {describe(row)}")
+            print(f"{verdict:<14} {subject_name(row)}")
     for change in found:
         if change.verdict:
             print(f"{change}{machine_note(change, found)}")

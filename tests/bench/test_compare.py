@@ -113,7 +113,7 @@ def test_runs_of_the_same_code_are_noise(impl: str, commit: str, status: int, tm
         ({"dense-sdpa": 5.0, "dense-fa2": 15.0}, False),
     ],
 )
-def test_where_dense_attention_is_slower_too_it_may_be_the_machine(
+def test_a_note_says_where_dense_attention_is_slower_too(
     dense: dict[str, float], noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write(tmp_path / "a.csv", BEFORE, *(replace(BEFORE, impl=impl) for impl in dense))
@@ -123,7 +123,7 @@ def test_where_dense_attention_is_slower_too_it_may_be_the_machine(
     b = write(tmp_path / "b.csv", timed(14.0, 14.0, 14.0), timed(15.0, 15.0, 15.0, impl=DENSE.impl, S=4096), *moved)
     assert cli.main(["bench", "compare", a, b]) == 1
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "nsa-sdpa" in line)
-    assert line.endswith("dense moved by 1.50x too: another machine?") == noted
+    assert ("1.50x" in line) == noted
 
 
 def test_files_without_a_common_subject_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
