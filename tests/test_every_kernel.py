@@ -78,39 +78,42 @@ def numbered(file: Path, start: str) -> int:
     return next(i for i, line in enumerate(file.read_text().splitlines(), 1) if line.startswith(start))
 
 
-def test_only_races_of_the_dispatch_of_warps_are_let_pass() -> None:
+def test_only_races_on_the_state_of_warp_specialization_pass() -> None:
     judge = runpy.run_path(str(ROOT / "tests" / "gpu" / "sanitize.py"))["judge"]
     forward = ROOT / "nsa" / "backends" / "gluon" / "forward.py"
     kernel, call = numbered(forward, "def hopper_forward_kernel("), numbered(forward, "    gl.warp_specialize(")
     ours = numbered(forward, "        b_s = warpgroup_mma(")
 
-    def said(line: int, *, end: str = "the end\n", hazards: int = 1, name: str = "hopper_forward_kernel") -> str:
+    def output(line: int, *, end: str = "the end\n", hazards: int = 1, name: str = "hopper_forward_kernel") -> str:
         race = f"Error: Race reported between Read access at {name}+0x110 in forward.py:{kernel}"
         write = f"=========     and Write access at {name}+0x7750 in forward.py:{line} [38 hazards]"
         summary = f"========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)"
         return f"========= {race}\n{write}\n========= \n{end}{summary}\n"
 
-    assert judge("racecheck", said(call), 9)[0]
-    assert not judge("racecheck", said(ours), 9)[0]
-    assert not judge("racecheck", said(call, end=""), 9)[0]
-    assert not judge("racecheck", said(call, hazards=2), 9)[0]
-    assert not judge("racecheck", said(call), 1)[0]
+    assert judge("racecheck", output(call), 9)[0]
+    assert not judge("racecheck", output(ours), 9)[0]
+    assert not judge("racecheck", output(call, end=""), 9)[0]
+    assert not judge("racecheck", output(call, hazards=2), 9)[0]
+    assert not judge("racecheck", output(call), 1)[0]
+    assert judge("racecheck", "the end\n========= RACECHECK SUMMARY: 0 hazards displayed\n", 0)[0]
+    # Something other than a hazard was found.
+    assert not judge("racecheck", "the end\n========= RACECHECK SUMMARY: 0 hazards displayed\n", 9)[0]
     # A kernel of a file of the same name in another folder.
-    assert not judge("racecheck", said(call, name="block_kernel"), 9)[0]
-    assert not judge("racecheck", said(call).replace("forward.py", "selection.py"), 9)[0]
+    assert not judge("racecheck", output(call, name="block_kernel"), 9)[0]
+    assert not judge("racecheck", output(call).replace("forward.py", "selection.py"), 9)[0]
 
 
-def test_initcheck_lets_pass_only_what_it_says_of_torch() -> None:
+def test_initcheck_ignores_only_reports_of_other_kernels() -> None:
     judge = runpy.run_path(str(ROOT / "tests" / "gpu" / "sanitize.py"))["judge"]
 
-    def said(function: str, errors: int = 1) -> str:
+    def output(function: str, errors: int = 1) -> str:
         return f"=========     at {function}+0x5f0\nthe end\n========= ERROR SUMMARY: {errors} errors\n"
 
     torch_kernel = "void at::native::vectorized_elementwise_kernel<4>(int)"
-    assert judge("initcheck", said(torch_kernel), 9)[0]
-    assert not judge("initcheck", said("rotate_kernel"), 9)[0]
+    assert judge("initcheck", output(torch_kernel), 9)[0]
+    assert not judge("initcheck", output("rotate_kernel"), 9)[0]
     # The reports beyond the limit may be of anything.
-    assert not judge("initcheck", said(torch_kernel, errors=2), 9)[0]
+    assert not judge("initcheck", output(torch_kernel, errors=2), 9)[0]
     assert not judge("initcheck", "========= Internal Sanitizer Error\nthe end\n", 9)[0]
-    assert not judge("memcheck", said(torch_kernel), 9)[0]
+    assert not judge("memcheck", output(torch_kernel), 9)[0]
     assert judge("memcheck", "the end\n========= ERROR SUMMARY: 0 errors\n", 0)[0]

@@ -3,11 +3,11 @@
 python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck] [--jobs 8]
 
 The exit status is 0 only if each tool reports no error of ours. Torch's own kernels are left out by name, but not from
-initcheck, which must see them write what ours read: there what they are accused of themselves is counted and let pass.
+initcheck, which must see them write what ours read: there what it reports of them is counted and ignored.
 
-Counted and let pass are also races between the words that start and end `gl.warp_specialize`: Triton reads and writes
-them, on both sides of a barrier of all warps, which racecheck does not follow where each warp meets it in its own code.
-Their lines are those of the kernel's `def` and of the call; no access of ours is on them.
+Also counted and ignored are races on the state of warp specialization that Triton keeps in shared memory. It is written
+before and read after a barrier of all warps, which racecheck misses where every warp reaches it at another instruction.
+Such accesses are on the lines of the kernel's `def` and of `gl.warp_specialize`; no access of ours is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(REPOSITORY),
 }
 # A report's line that says where: a function of ours by its plain name, one of torch's with its namespace.
-ACCUSED = re.compile(r"^=+\s+at (.+)\+0x", re.MULTILINE)
+REPORTED = re.compile(r"^=+\s+at (.+)\+0x", re.MULTILINE)
 KERNEL = re.compile(r"\w+_kernel")
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 # A race is a line for each access; the summary says how many there were.
@@ -60,8 +60,8 @@ def launch(words: Sequence[str], *options: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-def of_dispatch(race: str) -> bool:
-    """Whether a race is between words of Triton's dispatch of warps alone."""
+def on_specialization(race: str) -> bool:
+    """Whether a race is on the state of Triton's warp specialization alone."""
     accesses = ACCESS.findall(race)
     for kernel, file, line in accesses:
         path = GLUON / file
@@ -73,29 +73,30 @@ def of_dispatch(race: str) -> bool:
     return bool(accesses)
 
 
-def judge(tool: str, said: str, status: int) -> tuple[bool, list[str]]:
+def judge(tool: str, output: str, status: int) -> tuple[bool, list[str]]:
     """Whether a tool's output has no error of ours, and what it counts."""
-    accused = Counter(ACCUSED.findall(said))
-    counted = [f"{function}: {times} reports" for function, times in accused.most_common()]
-    if END not in said or "Internal Sanitizer Error" in said or status not in (0, FOUND):
+    reported = Counter(REPORTED.findall(output))
+    counted = [f"{function}: {times} reports" for function, times in reported.most_common()]
+    if END not in output or "Internal Sanitizer Error" in output or status not in (0, FOUND):
         return False, counted
     if tool == "racecheck":
-        hazards = sum(map(int, HAZARDS.findall(said)))
-        dispatch = sum(map(of_dispatch, RACE.findall(said)))
-        return dispatch == hazards, [*counted, f"races of Triton's dispatch of warps: {dispatch} of {hazards}"]
-    # What is let pass is of a function that is named, in a report that was printed.
-    let_pass = tool == "initcheck" and not any(map(KERNEL.fullmatch, accused))
-    errors = sum(map(int, ERRORS.findall(said)))
-    return (status == 0 and errors == 0) or (let_pass and errors == accused.total()), counted
+        hazards = sum(map(int, HAZARDS.findall(output)))
+        ignored = sum(map(on_specialization, RACE.findall(output)))
+        counted += [f"races on the state of warp specialization: {ignored} of {hazards}"]
+        return ignored == hazards and status == (FOUND if hazards else 0), counted
+    # Ignored is only what is reported of another function, in a report that was printed.
+    ignorable = tool == "initcheck" and not any(map(KERNEL.fullmatch, reported))
+    errors = sum(map(int, ERRORS.findall(output)))
+    return (status == 0 and errors == 0) or (ignorable and errors == reported.total()), counted
 
 
 def check(tool: str, name: str) -> bool:
     watched = [] if tool == "initcheck" else ["--kernel-name", OURS]
     words = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "10000", *watched]
     done = launch(words, name, *["--apart"] * (tool == "racecheck"))
-    said = done.stdout + done.stderr
-    clean, counted = judge(tool, said, done.returncode)
-    lines = [line for line in said.splitlines() if line.strip() and not FRAME.search(line)]
+    output = done.stdout + done.stderr
+    clean, counted = judge(tool, output, done.returncode)
+    lines = [line for line in output.splitlines() if line.strip() and not FRAME.search(line)]
     found = f"{tool}, {name}: {'clean' if clean else 'FAILED'}"
     print("\n  ".join([found, *lines[-1 if clean else -40 :], *counted]), flush=True)
     return clean
