@@ -94,15 +94,20 @@ class Change:
         return self.after.p50_ms / max(self.before.p50_ms, 1e-9)
 
     @property
+    def direction(self) -> str:
+        """`slower` or `faster`, or nothing within the noise."""
+        if self.ratio > 1 + self.bound and self.after.p20_ms > self.before.p80_ms:
+            return "slower"
+        if self.ratio < 1 / (1 + self.bound) and self.after.p80_ms < self.before.p20_ms:
+            return "faster"
+        return ""
+
+    @property
     def verdict(self) -> str:
-        """`slower`, `faster` or nothing, and `memory` where the peak grew."""
-        before, after = self.before, self.after
-        slower = self.ratio > 1 + self.bound and after.p20_ms > before.p80_ms
-        faster = self.ratio < 1 / (1 + self.bound) and after.p80_ms < before.p20_ms
-        grew = None not in (before.peak_gib, after.peak_gib) and (after.peak_gib or 0.0) > (
-            (before.peak_gib or 0.0) * (1 + self.bound) + ROUNDING_GIB
-        )
-        return " ".join(name for name, holds in (("slower", slower), ("faster", faster), ("memory", grew)) if holds)
+        """The direction, and `memory` where the peak grew."""
+        before, after = self.before.peak_gib, self.after.peak_gib
+        grew = before is not None and after is not None and after > before * (1 + self.bound) + ROUNDING_GIB
+        return " ".join(filter(None, (self.direction, "memory" * grew)))
 
     def __str__(self) -> str:
         a, b = self.before, self.after
@@ -119,14 +124,13 @@ def changes(before: Iterable[Row], after: Iterable[Row], bound: float) -> list[C
 
 
 def machine_note(change: Change, found: Iterable[Change]) -> str:
-    """Says so where dense attention of the same suite and shape moved in the same direction, nowhere in the other."""
+    """A note if dense attention of the same suite and shape moved too, and in this direction only."""
     same = columns_of(change.before, PROBLEM)
     dense = [each for each in found if is_reference(each.before) and columns_of(each.before, PROBLEM) == same]
-    ways = {way: [each.ratio for each in dense if way in each.verdict.split()] for way in ("slower", "faster")}
-    moved = [way for way, ratios in ways.items() if ratios]
-    if is_reference(change.before) or len(moved) != 1 or moved[0] not in change.verdict.split():
+    moved = {each.ratio: each.direction for each in dense if each.direction}
+    if is_reference(change.before) or {*moved.values()} != {change.direction}:
         return ""
-    ratio = max(ways[moved[0]], key=lambda ratio: abs(math.log(ratio)))
+    ratio = max(moved, key=lambda ratio: abs(math.log(ratio)))
     return f"   dense moved by {ratio:.2f}x too: another machine?"
 
 

@@ -49,7 +49,7 @@ class Heads:
     n_groups: int
     head_dim: int
     batch: int
-    # 0: head_dim.
+    # Of values, where it is not that of keys.
     value_dim: int = 0
 
     def __str__(self) -> str:
@@ -58,9 +58,8 @@ class Heads:
     @property
     def dims(self) -> str:
         """Without the batch."""
-        return f"{self.n_heads}/{self.n_groups}/{self.head_dim}" + (
-            f" (d_v {self.value_dim})" if self.value_dim else ""
-        )
+        values = f" (d_v {self.value_dim})" if self.value_dim else ""
+        return f"{self.n_heads}/{self.n_groups}/{self.head_dim}{values}"
 
 
 def heads_of(row: Row) -> Heads:

@@ -160,9 +160,8 @@ class RowCache(ABC):
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """A ValueError where keys and values of `dtype` are not the cache's."""
-        if self.dtype != dtype:
-            accepted = f"what the layer computes, {dtype}: pass dtype= to new_cache"
-            require(False, "cache.dtype", self.dtype, accepted)
+        accepted = f"what the layer computes, {dtype}: pass dtype= to new_cache"
+        require(self.dtype == dtype, "cache.dtype", self.dtype, accepted)
 
     def check_fit(self, lengths: list[int]) -> None:
         accepted = f"at most max_len = {self.max_len} tokens: make the cache longer, or reset or crop it"

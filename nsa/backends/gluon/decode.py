@@ -227,6 +227,6 @@ class CompressedStep:
         )
 
     def __call__(self, k: Tensor, v: Tensor, counts: Tensor | None = None, **tensors: Tensor) -> None:
-        """`counts` is not needed: what no token of a contiguous row has completed yet is zeros."""
+        """`counts` is not needed: in a contiguous cache, what lies past a row's end is zeros."""
         del counts
         self.launch(k=self.describe_k(k), v=self.describe_v(v), **tensors)
