@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa import cli
 from nsa.bench.attention import AttentionShape
 from nsa.bench.host import count_launches
 from nsa.bench.runner import CudaClock, Pass, Runner, Task, forward_and_backward
@@ -76,3 +77,12 @@ def test_only_launches_are_counted() -> None:
             x.mul_(2)
 
     assert count_launches(call) == 2
+
+
+def test_every_kind_of_decode_step_gets_a_row(tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    shape = "--heads 4/1/64 --lengths 2048 --gib 0.001 --tokens 1 4"
+    assert cli.main(["bench", "decode", *shape.split(), "--out", str(out)]) == 0
+    rows = read_rows(out)
+    assert {row.mode for row in rows} >= {"decode-1", "decode-4"}
+    assert all(row.p50_ms > 0 for row in rows)
