@@ -24,7 +24,7 @@ from nsa.checks import (
     check_sequences,
     check_tensor,
 )
-from nsa.compression import Compression
+from nsa.compression import Compression, compress_jointly, joinable
 from nsa.config import BRANCHES, NSAConfig, require, require_bool, require_int
 from nsa.decoding import fused_step
 from nsa.functional import attend_normed, attention_kwargs
@@ -365,11 +365,15 @@ class NSAAttention(nn.Module):
         c = self.config
         k, v = raw
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
-        k_cmp = self.phi_k(k, **where)
+        phis = self.phi_k, self.phi_v
+        if torch.compiler.is_compiling() and cu_seqlens is None and not keys_only and joinable(phis, raw, c.d):
+            k_cmp, v_cmp = compress_jointly(phis, raw, c.d)
+        else:
+            k_cmp = self.phi_k(k, **where)
+            v_cmp = k_cmp if keys_only else self.phi_v(v, **where)
         if c.compress_rope == "after":
             k_cmp = self.rope.rotate(k_cmp, self.block_angles(k, cu_seqlens, position_offset))
-        k_cmp = k_cmp.to(k.dtype)
-        return k_cmp, k_cmp if keys_only else self.phi_v(v, **where).to(v.dtype)
+        return k_cmp.to(k.dtype), v_cmp.to(v.dtype)
 
     def block_angles(self, x: Tensor, cu_seqlens: Tensor | None, position_offset: int | Tensor) -> Angles:
         """Of the compressed keys of `x [B, S, ...]`: each takes the position its block starts at."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa import ops
+from nsa.eager import is_plain_linear
 
 
 class Compression(nn.Module):
@@ -57,3 +59,43 @@ class Compression(nn.Module):
 
     def mlp(self, rows: Tensor) -> Tensor:
         return self.outer(F.silu(self.inner(rows)))
+
+
+def joinable(phis: Sequence[Compression], raw: Sequence[Tensor], stride: int) -> bool:
+    """Whether `compress_jointly` computes what calls of `phis` would; to be called by compiled code."""
+    if any(type(phi) is not Compression or phi.kind != "mlp" or phi._forward_hooks for phi in phis):
+        return False
+    if any(phi._forward_pre_hooks or "forward" in phi.__dict__ or "mlp" in phi.__dict__ for phi in phis):
+        return False
+    if not all(is_plain_linear(linear) for phi in phis for linear in (phi.inner, phi.outer)):
+        return False
+    first, *others = phis
+    alike = all(phi.inner.weight.shape == first.inner.weight.shape for phi in others)
+    whole = first.block % stride == 0 and raw[0].shape[1] >= first.block
+    return alike and whole and all(x.shape == raw[0].shape for x in raw)
+
+
+def compress_jointly(phis: Sequence[Compression], raw: Sequence[Tensor], stride: int) -> Sequence[Tensor]:
+    """Every block of each of `raw [B, S, G, D]` by its own MLP, in batched matmuls: `[B, N, G, D]` each.
+
+    A block is a run of chunks of `stride` tokens. Each chunk is multiplied once, by the weights of all its places in a
+    block, so nothing is gathered, and a compiler joins the rest into a few kernels.
+    """
+    block = phis[0].block
+    n_parts, n_chunks = block // stride, raw[0].shape[1] // stride
+    n_blocks = n_chunks - n_parts + 1
+    chunks = torch.stack([x[:, : n_chunks * stride].unflatten(1, (n_chunks, stride)) for x in raw]).transpose(3, 4)
+    weight = torch.stack([phi.inner.weight for phi in phis])  # [2, hidden, block * D]
+    position = torch.stack([phi.position.flatten() for phi in phis])
+    by_part = weight.unflatten(2, (n_parts, -1)).transpose(1, 2).flatten(1, 2)
+    products = torch.bmm(chunks.flatten(4).flatten(1, 3), by_part.mT)
+    products = products.unflatten(1, chunks.shape[1:4]).unflatten(
+        -1, (n_parts, -1)
+    )  # [2, B, n_chunks, G, n_parts, hidden]
+    # In the parameters' dtype: what the positions add does not depend on the tokens.
+    inner = torch.stack([phi.inner.bias for phi in phis]) + (weight * position[:, None]).sum(-1)
+    inner = inner[:, None, None, None] + sum(products[:, :, p : p + n_blocks, :, p] for p in range(n_parts))
+    rows = F.silu(inner.to(products.dtype))
+    bias, weight = (torch.stack([getattr(phi.outer, name) for phi in phis]) for name in ("bias", "weight"))
+    outer = torch.baddbmm(bias[:, None], rows.flatten(1, 3), weight.mT)
+    return outer.unflatten(1, rows.shape[1:4]).unbind()

@@ -62,13 +62,10 @@ class Rope:
         if limit is not None and can_cache(positions.device):
             cos, sin = self.table(limit, positions.device, dtype)
             return cos[positions], sin[positions]
-        angle = positions[..., None].double() * self.frequencies(positions.device)
-        wide = angle_dtype(dtype)
-        if torch.compiler.is_compiling():
-            # A compiler computes this again for every head that it is fused into: whole turns are dropped in fp64, then
-            # a cosine in fp32 is off by the rounding of an angle below pi, and costs a tenth.
-            angle = (angle - (angle / (2 * math.pi)).round() * (2 * math.pi)).to(wide)
-        return angle.cos().to(wide).unsqueeze(-2), angle.sin().to(wide).unsqueeze(-2)
+        compute = opaque_cosines if torch.compiler.is_compiling() else cosines
+        return compute(
+            (positions[..., None].double() * self.frequencies(positions.device)).unsqueeze(-2), angle_dtype(dtype)
+        )
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype, *, stride: int = 1) -> Angles:
         """`angles` of every `stride`-th position below `length`, each `[n, 1, head_dim / 2]`: kept as views."""
@@ -121,6 +118,23 @@ class Rope:
 
             return rotate_one(x, cos, sin, True)
         return rotate(x, (cos, -sin))
+
+
+def cosines(angle: Tensor, dtype: torch.dtype) -> Angles:
+    """Cosine and sine of an fp64 `angle`, rounded to `dtype` once."""
+    cos, sin = empty_cosines(angle, dtype)
+    return torch.cos(angle, out=cos), torch.sin(angle, out=sin)
+
+
+def empty_cosines(angle: Tensor, dtype: torch.dtype) -> Angles:
+    return torch.empty_like(angle, dtype=dtype), torch.empty_like(angle, dtype=dtype)
+
+
+# A compiler that saw the fp64 arithmetic would repeat it for every head that it is fused into, forward and backward.
+opaque_cosines = torch.library.custom_op(
+    "nsa::cosines", cosines, mutates_args=(), schema="(Tensor angle, ScalarType dtype) -> (Tensor, Tensor)"
+)
+opaque_cosines.register_fake(empty_cosines)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
