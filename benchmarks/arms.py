@@ -14,6 +14,7 @@ from nsa.train.config import TrainConfig, load_config
 KINDS = (
     *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
     *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),
+    *("nsa-shared", "nsa-shared-no-cmp", "nsa-double"),
 )
 
 
@@ -159,9 +160,13 @@ class Arm:
 def make_arms(scale: Scale) -> list[Arm]:
     """The arms in the order of their importance."""
     base = load_config(scale.config, {"device": "cpu", "compile": False, **model_sets(scale)}).model
-    twin = dense_twin(base, scale.round_to)
+    twin = with_parameters_of(base, replace(base, attention="dense"), scale.round_to)
     equal_parameters = {"model.hidden": twin.hidden}
     dense = {"model.attention": "dense", **equal_parameters}
+    # Selection scores means of the keys that it reads: nothing is left to learn before it finds them.
+    one_kv = replace(base, attn=replace(base.attn, share_kv=True, phi="mean"))
+    hidden = with_parameters_of(base, one_kv, scale.round_to).hidden
+    shared = {"model.attn.share_kv": True, "model.attn.phi": "mean", "model.hidden": hidden}
     changes: dict[str, dict[str, Any]] = {
         "nsa": {},
         "dense": dense,
@@ -172,15 +177,20 @@ def make_arms(scale: Scale) -> list[Arm]:
         "nsa-branch-norm": {"model.attn.branch_norm": True},
         "nsa-gate-softmax": {"model.attn.gate": "softmax"},
         "nsa-gate-no-decay": {"gate_decay": False},
+        "nsa-shared": shared,
+        "nsa-shared-no-cmp": {**shared, "model.attn.drop_branch": "cmp"},
         "nsa-lr": {"lr": scale.other_lr},
         "dense-lr": {"lr": scale.other_lr, **dense},
         "nsa-seed": {"seed": 1},
         "dense-seed": {"seed": 1, **dense},
+        "nsa-double": {},
     }
-    fewer = round(scale.steps * flops_per_token(base) / flops_per_token(twin))
+    steps = {
+        "dense-flops": round(scale.steps * flops_per_token(base) / flops_per_token(twin)),
+        "nsa-double": 2 * scale.steps,
+    }
     return [
-        Arm(name, sets, fewer if name == "dense-flops" else scale.steps, scale.seq_len, scale.batch_size)
-        for name, sets in changes.items()
+        Arm(name, sets, steps.get(name, scale.steps), scale.seq_len, scale.batch_size) for name, sets in changes.items()
     ]
 
 
@@ -189,12 +199,11 @@ def model_sets(scale: Scale) -> dict[str, Any]:
     return {**vocab, **{key: value for key, value in scale.sets.items() if key.startswith("model.")}}
 
 
-def dense_twin(nsa: LMConfig, round_to: int) -> LMConfig:
-    """The dense model with NSA's parameters, by the MLP's hidden size."""
-    dense = replace(nsa, attention="dense")
-    per_unit = (parameters(replace(dense, hidden=dense.hidden + round_to)) - parameters(dense)) / round_to
-    hidden = dense.hidden + (parameters(nsa) - parameters(dense)) / per_unit
-    return replace(dense, hidden=max(round_to, round(hidden / round_to) * round_to))
+def with_parameters_of(model: LMConfig, other: LMConfig, round_to: int) -> LMConfig:
+    """`other` with as many parameters as `model`, by the MLP's hidden size."""
+    per_unit = (parameters(replace(other, hidden=other.hidden + round_to)) - parameters(other)) / round_to
+    hidden = other.hidden + (parameters(model) - parameters(other)) / per_unit
+    return replace(other, hidden=max(round_to, round(hidden / round_to) * round_to))
 
 
 def parameters(config: LMConfig) -> int:
