@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import ops, reference
-from nsa.compression import Compression
+from nsa.compression import Compression, compress_jointly, joinable
 
 FP64 = torch.float64
 BACKENDS = ("sdpa", "reference")
@@ -262,3 +262,29 @@ def test_reset_draws_every_parameter_of_the_mlp_anew() -> None:
     for name, p in phi.named_parameters():
         assert p.isfinite().all()
         assert not torch.equal(p, before[name]), name
+
+
+@given(
+    batch=st.integers(1, 2),
+    length=st.integers(1, 40),
+    groups=st.integers(1, 3),
+    head_dim=st.integers(1, 5),
+    stride=strides,
+    overlap=overlaps,
+    seed=st.integers(0, 99),
+)
+def test_keys_and_values_together_are_each_by_itself(
+    batch: int, length: int, groups: int, head_dim: int, stride: int, overlap: int, seed: int
+) -> None:
+    """Outputs and all gradients; a sequence shorter than a block is left to the modules."""
+    torch.manual_seed(seed)
+    phis = [Compression(head_dim, stride * overlap, kind="mlp", hidden=3).double() for _ in range(2)]
+    raw = [torch.randn(batch, length, groups, head_dim, dtype=FP64, requires_grad=True) for _ in range(2)]
+    assert joinable(phis, raw, stride) == (length >= stride * overlap)
+    if not joinable(phis, raw, stride):
+        return
+    apart = [phi(x, stride=stride) for phi, x in zip(phis, raw, strict=True)]
+    together = compress_jointly(phis, raw, stride)
+    leaves = [*raw, *(p for phi in phis for p in phi.parameters())]
+    gradients = [torch.autograd.grad(sum(y.square().sum() for y in found), leaves) for found in (together, apart)]
+    torch.testing.assert_close([*together, *gradients[0]], [*apart, *gradients[1]], rtol=1e-9, atol=1e-11)
