@@ -193,7 +193,8 @@ class Summary:
     report: Path | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "checkpoint": str(self.checkpoint), "report": str(self.report)}
+        report = None if self.report is None else str(self.report)
+        return {**asdict(self), "checkpoint": str(self.checkpoint), "report": report}
 
     def __str__(self) -> str:
         failures = ", ".join(f"{reason} ({times} times)" for reason, times in self.fallbacks.items())
