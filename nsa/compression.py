@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa import ops
-from nsa.eager import is_plain_linear
+from nsa.eager import is_observed, is_plain_linear
 
 
 class Compression(nn.Module):
@@ -63,11 +63,12 @@ class Compression(nn.Module):
 
 def joinable(phis: Sequence[Compression], raw: Sequence[Tensor], stride: int) -> bool:
     """Whether `compress_jointly` computes what calls of `phis` would; to be called by compiled code."""
-    if any(type(phi) is not Compression or phi.kind != "mlp" or phi._forward_hooks for phi in phis):
+    if any(
+        type(phi) is not Compression or phi.kind != "mlp" or is_observed(phi) or "mlp" in phi.__dict__ for phi in phis
+    ):
         return False
-    if any(phi._forward_pre_hooks or "forward" in phi.__dict__ or "mlp" in phi.__dict__ for phi in phis):
-        return False
-    if not all(is_plain_linear(linear) for phi in phis for linear in (phi.inner, phi.outer)):
+    linears = [linear for phi in phis for linear in (phi.inner, phi.outer)]
+    if not all(is_plain_linear(linear) and linear.bias is not None for linear in linears):
         return False
     first, *others = phis
     alike = all(phi.inner.weight.shape == first.inner.weight.shape for phi in others)

@@ -80,9 +80,7 @@ def matches_config(layer: NSAAttention) -> bool:
 def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
     """Add the parameters of `module` to `found`; false where they are not as the layer made them, or with hooks."""
     state = module.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state or METHODS & state.keys():
-        return False
-    if state["_backward_hooks"] or state["_backward_pre_hooks"]:
+    if is_observed(module) or METHODS & state.keys():
         return False
     own = {key: p for key, p in state["_parameters"].items() if p is not None}
     if not all(type(p) in PLAIN for p in own.values()):
@@ -99,11 +97,18 @@ def collect(name: str, module: nn.Module, found: list[Tensor]) -> bool:
     return all(collect(child, below, found) for child, below in children.items())
 
 
+def is_observed(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class: by hooks of either pass, or another `forward`."""
+    forward, backward = (
+        (module._forward_hooks, module._forward_pre_hooks),
+        (module._backward_hooks, module._backward_pre_hooks),
+    )
+    return any((*forward, *backward)) or "forward" in module.__dict__
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether nothing but `F.linear` of its parameters happens in a call; to be called by compiled code."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    return "forward" not in module.__dict__ and type(module.weight) in PLAIN
+    return type(module) is nn.Linear and not is_observed(module) and type(module.weight) in PLAIN
 
 
 class Parameters(NamedTuple):

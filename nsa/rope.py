@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import RopeScaling
+from nsa.ops.registry import LIBRARY
 
 Angles = tuple[Tensor, Tensor]
 
@@ -62,10 +63,9 @@ class Rope:
         if limit is not None and can_cache(positions.device):
             cos, sin = self.table(limit, positions.device, dtype)
             return cos[positions], sin[positions]
-        compute = opaque_cosines if torch.compiler.is_compiling() else cosines
-        return compute(
-            (positions[..., None].double() * self.frequencies(positions.device)).unsqueeze(-2), angle_dtype(dtype)
-        )
+        compute = torch.ops.nsa.cosines if torch.compiler.is_compiling() else cosines
+        angle = positions[..., None, None].double() * self.frequencies(positions.device)
+        return compute(angle, angle_dtype(dtype))
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype, *, stride: int = 1) -> Angles:
         """`angles` of every `stride`-th position below `length`, each `[n, 1, head_dim / 2]`: kept as views."""
@@ -131,10 +131,9 @@ def empty_cosines(angle: Tensor, dtype: torch.dtype) -> Angles:
 
 
 # A compiler that saw the fp64 arithmetic would repeat it for every head that it is fused into, forward and backward.
-opaque_cosines = torch.library.custom_op(
-    "nsa::cosines", cosines, mutates_args=(), schema="(Tensor angle, ScalarType dtype) -> (Tensor, Tensor)"
-)
-opaque_cosines.register_fake(empty_cosines)
+LIBRARY.define("cosines(Tensor angle, ScalarType dtype) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("cosines", cosines, "CompositeExplicitAutograd")
+torch.library.register_fake("nsa::cosines", empty_cosines, lib=LIBRARY)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

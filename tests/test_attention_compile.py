@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(attn: NSAAttention, backend: Any = "aot_eager") -> Callable[..., Tensor]:
+def compiled(attn: NSAAttention, backend: str = "aot_eager") -> Callable[..., Tensor]:
     return torch.compile(attn, fullgraph=True, backend=backend)
 
 
@@ -44,28 +43,42 @@ def test_compiled_layer_equals_eager(batch: str, branch_norm: bool) -> None:
     assert_close(got, with_gradients(attn, lambda x: attn(x, **kwargs), x), 1e-11)
 
 
-def hooked(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda _, __, output: 2 * output)
-    return module
+def doubled(inner: nn.Linear) -> nn.Module:
+    inner.register_forward_hook(lambda _, __, output: 2 * output)
+    return inner
+
+
+def doubled_back(inner: nn.Linear) -> nn.Module:
+    inner.register_full_backward_hook(lambda _, gradients, __: tuple(2 * x for x in gradients))
+    return inner
+
+
+def unbiased(inner: nn.Linear) -> nn.Module:
+    inner.bias = None
+    return inner
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("change", [nn.Identity, hooked, nn.Sequential], ids=["plain", "hook", "wrapped"])
-def test_compiled_compression_is_that_of_the_modules(change: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("change", "gathers"),
+    [(nn.Identity(), False), (doubled, True), (doubled_back, True), (unbiased, True), (nn.Sequential, True)],
+    ids=["plain", "hook", "backward hook", "no bias", "wrapped"],
+)
+def test_compiled_compression_is_that_of_the_modules(change: Callable[[nn.Linear], nn.Module], gathers: bool) -> None:
     """Without gathering where the modules are plain; keys and values are of one size here."""
-    attn, plain, ops = layer(d_v=8), change is nn.Identity, set()
-    if not plain:
-        attn.phi_k.inner = change(attn.phi_k.inner)  # type: ignore[assignment]
+    attn, ops = layer(d_v=8), set()
+    attn.phi_k.inner = change(attn.phi_k.inner)  # type: ignore[assignment]
     x = tokens(37, batch=2)
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         ops.update(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    run = compiled(attn, backend=aot_autograd(fw_compiler=keep))
+    # Torch compiles around a module with backward hooks.
+    run = torch.compile(attn, backend=aot_autograd(fw_compiler=keep))
     assert_close(with_gradients(attn, run, x), with_gradients(attn, attn, x), 1e-11)
-    assert ("nsa.gather_blocks.default" in ops) == (not plain)
+    assert ("nsa.gather_blocks.default" in ops) == gathers
 
 
 @pytest.mark.slow

@@ -237,6 +237,12 @@ def test_a_compiled_graph_computes_angles_and_keeps_none() -> None:
     assert not rope.tables
 
 
+def test_the_angles_pass_opcheck() -> None:
+    angle = torch.rand(4, 5, dtype=torch.float64).T[:, None]
+    for dtype in (torch.float32, torch.float64):
+        torch.library.opcheck(torch.ops.nsa.cosines.default, (angle, dtype))
+
+
 def test_the_layers_of_a_model_share_their_tables() -> None:
     model = LM(LMConfig.preset("tiny"))
     assert len({id(layer.attention.rope) for layer in model.blocks}) == 1

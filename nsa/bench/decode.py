@@ -60,7 +60,7 @@ class CachedStep:
 
         self.shape, self.config, self.tile, self.attend = shape, shape.config("triton"), tile, decode_attention
         c, self.generator = self.config, torch.Generator("cuda").manual_seed(0)
-        self.how = Hyperparameters(*hyperparameters_of(c), c.d_k**-0.5, shape.length)
+        self.how = Hyperparameters._make((*hyperparameters_of(c), c.d_k**-0.5, shape.length, None))
         self.q = self.normal(shape.n_tokens, shape.n_heads)
         if smooth:
             self.q = (smooth**0.5 * self.q[:, :1] + (1 - smooth) ** 0.5 * self.q).contiguous()
