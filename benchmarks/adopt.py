@@ -1,20 +1,16 @@
-"""Put measured rows, and archives of a study and of a long run, into `benchmarks/results`.
+"""Put measured rows, and archives of studies, into `benchmarks/results`.
 
-    python benchmarks/adopt.py rows/attention.csv study.tar.gz long22.tgz
+    python benchmarks/adopt.py rows/attention.csv study.tar.gz
 
 A CSV file of `nsa bench` replaces the rows of the same names and shapes in the file of its name; of the host's times,
 which are compared between commits, every row stays. The profile, `ncu.csv`, has its own columns and is replaced whole.
-Archives also become tables in docs/evaluation.md, and two plots of the study its pictures.
-
-That of a study is what `benchmarks/study.py --pack` wrote, and replaces the folder of the name of its `--out`; logs and
-metrics in it are left out. The other holds the folder of a run without its parameters: config.yaml, metrics.jsonl,
-run.json. Its curve becomes `long.csv`.
+Archives also become tables in docs/evaluation.md, and two plots of the study its pictures. An archive is what
+`benchmarks/study.py --pack` wrote, and replaces the folder of the name of its `--out`; logs and metrics are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tarfile
@@ -23,13 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import readme
-from study import curve, write_csv
 
 from nsa.bench.compare import latest_rows
 from nsa.config import require
 from nsa.results import append, read_rows
-from nsa.train.run_folder import CONFIG, METRICS, RUN_INFO, read_lines
-from nsa.train.yaml_file import read_yaml
 
 # Of a study's archive, what is no result.
 LEFT_OUT = ("logs", "runs")
@@ -53,7 +46,7 @@ def adopt(archive: Path, results: Path) -> Path:
         The folder or the file.
 
     Raises:
-        ValueError: It is the archive of neither a study nor a run, or a name in it leads out of it.
+        ValueError: It is no archive of a study, or a name in it leads out of it.
     """
     if archive.suffix == ".csv":
         out = results / archive.name
@@ -66,18 +59,14 @@ def adopt(archive: Path, results: Path) -> Path:
         with tarfile.open(archive) as packed:
             unpack(packed, Path(folder))
         arms = next(Path(folder).glob("*/arms.csv"), None)
-        if arms is not None:
-            out = results / arms.parent.name
-            # Of an earlier study nothing stays: its text and its arms may be others.
-            if out.is_dir():
-                shutil.rmtree(out)
-            shutil.copytree(arms.parent, out, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            return out
-        run = next((path.parent for path in Path(folder).glob(f"*/{METRICS}")), None)
-        require(run is not None, "archive", str(archive), "one of benchmarks/study.py, or of a run with its metrics")
-        assert run is not None
-        write_long(run, results / "long.csv")
-        return results / "long.csv"
+        require(arms is not None, "archive", str(archive), "what benchmarks/study.py packed")
+        assert arms is not None
+        out = results / arms.parent.name
+        # Of an earlier study nothing stays: its text and its arms may be others.
+        if out.is_dir():
+            shutil.rmtree(out)
+        shutil.copytree(arms.parent, out, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        return out
 
 
 def unpack(packed: tarfile.TarFile, folder: Path) -> None:
@@ -88,16 +77,6 @@ def unpack(packed: tarfile.TarFile, folder: Path) -> None:
         if member.isfile():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]
-
-
-def write_long(run: Path, out: Path) -> None:
-    """Of a run: its curve at each validation, with the tokens and seconds that it took."""
-    config, info = read_yaml(run / CONFIG), json.loads((run / RUN_INFO).read_text())["environment"]
-    metrics = read_lines(run / METRICS)
-    tokens_per_step = config["batch_size"] * config["accum"] * config["model"]["seq_len"]
-    points = [point for point in curve(metrics, tokens_per_step) if point["valid_loss"] is not None]
-    origin = {"gpu": info["gpu"], "torch": info["torch"], "commit": info["commit"]}
-    write_csv(out, [{"seq_len": config["model"]["seq_len"], **point, **origin} for point in points])
 
 
 def main(argv: Sequence[str] | None = None, root: Path = readme.RESULTS.parents[1]) -> int:

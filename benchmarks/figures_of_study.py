@@ -8,16 +8,20 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-import torch
 from recorded import RESULTS, records, table
 
 from nsa.data.recall import NOTE_VALUES
 from nsa.evaluation.plots import short
-from nsa.model import LM
 from nsa.train.config import load_config
 
 # The folders of the studies, and what their tables are distinguished by.
-STUDIES = {"study": "", "study-long": ", long study"}
+STUDIES = {
+    "study": "",
+    "study-long": ", long study",
+    "study-shared": ", shared keys",
+    "study-double": ", 10,000 steps",
+}
+LONGEST = "nsa-double"
 
 
 def arms_table(title: str, file: Path) -> str:
@@ -49,11 +53,12 @@ def accuracy_table(title: str, file: Path) -> str:
 
 
 def long_table(file: Path) -> str:
-    """The long run at each validation."""
+    """The longest run at each validation, from the curves of its study."""
     lines = [
         [f"{int(row['step']):,}", f"{int(row['tokens']) / 1e6:.1f}M", f"{float(row['seconds']):.0f}"]
         + [f"{float(row[key]):.3f}" if row[key] else "" for key in ("train_loss", "valid_loss")]
         for row in records(file)
+        if row["arm"] == LONGEST and row["valid_loss"]
     ]
     return table(["step", "tokens", "seconds", "training loss", "validation loss"], lines)
 
@@ -68,7 +73,7 @@ def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str
             f"{study}/recall.csv": partial(accuracy_table, f"recall after the extension{words}"),
             f"{study}/arms-needle/needle.csv": partial(accuracy_table, f"before the extension{words}"),
         }
-    tables["long.csv"] = long_table
+    tables["study-double/curves.csv"] = long_table
     return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
 
 
@@ -137,11 +142,6 @@ def evaluation_sentences() -> Iterator[str]:
     (at_2k,), (at_8k,), (at_32k,), (at_64k,) = (each[length] for length in (2048, 8192, 32768, 65536))
     assert at_2k == at_8k
     yield f"number of tokens: {at_2k} at 2k and at 8k, {at_32k} at 32k, {at_64k} at 64k."
-    sizes = {"n_layers": 6, "hidden": 1408, "vocab_size": 256, "attn.dim": 512, "attn.n_heads": 8}
-    config = load_config("125m", {"device": "cpu", **{f"model.{name}": size for name, size in sizes.items()}})
-    with torch.device("meta"):
-        parameters = sum(x.numel() for x in LM(config.model).parameters())
-    yield f"{parameters / 1e6:.1f}M parameters (`--config 125m` with `model.n_layers=6`, `model.hidden=1408`"
 
 
 def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Iterator[str]:
@@ -168,3 +168,31 @@ def longer_study_sentences(study: Path = RESULTS / "h200" / "study-long") -> Ite
     open_arms = ("nsa-gate-bias", "nsa-branch-norm")
     found = [max(needles_found(first / "arms-needle" / "needle.csv", arm).values()) for arm in open_arms]
     yield f"whose gates stay open, find at most {max(found):.0%} at any length"
+
+
+def longest_run_sentences() -> Iterator[str]:
+    """The sentences on 10,000 steps, and on branches that share keys."""
+    folders = {name: RESULTS / "h200" / f"study-{name}" for name in ("long", "shared", "double")}
+    losses = {name: losses_of(study / "arms.csv") for name, study in folders.items()}
+    plain = {name: losses_of(study / "arms-plain" / "loss.csv") for name, study in folders.items()}
+    rows = [row for name in ("shared", "double") for row in records(folders[name] / "arms.csv")]
+    first, second = (row for row in rows if row["arm"] == LONGEST)
+    assert (first["loss"], first["commit"] != second["commit"]) == (second["loss"], True)
+    yield f"{int(second['parameters']) / 1e6:.1f}M parameters, {int(second['tokens']) / 1e6:.1f}M tokens"
+    yield f"both end at {float(first['loss'])}, to the last digit"
+    curve = {
+        row["step"]: row["valid_loss"] for row in records(folders["double"] / "curves.csv") if row["arm"] == LONGEST
+    }
+    yield f"from {float(curve['3000']):.3f} to {float(curve['4000']):.3f} between step 3,000 and 4,000"
+    yield f"after 41.0M tokens, in the middle of its schedule, it is at {float(curve['5000']):.3f}"
+    yield f"the dense arm ends at {losses['long']['dense']:.3f} after as many"
+    yield f"on plain text at {plain['double'][LONGEST]:.3f}, the dense arm at {plain['long']['dense']:.3f}"
+    before = needles_found(folders["double"] / "arms-needle" / "needle.csv", LONGEST)
+    yield f"finds {before[512]:.0%} of the notes in 512 and in 1,024 tokens and {before[2048]:.0%} in 2,048"
+    assert before[512] == before[1024]
+    after = needles_found(folders["double"] / "needle.csv", f"{LONGEST}-64k")
+    yield f"{after[4096]:.0%} at 4k and {after[65536]:.0%} at 64k"
+    yield f"`nsa-shared` ends at {losses['shared']['nsa-shared']:.3f} where `nsa` ended at {losses['long']['nsa']:.3f}"
+    found = needles_found(folders["shared"] / "arms-needle" / "needle.csv", "nsa-shared")
+    yield f"finds at most {max(found.values()):.0%}"
+    yield f"each mean gate of the first layer ends at {largest_gate(folders['double'], LONGEST, layers=1):.3f} or less"

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from figures_of_kernels import bounds_table, kernel_sentences, targets_table
 from figures_of_study import (
+    LONGEST,
     evaluation_sentences,
     evaluation_tables,
     longer_study_sentences,
+    longest_run_sentences,
     losses_of,
     needles_found,
 )
@@ -174,6 +176,10 @@ def readme_sentences() -> Iterator[str]:
     needles = RESULTS / "h200" / "study-long" / "needle.csv"
     dense, nsa = (needles_found(needles, f"{arm}-64k")[65536] for arm in ("dense", "nsa"))
     yield f"found {dense:.0%} of the notes in 64k tokens, NSA {nsa:.0%}"
+    double = RESULTS / "h200" / "study-double"
+    short_texts, long_texts = needles_found(double / "arms-needle" / "needle.csv", LONGEST), double / "needle.csv"
+    found = short_texts[1024], needles_found(long_texts, f"{LONGEST}-64k")[65536]
+    yield f"{found[0]:.0%} of the notes in 1,024 tokens, and extended to longer contexts {found[1]:.0%} in 64k"
 
 
 # docs/transformers.md
@@ -374,7 +380,7 @@ TABLES: dict[str, Sequence[Callable[[], str]]] = {
 }
 SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme_sentences,
-    "docs/evaluation.md": lambda: chain(evaluation_sentences(), longer_study_sentences()),
+    "docs/evaluation.md": lambda: chain(evaluation_sentences(), longer_study_sentences(), longest_run_sentences()),
     "docs/flash-integration.md": flash_sentences,
     "docs/inference.md": inference_sentences,
     "docs/kernels.md": kernel_sentences,

@@ -1,10 +1,9 @@
-"""Archives of a study and of a long run become results files, and tables of docs/evaluation.md."""
+"""Archives of studies become results files, and tables of docs/evaluation.md."""
 
 from __future__ import annotations
 
 import csv
 import importlib
-import json
 import shutil
 import sys
 import tarfile
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 from bench_rows import ROW
 
 from nsa.results import append, read_rows
@@ -57,24 +55,7 @@ def study_archive(tmp_path: Path) -> Path:
     return packed(out)
 
 
-@pytest.fixture
-def run_archive(tmp_path: Path) -> Path:
-    run = tmp_path / "long22"
-    run.mkdir()
-    config = {"batch_size": 2, "accum": 1, "model": {"seq_len": 4096}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (run / "run.json").write_text(json.dumps({"environment": {"gpu": "G", "torch": "2.11", "commit": "abc"}}))
-    metrics = [
-        {"kind": "eval", "step": 0, "loss": 5.5},
-        {"kind": "step", "step": 1, "loss": 5.0},
-        {"kind": "speed", "step": 1000, "step_s": 0.01},
-        {"kind": "eval", "step": 1000, "loss": 1.25},
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    return packed(run)
-
-
-def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_archive: Path, tmp_path: Path) -> None:
+def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, tmp_path: Path) -> None:
     results, page = tmp_path / "benchmarks" / "results" / "h200", tmp_path / "docs" / "evaluation.md"
     for folder in (results, page.parent):
         folder.mkdir(parents=True)
@@ -83,16 +64,15 @@ def test_tables_are_written_once(adopt: ModuleType, study_archive: Path, run_arc
     earlier.parent.mkdir(parents=True)
     earlier.touch()
     for _ in range(2):
-        assert adopt.main([str(study_archive), str(run_archive)], tmp_path) == 0
+        assert adopt.main([str(study_archive)], tmp_path) == 0
         heading, text, *tables = page.read_text().split("\n\n")
         assert (heading, text) == ("# Evaluation", "Text.")
-        arms, needles, long = (table.strip().split("\n") for table in tables)
+        arms, needles = (table.strip().split("\n") for table in tables)
         assert arms[2:] == [
             "| 8k | `nsa` | 26.1M | 24.6M | 3.125 | 2.500 | 1,000,000 |",
             "| 8k | `dense` | 26.0M | 24.6M | 3.250 |  |  |",
         ]
         assert needles[2:] == ["| `nsa-64k` | needle | 75% |"]
-        assert long[2:] == ["| 0 | 0.0M | 0 |  | 5.500 |", "| 1,000 | 8.2M | 10 | 5.000 | 1.250 |"]
     assert not (results / "study" / "logs").exists()
     assert not earlier.exists()
     assert (page.parent / "study-curves.png").read_bytes() == b"curves"
