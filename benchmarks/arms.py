@@ -163,7 +163,7 @@ def make_arms(scale: Scale) -> list[Arm]:
     twin = with_parameters_of(base, replace(base, attention="dense"), scale.round_to)
     equal_parameters = {"model.hidden": twin.hidden}
     dense = {"model.attention": "dense", **equal_parameters}
-    # Selection scores means of the keys that it reads: nothing is left to learn before it finds them.
+    # Selection then scores means of the keys (before RoPE) that it reads.
     one_kv = replace(base, attn=replace(base.attn, share_kv=True, phi="mean"))
     hidden = with_parameters_of(base, one_kv, scale.round_to).hidden
     shared = {"model.attn.share_kv": True, "model.attn.phi": "mean", "model.hidden": hidden}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,7 +61,7 @@ def long_table(file: Path) -> str:
         for row in records(file)
         if row["arm"] == LONGEST and row["valid_loss"]
     ]
-    return table(["step", "tokens", "seconds", "training loss", "validation loss"], lines)
+    return table(["step", "tokens", "seconds", "training loss of 20 steps", "validation loss"], lines)
 
 
 def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str]]:
@@ -175,24 +176,47 @@ def longest_run_sentences() -> Iterator[str]:
     folders = {name: RESULTS / "h200" / f"study-{name}" for name in ("long", "shared", "double")}
     losses = {name: losses_of(study / "arms.csv") for name, study in folders.items()}
     plain = {name: losses_of(study / "arms-plain" / "loss.csv") for name, study in folders.items()}
-    rows = [row for name in ("shared", "double") for row in records(folders[name] / "arms.csv")]
-    first, second = (row for row in rows if row["arm"] == LONGEST)
-    assert (first["loss"], first["commit"] != second["commit"]) == (second["loss"], True)
-    yield f"{int(second['parameters']) / 1e6:.1f}M parameters, {int(second['tokens']) / 1e6:.1f}M tokens"
+    first, second = (
+        next(row for row in records(folders[name] / "arms.csv") if row["arm"] == LONGEST)
+        for name in ("shared", "double")
+    )
+    assert first["loss"] == second["loss"]
+    assert first["commit"] != second["commit"]
+    arm = json.loads((folders["double"] / "arms" / f"{LONGEST}.json").read_text())
+    assert (arm["skipped"], arm["fallbacks"]) == (0, {})
+    tokens = f"{int(second['parameters']) / 1e6:.1f}M parameters, {int(second['tokens']) / 1e6:.1f}M tokens"
+    yield f"{tokens}, no step skipped, no fallback"
     yield f"both end at {float(first['loss'])}, to the last digit"
-    curve = {
-        row["step"]: row["valid_loss"] for row in records(folders["double"] / "curves.csv") if row["arm"] == LONGEST
+    here, there = (1e3 * json.loads((folders[n] / "steps.json").read_text())[LONGEST] for n in ("double", "shared"))
+    yield f"{here:.2f} ms here, {there:.2f} ms in the other run"
+    points = {
+        (name, row["arm"], row["step"]): row["valid_loss"]
+        for name in ("double", "long")
+        for row in records(folders[name] / "curves.csv")
     }
-    yield f"from {float(curve['3000']):.3f} to {float(curve['4000']):.3f} between step 3,000 and 4,000"
-    yield f"after 41.0M tokens, in the middle of its schedule, it is at {float(curve['5000']):.3f}"
-    yield f"the dense arm ends at {losses['long']['dense']:.3f} after as many"
-    yield f"on plain text at {plain['double'][LONGEST]:.3f}, the dense arm at {plain['long']['dense']:.3f}"
+    at_3000, at_4000 = (float(points["double", LONGEST, step]) for step in ("3000", "4000"))
+    yield f"from {at_3000:.3f} to {at_4000:.3f} between step 3,000 and 4,000"
+    yield f"of the [longer study](#the-longer-study) was ({float(points['long', 'nsa', '3000']):.3f})"
+    yield f"ended at {losses['long']['nsa']:.3f}, dense attention at {losses['long']['dense']:.3f}"
     before = needles_found(folders["double"] / "arms-needle" / "needle.csv", LONGEST)
-    yield f"finds {before[512]:.0%} of the notes in 512 and in 1,024 tokens and {before[2048]:.0%} in 2,048"
     assert before[512] == before[1024]
+    yield f"finds {before[512]:.0%} of the notes in 512 and in 1,024 tokens"
+    yield f"and {before[2048]:.0%} in 2,048, where it has to choose"
+    maps = records(folders["double"] / "needle.csv")
+    assert not any(float(r["accuracy"]) for r in maps if r["length"] == "65536" and float(r["value"]) < 1)
     after = needles_found(folders["double"] / "needle.csv", f"{LONGEST}-64k")
     yield f"{after[4096]:.0%} at 4k and {after[65536]:.0%} at 64k"
-    yield f"`nsa-shared` ends at {losses['shared']['nsa-shared']:.3f} where `nsa` ended at {losses['long']['nsa']:.3f}"
-    found = needles_found(folders["shared"] / "arms-needle" / "needle.csv", "nsa-shared")
-    yield f"finds at most {max(found.values()):.0%}"
+    shorter = needles_found(RESULTS / "h200" / "study" / "needle.csv", "nsa-64k")
+    yield f"after a quarter of the steps ({shorter[4096]:.0%} and {shorter[65536]:.0%})"
+    yield f"found {needles_found(folders['long'] / 'needle.csv', 'dense-64k')[65536]:.0%} at 64k"
+    arms = records(folders["double"] / "arms.csv")
+    yield f"extension of {sum(int(row['steps']) for row in arms if row['arm'] != LONGEST)} steps"
     yield f"each mean gate of the first layer ends at {largest_gate(folders['double'], LONGEST, layers=1):.3f} or less"
+    shared, text = losses["shared"], plain["shared"]
+    yield f"`nsa-shared` ends at {shared['nsa-shared']:.3f} where `nsa` ended at {losses['long']['nsa']:.3f}"
+    flops = {row["arm"]: int(row["flops_per_token"]) for row in records(folders["shared"] / "arms.csv")}
+    yield f"{flops['nsa-shared'] / flops[LONGEST] - 1:.0%} more FLOPs per token"
+    found = needles_found(folders["shared"] / "arms-needle" / "needle.csv", "nsa-shared")
+    yield f"finds at most {max(found.values()):.0%} of the notes at any length"
+    yield f"it ends at {shared['nsa-shared-no-cmp']:.3f}, finds none"
+    yield f"text ({text['nsa-shared-no-cmp']:.3f}, {text['nsa-shared']:.3f})"
