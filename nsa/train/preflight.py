@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.utils.benchmark import Timer
 
 from nsa import settings
 from nsa.backends.routing import Router
@@ -119,14 +118,22 @@ def compare_step(config: TrainConfig, found: RunPlan | None, seconds: float) -> 
 
 def cpu_step_s(config: TrainConfig) -> float:
     """Seconds that a batch takes on this CPU, estimated from the speed of one matmul in the run's dtype."""
-    matrix = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=DTYPES[config.dtype])
-    # By default a Timer runs on one thread, and a training step on all.
-    timer = Timer("a @ a", globals={"a": matrix}, num_threads=torch.get_num_threads())
+    rate = 2 * CPU_MATMUL**3 / min(matmul_times(DTYPES[config.dtype]))
+    return config.tokens_per_batch * flops_of(config.model, config.model.seq_len) / (CPU_FRACTION * rate)
+
+
+def matmul_times(dtype: torch.dtype) -> list[float]:
+    """Seconds of each of several matmuls on the CPU. To import torch's Timer takes longer, and prints a warning where
+    there is a CUDA compiler and no GPU."""
+    matrix, end = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=dtype), time.perf_counter() + CPU_MATMUL_S
+    times: list[float] = []
     # A CPU without instructions for the dtype takes a slow path, and warns of it.
     with warnings.catch_warnings(action="ignore"):
-        times = timer.blocked_autorange(min_run_time=CPU_MATMUL_S).times
-    rate = 2 * CPU_MATMUL**3 / min(times)
-    return config.tokens_per_batch * flops_of(config.model, config.model.seq_len) / (CPU_FRACTION * rate)
+        while not times or time.perf_counter() < end:
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            times.append(time.perf_counter() - begin)
+    return times
 
 
 def long_time(seconds: float) -> str:
