@@ -4,7 +4,7 @@
 
 A CSV file of `nsa bench` replaces the rows of the same names and shapes in the file of its name; of the host's times,
 which are compared between commits, every row stays. The profile, `ncu.csv`, has its own columns and is replaced whole.
-Archives also become tables in docs/evaluation.md, and two plots of the study its pictures. An archive is what
+Archives also become tables in docs/evaluation.md, and some of their plots its pictures. An archive is what
 `benchmarks/study.py --pack` wrote, and replaces the folder of the name of its `--out`; logs and metrics are left out.
 """
 
@@ -27,8 +27,8 @@ from nsa.results import append, read_rows
 # Of a study's archive, what is no result.
 LEFT_OUT = ("logs", "runs")
 PROFILE = "ncu.csv"
-# Of the study, what docs/evaluation.md shows.
-PICTURES = ("curves", "needle")
+# What docs/evaluation.md shows, by study.
+PICTURES = {"study": ("curves", "needle"), "study-double": ("needle",)}
 
 
 def adopt_rows(measured: Path, out: Path) -> None:
@@ -85,10 +85,11 @@ def main(argv: Sequence[str] | None = None, root: Path = readme.RESULTS.parents[
     results = root / "benchmarks" / "results" / "h200"
     for archive in parser.parse_args(argv).archives:
         print(f"wrote {adopt(archive, results)}")
-    for name in PICTURES:
-        drawn = results / "study" / f"{name}.png"
-        if drawn.is_file():
-            shutil.copyfile(drawn, root / "docs" / f"study-{name}.png")
+    for study, names in PICTURES.items():
+        for name in names:
+            drawn = results / study / f"{name}.png"
+            if drawn.is_file():
+                shutil.copyfile(drawn, root / "docs" / f"{study}-{name}.png")
     readme.write(root / "docs" / "evaluation.md", readme.evaluation_tables(results))
     return 0
 

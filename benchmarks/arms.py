@@ -10,7 +10,7 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arms whose needles are evaluated before the extension: one seed and learning rate, different attention.
+# The arms whose needles are evaluated before the extension: of one seed and learning rate.
 KINDS = (
     *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
     *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),

@@ -366,9 +366,9 @@ class NSAAttention(nn.Module):
         k, v = raw
         where: dict[str, Any] = {"stride": c.d, "cu_seqlens": cu_seqlens, "backend": c.backend, "strict": c.strict}
         phis = self.phi_k, self.phi_v
-        # A backend that is named runs, or raises.
-        free = torch.compiler.is_compiling() and c.backend == "auto"
-        if free and cu_seqlens is None and not keys_only and joinable(phis, raw, c.d):
+        # A backend that is named runs its own op, or raises.
+        jointly = torch.compiler.is_compiling() and c.backend == "auto" and cu_seqlens is None and not keys_only
+        if jointly and joinable(phis, raw, c.d):
             k_cmp, v_cmp = compress_jointly(phis, raw, c.d)
         else:
             k_cmp = self.phi_k(k, **where)

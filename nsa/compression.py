@@ -63,36 +63,34 @@ class Compression(nn.Module):
 
 def joinable(phis: Sequence[Compression], raw: Sequence[Tensor], stride: int) -> bool:
     """Whether `compress_jointly` computes what calls of `phis` would; to be called by compiled code."""
-    if any(
-        type(phi) is not Compression or phi.kind != "mlp" or is_observed(phi) or "mlp" in phi.__dict__ for phi in phis
-    ):
+    plain = all(type(phi) is Compression and phi.kind == "mlp" and not is_observed(phi) for phi in phis)
+    if not plain or any("mlp" in phi.__dict__ for phi in phis):
         return False
-    linears = [linear for phi in phis for linear in (phi.inner, phi.outer)]
-    if not all(is_plain_linear(linear) and linear.bias is not None for linear in linears):
+    linears = [(phi.inner, phi.outer) for phi in phis]
+    if not all(is_plain_linear(linear) and linear.bias is not None for pair in linears for linear in pair):
         return False
-    first, *others = phis
-    alike = all(phi.inner.weight.shape == first.inner.weight.shape for phi in others)
-    whole = first.block % stride == 0 and raw[0].shape[1] >= first.block
-    return alike and whole and all(x.shape == raw[0].shape for x in raw)
+    first, *others = [[linear.weight.shape for linear in pair] for pair in linears]
+    alike = all(shapes == first for shapes in others) and all(x.shape == raw[0].shape for x in raw)
+    return alike and phis[0].block % stride == 0 and raw[0].shape[1] >= phis[0].block
 
 
 def compress_jointly(phis: Sequence[Compression], raw: Sequence[Tensor], stride: int) -> Sequence[Tensor]:
     """Every block of each of `raw [B, S, G, D]` by its own MLP, in batched matmuls: `[B, N, G, D]` each.
 
     A block is a run of chunks of `stride` tokens. Each chunk is multiplied once, by the weights of all its places in a
-    block, so nothing is gathered, and a compiler joins the rest into a few kernels.
+    block, so nothing is gathered, and a compiler fuses the rest into a few kernels.
     """
     block = phis[0].block
     n_parts, n_chunks = block // stride, raw[0].shape[1] // stride
     n_blocks = n_chunks - n_parts + 1
     chunks = torch.stack([x[:, : n_chunks * stride].unflatten(1, (n_chunks, stride)) for x in raw]).transpose(3, 4)
-    weight = torch.stack([phi.inner.weight for phi in phis])  # [2, hidden, block * D]
+    # [2, hidden, block * D]
+    weight = torch.stack([phi.inner.weight for phi in phis])
     position = torch.stack([phi.position.flatten() for phi in phis])
     by_part = weight.unflatten(2, (n_parts, -1)).transpose(1, 2).flatten(1, 2)
     products = torch.bmm(chunks.flatten(4).flatten(1, 3), by_part.mT)
-    products = products.unflatten(1, chunks.shape[1:4]).unflatten(
-        -1, (n_parts, -1)
-    )  # [2, B, n_chunks, G, n_parts, hidden]
+    # [2, B, n_chunks, G, n_parts, hidden]
+    products = products.unflatten(1, chunks.shape[1:4]).unflatten(-1, (n_parts, -1))
     # In the parameters' dtype: what the positions add does not depend on the tokens.
     inner = torch.stack([phi.inner.bias for phi in phis]) + (weight * position[:, None]).sum(-1)
     inner = inner[:, None, None, None] + sum(products[:, :, p : p + n_blocks, :, p] for p in range(n_parts))
