@@ -10,11 +10,12 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arms whose needles are evaluated before the extension: of one seed and learning rate.
+# The arms whose needles are evaluated before the extension.
 KINDS = (
     *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
     *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),
-    *("nsa-shared", "nsa-shared-no-cmp", "nsa-double"),
+    *("nsa-shared", "nsa-shared-no-cmp", "nsa-double", "dense-double"),
+    *("nsa-seed", "dense-seed", "dense-lr"),
 )
 
 
@@ -184,10 +185,12 @@ def make_arms(scale: Scale) -> list[Arm]:
         "nsa-seed": {"seed": 1},
         "dense-seed": {"seed": 1, **dense},
         "nsa-double": {},
+        "dense-double": dense,
     }
     steps = {
         "dense-flops": round(scale.steps * flops_per_token(base) / flops_per_token(twin)),
         "nsa-double": 2 * scale.steps,
+        "dense-double": 2 * scale.steps,
     }
     return [
         Arm(name, sets, steps.get(name, scale.steps), scale.seq_len, scale.batch_size) for name, sets in changes.items()
