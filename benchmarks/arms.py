@@ -16,6 +16,7 @@ KINDS = (
     *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),
     *("nsa-shared", "nsa-shared-no-cmp", "nsa-double", "dense-double"),
     *("nsa-seed", "dense-seed", "dense-lr"),
+    *("nsa-shared-gate-bias", "nsa-gate-bias-seed", "nsa-gate-bias-seed-2"),
 )
 
 
@@ -168,22 +169,26 @@ def make_arms(scale: Scale) -> list[Arm]:
     one_kv = replace(base, attn=replace(base.attn, share_kv=True, phi="mean"))
     hidden = with_parameters_of(base, one_kv, scale.round_to).hidden
     shared = {"model.attn.share_kv": True, "model.attn.phi": "mean", "model.hidden": hidden}
+    open_gates = {"model.attn.gate_bias": 2.0}
     changes: dict[str, dict[str, Any]] = {
         "nsa": {},
         "dense": dense,
         "dense-flops": dense,
         "sliding": {"model.attention": "sliding", "model.window": base.attn.w, **equal_parameters},
         **{f"nsa-no-{branch}": {"model.attn.drop_branch": branch} for branch in ("cmp", "sel", "win")},
-        "nsa-gate-bias": {"model.attn.gate_bias": 2.0},
+        "nsa-gate-bias": open_gates,
         "nsa-branch-norm": {"model.attn.branch_norm": True},
         "nsa-gate-softmax": {"model.attn.gate": "softmax"},
         "nsa-gate-no-decay": {"gate_decay": False},
         "nsa-shared": shared,
         "nsa-shared-no-cmp": {**shared, "model.attn.drop_branch": "cmp"},
+        "nsa-shared-gate-bias": {**shared, **open_gates},
         "nsa-lr": {"lr": scale.other_lr},
         "dense-lr": {"lr": scale.other_lr, **dense},
         "nsa-seed": {"seed": 1},
         "dense-seed": {"seed": 1, **dense},
+        "nsa-gate-bias-seed": {"seed": 1, **open_gates},
+        "nsa-gate-bias-seed-2": {"seed": 2, **open_gates},
         "nsa-double": {},
         "dense-double": dense,
     }
