@@ -137,6 +137,7 @@ class NSALlamaPreTrainedModel(PreTrainedModel):
         kind = getattr(module, "nsa_init", None)
         if kind == "xavier":
             initialization.xavier_uniform_(module.weight)
+            initialization.constant_(module.bias, self.config.attention_config().gate_bias)
         elif kind == "linear":
             initialization.kaiming_uniform_(module.weight, a=math.sqrt(5))
             bound = module.in_features**-0.5

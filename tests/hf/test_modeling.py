@@ -34,13 +34,13 @@ def test_the_auto_classes_know_the_model() -> None:
 def test_weights_are_initialized_as_nsa_asks() -> None:
     """Transformers skips modules without parameters of their own, and would leave its own N(0, 0.02)."""
     torch.manual_seed(0)
-    attention = tiny_model(hidden_size=256, initializer_range=0.02).model.layers[0].self_attn
+    attention = tiny_model({"gate_bias": 1.5}, hidden_size=256, initializer_range=0.02).model.layers[0].self_attn
     gate, phi = attention.gate, attention.phi_k
     xavier = (6 / (gate.outer.in_features + gate.outer.out_features)) ** 0.5
     bounds = {gate.outer.weight: xavier, gate.inner.weight: 256**-0.5, phi.inner.weight: (8 * 16) ** -0.5}
     for weight, bound in bounds.items():
         assert 0.9 * bound < weight.abs().max() <= bound
-    assert gate.outer.bias.abs().max() == 0
+    assert (gate.outer.bias == 1.5).all()
     assert phi.inner.bias.abs().max() > 0
     assert 0.01 < phi.position.std() < 0.03
     assert attention.k_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)

@@ -27,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
 @torch.no_grad()
 def test_a_folder_is_the_model_that_transformers_loads(tmp_path: Path, kind: str) -> None:
     folder = tiny_folder(tmp_path / kind, kind)
-    tokens = torch.randint(1, 256, (1, 50))
+    # Every block is selected, so that no near tie can be decided differently.
+    tokens = torch.randint(1, 256, (1, 32))
     exact = load_folder(folder, CPU, torch.float64)(tokens)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     ours = load_folder(folder, CPU)(tokens)
