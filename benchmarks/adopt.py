@@ -28,7 +28,7 @@ from nsa.results import append, read_rows
 LEFT_OUT = ("logs", "runs")
 PROFILE = "ncu.csv"
 # What docs/evaluation.md shows, by study.
-PICTURES = {"study": ("curves", "needle"), "study-double": ("needle",)}
+PICTURES = {"study": ("curves", "needle"), "study-double": ("needle",), "study-gates": ("needle",)}
 
 
 def adopt_rows(measured: Path, out: Path) -> None:

@@ -10,15 +10,6 @@ import torch
 from nsa.model import LM, LMConfig
 from nsa.train.config import TrainConfig, load_config
 
-# The arms whose needles are evaluated before the extension.
-KINDS = (
-    *("nsa", "dense", "dense-flops", "sliding", "nsa-no-cmp", "nsa-no-sel", "nsa-no-win"),
-    *("nsa-gate-bias", "nsa-gate-softmax", "nsa-branch-norm"),
-    *("nsa-shared", "nsa-shared-no-cmp", "nsa-double", "dense-double"),
-    *("nsa-seed", "dense-seed", "dense-lr"),
-    *("nsa-shared-gate-bias", "nsa-gate-bias-seed", "nsa-gate-bias-seed-2"),
-)
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -248,6 +239,8 @@ def train_values(scale: Scale, arm: Arm) -> dict[str, Any]:
     return {
         **model_sets(scale),
         "model.seq_len": arm.seq_len,
+        # The default was changed after these arms, because of them.
+        "model.attn.gate_bias": 0.0,
         **scale.sets,
         "eval_every": every,
         "stats_every": max(1, arm.steps // 5),

@@ -11,6 +11,7 @@ from statistics import mean
 
 from recorded import RESULTS, records, table
 
+from nsa.config import NSAConfig
 from nsa.data.recall import NOTE_VALUES
 from nsa.evaluation.plots import short
 from nsa.train.config import load_config
@@ -21,6 +22,8 @@ STUDIES = {
     "study-long": ", long study",
     "study-shared": ", shared keys",
     "study-double": ", 10,000 steps",
+    "study-seeds": ", other seeds",
+    "study-gates": ", open gates",
 }
 LONGEST = "nsa-double"
 
@@ -39,17 +42,14 @@ def arms_table(title: str, file: Path) -> str:
     return table([title, "arm", "parameters", "tokens", *losses, "tokens per second"], lines)
 
 
-def accuracy_table(title: str, file: Path) -> str:
-    """By run, task and length: right answers; of needles over all depths."""
+def accuracy_table(title: str, *files: Path) -> str:
+    """By run, task and length: right answers over all depths, numbers of keys, or of hops."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in records(file):
-        task = "needle" if row["task"] == "needle" else f"{row['task']} {row['value']}"
-        found.setdefault((row["run"], task), {}).setdefault(int(row["length"]), []).append(float(row["accuracy"]))
+    for row in (row for file in files for row in records(file)):
+        scores = found.setdefault((row["run"], row["task"]), {})
+        scores.setdefault(int(row["length"]), []).append(float(row["accuracy"]))
     lengths = sorted({length for scores in found.values() for length in scores})
-    lines = [
-        [f"`{run}`", task, *(f"{sum(scores[n]) / len(scores[n]):.0%}" for n in lengths)]
-        for (run, task), scores in found.items()
-    ]
+    lines = [[f"`{run}`", task, *(f"{mean(x[n]):.0%}" for n in lengths)] for (run, task), x in found.items()]
     return table([title, "task", *map(short, lengths)], lines)
 
 
@@ -70,12 +70,16 @@ def evaluation_tables(results: Path = RESULTS / "h200") -> list[Callable[[], str
     for study, words in STUDIES.items():
         tables |= {
             f"{study}/arms.csv": partial(arms_table, f"context{words}"),
-            f"{study}/needle.csv": partial(accuracy_table, f"after the extension{words}"),
-            f"{study}/recall.csv": partial(accuracy_table, f"recall after the extension{words}"),
+            f"{study}/needle.csv": partial(after_table, f"after the extension{words}"),
             f"{study}/arms-needle/needle.csv": partial(accuracy_table, f"before the extension{words}"),
         }
     tables["study-double/curves.csv"] = long_table
     return [partial(make, results / name) for name, make in tables.items() if (results / name).is_file()]
+
+
+def after_table(title: str, needle: Path) -> str:
+    """The needles and the recall of a study's extensions, where there was time for both."""
+    return accuracy_table(title, *filter(Path.is_file, (needle, needle.with_name("recall.csv"))))
 
 
 def losses_of(file: Path) -> dict[str, float]:
@@ -220,3 +224,57 @@ def longest_run_sentences() -> Iterator[str]:
     yield f"finds at most {max(found.values()):.0%} of the notes at any length"
     yield f"it ends at {shared['nsa-shared-no-cmp']:.3f}, finds none"
     yield f"text ({text['nsa-shared-no-cmp']:.3f}, {text['nsa-shared']:.3f})"
+
+
+def open_gates_sentences() -> Iterator[str]:
+    """The sentences on gates that start open, other seeds, and dense attention of 10,000 steps."""
+    folders = {name: RESULTS / "h200" / f"study-{name}" for name in ("long", "shared", "double", "seeds", "gates")}
+    plain, loss, needles = {}, {}, {}
+    for study in folders.values():
+        loss |= losses_of(study / "arms.csv")
+        plain |= losses_of(study / "arms-plain" / "loss.csv")
+        for file in (study / "arms-needle" / "needle.csv", study / "needle.csv"):
+            needles |= {run: needles_found(file, run) for run in {row["run"] for row in records(file)}}
+    first = losses_of(RESULTS / "h200" / "study" / "arms.csv")
+
+    def both(runs: str, of: dict[str, float] = loss) -> str:
+        return " and ".join(f"{of[run]:.3f}" for run in runs.split())
+
+    double = "nsa-double dense-double"
+    yield f"{both(double)} after 10,000 steps (on plain text {both(double, plain)})"
+    yield f"{both('nsa-seed dense-seed')} after 5,000 steps"
+    seeds = ("nsa-gate-bias", "nsa-gate-bias-seed", "nsa-gate-bias-seed-2")
+    learned = ", ".join(f"{loss[run]:.3f}" for run in seeds)
+    yield f"three of three seeds ({learned}) and with shared keys ({both('nsa-shared-gate-bias')})"
+    yield f"none of two seeds ({loss['nsa']:.3f}, {loss['nsa-seed']:.3f}), nor with shared keys ({both('nsa-shared')})"
+    yield f"one of two seeds ({loss['dense']:.3f}, {loss['dense-seed']:.3f})"
+    yield f"(`gate_bias` {NSAConfig.gate_bias:.0f}: a sigmoid of {1 / (1 + math.exp(-NSAConfig.gate_bias)):.2f})"
+    yield f"they cost a little: {first['nsa-gate-bias'] - first['nsa']:.3f} in the first study"
+    on_text = ", ".join(f"{plain[run]:.3f}" for run in seeds)
+    yield f"they gain nothing ({on_text}; closed {plain['nsa']:.3f}, {plain['nsa-seed']:.3f})"
+    (least,) = {needles[run][1024] for run in (*seeds, "nsa-double", "nsa-shared-gate-bias")} - {1.0}
+    yield f"but for one seed ({least:.0%})"
+    yield f"`nsa-double` finds {needles['nsa-double-64k'][4096]:.0%} of the notes in 4k tokens"
+    shared, dense = needles["nsa-shared-gate-bias-64k"], needles["dense-double-64k"]
+    yield f"{needles['nsa-shared-gate-bias'][2048]:.0%} in 2,048 tokens"
+    yield f"{shared[4096]:.0%} in 4k, {shared[8192]:.0%} in 8k and {shared[65536]:.0%} in 64k"
+    assert {dense[n] for n in (4096, 8192, 16384)} == {1.0}
+    yield f"finds 100% up to 16k and {dense[65536]:.0%} in 64k"
+    yield f"costs dense attention {loss['dense-lr'] - loss['dense']:.3f} after 5,000 steps"
+    yield f"NSA {first['nsa-lr'] - first['nsa']:.3f} after 2,500"
+    yield f"(`dense-double`), ends at {both('dense-double')}."
+    yield f"`dense-double` {dense[65536]:.0%}."
+    falls = []
+    for study, arms in (("seeds", seeds), ("gates", (*seeds, "nsa-shared-gate-bias"))):
+        rows = [row for row in records(folders[study] / "curves.csv") if row["valid_loss"]]
+        for arm in arms:
+            curve = {int(row["step"]): float(row["valid_loss"]) for row in rows if row["arm"] == arm}
+            falls += [max(curve[step] - curve[step + 500] for step in (2500, 3000))] if curve else []
+    assert len(falls) == 4
+    yield f"falls by {min(falls):.2f} to {max(falls):.2f} within 500 steps, between step 2,500 and 3,500"
+
+
+def study_sentences() -> Iterator[str]:
+    """All sentences of docs/evaluation.md with figures."""
+    for make in (evaluation_sentences, longer_study_sentences, longest_run_sentences, open_gates_sentences):
+        yield from make()

@@ -11,18 +11,15 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from figures_of_kernels import bounds_table, kernel_sentences, targets_table
 from figures_of_study import (
     LONGEST,
-    evaluation_sentences,
     evaluation_tables,
-    longer_study_sentences,
-    longest_run_sentences,
     losses_of,
     needles_found,
+    study_sentences,
 )
 from recorded import (
     BOTH,
@@ -76,6 +73,16 @@ def attention_table() -> str:
     cases = [(shape, n) for shape, each in lengths.items() for n in each]
     lines = [[shape, f"{n:,}", *(cell(impl, shape, n) for impl in (NSA, CUDNN, FA2))] for shape, n in cases]
     return table(["heads/groups/head_dim", "tokens", "NSA, `triton`", "dense, cuDNN", "dense, FA-2"], lines)
+
+
+def flex_table() -> str:
+    found = measured("attention-flex")
+
+    def cell(impl: str, length: int) -> str:
+        return " / ".join(digits(found.ms(impl, SHAPES["64/4/128"], length, [mode])) for mode in BOTH)
+
+    lines = [[f"{n:,}", *(cell(impl, n) for impl in (NSA, CUDNN, "dense-flex"))] for n in (8192, 32768, 65536)]
+    return table(["64/4/128, tokens", "NSA, `triton`", "dense, cuDNN", "dense, FlexAttention"], lines)
 
 
 def training_rates() -> Iterator[tuple[int, int, float, float]]:
@@ -171,16 +178,16 @@ def readme_sentences() -> Iterator[str]:
     yield f"A 125M model (12/2/64) overtakes its dense twin between {short(before)} and {short(after)} tokens"
     size = int(records("h200/study-long/arms.csv")[0]["parameters"]) / 1e6
     yield f"at {size:.0f}M parameters"
-    plain = losses_of(RESULTS / "h200" / "study-long" / "arms-plain" / "loss.csv")
-    yield f"below that of dense attention ({plain['nsa']:.3f}, {plain['dense']:.3f})"
-    needles = RESULTS / "h200" / "study-long" / "needle.csv"
-    dense, nsa = (needles_found(needles, f"{arm}-64k")[65536] for arm in ("dense", "nsa"))
-    yield f"found {dense:.0%} of the notes in 64k tokens, NSA {nsa:.0%}"
-    double = RESULTS / "h200" / "study-double"
-    short_texts, long_texts = needles_found(double / "arms-needle" / "needle.csv", LONGEST), double / "needle.csv"
+    double, seeds = (RESULTS / "h200" / f"study-{name}" for name in ("double", "seeds"))
+    losses = losses_of(double / "arms.csv") | losses_of(seeds / "arms.csv")
+    yield f"({losses['nsa-double']:.3f} and {losses['dense-double']:.3f} after 10,000 steps)"
+    short_texts = needles_found(double / "arms-needle" / "needle.csv", LONGEST)
     yield f"{short_texts[1024]:.0%} of the notes in 1,024 tokens, where every block is selected"
-    yield f"and {short_texts[2048]:.0%} in 2,048; extended to longer contexts"
-    yield f"{needles_found(long_texts, f'{LONGEST}-64k')[65536]:.0%} in 64k"
+    yield f"and {short_texts[2048]:.0%} in 2,048"
+    ours, dense = (needles_found(x / "needle.csv", f"{y}-double-64k") for x, y in ((double, "nsa"), (seeds, "dense")))
+    yield f"extended to longer contexts {ours[4096]:.0%} in 4k and {ours[65536]:.0%} in 64k"
+    assert dense[4096] == 1
+    yield f"dense attention 100% and {dense[65536]:.0%}"
     attn = NSAConfig(dim=64, n_heads=1, n_kv_groups=1, d_k=64, d_v=64)
     assert attn.n_sel * attn.l_sel == 1024
 
@@ -374,7 +381,10 @@ def log_sentences() -> Iterator[str]:
 
 # By page: tables, which must be there as they are, and what the text says, in any number of lines.
 TABLES: dict[str, Sequence[Callable[[], str]]] = {
-    "README.md": (crossover_table, attention_table, training_table, memory_table, decode_table, generation_table),
+    "README.md": (
+        *(crossover_table, attention_table, flex_table, training_table),
+        *(memory_table, decode_table, generation_table),
+    ),
     "docs/evaluation.md": evaluation_tables(),
     "docs/flash-integration.md": (flash_table,),
     "docs/inference.md": (fp8_table,),
@@ -383,7 +393,7 @@ TABLES: dict[str, Sequence[Callable[[], str]]] = {
 }
 SENTENCES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme_sentences,
-    "docs/evaluation.md": lambda: chain(evaluation_sentences(), longer_study_sentences(), longest_run_sentences()),
+    "docs/evaluation.md": study_sentences,
     "docs/flash-integration.md": flash_sentences,
     "docs/inference.md": inference_sentences,
     "docs/kernels.md": kernel_sentences,

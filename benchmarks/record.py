@@ -23,6 +23,7 @@ from rich.table import Table
 
 TREE = Path(__file__).resolve().parent.parent
 DENSE = "nsa-triton dense-cudnn dense-fa2"
+FLEX = "nsa-triton dense-cudnn dense-flex"
 COMMIT = "--commit {commit}"
 LENGTHS = "1024 2048 4096 8192 16384 32768 65536 131072"
 
@@ -77,6 +78,7 @@ STEPS: dict[str, tuple[Command, ...]] = {
         attention(150, "32/8/128 12/2/64", LENGTHS, f"--cuda-graphs --impl {DENSE}"),
         attention(25, "12/2/64", "2048", f"--batch-size 8 --cuda-graphs --impl {DENSE}", "attention-batch-8"),
         attention(35, "64/4/128", "8192", "--impl nsa-triton dense-cudnn"),
+        attention(80, "64/4/128", "8192 32768 65536", f"--cuda-graphs --impl {FLEX}", "attention-flex"),
     ),
     "host": (host("12/2/64", "2048 8192"), host("64/4/128", "8192")),
     "train": (

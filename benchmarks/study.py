@@ -42,7 +42,6 @@ from typing import Any
 
 import torch
 from arms import (
-    KINDS,
     SCALES,
     Arm,
     Scale,
@@ -347,13 +346,12 @@ class Study:
         lengths = ["--lengths", *map(str, s.lengths), "--samples", str(s.samples)]
         many = ["--keys", *map(str, s.keys), "--hops", *map(str, s.hops)]
         few = ["--lengths", *map(str, s.short_lengths)]
-        kinds = [name for name in arms if name in KINDS]
         return [
             self.eval_job("needle", longest, [*lengths, "--depths", str(s.depths)], self.out),
             self.eval_job("recall", longest, [*lengths, *many], self.out),
             self.eval_job("loss", extended, ["--windows", "8"], self.out),
             self.eval_job(
-                "needle", kinds, [*few, "--depths", "5", "--samples", str(s.samples)], self.out / "arms-needle"
+                "needle", arms, [*few, "--depths", "5", "--samples", str(s.samples)], self.out / "arms-needle"
             ),
             self.eval_job(
                 "loss",

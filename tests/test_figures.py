@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
     FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+    from figures_of_study import longer_study_sentences
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 # A notebook: what was tried, measured once, and is not in the tree. Where it cites a results file it is compared.
 NOTEBOOK = "docs/perf-log.md"
@@ -106,7 +107,7 @@ def test_an_unsupported_number_is_found(text: str) -> None:
 
 
 def test_sentences_of_the_longer_study_are_of_its_files(tmp_path: Path) -> None:
-    make, study = FIGURES["longer_study_sentences"], tmp_path / "study-long"
+    make, study = longer_study_sentences, tmp_path / "study-long"
     assert list(make(study)) == []
     first = ROOT / "benchmarks" / "results" / "h200" / "study"
     shutil.copytree(first, study)

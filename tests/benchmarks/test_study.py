@@ -77,13 +77,6 @@ def test_the_arms_are_those_that_the_issue_asks_for(study: ModuleType) -> None:
     } <= set(arms)
 
 
-@pytest.mark.slow
-def test_the_arms_that_differ_in_attention_have_a_needle_map(study: ModuleType) -> None:
-    training = {"lr", "seed", "gate_decay"}
-    arms = study.make_arms(study.SCALES["125m"])
-    assert set(study.KINDS) == {arm.name for arm in arms if not training & arm.sets.keys()}
-
-
 def test_one_token_in_forty_is_of_an_answer(study: ModuleType) -> None:
     pytest.importorskip("tokenizers")
     files = python_files([FOLDER.parent / "nsa"])
