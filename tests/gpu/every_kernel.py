@@ -41,7 +41,10 @@ CASES = {
         length=333, groups=1, heads=4, d_k=128, d_v=128, documents=(1, 0, 200, 1, 131), **DEFAULTS
     ),
     "batch, wider keys": Case(length=131, batch=2, groups=2, heads=3, d_k=192, d_v=128, **DEFAULTS),
-    # On Hopper, with the varlen case, the kernels in Gluon.
+    # On Hopper, with the varlen cases, the kernels in Gluon.
+    "varlen, 8 heads per group": Case(
+        length=333, groups=1, heads=8, d_k=128, d_v=128, documents=(100, 33, 200), **DEFAULTS
+    ),
     "fixed, 16 heads per group": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS),
     # Longer than what is read densely: there the selected and the sliding branch in one kernel.
     "fixed, one slot": Case(length=333, groups=1, heads=16, d_k=128, d_v=128, **DEFAULTS | ONE_SLOT),

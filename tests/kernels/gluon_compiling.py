@@ -25,6 +25,7 @@ SPILL = ("LDL", "STL")
 SHAPES = {name: replace(compiling.SHAPES[name], length=32768) for name in ("64/4/128", "32/8/128 varlen", "32/8/64")}
 SHAPES["12/2/128"] = compiling.Shape(12, 2, 128, 128, length=32768)
 SHAPES["64/4/128 offset"] = compiling.Shape(64, 4, 128, 128, length=32768, offset=True)
+SHAPES["16/2/128 varlen"] = compiling.Shape(16, 2, 128, 128, varlen=True, length=32768)
 SHAPES["64/4/128 fp16 8k"] = compiling.Shape(64, 4, 128, 128, dtype="float16", length=8192)
 
 
@@ -168,11 +169,11 @@ class Recorder(compiling.Recorder):
 
 
 def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
-    """Forward and backward of both branches, as the launchers would launch them, and what runs for two at once."""
+    """Forward and backward of the branches, as the launchers would launch them, and what runs for two at once."""
     import torch
 
-    from nsa.backends.triton import branches, ranged
-    from nsa.sequences import Compressed, Pooling, Saved, Sequences, Sliding, Upstream, attention_branches
+    from nsa.backends.triton import branches, ranged, selected
+    from nsa.sequences import Compressed, Pooling, Saved, Selected, Sequences, Sliding, Upstream, attention_branches
 
     cu = torch.tensor([0, shape.length // 4, shape.length], dtype=torch.int32) if shape.varlen else None
     n_queries = shape.length // 2 if shape.offset else shape.length
@@ -196,6 +197,8 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
             getattr(ranged, f"{name}_forward")(q, k, v, branch)
             getattr(ranged, f"{name}_backward")(upstream, Saved(q, k, v, do, lse), branch)
     indices = torch.zeros(1, n_queries, shape.groups, 16, dtype=torch.int32)
+    with recorder.at("selected"):
+        selected.selected_backward(upstream, Saved(q, k, v, do, lse, indices), Selected(sequences, 64, 0.1))
     with recorder.at("fused"):
         over = attention_branches(q, None, None, None, 32, 16, 64, 16, 1, 2, 512, 0.1)
         branches.selected_sliding_forward(q, k, v, indices, k, v, over)

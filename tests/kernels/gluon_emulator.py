@@ -126,6 +126,19 @@ class Shared:
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.values.permute(order), self.accesses)
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        """An array of tiles as one of boxes `[1, 1, rows, columns]`: as swizzled layouts have it, a tile is one column
+        block after the other, and each of these one box after the other."""
+        rows, columns = shape[-2:]
+        boxes = [
+            Shared(box[None, None], accesses)
+            for tile, accesses in zip(self.values, self.accesses, strict=True)
+            for block in tile.split(columns, 1)
+            for box in block.split(rows, 0)
+        ]
+        assert (self.dtype, len(boxes)) == (dtype, shape[0])
+        return SimpleNamespace(index=boxes.__getitem__)
+
     def store(self, x: Tensor) -> None:
         assert x.dtype == self.dtype
         self.accesses.store()
@@ -345,7 +358,8 @@ def atomic_add(pointer: Pointer, x: int, sem: str) -> None:
 def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "mbarrier":
         return Barriers(shape[0])
-    return Shared(torch.full(shape, float("nan"), dtype=dtype), [Accesses() for _ in range(shape[0])])
+    poison = float("nan") if dtype.is_floating_point else -(2**30)
+    return Shared(torch.full(shape, poison, dtype=dtype), [Accesses() for _ in range(shape[0])])
 
 
 def warp_specialize(partitions: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
@@ -398,6 +412,8 @@ gl = SimpleNamespace(
     num_programs=lambda axis: GRID.programs,
     inline_asm_elementwise=lambda asm, constraints, args, **options: args[0],
     NVMMADistributedLayout=ignored,
+    NVMMASharedLayout=ignored,
+    SwizzledSharedLayout=ignored,
     DotOperandLayout=ignored,
     SliceLayout=ignored,
     BlockedLayout=ignored,

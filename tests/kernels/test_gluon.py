@@ -419,6 +419,30 @@ def test_explain_reports_dq_as_the_window_has_it(window: int, on_gpu: Problem) -
     assert (everything in found) == (window == 8192)
 
 
+@pytest.mark.parametrize(
+    ("other", "select_block", "in_gluon"),
+    [
+        ({}, 64, True),
+        ({"varlen": True}, 64, True),
+        ({"cached": True}, 64, True),
+        ({"n_queries": 4096, "n_keys": 4096}, 64, True),
+        ({}, 32, False),
+        # Four heads per group.
+        ({"n_heads": 16}, 64, False),
+        ({"n_heads": 24}, 64, False),
+        ({"n_queries": 4, "cached": True}, 64, False),
+    ],
+    ids=str,
+)
+def test_explain_reports_the_selected_backward_pass(
+    other: dict[str, Any], select_block: int, in_gluon: bool, on_gpu: Problem
+) -> None:
+    router = Router([backend], Settings())
+    trained = dataclasses.replace(on_gpu, **{"backward": True, **other})
+    assert ("selected backward" in str(router.explain(trained, select_block=select_block))) == in_gluon
+    assert "selected backward" not in str(router.explain(on_gpu))
+
+
 def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> None:
     of_125m = dataclasses.replace(on_gpu, n_heads=12, n_groups=2, d_k=64, d_v=64)
     assert backend.kernel_set(of_125m).startswith("Triton")

@@ -115,6 +115,19 @@ def test_triton_s_kernels_run_a_backward_pass(failing: Callable[..., None]) -> N
     assert "hopper_dkv_kernel" in str(gluon.unavailable())
 
 
+def test_triton_s_kernel_runs_the_selected_backward_pass(failing: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    shapes = ((1, 70, 8, 128), (1, 70, 1, 128), (1, 70, 1, 128))
+    inputs = [torch.randn(shape, dtype=torch.float16).requires_grad_() for shape in shapes]
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 70, 1, 2).contiguous()
+    indices[:, :64, :, 1] = -1
+    outputs = [ops.selected_attention(*inputs, indices, select_block=64, backend="triton")[0] for _ in range(2)]
+    expected = gradients(outputs[0], inputs)
+    failing()
+    assert all(map(torch.equal, gradients(outputs[1], inputs), expected))
+    assert "hopper_block_backward_kernel" in str(gluon.unavailable())
+
+
 @pytest.mark.slow
 def test_branches_at_once_run_one_by_one(failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in attention_arguments(SERVED, "triton", torch.half)]

@@ -86,6 +86,26 @@ class FusedTile(Tile):
     ring: int = 3
 
 
+@dataclass(frozen=True)
+class BlockTile(Tile):
+    """Of the selected branch's backward pass: a warpgroup that owns a block of `block_n` keys, a warp that loads
+    `block_m` rows at a time, and one that stores their `dq`; two CTAs share an SM. The rest as in
+    `SelectedBackwardTile`."""
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = 128
+    segment: int = 4096
+    scratch: int = 1 << 30
+    merge_warps: int = 1
+
+    @property
+    def max_block_keys(self) -> int:
+        return self.block_n
+
+
 # Tiles that are picked, or were near to it: 128 keys for long ranges, 64 for short ones.
 FORWARD = {
     64: (ForwardTile(block_n=128, num_stages=4), ForwardTile(block_n=64, num_stages=4)),
@@ -178,12 +198,29 @@ def pick_fused(
     return tile if described and fits else None
 
 
-def passes(problem: Problem, branch: Compressed | Sliding, forward: bool, backward: bool) -> list[str]:
-    """Those of the forward and the backward pass of a problem of the `branch` that these kernels run, where its tensors
-    are contiguous."""
+def pick_blocks(do: Layout, q: Layout, k: Layout, v: Layout, select_block: int) -> BlockTile | None:
+    """The tile of the selected branch's backward pass; None where Triton's kernel runs."""
+    tile, n_groups, head_dim = BlockTile(), k.shape[2], q.shape[3]
+    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim == 64:
+        return None
+    described = all(whole_queries(x, n_groups) for x in (q, do)) and describable(k) and describable(v)
+    # A box of fewer rows is not swizzled as the tile is.
+    fits = q.shape[2] // n_groups >= 8 and select_block == tile.block_n
+    return tile if described and fits else None
+
+
+def layouts(problem: Problem) -> tuple[Layout, Layout]:
+    """Of contiguous queries, and of keys as wide."""
     device = torch.device(problem.device)
     sizes = (problem.n_queries, problem.n_heads), (problem.n_keys, problem.n_groups)
     q, k = (new_layout((problem.batch, *size, problem.d_k), problem.dtype, device) for size in sizes)
+    return q, k
+
+
+def passes(problem: Problem, branch: Compressed | Sliding, forward: bool, backward: bool) -> list[str]:
+    """Those of the forward and the backward pass of a problem of the `branch` that these kernels run, where its tensors
+    are contiguous."""
+    q, k = layouts(problem)
     visibility = Visibility(*branch.view(problem.n_keys), problem.varlen, offset=problem.cached and not problem.varlen)
     tile = pick_forward(q, k, k, visibility)
     # A step of decoding has no backward pass.

@@ -45,6 +45,7 @@ GLUON_PLANS = {
     "ranged_forward": ("plan",),
     "ranged_backward": ("plan",),
     "branches": ("runs_together", "plan_forward"),
+    "selected": ("plan_backward",),
     "decode.plan": ("plan_decode",),
 }
 
@@ -126,14 +127,17 @@ def kernel_set(
         one = problem_for_op(problem, op, block, stride, window)
         passes = tiles.passes(one, branch, op in forward, op in backward)
         taken += [f"{op} {', '.join(passes)}"] if passes else []
+    step = problem.cached and problem.n_queries <= MAX_STEP_TOKENS
+    q, k = tiles.layouts(problem)
+    if "selected" in backward and not step and tiles.pick_blocks(q, q, k, k, select_block) is not None:
+        taken.append("selected backward")
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)
     fixed = problem.n_queries == problem.n_keys and not (problem.varlen or problem.cached)
     both = fixed and {"selected", "sliding"} <= {*direct}
     if both and branches.runs_together(*sizes, problem.dtype, torch.device(problem.device)):
         taken.append("selected and sliding forward in one kernel")
-    short = problem.cached and not problem.varlen and problem.n_queries <= MAX_STEP_TOKENS
-    if short and step_in_gluon(problem, block, stride, select_block, n_select, window):
+    if step and not problem.varlen and step_in_gluon(problem, block, stride, select_block, n_select, window):
         taken.append("compressed decode step")
     return f"Gluon for {'; '.join(taken)}; else Triton" if taken else "Triton; Gluon has no faster kernel here"
 

@@ -14,12 +14,14 @@ sums its segments in their order. So the result is bitwise deterministic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.gluon.tiles import BlockTile
 from nsa.backends.triton.launch import Launch, Layout, strides
 from nsa.backends.triton.primitives import COUNTS, LN_2
 from nsa.backends.triton.row_statistics import ROW_PAD, row_statistics
@@ -36,6 +38,9 @@ from nsa.backends.triton.selected.forward import (
 from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start, selected_block
 from nsa.backends.triton.tiles import block_width
 from nsa.sequences import Saved, Upstream
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.selected_backward import BlockLaunch
 
 # Keys that a CTA sums over their segments.
 KEYS_PER_SUM = 16
@@ -242,7 +247,7 @@ def sum_segments_kernel(
 class BlockBackward:
     """The plan of a backward pass."""
 
-    def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile) -> None:
+    def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile | BlockTile) -> None:
         self.n_groups = shapes.n_groups
         heads, segment = shapes.heads, max(1, tile.segment // shapes.heads)
         per_query, size = shapes.n_select * heads, shapes.block_sizes
@@ -267,14 +272,20 @@ class BlockBackward:
         self.together = shapes.d_k == shapes.d_v
         head_dims = [(2, shapes.d_k)] if self.together else [(1, shapes.d_k), (1, shapes.d_v)]
 
-        def launches(chunk: Chunk) -> tuple[Launch, Launch, list[Launch]]:
-            differentiate = Launch(
+        def differentiate_blocks(chunk: Chunk) -> Launch | BlockLaunch:
+            if isinstance(tile, BlockTile):
+                from nsa.backends.gluon.selected_backward import BlockLaunch
+
+                return BlockLaunch(shapes, do, self.dq_shape, chunk, scale, segment, tile)
+            return Launch(
                 block_backward_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start,
                 **strides(d_bth=do), **chunk.where, scale=scale, n_items=chunk.n_items, n_blocks=shapes.n_blocks,
                 n_keys=shapes.n_keys, n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
                 VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
+
+        def launches(chunk: Chunk) -> tuple[Launch | BlockLaunch, Launch, list[Launch]]:
             sum_slots = Launch(
                 sum_slots_kernel, (triton.cdiv(chunk.n_queries * heads, rows), chunk.n_rows),
                 n_tokens=shapes.n_tokens, n_groups=shapes.n_groups, **chunk.where, **strides(i_btg=shapes.indices),
@@ -282,7 +293,7 @@ class BlockBackward:
                 BLOCK_R=rows, BLOCK_S=triton.next_power_of_2(shapes.n_select), BLOCK_DK=size["BLOCK_DK"],
                 num_warps=tile.merge_warps,
             )  # fmt: skip
-            return differentiate, sum_slots, [sum_keys(chunk, *dims) for dims in head_dims]
+            return differentiate_blocks(chunk), sum_slots, [sum_keys(chunk, *dims) for dims in head_dims]
 
         def sum_keys(chunk: Chunk, n_gradients: int, head_dim: int) -> Launch:
             return Launch(

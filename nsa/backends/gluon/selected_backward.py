@@ -1,0 +1,324 @@
+"""Backward of the selected branch by blocks, for Hopper.
+
+The results of `block_backward_kernel` in `triton/selected/backward.py`, with the same segments and the same places of
+partial gradients. A CTA owns a segment: one warpgroup holds a block's 64 keys and streams the rows of the queries that
+selected it, 64 at a time. Two warps load rows, of `q` and of `do`, and a third stores their partial `dq`, which leaves
+through the buffer that the queries came in. A step of the warpgroup, transposed, keys down and rows across:
+
+    issue S^T = K Q^T, issue dP^T = V dO^T, wait for S^T
+    P^T = exp2(S^T - lse)            while dP^T is being computed
+    wait for dP^T, dS^T = P^T (dP^T - delta)
+    issue dV += P^T dO, issue dK += dS^T Q
+    dS^T to shared memory            while dV and dK are being computed
+    wait for both, issue dQ = dS K, wait for it
+    dQ into the buffer of Q
+
+A step multiplies for 1,280 cycles and moves 192 KB through shared memory, which takes 128 bytes a cycle: 64 KB for the
+two scores, 32 KB for dV and dK, whose left operands are in registers, 24 KB for dQ, the rest for what comes and goes.
+Sums split over two warpgroups would need P^T in shared memory as well, and move 40 KB more. One warpgroup has 232
+registers where two CTAs share an SM, and needs 192 of them for dK, dV and either S^T and dP^T or dQ: so P^T and dS^T
+are operands only when S^T and dP^T are gone, and are gone before dQ. Where one CTA waits or computes exponentials, the
+other multiplies.
+
+A query's rows are a piece of `h x D` in memory. Rows of a tile come by two boxes a query, `[h, D / 2]` each, which is
+how wide a swizzled box may be: boxes side by side are then columns of a tile that products read as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from nsa.backends.gluon.api import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from nsa.backends.gluon.decode import clear_unseen
+from nsa.backends.gluon.descriptors import describe_keys, descriptor
+from nsa.backends.gluon.tiles import BlockTile
+from nsa.backends.triton.launch import Launch, Layout, new_layout
+from nsa.backends.triton.primitives import COUNTS, LOG2_E
+from nsa.backends.triton.row_statistics import ROW_PAD
+from nsa.backends.triton.selected.forward import assigned_segment, locate_block, own_segment
+from nsa.backends.triton.selected.index import Chunk, Shapes, query_start
+
+
+@gluon.jit
+def boxes_of(x_s, desc, H: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Tiles `[STAGES, BLOCK_M, D]` as the boxes `[1, 1, H, D / 2]` that they consist of: per tile those of the left
+    half of the columns, one for each query, then those of the right half."""
+    return x_s._reinterpret(desc.dtype, [STAGES * 2 * (BLOCK_M // H), 1, 1, H, D // 2], desc.layout)
+
+
+@gluon.jit
+def gather_rows(
+    W: gl.constexpr, x, y, p_statistic, p_pair, x_s, y_s, statistic_s, seen_s, y_full, full, free,
+    i_b, i_g, i_key, i_first, n_pairs, padding, factor,
+    H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: requests the block's keys, then tiles of queries as soon as a buffer is free, and stores their LSEs and
+    how many of the keys each row sees. With W the block's values, and tiles of `do` with their deltas.
+
+    `padding`: the statistic of rows past the end, which are the last query's. Others are multiplied by `factor`.
+    """
+    QUERIES: gl.constexpr = BLOCK_M // H
+    x_box = boxes_of(x_s, x, H, BLOCK_M, D, STAGES)
+    o_row = gl.arange(0, BLOCK_M, gl.BlockedLayout([2], [32], [1], [0]))
+    if n_pairs > 0:
+        mbarrier.expect(y_full, y.block_type.nbytes)
+        tma.async_copy_global_to_shared(y, [i_b, i_key, i_g, 0], y_full, y_s)
+    for step in range((n_pairs + QUERIES - 1) // QUERIES):
+        slot = step % STAGES
+        # Before the wait, which hides how long they take.
+        o_pair = step * QUERIES + o_row // H
+        b_t = gl.load(p_pair + gl.minimum(o_pair, n_pairs - 1)) // N_SELECT
+        b_statistic = gl.load(p_statistic + b_t * H + o_row % H, mask=o_pair < n_pairs, other=padding) * factor
+        mbarrier.wait(free.index(slot), ((step // STAGES) & 1) ^ 1)
+        statistic_s.index(slot).store(b_statistic)
+        if W == 0:
+            seen_s.index(slot).store(b_t - i_first + 1)
+        barrier()
+        mbarrier.expect(full.index(slot), 2 * QUERIES * x.block_type.nbytes)
+        for i in gl.static_range(QUERIES):
+            i_t = gl.load(p_pair + gl.minimum(step * QUERIES + i, n_pairs - 1)) // N_SELECT
+            for half in gl.static_range(2):
+                box = x_box.index((2 * slot + half) * QUERIES + i)
+                tma.async_copy_global_to_shared(x, [i_b, i_t, i_g * H, half * (D // 2)], full.index(slot), box)
+
+
+@gluon.jit
+def scatter_rows(
+    dq, p_pair, q_s, done, free, i_first_pair, n_pairs,
+    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: stores the partial `dq` of a tile of rows from the buffer of its queries, and frees the tile."""
+    QUERIES: gl.constexpr = BLOCK_M // H
+    dq_box = boxes_of(q_s, dq, H, BLOCK_M, D, STAGES)
+    for step in range((n_pairs + QUERIES - 1) // QUERIES):
+        slot = step % STAGES
+        mbarrier.wait(done.index(slot), (step // STAGES) & 1)
+        for i in gl.static_range(QUERIES):
+            if step * QUERIES + i < n_pairs:
+                i_pair = gl.load(p_pair + step * QUERIES + i) - i_first_pair
+                for half in gl.static_range(2):
+                    box = dq_box.index((2 * slot + half) * QUERIES + i)
+                    tma.async_copy_shared_to_global(dq, [0, i_pair, 0, half * (D // 2)], box)
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
+
+
+@gluon.jit
+def differentiate_rows(
+    k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done, zero, zero_dq, step, n_masked,
+    scale, scale_log2, s_layout: gl.constexpr, o_layout: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Adds to `b_dk`, `b_dv` what comes of a tile of rows, and leaves its partial `dq` where its queries were."""
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    slot = step % STAGES
+    q_w = q_s.index(slot)
+    do_w = do_s.index(slot)
+    ds_w = ds_s.index(0)
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    b_st = warpgroup_mma(k_w, q_w.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_dpt = warpgroup_mma(v_w, do_w.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_lse2 = lse2_s.index(slot).load(column)
+    b_st = warpgroup_mma_wait(1, deps=[b_st])
+    # [BLOCK_N, BLOCK_M]
+    b_p = gl.exp2(b_st * scale_log2 - b_lse2[None, :])
+    if step < n_masked:
+        o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, s_layout))
+        b_p = gl.where(o_n[:, None] < seen_s.index(slot).load(column)[None, :], b_p, 0.0)
+    b_delta = delta_s.index(slot).load(column)
+    b_dpt = warpgroup_mma_wait(0, deps=[b_dpt])
+    # With the scale in it, so that neither `dk` nor `dq` needs it again.
+    b_ds = (b_p * (b_dpt * scale - b_delta[None, :])).to(q_s.dtype)
+    b_pt = gl.convert_layout(b_p.to(q_s.dtype), p_layout)
+    b_dv = warpgroup_mma(b_pt, do_w, b_dv, is_async=True)
+    b_dst = gl.convert_layout(b_ds, p_layout)
+    b_dk = warpgroup_mma(b_dst, q_w, b_dk, is_async=True)
+    ds_w.store(b_ds)
+    fence_async_shared()
+    barrier()
+    # The operands in registers too: ptxas may reuse them under a matmul in flight unless the wait depends on them.
+    b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
+    # [BLOCK_M, D]
+    b_dq = warpgroup_mma(ds_w.permute([1, 0]), k_w, zero_dq, use_acc=False, is_async=True)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    # Every warp is done with the queries and with dS.
+    barrier()
+    q_w.store(b_dq.to(q_s.dtype))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(done.index(slot), count=1)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def consume_segment(
+    p_dk, p_dv, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s, kv_full, full, done,
+    i_key, i_end, n_masked, n_pairs, scale, scale_log2,
+    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    VARLEN: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: the block against all rows of the segment, of which the first `n_masked` tiles need a mask.
+
+    One loop: with another for those, ptxas keeps more across them than there are registers.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    k_w = kv_s.index(0).reshape([BLOCK_N, D])
+    v_w = kv_s.index(1).reshape([BLOCK_N, D])
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    zero_dq = gl.zeros([BLOCK_M, D], gl.float32, o_layout)
+    b_dk = gl.zeros([BLOCK_N, D], gl.float32, o_layout)
+    b_dv = gl.zeros([BLOCK_N, D], gl.float32, o_layout)
+    if n_pairs > 0:
+        mbarrier.wait(kv_full, 0)
+        if VARLEN:  # noqa: SIM102
+            # Another document's keys follow, whose values must not reach a matmul.
+            if i_end < i_key + BLOCK_N:
+                row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+                m_seen = (i_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < i_end)[:, None]
+                clear_unseen(k_w, m_seen, row_layout)
+                clear_unseen(v_w, m_seen, row_layout)
+    for step in range((n_pairs * H + BLOCK_M - 1) // BLOCK_M):
+        b_dk, b_dv = differentiate_rows(
+            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done, zero, zero_dq, step, n_masked,
+            scale, scale_log2, s_layout, o_layout, BLOCK_N, STAGES,
+        )  # fmt: skip
+    o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, o_layout))
+    o_out = (o_n * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
+    # None where no segment is this CTA's.
+    m_n = (o_n < n_pairs * BLOCK_N)[:, None]
+    gl.store(p_dk + o_out, b_dk, mask=m_n)
+    gl.store(p_dv + o_out, b_dv, mask=m_n)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def hopper_block_backward_kernel(
+    q, k, v, do, dq, p_lse2, p_delta, p_dk, p_dv, p_pair, p_order, p_item, p_low, p_high, p_last_segment,
+    p_first_token, p_end_token, scale, scale_log2, n_items, n_blocks, n_keys, n_groups, row_0, query_0, n_queries,
+    n_rows_padded,
+    H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    SEGMENT: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, p_start=None, max_start=None,
+):  # fmt: skip
+    """A segment of one block's queries, as in `block_backward_kernel`: partial `dq [pairs, h, D]` by descriptor, and
+    `dk, dv [segments, l, D]`."""
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_M, D], tile_layout)
+    do_s = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_M, D], tile_layout)
+    ds_s = gl.allocate_shared_memory(q.dtype, [1, BLOCK_N, BLOCK_M], tile_layout)
+    kv_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_N, 1, D], k.layout)
+    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
+    seen_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], row_layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Of both warps that load.
+    mbarrier.init(kv_full, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(done.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+
+    i_segment = assigned_segment(p_order)
+    i_item = gl.load(p_item + i_segment)
+    is_used = i_item < n_items
+    i_item = gl.minimum(i_item, n_items - 1)
+    i_low, i_high = own_segment(i_segment, i_item, p_low, p_high, p_last_segment, SEGMENT)
+    n_pairs = gl.where(is_used, i_high - i_low, 0)
+    p_pair += gl.where(is_used, i_low, 0)
+    i_local = i_item // n_blocks
+    i_row = row_0 + i_local
+    i_b = i_row // n_groups
+    i_g = i_row % n_groups
+    i_key, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, BLOCK_N, VARLEN)
+    # Counted as queries are.
+    i_first = i_key - query_start(p_start, max_start, i_b)
+    # Queries inside the block itself come first, and alone need a mask.
+    o_pair = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
+    b_pair = gl.load(p_pair + o_pair, mask=o_pair < n_pairs, other=2147483647)
+    n_inside = gl.sum((b_pair // N_SELECT < i_first + BLOCK_N - 1).to(gl.int32), 0)
+    n_masked = (n_inside * H + BLOCK_M - 1) // BLOCK_M
+    p_lse2 += gl.cast(i_row, gl.int64) * n_rows_padded
+    p_delta += gl.cast(i_row, gl.int64) * n_rows_padded
+    p_dk += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
+    p_dv += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
+    # Of the partial `dq`: pairs of this row of the chunk follow those of the rows before.
+    i_first_pair = (query_0 - i_local * n_queries) * N_SELECT
+    gl.warp_specialize(
+        [
+            (consume_segment, (p_dk, p_dv, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s, kv_full, full, done,
+                               i_key, i_end, n_masked, n_pairs, scale, scale_log2,
+                               H, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
+            (gather_rows, (0, q, k, p_lse2, p_pair, q_s, kv_s.index(0), lse2_s, seen_s, kv_full, full, free,
+                           i_b, i_g, i_key, i_first, n_pairs, float("inf"), 1.0, H, N_SELECT, D, BLOCK_M, STAGES)),
+            (gather_rows, (1, do, v, p_delta, p_pair, do_s, kv_s.index(1), delta_s, seen_s, kv_full, full, free,
+                           i_b, i_g, i_key, i_first, n_pairs, 0.0, scale, H, N_SELECT, D, BLOCK_M, STAGES)),
+            (scatter_rows, (dq, p_pair, q_s, done, free, i_first_pair, n_pairs, H, D, BLOCK_M, STAGES)),
+        ],
+        [1, 1, 1],
+        [24, 24, 24],
+    )  # fmt: skip
+
+
+class BlockLaunch:
+    """Launches `hopper_block_backward_kernel`, given what the launch of `block_backward_kernel` is given."""
+
+    __slots__ = ("describe", "launch")
+
+    def __init__(
+        self, shapes: Shapes, do: Layout, dq: tuple[int, int], chunk: Chunk, scale: float, segment: int, tile: BlockTile
+    ) -> None:
+        """`dq`: the shape of its partials. `segment`: pairs of one at most."""
+        assert shapes.select_block == tile.block_n, "blocks are of another length, which `pick_blocks` declines"
+        heads, d = shapes.heads, shapes.d_k
+        box = (1, 1, heads, d // 2)
+        partial = new_layout((1, dq[0] // heads, heads, d), shapes.q.dtype, shapes.q.device)
+        self.describe = {
+            "q": descriptor(shapes.q, box),
+            "do": descriptor(do, box),
+            "k": describe_keys(shapes.k, tile.block_n),
+            "v": describe_keys(shapes.v, tile.block_n),
+            "dq": descriptor(partial, box),
+        }
+        self.launch = Launch(
+            hopper_block_backward_kernel,
+            (chunk.n_segments,),
+            scale=scale,
+            scale_log2=scale * LOG2_E,
+            n_items=chunk.n_items,
+            n_blocks=shapes.n_blocks,
+            n_keys=shapes.n_keys,
+            n_groups=shapes.n_groups,
+            n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
+            **chunk.where,
+            **shapes.last_start,
+            H=heads,
+            N_SELECT=shapes.n_select,
+            D=d,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            SEGMENT=segment,
+            VARLEN=shapes.n_documents is not None,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+            maxnreg=tile.max_registers,
+        )
+
+    def __call__(self, p_q: Tensor, p_k: Tensor, p_v: Tensor, p_do: Tensor, p_dq: Tensor, **others: Any) -> None:
+        tensors = {"q": p_q, "k": p_k, "v": p_v, "do": p_do, "dq": p_dq}
+        self.launch(**{name: self.describe[name](x) for name, x in tensors.items()}, **others)
